@@ -316,12 +316,12 @@ def expiry_step(leases: int) -> dict[str, Any]:
                 for n in range(first, first + 500)
             )
         )
-    held = len(engine.scheduler.sojourn.program_scheduler.leases)
+    held = len(engine.scheduler.sojourn.program_scheduler.state.leases)
     engine.add("running", range(10), max_tokens=1_000)
     engine.step()
     now[0] += 100.0
     steps = []
-    while len(engine.scheduler.sojourn.program_scheduler.leases):
+    while len(engine.scheduler.sojourn.program_scheduler.state.leases):
         begin = time.perf_counter()
         engine.step()
         steps.append(time.perf_counter() - begin)
@@ -364,7 +364,7 @@ def main() -> None:
     gc.enable()
     result: dict[str, Any] = {
         **made(command, options),
-        "known_programs": len(ours.scheduler.sojourn.program_scheduler.table),
+        "known_programs": len(ours.scheduler.sojourn.program_scheduler.state.programs),
     }
     for position, name in enumerate(("schedule", "schedule_and_update")):
         result[name] = {

@@ -143,10 +143,10 @@ def test_a_turns_waste_is_weighed_against_the_others_that_run() -> None:
     assert lease.ttl_s == pytest.approx(context * 0.1 / 2 + context * 0.1 * (80 + 20) / context)
     e.finish(other)
     e.finish(stranger)
-    lease = e.program_scheduler.leases.get("q")  # type: ignore[arg-type]
+    lease = e.program_scheduler.state.leases.get("q")  # type: ignore[arg-type]
     assert lease is not None
     assert lease.ttl_s == pytest.approx(e.program("q").context_tokens * 0.1 / 2 + 0.1 * 20)
-    assert e.program_scheduler.requests.running_tokens == 0
+    assert e.program_scheduler.state.requests.running_tokens == 0
 
 
 def test_a_long_recompute_goes_in_pieces_of_a_step() -> None:

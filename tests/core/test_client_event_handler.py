@@ -14,11 +14,8 @@ from sojourn.aeg import Aeg
 from sojourn.events import AegReport, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.ids import MAX_ID_BYTES, ProgramId
 from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, EventOutcome, WireError
-from sojourn_server.core.client_event_handler import (
-    EVENT_TYPES,
-    MAX_EMITTERS_PER_PROGRAM,
-    MAX_TOOLS_PER_PROGRAM,
-)
+from sojourn_server.core.client_event_handler import EVENT_TYPES
+from sojourn_server.core.program_lifecycle import MAX_EMITTERS_PER_PROGRAM, MAX_TOOLS_PER_PROGRAM
 from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.metrics import metric_catalog
 from sojourn_server.programs.program_status import ProgramStatus
@@ -53,12 +50,16 @@ def state_of(engine: VirtualEngine) -> Any:
     program_scheduler = engine.program_scheduler
     programs = {
         p.id: (p.status, p.turns, dict(p.tools), p.pending_tool, p.heartbeats, p.agent_type, p.graph_hash)
-        for p in program_scheduler.table
+        for p in program_scheduler.state.programs
     }
     leases = {
-        held.program_id: (held.expires_s, held.silent_s, held.blocks) for held in program_scheduler.leases
+        held.program_id: (held.expires_s, held.silent_s, held.blocks)
+        for held in program_scheduler.state.leases
     }
-    graphs = [known.aeg.hash for known in program_scheduler.graphs], program_scheduler.graphs.types()
+    graphs = (
+        [known.aeg.hash for known in program_scheduler.state.graphs],
+        program_scheduler.state.graphs.types(),
+    )
     return programs, leases, graphs, program_scheduler.histories.tools.snapshot(), len(engine.done)
 
 
@@ -321,7 +322,7 @@ def test_two_thousand_parallel_tools_are_bounded() -> None:
     outcomes = [o.outcome.value for part in (starts[:1000], starts[1000:]) for o in engine.send(*part)]
     assert outcomes == ["applied"] * MAX_TOOLS_PER_PROGRAM + ["rejected"] * (2000 - MAX_TOOLS_PER_PROGRAM)
     assert len(engine.program("p").tools) == MAX_TOOLS_PER_PROGRAM
-    assert len(engine.program_scheduler.leases._deadlines) < 100
+    assert len(engine.program_scheduler.state.leases._deadlines) < 100
     engine.arrive("p", prompt(44))
     assert engine.program("p").tools == {}
 
@@ -336,11 +337,11 @@ def test_a_hundred_thousand_invented_programs_are_bounded_and_take_nothing_from_
             for i in range(MAX_BATCH_EVENTS)
         ]
         assert {o.outcome.value for o in post(engine, *events)} == {"applied"}
-    assert len(engine.program_scheduler.table) == 1000
-    assert engine.program_scheduler.table.forgotten == 100 * MAX_BATCH_EVENTS + 1 - 1000
-    assert engine.program_scheduler.leases.get(ProgramId("p")) is not None
+    assert len(engine.program_scheduler.state.programs) == 1000
+    assert engine.program_scheduler.state.programs.forgotten == 100 * MAX_BATCH_EVENTS + 1 - 1000
+    assert engine.program_scheduler.state.leases.get(ProgramId("p")) is not None
     assert engine.program_scheduler.decisions._next == decisions, "the log still shows what was decided"
-    assert engine.program_scheduler.lease_manager.let_go == {}
+    assert engine.program_scheduler.state.let_go == {}
 
 
 def test_a_tool_of_any_length_or_of_a_thousand_years_is_taken() -> None:
@@ -348,7 +349,7 @@ def test_a_tool_of_any_length_or_of_a_thousand_years_is_taken() -> None:
     post(engine, START, {**STOP, "seq": 1, "duration_s": 1e300}, {**START, "seq": 2, "age_s": 1e300},
          {**STOP, "seq": 3, "duration_s": 0})  # fmt: skip
     assert list(engine.program_scheduler.histories.tools.durations("bash")) == [0.0, 1e300]
-    lease = engine.program_scheduler.leases.get(ProgramId("p"))
+    lease = engine.program_scheduler.state.leases.get(ProgramId("p"))
     assert lease is not None
     assert lease.expires_s <= engine.now + 10.0
     assert engine.turn("p", prompt(44)) is not None
@@ -431,14 +432,14 @@ def test_any_json_gets_an_outcome_for_each_event(batches: list[list[Any]]) -> No
         answers = post(engine, *events)
         assert len(answers) == len(events)
         engine.wait(1.0)
-        assert math.isfinite(sum(held.expires_s for held in engine.program_scheduler.leases))
+        assert math.isfinite(sum(held.expires_s for held in engine.program_scheduler.state.leases))
         engine.ask("programs")
         engine.ask("graphs")
         engine.ask("program", program_id="p")
         engine.ask("stats")
     engine.turn("p", prompt(44))
-    assert engine.program_scheduler.leases.blocks == sum(
-        held.blocks for held in engine.program_scheduler.leases
+    assert engine.program_scheduler.state.leases.blocks == sum(
+        held.blocks for held in engine.program_scheduler.state.leases
     )
 
 

@@ -30,8 +30,8 @@ TYPED = {"sojourn": {"agent_type": "solver"}}
 def engine(*, preset: str | Preset = "tetris", blocks: int = 100, host_blocks: int = 0) -> VirtualEngine:
     made = VirtualEngine(preset, blocks=blocks)
     # As an engine with host memory has it; nothing was copied yet.
-    made.program_scheduler.demand_forecaster._pool.host_blocks = host_blocks
-    made.program_scheduler.demand_forecaster.copied(None, None, 0.0)
+    made.program_scheduler._forecaster._pool.host_blocks = host_blocks
+    made.program_scheduler._forecaster.copied(None, None, 0.0)
     return made
 
 
@@ -56,7 +56,7 @@ def start(e: VirtualEngine, name: str = "p", **hint: object) -> str:
 
 
 def left(e: VirtualEngine, view: RunningRequestView) -> tuple[float, ...] | None:
-    (foreseen,) = e.program_scheduler.demand_forecaster.foreseen([view], e.now)
+    (foreseen,) = e.program_scheduler._forecaster.foreseen([view], e.now)
     return foreseen.remaining
 
 
@@ -152,7 +152,7 @@ def test_who_leaves_takes_what_it_shared_out_of_the_room_too() -> None:
     learn(e, *[20] * 20)
     names = [start(e, name) for name in "ab"]
     views = [running(name, context=200)._replace(freed_blocks=20) for name in names]
-    demand_forecaster = e.program_scheduler.demand_forecaster
+    demand_forecaster = e.program_scheduler._forecaster
     demand_forecaster.look(views, 70, e.now)  # 30 that both have, and 20 of each
     assert demand_forecaster.demand.available_blocks == 130
     demand_forecaster.gone(names[0])
@@ -166,7 +166,7 @@ def test_who_leaves_takes_what_it_shared_out_of_the_room_too() -> None:
 def test_a_stranger_counts_from_when_it_is_admitted() -> None:
     e = engine(blocks=100)
     learn(e, *[20] * 20)
-    demand_forecaster = e.program_scheduler.demand_forecaster
+    demand_forecaster = e.program_scheduler._forecaster
     demand_forecaster.look([], 0, e.now)
     before = demand_forecaster.demand.needed_blocks[0]
     stranger = e.arrive(None, prompt(40))
@@ -207,7 +207,7 @@ def test_who_leaves_is_taken_out_of_the_need_and_who_comes_is_put_in() -> None:
     e = engine()
     learn(e, *[64] * 20)
     a, b = start(e, "a"), start(e, "b")
-    demand_forecaster = e.program_scheduler.demand_forecaster
+    demand_forecaster = e.program_scheduler._forecaster
     both = [running(a), running(b, position=1)]
     demand_forecaster.look(both, 20, e.now)
     whole = demand_forecaster.demand.needed_blocks
@@ -244,7 +244,7 @@ def test_who_may_enter_and_is_not_admitted_may_enter_again_and_is_counted_once()
     e = engine(blocks=70)
     learn(e, *[80] * 20)
     a = start(e, "a")
-    demand_forecaster = e.program_scheduler.demand_forecaster
+    demand_forecaster = e.program_scheduler._forecaster
     e.program_scheduler.plan_proactive_offload([running(a)], 10, e.now)
     alone = demand_forecaster.demand.needed_blocks
     late = e.request_state(e.arrive("late", prompt(40), **TYPED))
@@ -281,7 +281,7 @@ def test_a_victim_is_copied_ahead_only_where_it_would_be_offloaded() -> None:
     for preset, copied in ((load_preset("tetris"), True), (recompute, False)):
         e = engine(preset=preset, blocks=40, host_blocks=100)
         learn(e, *[100] * 20)
-        e.program_scheduler.reload.observe_step(1000, 10.0)
+        e.program_scheduler.state.reload.observe_step(1000, 10.0)
         a, b = start(e, "a"), start(e, "b")
         views = [running(a), running(b, position=1)]
         chosen = e.program_scheduler.plan_proactive_offload(
@@ -292,8 +292,8 @@ def test_a_victim_is_copied_ahead_only_where_it_would_be_offloaded() -> None:
 
 def test_the_way_back_goes_by_what_either_costs_now() -> None:
     e = engine(host_blocks=100)
-    e.program_scheduler.reload.observe_step(1000, 1.0)  # a millisecond a token
-    demand_forecaster = e.program_scheduler.demand_forecaster
+    e.program_scheduler.state.reload.observe_step(1000, 1.0)  # a millisecond a token
+    demand_forecaster = e.program_scheduler._forecaster
     demand_forecaster.copied(1e-4, 1e-4, 0.0)
     assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.OFFLOAD
     demand_forecaster.copied(1e-4, 1e-4, 10.0)
@@ -304,7 +304,7 @@ def test_the_way_back_goes_by_what_either_costs_now() -> None:
     assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.RECOMPUTE, (
         "a link at a tenth of its speed"
     )
-    assert engine().program_scheduler.demand_forecaster.recovery(500, 0.0) is RecoveryMethod.RECOMPUTE, (
+    assert engine().program_scheduler._forecaster.recovery(500, 0.0) is RecoveryMethod.RECOMPUTE, (
         "there is nowhere to copy to"
     )
 
@@ -312,7 +312,7 @@ def test_the_way_back_goes_by_what_either_costs_now() -> None:
 def test_the_link_counts_also_where_nobody_ever_looks_ahead() -> None:
     preset = parse_preset('extends = "continuum"\nrecovery = "cheaper"', source="x")
     e = engine(preset=preset, host_blocks=100)
-    e.program_scheduler.reload.observe_step(1000, 1.0)  # a millisecond a token
+    e.program_scheduler.state.reload.observe_step(1000, 1.0)  # a millisecond a token
 
     def way(**link: float) -> RecoveryMethod:
         return e.program_scheduler.preempted(start(e), e.now, tokens=500, **link)
@@ -372,9 +372,9 @@ def test_the_need_is_that_of_those_who_run_whatever_happens(happenings: list[tup
                 e.program_scheduler.preempted(request, e.now, tokens=40)
         elif what == "look":
             e.program_scheduler.plan_proactive_offload(list(live.values()), 0, e.now)
-    kept = e.program_scheduler.demand_forecaster.demand.needed_blocks
+    kept = e.program_scheduler._forecaster.demand.needed_blocks
     e.program_scheduler.plan_proactive_offload(list(live.values()), 0, e.now)
-    assert kept == pytest.approx(e.program_scheduler.demand_forecaster.demand.needed_blocks, abs=1e-6)
+    assert kept == pytest.approx(e.program_scheduler._forecaster.demand.needed_blocks, abs=1e-6)
 
 
 # -- what a network guesses ------------------------------------------------------------------------
@@ -405,12 +405,12 @@ def test_a_guess_counts_once_enough_of_them_have_been_judged_and_were_closer() -
     e = network()
     before = left(e, running(start(e, "before")))
     judged(e, MIN_JUDGED_OUTPUTS - 1, guessed=200.0)
-    assert e.program_scheduler.demand_forecaster.prediction_errors == (None, None)
+    assert e.program_scheduler._forecaster.prediction_errors == (None, None)
     request = start(e, "p")
     guess(e, request, 0, *[190.0] * 8)
     assert left(e, running(request)) != (190.0,) * 8
     judged(e, 1, guessed=200.0, name="last")
-    off, without = e.program_scheduler.demand_forecaster.prediction_errors
+    off, without = e.program_scheduler._forecaster.prediction_errors
     assert off is not None
     assert without is not None
     assert off == pytest.approx(0.0, abs=1e-9)
@@ -425,7 +425,7 @@ def test_a_guess_counts_once_enough_of_them_have_been_judged_and_were_closer() -
 def test_guesses_that_were_further_off_are_not_taken() -> None:
     e = network()
     judged(e, MIN_JUDGED_OUTPUTS, guessed=20_000.0)
-    off, without = e.program_scheduler.demand_forecaster.prediction_errors
+    off, without = e.program_scheduler._forecaster.prediction_errors
     assert off == pytest.approx(math.log(100))
     assert without is not None
     assert off > without
@@ -437,9 +437,9 @@ def test_guesses_that_were_further_off_are_not_taken() -> None:
 def test_a_network_that_gets_worse_is_given_up_by_and_by() -> None:
     e = network()
     judged(e, PREDICTION_ERROR_WINDOW, guessed=200.0)
-    assert e.program_scheduler.demand_forecaster.prediction_errors[0] == pytest.approx(0.0, abs=1e-9)
+    assert e.program_scheduler._forecaster.prediction_errors[0] == pytest.approx(0.0, abs=1e-9)
     judged(e, PREDICTION_ERROR_WINDOW, guessed=20_000.0, name="worse")
-    assert e.program_scheduler.demand_forecaster.prediction_errors[0] == pytest.approx(math.log(100)), (
+    assert e.program_scheduler._forecaster.prediction_errors[0] == pytest.approx(math.log(100)), (
         "only the newest are counted"
     )
 
@@ -528,7 +528,7 @@ def test_a_long_output_is_not_the_judge_alone() -> None:
     assert counted[-1] > 150, "and those later on count as well"
     assert e.request_state(request).model_predicted_at_tokens == 3996, "and yet the newest is heard"
     e.finish(request, output=[7] * 4001)
-    assert e.program_scheduler.demand_forecaster._guess_off.values() == [pytest.approx(0.0)]
+    assert e.program_scheduler._forecaster._guess_off.values() == [pytest.approx(0.0)]
 
 
 def test_an_output_counts_once_however_often_it_was_guessed() -> None:
@@ -539,17 +539,15 @@ def test_an_output_counts_once_however_often_it_was_guessed() -> None:
         guess(e, often, at, 10.0 * (200 - at))
     guess(e, once, 0, 200.0)
     e.finish(often, output=[7] * 200)
-    assert e.program_scheduler.demand_forecaster.prediction_errors == (None, None), (
-        "one output less than it takes"
-    )
+    assert e.program_scheduler._forecaster.prediction_errors == (None, None), "one output less than it takes"
     e.finish(once, output=[7] * 200)
-    off, without = e.program_scheduler.demand_forecaster.prediction_errors
+    off, without = e.program_scheduler._forecaster.prediction_errors
     assert off == pytest.approx(math.log(10) / MIN_JUDGED_OUTPUTS)
-    assert without == pytest.approx(e.program_scheduler.demand_forecaster._known_off.mean())
+    assert without == pytest.approx(e.program_scheduler._forecaster._known_off.mean())
     judged(e, PREDICTION_ERROR_WINDOW, guessed=200.0, name="later")
     assert (
-        e.program_scheduler.demand_forecaster._guess_off.count()
-        == e.program_scheduler.demand_forecaster._known_off.count()
+        e.program_scheduler._forecaster._guess_off.count()
+        == e.program_scheduler._forecaster._known_off.count()
         == PREDICTION_ERROR_WINDOW
     )
 
@@ -557,13 +555,13 @@ def test_an_output_counts_once_however_often_it_was_guessed() -> None:
 def test_where_only_the_network_says_something_neither_is_judged() -> None:
     e = engine(preset="tetris-learned", blocks=10_000)
     judged(e, 15, guessed=200.0)
-    assert e.program_scheduler.demand_forecaster._guess_off.count() == 0, (
+    assert e.program_scheduler._forecaster._guess_off.count() == 0, (
         "fewer than sixteen outputs: nothing is known without it"
     )
     judged(e, 5, guessed=200.0, name="more")
     assert (
-        e.program_scheduler.demand_forecaster._guess_off.count()
-        == e.program_scheduler.demand_forecaster._known_off.count()
+        e.program_scheduler._forecaster._guess_off.count()
+        == e.program_scheduler._forecaster._known_off.count()
         == 4
     )
 
@@ -580,7 +578,7 @@ def test_outputs_that_were_broken_off_or_of_nobody_judge_nobody() -> None:
     late = start(e, "late")
     guess(e, late, 9, 100.0)
     e.finish(late, output=[7] * 9)  # of the step that was under way when it ended
-    assert e.program_scheduler.demand_forecaster._guess_off.count() == 0
+    assert e.program_scheduler._forecaster._guess_off.count() == 0
 
 
 def test_who_never_predicts_hears_no_guess() -> None:
@@ -601,4 +599,4 @@ def test_stats_say_what_there_is_to_judge_by() -> None:
     assert (
         known["network_off"],
         known["without_off"],
-    ) == e.program_scheduler.demand_forecaster.prediction_errors
+    ) == e.program_scheduler._forecaster.prediction_errors

@@ -114,7 +114,7 @@ def test_a_program_is_written_to_disk_as_far_as_it_is_there(engine: VirtualEngin
         "program_id": "a", "state": "writing", "reason": None, "shared": True, "turns": 1,
         "context_tokens": 42, "stored_tokens": 12, "pending_tokens": 24, "bytes": 600,
     }  # fmt: skip
-    assert asked == [list(engine.program_scheduler.contexts.get(ProgramId("a")) or ())]
+    assert asked == [list(engine.program_scheduler.state.contexts.get(ProgramId("a")) or ())]
     told.update(stored_blocks=9, pending_blocks=0, pending_bytes=0)
     assert (ask("a")["state"], ask("a")["stored_tokens"]) == ("done", 36)
     asked.clear()
@@ -234,7 +234,7 @@ def test_a_state_the_catalogue_does_not_know_would_be_noticed(engine: VirtualEng
     engine.service._pool_state = lambda: {**state, "borrowed": 1}
     with pytest.raises(AssertionError, match="borrowed"):
         engine.ask("drain_metrics")
-    engine.program_scheduler.recorder = MetricsRecorder()
+    engine.program_scheduler.state.recorder = MetricsRecorder()
     dropped = engine.ask("drain_metrics")["counters"][METRICS_DROPPED]
     assert dropped == [[{"reason": "wrong_labels"}, 2]], "blocks and bytes"
 
@@ -270,7 +270,7 @@ def test_no_arguments_are_fine(engine: VirtualEngine, payload: str) -> None:
 def test_a_call_changes_nothing_of_what_is_decided(engine: VirtualEngine) -> None:
     before = (
         engine.program_scheduler.decisions._next,
-        len(engine.program_scheduler.leases),
+        len(engine.program_scheduler.state.leases),
         len(engine.done),
     )
     for operation in (
@@ -286,7 +286,7 @@ def test_a_call_changes_nothing_of_what_is_decided(engine: VirtualEngine) -> Non
         engine.ask(operation)
     assert (
         engine.program_scheduler.decisions._next,
-        len(engine.program_scheduler.leases),
+        len(engine.program_scheduler.state.leases),
         len(engine.done),
     ) == before
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sojourn.ids import ProgramId
-from sojourn_server.core.placed_prefixes import PlacedPrefixes
+from sojourn_server.core.context_hashes import PlacedPrefixes
 
 P, Q = ProgramId("p"), ProgramId("q")
 HEAD = [b"h0", b"h1", b"h2"]

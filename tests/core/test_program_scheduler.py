@@ -74,14 +74,14 @@ def test_a_whole_life() -> None:
     assert engine.request_state(request).record.leased  # type: ignore[union-attr]
     assert engine.admit(request) == 40
     assert [a.kind for a in engine.done] == [EngineActionKind.RELEASE]
-    assert P not in engine.program_scheduler.leases
+    assert P not in engine.program_scheduler.state.leases
     assert durations(engine) == [3.0], "the client's own measurement, once"
     engine.finish(request, "Done.")
     assert engine.reasons("keep") == ["fixed", "no_tool_call"]
     engine.send(END)
     assert engine.program("p").status is ProgramStatus.ENDED
     assert engine.done[-1].kind is EngineActionKind.DROP
-    assert engine.program_scheduler.request_states == {}
+    assert engine.program_scheduler.state.requests.states == {}
     assert not engine.program_scheduler.awaiting_first_token()
     assert engine.counter("sojourn_program_turns_total", outcome="stopped") == 2
     assert engine.counter("sojourn_programs_finished_total", outcome="ok") == 1
@@ -91,9 +91,9 @@ def test_a_whole_life() -> None:
 def test_a_request_of_no_program_is_served_and_leaves_nothing() -> None:
     engine = VirtualEngine()
     assert engine.turn(None, prompt(20)) is None
-    assert len(engine.program_scheduler.table) == 0
-    assert engine.program_scheduler.request_states == {}
-    assert engine.program_scheduler.ledger.totals.turns == 0
+    assert len(engine.program_scheduler.state.programs) == 0
+    assert engine.program_scheduler.state.requests.states == {}
+    assert engine.program_scheduler.state.ledger.totals.turns == 0
 
 
 # -- C1 identity -------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_growth_is_what_outgrows_the_longest_context_so_far() -> None:
     for tokens in (100, 200, 60, 190, 230):
         engine.turn("p", prompt(tokens))
         engine.wait(1.0)
-    program = engine.program_scheduler.table.get(ProgramId("p"))
+    program = engine.program_scheduler.state.programs.get(ProgramId("p"))
     assert program is not None
     output = program.context_tokens - 230
     assert program.peak_tokens == 230 + output
@@ -253,7 +253,7 @@ def test_c5_cold_start_without_a_profile_learns_the_price_from_the_engines_steps
     engine = VirtualEngine("continuum")
     assert engine.turn("p", prompt(40)) is None, "nothing is known to be lost yet"
     assert engine.reasons("keep") == ["not_worth_it"]
-    engine.program_scheduler.reload.observe_step(100, 50.0)
+    engine.program_scheduler.state.reload.observe_step(100, 50.0)
     lease = engine.turn("p", prompt(40))
     assert lease is not None
     assert lease.reload_s == 21.0
@@ -310,9 +310,9 @@ def test_c7_a_pin_runs_out() -> None:
     engine = VirtualEngine()
     engine.turn("p", prompt(40))
     engine.wait(9.9)
-    assert P in engine.program_scheduler.leases
+    assert P in engine.program_scheduler.state.leases
     engine.wait(0.1)
-    assert P not in engine.program_scheduler.leases
+    assert P not in engine.program_scheduler.state.leases
     assert engine.held == {}
     assert engine.reasons("release") == ["ttl"]
     assert set(chain(prompt(40))) <= engine.cached, "released blocks stay cached until reused"
@@ -340,7 +340,7 @@ def test_c7_an_abort_in_the_queue_lets_the_expired_pin_go() -> None:
     assert engine.finish(request, outcome=TurnFinishReason.ABORTED) is None
     engine.step()
     assert engine.held == {}
-    assert engine.program_scheduler.leases.blocks == 0
+    assert engine.program_scheduler.state.leases.blocks == 0
 
 
 def test_c7_an_abort_in_the_queue_keeps_a_pin_that_still_runs() -> None:
@@ -348,9 +348,9 @@ def test_c7_an_abort_in_the_queue_keeps_a_pin_that_still_runs() -> None:
     engine.turn("p", prompt(40))
     engine.finish(engine.arrive("p", prompt(48)), outcome=TurnFinishReason.ABORTED)
     engine.wait(9.0)
-    assert P in engine.program_scheduler.leases
+    assert P in engine.program_scheduler.state.leases
     engine.wait(1.0)
-    assert P not in engine.program_scheduler.leases
+    assert P not in engine.program_scheduler.state.leases
 
 
 def test_c7_the_programs_end_drops_all() -> None:
@@ -358,8 +358,8 @@ def test_c7_the_programs_end_drops_all() -> None:
     engine.turn("p", prompt(40))
     engine.send(END)
     assert [a.kind for a in engine.done] == [EngineActionKind.DROP]
-    assert len(engine.program_scheduler.leases) == engine.program_scheduler.leases.blocks == 0
-    assert engine.program_scheduler.contexts.get(P) is None
+    assert len(engine.program_scheduler.state.leases) == engine.program_scheduler.state.leases.blocks == 0
+    assert engine.program_scheduler.state.contexts.get(P) is None
     engine.send(END)
     assert engine.counter("sojourn_programs_finished_total") == 1
 
@@ -375,13 +375,13 @@ def test_thousands_of_pins_due_at_once_end_in_bounded_steps() -> None:
     engine = VirtualEngine(blocks=100_000)
     for i in range(10_000):
         engine.turn(f"p{i}", prompt(4, seed=i))
-    assert len(engine.program_scheduler.leases) == 10_000
+    assert len(engine.program_scheduler.state.leases) == 10_000
     engine.now += 60.0
     for left in range(9_000, -1, -1_000):
         engine.done.clear()
         engine.step()
         assert len(engine.done) == 1_000
-        assert len(engine.program_scheduler.leases) == left
+        assert len(engine.program_scheduler.state.leases) == left
 
 
 # -- C8 room ------------------------------------------------------------------------
@@ -455,7 +455,7 @@ def test_a_hint_not_to_keep_holds_for_a_late_lease_too() -> None:
     engine = VirtualEngine("continuum", curve=CURVE)
     engine.turn("p", prompt(40), kv_retention_ttl_seconds=0)
     engine.send(start(tool="web", head=None))
-    assert P not in engine.program_scheduler.leases
+    assert P not in engine.program_scheduler.state.leases
     assert engine.reasons("late_keep") == ["hinted"]
 
 
@@ -470,7 +470,7 @@ def test_leases_stay_within_their_budget() -> None:
     engine = VirtualEngine(blocks=40, limits=SchedulerLimits(lease_budget_fraction=0.5))
     assert engine.turn("a", prompt(40, seed=1)) is not None
     assert engine.turn("b", prompt(40, seed=2)) is not None
-    assert engine.program_scheduler.leases.blocks == 20
+    assert engine.program_scheduler.state.leases.blocks == 20
     assert engine.turn("c", prompt(4, seed=3)) is None
     assert engine.reasons("keep")[-1] == "over_budget"
 
@@ -493,7 +493,7 @@ def test_parallel_requests_are_one_turn_for_the_lease() -> None:
     assert engine.program("p").status is ProgramStatus.REASONING
     assert engine.finish(second) is not None
     assert engine.program("p").turns == 2
-    assert len(engine.program_scheduler.leases) == 1
+    assert len(engine.program_scheduler.state.leases) == 1
     assert engine.program_scheduler.histories.tools.count() == 0
 
 
@@ -505,9 +505,9 @@ def test_parallel_returns_to_one_lease() -> None:
     assert durations(engine) == [1.0], "one gap, not one for each request"
     engine.finish(second, outcome=TurnFinishReason.ABORTED)
     engine.wait(60.0)
-    assert P in engine.program_scheduler.leases, "the other one still waits"
+    assert P in engine.program_scheduler.state.leases, "the other one still waits"
     engine.admit(first)
-    assert P not in engine.program_scheduler.leases
+    assert P not in engine.program_scheduler.state.leases
     assert engine.finish(first) is not None
 
 
@@ -534,7 +534,7 @@ def test_a_program_ended_during_a_request_keeps_nothing_of_it() -> None:
     assert engine.finish(request) is None
     assert engine.program("p").status is ProgramStatus.ENDED
     assert engine.done[-1].kind is EngineActionKind.DROP
-    assert engine.program_scheduler.contexts.get(P) is None
+    assert engine.program_scheduler.state.contexts.get(P) is None
 
 
 def test_an_ended_program_that_returns_is_served() -> None:
@@ -566,10 +566,12 @@ def test_a_forgotten_program_leaves_nothing() -> None:
     for i in range(50):
         engine.turn(f"p{i}", prompt(40, seed=i))
     program_scheduler = engine.program_scheduler
-    assert len(program_scheduler.table) == len(program_scheduler.leases) == len(engine.held) == 3
-    assert len(program_scheduler.contexts._contexts) == len(program_scheduler.lease_manager.let_go) + 3 == 3
+    assert (
+        len(program_scheduler.state.programs) == len(program_scheduler.state.leases) == len(engine.held) == 3
+    )
+    assert len(program_scheduler.state.contexts._contexts) == len(program_scheduler.state.let_go) + 3 == 3
     assert [a.kind for a in engine.done] == [EngineActionKind.DROP] * 47
-    assert program_scheduler.table.forgotten == 47
+    assert program_scheduler.state.programs.forgotten == 47
 
 
 def test_what_the_steward_keeps_is_bounded_by_its_programs() -> None:
@@ -581,10 +583,12 @@ def test_what_the_steward_keeps_is_bounded_by_its_programs() -> None:
         if i % 3 == 0:
             engine.evict(prompt(40, seed=i % 17), by="x")
     program_scheduler = engine.program_scheduler
-    assert program_scheduler.lease_manager.let_go.keys() <= {p.id for p in program_scheduler.table}
-    assert {held.program_id for held in program_scheduler.leases} <= {p.id for p in program_scheduler.table}
-    assert set(engine.held) == {held.program_id for held in program_scheduler.leases}
-    assert program_scheduler.request_states == program_scheduler.records.awaiting_first_token == {}
+    assert program_scheduler.state.let_go.keys() <= {p.id for p in program_scheduler.state.programs}
+    assert {held.program_id for held in program_scheduler.state.leases} <= {
+        p.id for p in program_scheduler.state.programs
+    }
+    assert set(engine.held) == {held.program_id for held in program_scheduler.state.leases}
+    assert program_scheduler.state.requests.states == program_scheduler._turns.awaiting_first_token == {}
 
 
 # -- silence ------------------------------------------------------------------------
@@ -592,12 +596,12 @@ def test_what_the_steward_keeps_is_bounded_by_its_programs() -> None:
 
 def beating(engine: VirtualEngine) -> None:
     engine.turn("p", prompt(40), kv_retention_ttl_seconds=300, sojourn={"v": 1, "heartbeat": True})
-    assert P in engine.program_scheduler.leases
+    assert P in engine.program_scheduler.state.leases
 
 
 def seconds_until_gone(engine: VirtualEngine) -> float:
     began = engine.now
-    while P in engine.program_scheduler.leases:
+    while P in engine.program_scheduler.state.leases:
         engine.wait(0.25)
         assert engine.now - began < 400
     return engine.now - began
@@ -617,7 +621,7 @@ def test_a_client_that_beats_and_then_dies_loses_it_10_s_after_the_last_sign() -
     for _ in range(40):
         engine.wait(3.0)
         engine.send(BEAT)
-    assert P in engine.program_scheduler.leases
+    assert P in engine.program_scheduler.state.leases
     assert seconds_until_gone(engine) == 10.0
 
 
@@ -679,7 +683,7 @@ def test_a_tools_reported_end_leaves_time_to_return() -> None:
     engine.send(start("c1"), start("c2"))
     engine.wait(9.5)
     engine.send(stop("c1", 9.5))
-    lease = engine.program_scheduler.leases.get(P)
+    lease = engine.program_scheduler.state.leases.get(P)
     assert lease is not None
     assert lease.expires_s == engine.now + 0.5, "the other call still runs"
     engine.send(stop("c2", 9.5))
@@ -689,13 +693,13 @@ def test_a_tools_reported_end_leaves_time_to_return() -> None:
 def test_a_tool_start_after_an_output_without_a_call_gets_a_late_lease() -> None:
     engine = VirtualEngine()
     engine.turn("p", prompt(40), "I will look.")
-    assert P not in engine.program_scheduler.leases
+    assert P not in engine.program_scheduler.state.leases
     engine.evict(prompt(40), keep=6)
     engine.send(start())
     assert [(a.kind, a.reason) for a in engine.done] == [
         (EngineActionKind.PIN_CACHED, DecisionReason.THIS_TOOL)
     ]
-    lease = engine.program_scheduler.leases.get(P)
+    lease = engine.program_scheduler.state.leases.get(P)
     assert lease is not None
     assert (lease.blocks, lease.tool) == (6, TOOL)
     assert engine.reasons("late_keep") == ["fixed"]
@@ -717,7 +721,7 @@ def test_a_program_that_ends_before_its_late_lease_is_booked_gets_none() -> None
     engine.turn("p", prompt(40), "no tool")
     engine.send(start(), END)
     assert [a.kind for a in engine.done] == [EngineActionKind.PIN_CACHED, EngineActionKind.DROP]
-    assert len(engine.program_scheduler.leases) == engine.program_scheduler.leases.blocks == 0
+    assert len(engine.program_scheduler.state.leases) == engine.program_scheduler.state.leases.blocks == 0
     assert engine.held == {}
 
 
@@ -728,7 +732,7 @@ def test_a_cleared_cache_ends_all_leases() -> None:
     engine.program_scheduler.cache_reset(engine.now)
     engine.carry_out()
     assert engine.held == {}
-    assert engine.program_scheduler.leases.blocks == 0
+    assert engine.program_scheduler.state.leases.blocks == 0
     assert engine.reasons("release") == ["reset", "reset"]
 
 
@@ -764,6 +768,8 @@ def test_a_gap_belongs_to_the_first_request_after_it() -> None:
     engine.finish(engine.arrive("p", prompt(12)), outcome=TurnFinishReason.ABORTED)
     engine.wait(5.0)
     engine.turn("p", prompt(12))
-    gaps = [(r.outcome, r.gap_s, r.tool_before) for r in engine.program_scheduler.ledger.of_program("p")]
+    gaps = [
+        (r.outcome, r.gap_s, r.tool_before) for r in engine.program_scheduler.state.ledger.of_program("p")
+    ]
     assert gaps == [("stopped", None, None), ("aborted", 2.0, TOOL), ("stopped", None, None)]
     assert durations(engine) == [2.0]

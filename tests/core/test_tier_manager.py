@@ -126,7 +126,7 @@ class Engine(VirtualEngine):
         return self.program_scheduler.is_parked(request)
 
     def tier(self, program: str) -> Tier:
-        return self.program_scheduler.tier_manager.tier(ProgramId(program))
+        return self.program_scheduler._tiers.tier(ProgramId(program))
 
     def placed(self) -> list[EngineAction]:
         """Orders to bring KV somewhere, but for those of programs that are over."""
@@ -143,7 +143,7 @@ class Engine(VirtualEngine):
 def order(engine: Engine, policy: Watched, program: str, to: Tier, when: MoveTiming = MoveTiming.NOW) -> None:
     """Have the scripted policy make one move at the next step."""
     policy.answer = [TierMove(ProgramId(program), to, when, MoveReason.OVER_CAPACITY)]
-    engine.program_scheduler.tier_manager._why = PlacementTrigger.CAPACITY
+    engine.program_scheduler._tiers._why = PlacementTrigger.CAPACITY
     engine.step()
     assert not policy.answer
 
@@ -173,7 +173,7 @@ def test_a_summary_says_where_a_program_is_placed_and_nothing_of_one_that_has_en
     engine.come("a", 16)
     assert placed("a") == "waiting", "its id is used again"
     assert sum(engine.ask("stats")["placed"].values()) == 2
-    assert VirtualEngine("fixed-ttl").program_scheduler.tier_manager.placed(ProgramId("a")) is None
+    assert VirtualEngine("fixed-ttl").program_scheduler.placed_tier(ProgramId("a")) is None
 
 
 # -- who is parked ---------------------------------------------------------------------
@@ -293,19 +293,19 @@ def test_a_move_is_told_to_the_engine_and_to_all_who_go_by_it() -> None:
     order(engine, policy, "a", DEVICE)
     engine.admit(request)
     engine.finish(request)
-    assert ProgramId("a") in engine.program_scheduler.leases
+    assert ProgramId("a") in engine.program_scheduler.state.leases
     order(engine, policy, "a", HOST, MoveTiming.AFTER_TURN)
     assert len(engine.placed()) == 1, "its KV stays where it is until its turn is over"
     assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.BUSY
     waiting = engine.come("a", 6)
-    engine.program_scheduler.workflow_predictor.changed.clear()
+    engine.program_scheduler._predictor._changed.clear()
     order(engine, policy, "a", HOST)
     assert engine.placed()[-1] == EngineAction(
         EngineActionKind.PLACE, ProgramId("a"), DecisionReason.PLACED, HOST
     )
-    assert ProgramId("a") not in engine.program_scheduler.leases
+    assert ProgramId("a") not in engine.program_scheduler.state.leases
     assert engine.reasons("release") == ["placed"]
-    assert ProgramId("a") in engine.program_scheduler.workflow_predictor.changed, (
+    assert ProgramId("a") in engine.program_scheduler._predictor._changed, (
         "its blocks stand elsewhere in the order of reuse"
     )
     assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.IDLE
@@ -330,8 +330,8 @@ def test_nobody_is_placed_where_the_policy_says_stay() -> None:
     assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.INACTIVE
     assert engine.program_scheduler.label(None) is BlockLabel.INACTIVE
     assert engine.placed() == []
-    assert sum(engine.program_scheduler.tier_manager.counts().values()) == 0
-    assert list(engine.program_scheduler.tier_manager.parked_for(0.0, engine.now)) == []
+    assert sum(engine.program_scheduler.placed_counts().values()) == 0
+    assert list(engine.program_scheduler._tiers.parked_for(0.0, engine.now)) == []
 
 
 # -- how programs end, and begin again ------------------------------------------------------
@@ -358,7 +358,7 @@ def test_a_program_that_ends_while_its_request_is_parked_lets_it_go() -> None:
     engine.finish(request)
     engine.wait(TICK_S)
     assert policy.views[-1].device.untracked_blocks == 0
-    assert engine.program_scheduler.tier_manager.counts() == {DEVICE: 1, HOST: 0, DISK: 0, WAITING: 0}
+    assert engine.program_scheduler.placed_counts() == {DEVICE: 1, HOST: 0, DISK: 0, WAITING: 0}
 
 
 def test_a_parked_request_of_an_ended_program_is_looked_at_again_where_its_blocks_are_left() -> None:
@@ -451,8 +451,8 @@ def test_programs_forgotten_for_others_leave_nothing() -> None:
     for number in range(10):
         engine.a_turn(f"p{number}", 2)
     assert (
-        sum(engine.program_scheduler.tier_manager.counts().values())
-        == len(engine.program_scheduler.table)
+        sum(engine.program_scheduler.placed_counts().values())
+        == len(engine.program_scheduler.state.programs)
         == 3
     )
     assert engine.tier("p0") is WAITING
@@ -465,7 +465,7 @@ def test_a_silent_program_loses_its_place_and_comes_back_as_one_that_ran() -> No
     engine.a_turn("a", 5)
     engine.wait(61.0)
     assert engine.program("a").status is ProgramStatus.EXPIRED
-    assert engine.program_scheduler.tier_manager.counts()[DEVICE] == 0
+    assert engine.program_scheduler.placed_counts()[DEVICE] == 0
     assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.INACTIVE
     engine.come("a", 6)
     engine.step()
@@ -479,7 +479,7 @@ def test_an_aborted_request_gives_up_its_place_in_line() -> None:
     request = engine.come("b", 10)
     engine.step()
     engine.finish(request, outcome=TurnFinishReason.ABORTED)
-    assert engine.program_scheduler.tier_manager._line == []
+    assert engine.program_scheduler._tiers._line == []
     assert engine.program("b").status is ProgramStatus.ACTING
     assert not engine.parked(engine.come(None, 1))
 
@@ -677,7 +677,7 @@ def test_of_ten_thousand_who_wait_a_question_shows_the_first_few_and_asks_about_
         assert keys == sorted(keys)
         assert len(view.on_device) == 1
     assert min(each.required_blocks for each in policy.views[0].waiting) == 3
-    assert len(engine.program_scheduler.tier_manager._line) == 10_020
+    assert len(engine.program_scheduler._tiers._line) == 10_020
     policy.keys_asked = 0
     engine.wait(20_000.0)
     assert policy.keys_asked == 0, "to wait changes no place in line"
@@ -729,7 +729,7 @@ def test_who_waits_longest_is_known_behind_one_who_waits_on_the_device(others: i
     engine.run("long", 20)
     engine.run("rest", 16)
     leave = TierMove(ProgramId("long"), HOST, MoveTiming.AFTER_TURN, MoveReason.OVER_CAPACITY)
-    engine.program_scheduler.tier_manager._apply(leave, engine.now)
+    engine.program_scheduler._tiers._apply(leave, engine.now)
     engine.program_scheduler.pool.blocks = 19  # the device holds too much for it to be kept
     assert engine.parked(engine.come("long", 21))
     for _ in range(others):
@@ -759,7 +759,7 @@ def test_a_program_leaves_the_line_with_its_last_request() -> None:
     engine = Engine(by_present_size())
     engine.run("busy", 18)
     one, other = engine.come("a", 4), engine.come("a", 5)
-    tier_manager = engine.program_scheduler.tier_manager
+    tier_manager = engine.program_scheduler._tiers
     engine.finish(one, outcome=TurnFinishReason.ABORTED)
     assert [name for _, name in tier_manager._line] == ["a"]
     engine.finish(other, outcome=TurnFinishReason.ABORTED)
@@ -812,7 +812,7 @@ def test_a_clock_that_jumps_far_ahead_breaks_nothing() -> None:
         engine.wait(seconds)
         for each in (*policy.views[-1].on_device, *policy.views[-1].on_host, *policy.views[-1].waiting):
             assert 0.0 <= each.idleness.at(engine.now) <= 1.0
-    counts = engine.program_scheduler.tier_manager.counts()
+    counts = engine.program_scheduler.placed_counts()
     assert sum(counts.values()) == 3
 
 
@@ -854,7 +854,7 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert len(policy.views) == asked
     assert engine.tier("b") is DEVICE
     assert engine.program_scheduler.refused == []
-    tier_manager = engine.program_scheduler.tier_manager
+    tier_manager = engine.program_scheduler._tiers
     assert sum(tier_manager.counts().values()) == 0
     assert [*tier_manager._line, *tier_manager._oldest] == [], "nothing is kept for nobody"
 

@@ -151,7 +151,7 @@ class PlacedLife:
     def come_back(self) -> None:
         idle = [
             program.id
-            for program in self.program_scheduler.table
+            for program in self.program_scheduler.state.programs
             if not program.live_requests and program.status not in OVER_STATUSES
         ]
         if idle and len(self.requests) < MAX_LIVE:
@@ -213,7 +213,11 @@ class PlacedLife:
             self._finish(request, self.draw.choice([TurnFinishReason.ABORTED, TurnFinishReason.ERROR]))
 
     def end_program(self) -> None:
-        known = [program for program in self.program_scheduler.table if program.status not in OVER_STATUSES]
+        known = [
+            program
+            for program in self.program_scheduler.state.programs
+            if program.status not in OVER_STATUSES
+        ]
         if known:
             program = self.draw.choice(known)
             place = self.places.pop(program.id, None)
@@ -259,7 +263,7 @@ class PlacedLife:
         )
         if program is not None:
             self._forget_as_the_table_did()
-            known = self.program_scheduler.table.get(ProgramId(program))
+            known = self.program_scheduler.state.programs.get(ProgramId(program))
             assert known is not None
             self.newest = self.numbers
             place = self.places.setdefault(program, Place(returning=known.turns > 0))
@@ -276,7 +280,7 @@ class PlacedLife:
 
     def _carry_out(self) -> None:
         for action in self.program_scheduler.take_actions():
-            program = self.program_scheduler.table.get(action.program_id)
+            program = self.program_scheduler.state.programs.get(action.program_id)
             for name in program.live_requests if program is not None else ():
                 if name in self.requests and not self.requests[name].running:
                     self._file(self.requests[name])
@@ -310,7 +314,7 @@ class PlacedLife:
 
     def _forget_as_the_table_did(self) -> None:
         for name in list(self.places):
-            program = self.program_scheduler.table.get(ProgramId(name))
+            program = self.program_scheduler.state.programs.get(ProgramId(name))
             if program is None or program.status in OVER_STATUSES:
                 assert not self.places.pop(name).running, "with a request in the engine nobody is forgotten"
                 self.done["forgotten"] += 1
@@ -421,7 +425,7 @@ class PlacedLife:
 
     def _all_is_in_place(self) -> None:
         """Just asked and its answer applied: no tier holds too much, and asked again nothing is moved."""
-        view = self.program_scheduler.tier_manager._view(PlacementTrigger.TICK)
+        view = self.program_scheduler._tiers._view(PlacementTrigger.TICK)
         for group, state in ((view.on_host, view.host), (view.on_disk, view.disk)):
             assert sum(each.context_blocks for each in group) <= state.budget_blocks
         stay = [each for each in view.on_device if not each.pending]
@@ -439,7 +443,7 @@ class PlacedLife:
     # -- what must hold after each ---------------------------------------------------------------
 
     def each_program_is_in_exactly_one_queue(self) -> None:
-        tier_manager = self.program_scheduler.tier_manager
+        tier_manager = self.program_scheduler._tiers
         assert tier_manager._failed is None
         assert tier_manager._by_id.keys() == self.places.keys()
         assert sum(map(len, tier_manager._in.values())) == len(tier_manager._by_id)
@@ -452,7 +456,7 @@ class PlacedLife:
             assert not place.running or place.tier is DEVICE
 
     def the_line_holds_those_who_wait_in_order(self) -> None:
-        tier_manager = self.program_scheduler.tier_manager
+        tier_manager = self.program_scheduler._tiers
         assert tier_manager._line == sorted(tier_manager._line)
         waiting = {name for name, place in self.places.items() if place.tier is WAITING and place.waiting}
         assert {name for _, name in tier_manager._line} == waiting
@@ -467,11 +471,11 @@ class PlacedLife:
             expected = place is not None and place.parks(request)
             assert self.program_scheduler.is_parked(request.name) == expected
             assert request.parked == (expected and not request.running), "the engine was not told to look"
-        assert self.program_scheduler.tier_manager._others.keys() == self.others.keys()
+        assert self.program_scheduler._tiers._others.keys() == self.others.keys()
 
     def everybody_gets_in(self) -> None:
         """Nobody new comes and turns end. Nobody's tool ends unless there is no other hope for the others."""
-        for each in (self.program_scheduler, self.program_scheduler.gate):
+        for each in (self.program_scheduler, self.program_scheduler._admission):
             each.limits = PATIENT  # type: ignore[union-attr]
         hopeless = math.inf in (self.policy.standstill_s, self.policy.patience_s)
         owed = {name for name, request in self.requests.items() if request.parked}
@@ -496,12 +500,12 @@ class PlacedLife:
         self.done["let in at last"] += 1
         for request in list(self.requests.values()):
             request.turn_began = 0
-        for each in (self.program_scheduler, self.program_scheduler.gate):
+        for each in (self.program_scheduler, self.program_scheduler._admission):
             each.limits = LIMITS  # type: ignore[union-attr]
 
     def _who_acts_ends(self) -> None:
         for name in [name for name, place in self.places.items() if place.activity is ProgramActivity.ACTING]:
-            program = self.program_scheduler.table.get(ProgramId(name))
+            program = self.program_scheduler.state.programs.get(ProgramId(name))
             assert program is not None
             del self.places[name]
             self._end(program.id)

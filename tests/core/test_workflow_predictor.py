@@ -51,7 +51,7 @@ class Agents:
         self.end(name)
 
     def program(self, name: str) -> ProgramState:
-        program = self.engine.program_scheduler.table.get(ProgramId(name))
+        program = self.engine.program_scheduler.state.programs.get(ProgramId(name))
         assert program is not None
         return program
 
@@ -95,7 +95,7 @@ def test_steps_left_are_believed_at_once_and_none_left_goes_first() -> None:
     assert (near.goes_on, near.tier) == (0.0, "hints")
     assert far.goes_on == pytest.approx(0.9)
     assert agents.score("near") < agents.score("far")
-    assert ProgramId("near") not in agents.engine.program_scheduler.leases
+    assert ProgramId("near") not in agents.engine.program_scheduler.state.leases
 
 
 def test_a_declared_graph_says_what_follows_its_node() -> None:
@@ -163,7 +163,7 @@ def test_scores_of_others_hold_until_the_scale_moves() -> None:
     agents.turn("a", expected_steps_left=5.0)
     agents.engine.wait(1.0)
     agents.turn("a", expected_steps_left=5.0)
-    workflow_predictor = agents.engine.program_scheduler.workflow_predictor
+    workflow_predictor = agents.engine.program_scheduler._predictor
     program_scheduler = agents.engine.program_scheduler
     before, score = workflow_predictor.scale_changes, agents.score("a")
     standing = program_scheduler.owner_standing(ProgramId("a"))
@@ -264,7 +264,7 @@ def test_a_node_of_an_earlier_turn_says_nothing_of_this_one() -> None:
 
 def test_everything_that_changes_a_score_says_so() -> None:
     agents = Agents()
-    workflow_predictor = agents.engine.program_scheduler.workflow_predictor
+    workflow_predictor = agents.engine.program_scheduler._predictor
 
     def scored() -> dict[str, tuple[float, ...]]:
         return {name: agents.score(name) for name in agents.contexts}
@@ -273,7 +273,7 @@ def test_everything_that_changes_a_score_says_so() -> None:
     for name in "abcdef":
         agents.turn(name)
     before, scale = scored(), workflow_predictor.scale_changes
-    workflow_predictor.changed.clear()
+    workflow_predictor._changed.clear()
     for _ in range(400):
         name = random.choice("abcdef")
         match random.randrange(6):
@@ -292,9 +292,9 @@ def test_everything_that_changes_a_score_says_so() -> None:
                 agents.engine.send(ProgramEnd(program_id=name, seq=-1))
         now = scored()
         if workflow_predictor.scale_changes == scale:
-            assert {ProgramId(n) for n in now if now[n] != before[n]} <= workflow_predictor.changed.keys()
+            assert {ProgramId(n) for n in now if now[n] != before[n]} <= workflow_predictor._changed.keys()
         before, scale = now, workflow_predictor.scale_changes
-        workflow_predictor.changed.clear()
+        workflow_predictor._changed.clear()
 
 
 # -- leases -----------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_a_lease_lasts_the_tools_95th_percentile() -> None:
         agents.turn("p", expected_steps_left=50.0)
         tool(agents, "p", float(number))
     agents.turn("p", expected_steps_left=50.0)
-    lease = agents.engine.program_scheduler.leases.get(ProgramId("p"))
+    lease = agents.engine.program_scheduler.state.leases.get(ProgramId("p"))
     assert lease is not None
     assert (lease.ttl_s, lease.reason) == (19.0, DecisionReason.THIS_TOOL)
 
@@ -327,7 +327,7 @@ def test_pressure_shortens_it() -> None:
             tool(agents, "p", float(number))
         agents.contexts["p"] = PROMPT
         agents.turn("p", expected_steps_left=50.0)
-        lease = agents.engine.program_scheduler.leases.get(ProgramId("p"))
+        lease = agents.engine.program_scheduler.state.leases.get(ProgramId("p"))
         assert lease is not None
         ttls.append(lease.ttl_s)
     assert ttls == [19.0, pytest.approx(19.0 / 2, abs=1e-9)]
@@ -338,7 +338,7 @@ def test_a_cold_program_is_served_request_by_request() -> None:
     for number in range(1, 21):
         agents.turn("p")
         tool(agents, "p", float(number))
-        assert len(agents.engine.program_scheduler.leases) == 0
+        assert len(agents.engine.program_scheduler.state.leases) == 0
 
 
 # -- prefetch ---------------------------------------------------------------------------
@@ -397,14 +397,14 @@ def test_a_tool_that_takes_for_ever_leaves_no_plan_behind() -> None:
     for number in range(500):
         agents.turn(f"p{number}")
         agents.end(f"p{number}")
-    assert agents.engine.program_scheduler.workflow_predictor._plans == []
+    assert agents.engine.program_scheduler._predictor._plans == []
 
 
 def test_plans_are_bounded_by_the_programs() -> None:
     agents = Agents(histories=with_history())
     for _ in range(1000):
         agents.turn("p")
-    assert len(agents.engine.program_scheduler.workflow_predictor._plans) < 200
+    assert len(agents.engine.program_scheduler._predictor._plans) < 200
 
 
 def test_the_ablation_plans_none() -> None:
@@ -424,7 +424,7 @@ def test_the_ledger_says_what_was_foreseen_and_at_what_score_it_was_evicted() ->
     agents.engine.admit(taker)
     program_scheduler = agents.engine.program_scheduler
     score = agents.score("p")
-    for block in list(program_scheduler.contexts.get(ProgramId("p")) or ()):
+    for block in list(program_scheduler.state.contexts.get(ProgramId("p")) or ()):
         program_scheduler.evicted(block, ProgramId("p"), taker, agents.engine.now, score)
         agents.engine.cached.discard(block)
     agents.turn("p", expected_steps_left=1.0)

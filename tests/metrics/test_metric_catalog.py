@@ -12,8 +12,8 @@ from typing import get_args
 from sojourn.events import AnyEvent
 from sojourn.ids import ProgramId
 from sojourn.wire import Outcome
-from sojourn_server.core.client_event_handler import PROGRAM_OUTCOMES as PROGRAM_ENDS
 from sojourn_server.core.events_and_actions import TurnFinishReason
+from sojourn_server.core.program_lifecycle import PROGRAM_OUTCOMES as PROGRAM_ENDS
 from sojourn_server.metrics.metric_catalog import (
     ENGINE_LABEL,
     EVENT_TYPES,

@@ -134,7 +134,7 @@ def test_an_aborted_turn_in_the_queue_only_queued() -> None:
     request = engine.arrive("p", prompt(8))
     engine.now += 3.0
     engine.finish(request, outcome=TurnFinishReason.ABORTED)
-    [record] = engine.program_scheduler.ledger.of_program("p")
+    [record] = engine.program_scheduler.state.ledger.of_program("p")
     assert record.seconds() == {"wall": 3.0, "queued": 3.0, "prefilling": 0.0, "decoding": 0.0}
     assert record.tokens is None
     assert "tokens" not in record.as_dict()
@@ -165,7 +165,7 @@ def lost_by(
 ) -> tuple[dict[LossCause, int], str | None]:
     """Tokens that the next turn of ``p`` recomputes, with cause and evictor."""
     engine.turn("p", tokens or LONGER)
-    record = engine.program_scheduler.ledger.of_program("p")[-1]
+    record = engine.program_scheduler.state.ledger.of_program("p")[-1]
     assert record.tokens is not None
     return record.tokens.lost, record.evictor
 
@@ -248,7 +248,7 @@ def test_unknown_is_said_where_nothing_is_known() -> None:
     engine.turn("p", TOKENS)
     engine.cached.clear()
     assert lost_by(engine) == ({LossCause.UNKNOWN: 40}, None)
-    engine.program_scheduler.contexts.drop(ProgramId("p"))
+    engine.program_scheduler.state.contexts.drop(ProgramId("p"))
     engine.cached.clear()
     assert lost_by(engine, [*LONGER, 7, 7, 1, 2]) == ({LossCause.UNKNOWN: 54}, None), (
         "not new: it had been computed"
@@ -263,20 +263,20 @@ def test_preempted_tokens_are_counted_apart() -> None:
     engine.cached.clear()
     engine.admit(request, resumed=True)
     engine.finish(request)
-    [record] = engine.program_scheduler.ledger.of_program("p")
+    [record] = engine.program_scheduler.state.ledger.of_program("p")
     assert (record.preemptions, record.recomputed_after_preemption) == (1, 40)
     assert record.tokens is not None
     assert (record.tokens.new, record.tokens.lost) == (40, {})
     assert engine.counter("sojourn_lost_tokens_total", cause="preempted") == 40
     assert engine.counter("sojourn_prompt_tokens_total") == 40
-    assert engine.program_scheduler.ledger.totals.recomputed_after_preemption_tokens == 40
+    assert engine.program_scheduler.state.ledger.totals.recomputed_after_preemption_tokens == 40
 
 
 def test_what_another_program_computed_is_reused_not_new() -> None:
     engine = VirtualEngine()
     engine.turn("q", TOKENS)
     engine.turn("p", LONGER)
-    [record] = engine.program_scheduler.ledger.of_program("p")
+    [record] = engine.program_scheduler.state.ledger.of_program("p")
     assert record.tokens is not None
     assert (record.tokens.device, record.tokens.new) == (40, 12)
 
@@ -343,15 +343,15 @@ def test_a_random_life_drops_no_metric_and_adds_up() -> None:
                 engine.cached.clear()
                 engine.carry_out()
         engine.wait(chance.random() * 3)
-        assert set(engine.held) == {held.program_id for held in engine.program_scheduler.leases}
-        assert engine.program_scheduler.leases.blocks == sum(
-            held.blocks for held in engine.program_scheduler.leases
+        assert set(engine.held) == {held.program_id for held in engine.program_scheduler.state.leases}
+        assert engine.program_scheduler.state.leases.blocks == sum(
+            held.blocks for held in engine.program_scheduler.state.leases
         )
-        assert len(engine.program_scheduler.table) <= 14 + len(inside)
-        assert set(engine.program_scheduler.request_states) == set(inside)
+        assert len(engine.program_scheduler.state.programs) <= 14 + len(inside)
+        assert set(engine.program_scheduler.state.requests.states) == set(inside)
 
-    records = list(engine.program_scheduler.ledger._ring)
-    totals = engine.program_scheduler.ledger.totals
+    records = list(engine.program_scheduler.state.ledger._ring)
+    totals = engine.program_scheduler.state.ledger.totals
     assert totals.turns == len(records) > 300
     assert {cause for r in records if r.tokens for cause in r.tokens.lost} >= {
         LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, LossCause.PRESSURE, LossCause.CHANGED,
@@ -382,7 +382,7 @@ def test_a_random_life_drops_no_metric_and_adds_up() -> None:
         assert engine.counter("sojourn_lost_tokens_total", cause=cause) == tokens
     assert engine.counter("sojourn_program_turns_total") == totals.turns
     grants = sum(d.numbers.get("ttl_s", 0) > 0 for d in engine.program_scheduler.decisions.since(0, 10**6)[0])
-    assert engine.counter("sojourn_lease_ends_total") + len(engine.program_scheduler.leases) == grants
+    assert engine.counter("sojourn_lease_ends_total") + len(engine.program_scheduler.state.leases) == grants
 
 
 def test_the_catalogue_and_the_code_say_the_same_words() -> None:

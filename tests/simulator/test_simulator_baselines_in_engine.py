@@ -128,9 +128,9 @@ def test_a_pressed_workload_runs_to_its_end(policy: str, seed: int) -> None:
     assert adapter.failures == 0
     engine.step()
     assert engine.pool.get_num_free_blocks() == 60
-    assert not adapter.program_scheduler.request_states
-    assert adapter.program_scheduler.requests.running_tokens == 0
-    assert len(adapter.program_scheduler.leases) == 0
+    assert not adapter.program_scheduler.state.requests.states
+    assert adapter.program_scheduler.state.requests.running_tokens == 0
+    assert len(adapter.program_scheduler.state.leases) == 0
 
 
 def test_every_preset_is_tried_above() -> None:
@@ -207,7 +207,7 @@ def test_admit_what_outgrows_the_pool_takes_from_the_latest() -> None:
     contexts = {name: in_a_tool(engine, name, number, 448) for number, name in enumerate("ABC", 1)}
     engine.add("A/1", [*contexts["A"], *prompt(9, 320)], max_tokens=5, program_id="A")
     engine.run()
-    held = {lease.program_id for lease in engine.scheduler.sojourn.program_scheduler.leases}
+    held = {lease.program_id for lease in engine.scheduler.sojourn.program_scheduler.state.leases}
     assert held == {"B"}
     engine.add("B/1", [*contexts["B"], *prompt(8, 16)], max_tokens=5, program_id="B")
     planned = engine.step().planned
@@ -317,18 +317,18 @@ def test_autellix_takes_from_whoever_attained_most_when_kv_runs_out() -> None:
 def test_infercept_lets_go_when_keeping_wastes_more() -> None:
     clock = Clock()
     engine = make_engine("infercept", clock, blocks=101)
-    reload = engine.scheduler.sojourn.program_scheduler.reload
+    reload = engine.scheduler.sojourn.program_scheduler.state.reload
     for _ in range(50):
         reload.observe_step(1000, 1.0)  # a millisecond a token
     engine.add("A/0", prompt(1, 640), max_tokens=1, program_id="A")
     engine.step()
     engine.tell({"type": "tool_start", "program_id": "A", "seq": 1, "call_id": "c", "tool": "bash"})
     program_scheduler = engine.scheduler.sojourn.program_scheduler
-    (lease,) = program_scheduler.leases
+    (lease,) = program_scheduler.state.leases
     assert lease.ttl_s == pytest.approx(0.641 / 2, rel=0.2), "alone: half of its own recompute"
     clock.now += lease.ttl_s + 0.01
     engine.step()
-    assert not len(program_scheduler.leases)
+    assert not len(program_scheduler.state.leases)
 
 
 def test_infercept_knows_of_a_host_tier_only_where_there_is_one() -> None:

@@ -189,7 +189,7 @@ def test_our_own_tiers_save_what_the_device_loses_and_load_it_again(preset):
     again = [sum(turn.regenerated_tokens for turn in turns(run.log)) for run in (alone, below)]
     assert again[1] < again[0]
     if not sum(turn.preemptions for turn in turns(below.log)):
-        assert below.engine.scheduler.sojourn.program_scheduler.ledger.totals.host_tokens == found
+        assert below.engine.scheduler.sojourn.program_scheduler.state.ledger.totals.host_tokens == found
     planner = below.engine.scheduler.connector.planner
     assert not any(entry.pins for entry in planner.host)
 

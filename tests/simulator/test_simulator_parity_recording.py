@@ -60,7 +60,12 @@ def header(**changes: Any) -> RecordingHeader:
 
 # -- nothing is forgotten -----------------------------------------------------------------------
 
-NOT_RECORDED = {"awaiting_first_token", "label", "may_reclaim", "owner_score", "waiting_view", "check"}
+NOT_RECORDED = {
+    "awaiting_first_token", "check", "context", "continuation_probability", "demand_changes", "label",
+    "leased_programs", "live_requests", "may_reclaim", "output_length_errors", "output_predictor",
+    "owner_score", "placed_counts", "placed_tier", "predicts_outputs", "request", "score_scale_changes",
+    "take_begun_turns", "take_changed_programs", "turns_of",
+}  # fmt: skip
 """Questions that no policy answers, or whose answer follows from what is recorded: each standing is recorded
 with its score, and each label follows from the placement orders."""
 
@@ -75,10 +80,10 @@ def test_every_event_and_question_is_recorded():
     assert tags <= RECORD_SHAPES.keys()
 
 
-READ = {"contexts.get", "recorder.observe", "request_states.get", "table.get"}
-"""What the adapter may call on the scheduler's tables: nothing that a decision depends on changes."""
+READ = {"recorder.observe"}
+"""Other calls that the adapter may make: nothing that a decision depends on changes."""
 SET = {"recorder.strict"}
-"""What it may set."""
+"""Attributes that it may set."""
 
 
 def test_the_adapter_changes_a_scheduler_only_by_events():
@@ -99,6 +104,17 @@ def test_the_adapter_changes_a_scheduler_only_by_events():
     assert len(called) > 10
     assert called <= recorded | NOT_RECORDED | READ
     assert assigned <= SET
+
+
+def test_only_core_and_recording_read_the_tables():
+    server = Path(sojourn_server.__file__).parent
+    reads = re.compile(r"program_scheduler\.(_|state\b)")
+    found = [
+        path.relative_to(server).as_posix()
+        for path in server.rglob("*.py")
+        if path.relative_to(server).parts[0] not in ("core", "recording") and reads.search(path.read_text())
+    ]
+    assert found == []
 
 
 def test_every_kind_of_record_can_be_played():

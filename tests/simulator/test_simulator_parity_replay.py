@@ -130,7 +130,7 @@ def test_what_a_network_guessed_is_reproduced(tmp_path):
             told.append([3, [4.0] * 8, MAX_OUTPUT_TOKENS])
 
     Agents(engine, clock, seed=5).run(1500, guess)
-    judged = adapter.program_scheduler.demand_forecaster.known()
+    judged = adapter.program_scheduler.output_length_errors()
     engine.scheduler.shutdown()
     report = replay_recording(tmp_path / "tape")
     assert report.difference is None

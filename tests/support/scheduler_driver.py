@@ -9,8 +9,8 @@ from sojourn.ids import ProgramId
 from sojourn_server.core import events_and_actions as ev
 from sojourn_server.core.lease_table import Lease
 from sojourn_server.core.program_scheduler import ProgramScheduler
-from sojourn_server.core.scheduler_state import RequestState
-from sojourn_server.policies.policy_views import ReclaimRequest
+from sojourn_server.core.request_table import RequestState
+from sojourn_server.policies.policy_views import ReclaimRequest, WaitingRequestView
 from sojourn_server.policies.preemption.preemption_recovery import RecoveryMethod
 
 
@@ -24,12 +24,16 @@ class SchedulerDriver(ProgramScheduler):
         super().__init__(*args, **more)
         self.actions: list[ev.EngineAction] = []
         self.refused: list[str] = []
+        self._events = 0
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
         actions = super().handle(event, now)
         self.actions += [action for action in actions if isinstance(action, ev.EngineAction)]
         self.refused += [action.request_id for action in actions if isinstance(action, ev.RequestRefused)]
-        self.check()
+        self._events += 1
+        # The check looks at all programs: with thousands of them, once in a while is enough.
+        if len(self.state.programs) <= 100 or self._events % 256 == 0:
+            self.check()
         return actions
 
     def take_actions(self) -> list[ev.EngineAction]:
@@ -41,7 +45,7 @@ class SchedulerDriver(ProgramScheduler):
 
     def arrived(self, event: ev.RequestArrived, now: float) -> RequestState:
         self.handle(event, now)
-        return self.request_states[event.request_id]
+        return self.state.requests.states[event.request_id]
 
     def admitted(self, event: ev.RequestAdmitted, now: float) -> None:
         self.handle(event, now)
@@ -60,11 +64,20 @@ class SchedulerDriver(ProgramScheduler):
     def untracked_request_left(self, request_id: str, now: float = 0.0) -> None:
         self.handle(ev.UntrackedRequestLeft(request_id), now)
 
+    def waiting_view(self, request_id: str) -> WaitingRequestView:
+        """What the queue order sees of a request."""
+        state = self._requests.states[request_id]
+        return self._requests.waiting(state, self._now_s, leased=self._is_leased(state))
+
     def make_room(
         self, need: ReclaimRequest, now: float, freed_by: Callable[[ProgramId], int] | None = None
     ) -> int:
         """How many leases gave way."""
-        freed = {lease.program_id: freed_by(lease.program_id) for lease in self.leases} if freed_by else None
+        freed = (
+            {lease.program_id: freed_by(lease.program_id) for lease in self.state.leases}
+            if freed_by
+            else None
+        )
         return len(self.handle(ev.BlocksNeeded(need, freed), now))
 
     def may_admit(

@@ -28,7 +28,8 @@ from sojourn_server.core.events_and_actions import (
 )
 from sojourn_server.core.lease_table import Lease
 from sojourn_server.core.request_identity import CONTEXT_KEY, read_identity
-from sojourn_server.core.scheduler_state import Histories, KVPoolConfig, RequestState, SchedulerLimits
+from sojourn_server.core.request_table import RequestState
+from sojourn_server.core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits
 from sojourn_server.metrics.turn_ledger import EvictedBlock, LossCause
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.preset import Preset, load_preset
@@ -171,7 +172,7 @@ class VirtualEngine:
         for block in chain(tokens)[keep:]:
             if block in self.cached:
                 self.cached.discard(block)
-                self.program_scheduler.lease_manager.eviction_log.add(
+                self.program_scheduler.state.eviction_log.add(
                     block, EvictedBlock(LossCause.EVICTED, None, by, self.now)
                 )
 
@@ -208,7 +209,7 @@ class VirtualEngine:
         while self.program_scheduler.actions:
             for action in self.program_scheduler.take_actions():
                 self.done.append(action)
-                hashes = self.program_scheduler.contexts.get(action.program_id) or ()
+                hashes = self.program_scheduler.state.contexts.get(action.program_id) or ()
                 if action.kind is EngineActionKind.PIN_CACHED:
                     found = [block for block in hashes if block in self.cached]
                     if self.program_scheduler.pinned(action.program_id, len(found), self.now) is not None:
@@ -239,17 +240,17 @@ class VirtualEngine:
 
     def program(self, program_id: str) -> ProgramState:
         """What is known of a program that must be known."""
-        program = self.program_scheduler.table.get(ProgramId(program_id))
+        program = self.program_scheduler.state.programs.get(ProgramId(program_id))
         assert program is not None
         return program
 
     def request_state(self, request_id: str) -> RequestState:
         """What is known of a request in the engine."""
-        return self.program_scheduler.request_states[request_id]
+        return self.program_scheduler.state.requests.states[request_id]
 
     def queue(self) -> list[str]:
         """Requests in the order in which the preset would admit them."""
-        return sorted(self.program_scheduler.request_states, key=self.program_scheduler.queue_key)
+        return sorted(self.program_scheduler.state.requests.states, key=self.program_scheduler.queue_key)
 
     def reasons(self, kind: str) -> list[str]:
         """Reasons of the decisions of one kind so far, oldest first."""

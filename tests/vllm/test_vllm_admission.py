@@ -142,7 +142,7 @@ def test_a_pass_that_came_to_nothing_does_not_begin_the_waiting_anew(make_engine
     engine = crowd(make_engine)
     program_scheduler = engine.scheduler.sojourn.program_scheduler
     kept_out = next(r for r in engine.scheduler.requests.values() if r.num_output_tokens == 0)
-    request_state = program_scheduler.request_states[kept_out.request_id]
+    request_state = program_scheduler.state.requests.states[kept_out.request_id]
     engine.step()
     since = request_state.admission_blocked_since_s
     assert since is not None

@@ -492,7 +492,7 @@ def test_predictions_reach_the_program_scheduler_and_shutdown_stops_the_network(
     engine.step()
     listener.new = {"r": LengthPrediction(1, (5.0,) * 8), "gone": LengthPrediction(7, (5.0,) * 8)}
     engine.step()
-    request_state = engine.scheduler.sojourn.program_scheduler.request_states["r"]
+    request_state = engine.scheduler.sojourn.program_scheduler.state.requests.states["r"]
     assert (request_state.guess, request_state.model_predicted_at_tokens) == ((5.0,) * 8, 1)
     assert engine.ask("stats")["output_lengths"]["network"] == {"examples": 3.0}
     engine.scheduler.shutdown()
@@ -538,8 +538,8 @@ def test_a_worker_that_lets_nothing_out_is_named_and_predictions_go_on(
     engine.add("r", range(20), max_tokens=900, program_id="A")
     engine.step()
     program_scheduler = engine.scheduler.sojourn.program_scheduler
-    assert program_scheduler.demand_forecaster.predictor.remaining(
-        program_scheduler.demand_forecaster._view(program_scheduler.request_states["r"], 0, 900), 0.0
+    assert program_scheduler._forecaster.predictor.remaining(
+        program_scheduler._forecaster._view(program_scheduler.state.requests.states["r"], 0, 900), 0.0
     ) == pytest.approx((30.0,) * 8)
     stats = engine.ask("stats")["output_lengths"]
     assert stats == {"outputs": 16, "network_off": None, "without_off": None, "network": None}
@@ -657,12 +657,12 @@ def test_informative_states_improve_forecasts_and_others_are_ignored(
     engine.add("last", range(20), max_tokens=400, program_id="last")
     for _ in range(5):
         engine.step()
-    request_state = program_scheduler.request_states["last"]
+    request_state = program_scheduler.state.requests.states["last"]
     assert request_state.guess is not None
     written = request_state.model_predicted_at_tokens
-    asked = program_scheduler.demand_forecaster._ask(request_state, written, 400, 0.0)
-    without = program_scheduler.demand_forecaster.predictor.remaining(
-        program_scheduler.demand_forecaster._view(request_state, written, 400), 0.0
+    asked = program_scheduler._forecaster._ask(request_state, written, 400, 0.0)
+    without = program_scheduler._forecaster.predictor.remaining(
+        program_scheduler._forecaster._view(request_state, written, 400), 0.0
     )
     assert (asked == without) == (not telling)
     if telling:

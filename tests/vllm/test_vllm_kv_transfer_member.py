@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from sojourn_server.api.engine_rpc import StockEngineError
-from sojourn_server.core.stock_engine_service import SUPPORTED_OPERATIONS
+from sojourn_server.core.engine_service import STOCK_OPERATIONS
 from sojourn_server.kv_transfer.transfer_stats import StatsServer
 from sojourn_server.vllm.endpoint import VllmEngine
 from sojourn_server.vllm.kv_transfer_connector import PathsConnector
@@ -187,7 +187,7 @@ def test_an_engine_without_a_role_is_no_member(make_core: Any) -> None:
 
 
 def test_only_what_tells_of_the_worker_asks_it(make_core: Any) -> None:
-    assert set(SUPPORTED_OPERATIONS) == STATUS_OPERATIONS
+    assert set(STOCK_OPERATIONS) == STATUS_OPERATIONS
     core = make_core("observe")
     core.ask("programs")
     assert core.model_executor.asked == 0

@@ -154,7 +154,7 @@ def test_program_end_gives_everything_back_and_the_pool_is_whole_again(make_engi
     adapter: SchedulerAdapter = engine.scheduler.sojourn
     assert len(adapter._queue.owners) == 0
     assert len(adapter._pinned) == 0
-    assert adapter.program_scheduler.request_states == {}
+    assert adapter.program_scheduler.state.requests.states == {}
 
 
 def test_a_shared_prefix_outlives_the_first_owner(make_engine, clock):
@@ -255,10 +255,10 @@ def test_ten_thousand_leases_due_at_once_are_ended_in_bounded_batches(make_engin
     clock.now += 30.0
     counts = []
     adapter: SchedulerAdapter = engine.scheduler.sojourn
-    while len(adapter.program_scheduler.leases):
-        before = len(adapter.program_scheduler.leases)
+    while len(adapter.program_scheduler.state.leases):
+        before = len(adapter.program_scheduler.state.leases)
         adapter.before_step()
-        counts.append(before - len(adapter.program_scheduler.leases))
+        counts.append(before - len(adapter.program_scheduler.state.leases))
     assert max(counts) <= adapter.program_scheduler.limits.max_ends_per_tick
     assert sum(counts) == 10_000
     assert engine.pool.get_num_free_blocks() == 10_400

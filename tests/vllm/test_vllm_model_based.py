@@ -131,10 +131,10 @@ class EngineLife(RuleBasedStateMachine):
     @invariant()
     def leases_and_held_blocks_agree(self) -> None:
         adapter = self.engine.scheduler.sojourn
-        leases = {lease.program_id: lease.blocks for lease in adapter.program_scheduler.leases}
+        leases = {lease.program_id: lease.blocks for lease in adapter.program_scheduler.state.leases}
         held = {program_id: len(blocks) for program_id, blocks in adapter._pinned._pinned.items()}
         assert leases == held
-        assert adapter.program_scheduler.leases.blocks == sum(held.values()) <= BLOCKS
+        assert adapter.program_scheduler.state.leases.blocks == sum(held.values()) <= BLOCKS
 
     @invariant()
     def owners_are_known_programs_of_cached_blocks(self) -> None:
@@ -163,7 +163,7 @@ class EngineLife(RuleBasedStateMachine):
         queue, order, workflow_predictor = (
             adapter._queue,
             adapter._eviction,
-            adapter.program_scheduler.workflow_predictor,
+            adapter.program_scheduler._predictor,
         )
         buckets = queue._order
         if buckets is None:
@@ -172,7 +172,7 @@ class EngineLife(RuleBasedStateMachine):
         if self.eviction != "shipped":
             return  # what such an order goes by is not watched for changes
         for (program_id, used_s), standing in buckets.standings.items():
-            if program_id not in workflow_predictor.changed and used_s == math.inf:
+            if program_id not in workflow_predictor._changed and used_s == math.inf:
                 assert order.standing(program_id, None) == standing
         moved = order._scale_changes != workflow_predictor.scale_changes + order._branches.changes
         if not buckets.rescaled and not moved:
@@ -192,7 +192,7 @@ class EngineLife(RuleBasedStateMachine):
         stats = self.engine.ask("stats")
         assert stats["leases"]["count"] == 0
         assert self.engine.pool.get_num_free_blocks() == BLOCKS
-        assert self.engine.scheduler.sojourn.program_scheduler.request_states == {}
+        assert self.engine.scheduler.sojourn.program_scheduler.state.requests.states == {}
         totals = stats["ledger"]
         assert totals["prompt_tokens"] == (
             totals["device_tokens"]

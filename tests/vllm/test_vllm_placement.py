@@ -176,7 +176,7 @@ def end(engine: Any, program_id: str, seq: int = 1) -> None:
 
 def ranks(worker: Worker, program_id: str) -> Counter[int]:
     """Of a program's blocks in host memory: which are reused first."""
-    keys = worker.engine.scheduler.sojourn.program_scheduler.contexts.get(program_id)
+    keys = worker.engine.scheduler.sojourn.program_scheduler.state.contexts.get(program_id)
     entries = map(planner(worker.engine).host.get, keys)
     return Counter(entry.rank for entry in entries if entry is not None)
 
@@ -477,7 +477,7 @@ def test_what_is_demoted_is_the_first_that_the_device_reuses(worker: Worker) -> 
     from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
     from sojourn_server.policies.placement.placement_views import Tier
 
-    program_scheduler.tier_manager._apply(
+    program_scheduler._tiers._apply(
         TierMove("A", Tier.HOST, MoveTiming.NOW, MoveReason.OVER_CAPACITY), worker.clock.now
     )
     worker.step()
@@ -566,7 +566,7 @@ def test_host_memory_evicts_blocks_of_ended_programs_first(make_engine: Any, clo
     worker = Worker(make_engine("mori", **SHAPE), clock)
     demoted(worker)
     worker.turn("s1", prompt(9, 320), None)  # takes what A still has on the device
-    keys = worker.engine.scheduler.sojourn.program_scheduler.contexts.get("A")
+    keys = worker.engine.scheduler.sojourn.program_scheduler.state.contexts.get("A")
     end(worker.engine, "A")
     worker.step()
     host = planner(worker.engine).host
@@ -598,7 +598,7 @@ def moved(worker: Worker, program_id: str, to: str, when: str = "now") -> None:
 
     adapter = worker.engine.scheduler.sojourn
     move = TierMove(program_id, Tier(to), MoveTiming(when), MoveReason.OVER_CAPACITY)  # type: ignore[arg-type]
-    adapter.program_scheduler.tier_manager._apply(move, worker.clock.now)
+    adapter.program_scheduler._tiers._apply(move, worker.clock.now)
     adapter._actions += adapter.program_scheduler._outbox
     adapter.program_scheduler._outbox.clear()
     adapter._carry_out(worker.clock.now)
@@ -648,7 +648,7 @@ def test_a_beginning_that_another_program_has_too_is_kept_when_one_goes_on_witho
     moved(worker, "A", "host")
     moved(worker, "B", "host")
     worker.step(3)
-    keys = list(engine.scheduler.sojourn.program_scheduler.contexts.get("A"))[:6]
+    keys = list(engine.scheduler.sojourn.program_scheduler.state.contexts.get("A"))[:6]
     moved(worker, "B", "device")
     worker.turn("b2", prompt(6, 160), "B")  # its context was compacted
     moved(worker, "B", "host")
@@ -676,7 +676,7 @@ def test_what_a_request_did_not_bring_to_the_device_is_no_spare_copy(worker: Wor
     demoted(worker)
     worker.turn("s1", prompt(9, 320), None)  # takes what A still has on the device
     worker.step(3)
-    keys = list(engine.scheduler.sojourn.program_scheduler.contexts.get("A"))
+    keys = list(engine.scheduler.sojourn.program_scheduler.state.contexts.get("A"))
     worker.clock.now += 10.0
     worker.turn("a-title", prompt(8, 64), "A")
     host = planner(engine).host
@@ -721,7 +721,7 @@ def test_without_placement_host_memory_evicts_copies_of_ended_programs_first(
 ) -> None:
     worker = spare_copies(policy)
     copies = ranks(worker, "D")[RetentionRank.SPARE]
-    keys = list(worker.engine.scheduler.sojourn.program_scheduler.contexts.get("D"))
+    keys = list(worker.engine.scheduler.sojourn.program_scheduler.state.contexts.get("D"))
     assert copies > 10
     end(worker.engine, "D")
     worker.step()

@@ -300,7 +300,7 @@ def test_leases_give_way_though_a_forecast_fails(make_engine: Any, tmp_path: Pat
     engine.add("leased", some_tokens("leased", 320), max_tokens=1, program_id="A")
     engine.run()
     engine.tell({"type": "tool_start", "program_id": "A", "seq": 1, "call_id": "c", "tool": "bash"})
-    assert "A" in adapter.program_scheduler.leases
+    assert "A" in adapter.program_scheduler.state.leases
     engine.add("small", some_tokens("small", 8), max_tokens=60, program_id="B")
     engine.step()
     engine.step()
@@ -312,7 +312,7 @@ def test_leases_give_way_though_a_forecast_fails(make_engine: Any, tmp_path: Pat
     assert adapter.failures == failures + 1
     assert manager.allocate_slots is not shortage._allocate
     engine.run()
-    assert "A" not in adapter.program_scheduler.leases
+    assert "A" not in adapter.program_scheduler.state.leases
     assert not engine.scheduler.requests
 
 

@@ -460,7 +460,7 @@ def test_the_link_speed_counts_without_forecasts_too(make_engine: Any, clock: An
     def listen(event: Any, now: float) -> Any:
         actions = handle(event, now)
         if isinstance(event, RequestPreempted):
-            went_by.append(program_scheduler.demand_forecaster._link_s_per_token)
+            went_by.append(program_scheduler._forecaster._link_s_per_token)
         return actions
 
     program_scheduler.handle = listen

@@ -1,4 +1,4 @@
-"""The block hashes of each program's last turn, in bounded memory."""
+"""Chained block hashes of programs: of their last turns, and of the contexts that placement has moved."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 from sojourn.ids import ProgramId
 
+from ..metrics.turn_ledger import common_prefix_length
+
 
 class ContextHashStore:
-    """Chained block hashes by program; at most ``max_hashes`` in all, the oldest contexts go first.
+    """Block hashes of each program's last turn; at most ``max_hashes`` in all, the oldest contexts go first.
 
-    It is what tells a changed prompt from an evicted one, and what a late
-    lease looks up. A forgotten context only makes the ledger say ``unknown``.
+    They tell a changed prompt from an evicted one, and late leases look them up. Of a forgotten context the
+    ledger says ``unknown``.
     """
 
     def __init__(self, max_hashes: int = 1_000_000) -> None:
@@ -22,7 +24,7 @@ class ContextHashStore:
         self._contexts: OrderedDict[ProgramId, Sequence[Any]] = OrderedDict()
 
     def put(self, program_id: ProgramId, hashes: Sequence[Any]) -> None:
-        """Remember the newest context of the program."""
+        """Store the newest context of the program."""
         self.drop(program_id)
         self._contexts[program_id] = hashes
         self.hashes += len(hashes)
@@ -41,8 +43,54 @@ class ContextHashStore:
             self.hashes -= len(old)
 
     def clear(self) -> list[ProgramId]:
-        """Forget all; returns whose contexts they were."""
+        """Forget all contexts; returns their programs."""
         programs = list(self._contexts)
         self._contexts.clear()
         self.hashes = 0
         return programs
+
+
+class PlacedPrefixes:
+    """Block hashes and retention rank of each placed program. A shared prefix keeps its highest rank."""
+
+    def __init__(self) -> None:
+        self._of: dict[ProgramId, tuple[Sequence[Any], int]] = {}
+        self._by_head: dict[Any, set[ProgramId]] = {}
+        """First hash → programs whose contexts begin with it."""
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def keys_of(self, program_id: ProgramId) -> Sequence[Any]:
+        """The program's chain; empty if it has none."""
+        known = self._of.get(program_id)
+        return known[0] if known is not None else ()
+
+    def alike(self, program_id: ProgramId, keys: Sequence[Any]) -> int:
+        """How many leading keys of the program's chain are those of ``keys``."""
+        return common_prefix_length(self.keys_of(program_id), keys)
+
+    def put(self, program_id: ProgramId, keys: Sequence[Any], rank: int) -> int:
+        """Store a program's chain and rank. Returns how many leading keys are shared with a higher rank."""
+        self.forget(program_id)
+        if not keys:
+            return 0
+        alike = self._by_head.setdefault(keys[0], set())
+        shared = 0
+        for other in alike:
+            chain, others_rank = self._of[other]
+            if others_rank > rank:
+                shared = max(shared, common_prefix_length(keys, chain))
+        alike.add(program_id)
+        self._of[program_id] = keys, rank
+        return shared
+
+    def forget(self, program_id: ProgramId) -> None:
+        """Remove the program."""
+        known = self._of.pop(program_id, None)
+        if known is None:
+            return
+        alike = self._by_head[known[0][0]]
+        alike.discard(program_id)
+        if not alike:
+            del self._by_head[known[0][0]]

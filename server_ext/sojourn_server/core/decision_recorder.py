@@ -1,6 +1,6 @@
-"""The journal: what became of requests, programs and blocks, in the decision log and the counters.
+"""Writes what happens to requests, programs and blocks to the decision log and the counters.
 
-Leases have theirs with the keeper, and turns with their records.
+``LeaseManager`` does so for leases, ``TurnRecorder`` for turns.
 """
 
 from __future__ import annotations
@@ -8,24 +8,23 @@ from __future__ import annotations
 from sojourn.ids import ProgramId
 from sojourn.wire import Outcome
 
-from ..metrics.decision_log import DecisionLog
-from ..metrics.metrics_recorder import MetricsRecorder
 from ..metrics.preemption_cascades import PreemptionCascades
 from ..metrics.turn_ledger import LossCause
 from ..policies.placement.placement_policy import MoveTiming, TierMove
 from ..policies.policy_protocols import DecisionReason
 from ..policies.preemption.preemption_recovery import RecoveryMethod
 from ..programs.program_state import ProgramState
-from .scheduler_state import KVPoolConfig, RequestState
+from .request_table import RequestState
+from .scheduler_state import SchedulerState
 
 
 class DecisionRecorder:
     """Writes for one engine. Times are seconds on its monotonic clock."""
 
-    def __init__(self, decisions: DecisionLog, recorder: MetricsRecorder, pool: KVPoolConfig) -> None:
-        self._decisions = decisions
-        self._recorder = recorder
-        self._pool = pool
+    def __init__(self, state: SchedulerState) -> None:
+        self._decisions = state.decisions
+        self._recorder = state.recorder
+        self._pool = state.pool
         self._cascades = PreemptionCascades()
 
     def hint(self, outcome: Outcome) -> None:
@@ -35,8 +34,8 @@ class DecisionRecorder:
     def preempted(
         self, request_state: RequestState | None, now: float, recovery: RecoveryMethod, tokens: int, step: int
     ) -> None:
-        """A running request lost its blocks in engine step ``step``, with ``tokens`` tokens of KV; ``None``:
-        one that nobody knows, which is only counted."""
+        """A running request lost its blocks in engine step ``step``, with ``tokens`` tokens of KV. An unknown
+        request (``None``) is only counted."""
         self._recorder.count("sojourn_preemptions_total", mode=recovery.value)
         self._cascade(self._cascades.preempted(step))
         if request_state is not None:
@@ -60,7 +59,7 @@ class DecisionRecorder:
             self._recorder.observe("sojourn_preemption_cascade_length", length)
 
     def refused(self, request_state: RequestState, now: float) -> None:
-        """A request was kept out for too long."""
+        """A request was parked for too long."""
         self._recorder.count("sojourn_gate_timeouts_total")
         self._decisions.add(now, "refuse", _program_id_of(request_state), DecisionReason.PLACED.value)
 
@@ -72,12 +71,12 @@ class DecisionRecorder:
         )
 
     def over(self, program: ProgramState, outcome: str, now: float) -> None:
-        """A program has ended, or was given up."""
+        """A program has ended or expired."""
         self._recorder.count("sojourn_programs_finished_total", outcome=outcome)
         self._recorder.observe("sojourn_program_duration_seconds", now - program.arrived_s)
 
     def moved(self, program_id: ProgramId, move: TierMove, now: float) -> None:
-        """A program was moved to another queue, or told to leave after its turn."""
+        """A program was moved to another queue, or will be after its turn."""
         kind = "to_" + move.to.value if move.when is MoveTiming.NOW else "leaves_after_turn"
         self._decisions.add(now, kind, program_id, move.reason.value)
         self._recorder.count(
@@ -87,7 +86,7 @@ class DecisionRecorder:
     def prefetched(
         self, program_id: ProgramId, now: float, *, missing_blocks: int, coming_blocks: int, lost_blocks: int
     ) -> None:
-        """A program's prefix is brought back: of ``missing_blocks`` that were not on the device,
+        """A program's prefix is prefetched: of ``missing_blocks`` that were not on the device,
         ``coming_blocks`` are read from disk and ``lost_blocks`` are in no tier."""
         if coming_blocks:
             reason = DecisionReason.FROM_DISK

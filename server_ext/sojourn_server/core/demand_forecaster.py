@@ -11,16 +11,14 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from ..metrics.metrics_recorder import MetricsRecorder
-from ..policies.costs.reload_estimate import ReloadEstimate
 from ..policies.forecasting.kv_demand import STEP_POINTS, RequestGrowth, needed_blocks
 from ..policies.forecasting.remaining_tokens import OutputLengthView, RemainingTokens
 from ..policies.forecasting.shortage_forecast import KvDemandView
 from ..policies.policy_views import BlockShortage, RunningRequestView
 from ..policies.preemption.preemption_recovery import PreemptedRequestView, RecoveryMethod
-from ..policies.preset import Preset
 from ..programs.execution_history import SlidingMean
-from .scheduler_state import Histories, KVPoolConfig, RequestState
+from .request_table import RequestState
+from .scheduler_state import SchedulerState
 
 REPREDICT_AFTER_TOKENS = 32
 """A request is asked about again when it has written so many more; until then each is one less."""
@@ -49,23 +47,15 @@ ASSUMED_LINK_BYTES_PER_S = 4e9
 class DemandForecaster:
     """Those of one engine. Times are seconds on its monotonic clock."""
 
-    def __init__(
-        self,
-        preset: Preset,
-        pool: KVPoolConfig,
-        *,
-        histories: Histories,
-        reload: ReloadEstimate,
-        request_states: dict[str, RequestState],
-        recorder: MetricsRecorder,
-    ) -> None:
+    def __init__(self, state: SchedulerState) -> None:
+        preset = state.preset
         self._preset = preset
-        self._pool = pool
-        self._lengths = histories.output_lengths
-        self._hints_off = histories.hints_off
-        self._reload = reload
-        self._request_states = request_states
-        self._recorder = recorder
+        self._pool = state.pool
+        self._lengths = state.histories.output_lengths
+        self._hints_off = state.histories.hints_off
+        self._reload = state.reload
+        self._request_states = state.requests.states
+        self._recorder = state.recorder
         self.predictor = preset.remaining
         """Another one may stand in its place: the lab has some that no engine can have."""
         self._step_s = 0.0
@@ -80,7 +70,7 @@ class DemandForecaster:
         """Requests that ran at the last look, or came since, as they were then."""
         self._needed = [0.0] * len(STEP_POINTS)
         """Blocks that these are expected to need at each of ``POINTS``."""
-        self._room_blocks = pool.blocks
+        self._room_blocks = self._pool.blocks
         self.changes = 0
         """Grows when somebody leaves, and with each look: who was kept out before may enter now."""
 

@@ -1,9 +1,10 @@
-"""What the HTTP side may ask of an engine: one call with an operation and JSON, JSON back."""
+"""Answers the HTTP side of an engine: an operation and JSON arguments in, JSON out."""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -20,17 +21,25 @@ from sojourn.wire import (
 )
 
 from ..metrics.link_metrics import LinkMetrics
+from ..metrics.metrics_recorder import MetricsRecorder
 from ..programs.execution_graphs import KnownGraph
 from ..programs.program_state import ProgramState
 from ..programs.program_status import ProgramStatus
 from .client_event_handler import EVENT_TYPES, ClientEventHandler, EventDoor
-from .engine_refusals import EngineRefusals
 from .program_scheduler import ProgramScheduler
 
 MAX_PROGRAMS_SHOWN = 1000
 MAX_DECISIONS_SHOWN = 5000
 MAX_TOOLS_SHOWN = 256
-"""Of one program, those that run longest; ``tools_running`` counts them all."""
+"""Maximum number of tools shown of a program, longest-running first; ``tools_running`` counts all."""
+STOCK_OPERATIONS = ("capabilities", "drain_metrics", "stats")
+"""Operations that ``StockEngineService`` answers."""
+MAX_REFUSALS = 1024
+"""Maximum number of remembered refusals; the oldest goes first."""
+
+# vLLM's API server derives the engine's id from its own: CHILD_ID-PART-RANDOM for one of several answers to
+# one of several prompts. Each of the three parts is optional.
+_ID_DECORATIONS = (re.compile(r"^\d+_"), re.compile(r"-[0-9a-f]{8}$"), re.compile(r"[-_]\d+$"))
 
 _batches = msgspec.json.Decoder(list[msgspec.Raw])
 _arguments = msgspec.json.Decoder(dict[str, Any] | None)
@@ -39,7 +48,7 @@ GaugeValues = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class KVTransferStatus(Protocol):
-    """An engine's half of a pair: what capabilities and stats have under ``paths``."""
+    """An engine of a pair: the part ``paths`` of capabilities and stats."""
 
     def capabilities(self) -> dict[str, Any] | None: ...
 
@@ -47,22 +56,22 @@ class KVTransferStatus(Protocol):
 
 
 class UnknownOperation(ValueError):
-    """The HTTP side asked for something this engine does not offer."""
+    """This engine does not offer the operation."""
 
 
 class EngineService:
     """Answers ``events, event_batches, capabilities, programs, program, persist, graphs, graph, stats,
     decisions, drain_metrics``.
 
-    And ``incompatibility_reason``: how long a request that was refused had waited, once.
-    ``pool_state`` is asked for blocks by state (running, leased, cached, free);
-    ``engine`` describes the engine in capabilities. ``tier_state`` returns, for each tier below the
-    device, its ``used`` and ``free`` blocks, the results of copies (``moves``) and the traffic
-    (``traffic``): bytes moved, seconds, and seconds waited. ``offload_description`` is the part of
-    capabilities on the tiers (``docs/wire.md``), ``None`` without tiers. ``persist`` writes a chain of
-    block hashes to disk and answers ``stored_blocks``, ``pending_blocks``, ``pending_bytes`` and
-    ``shared``, or only the ``reason`` why it cannot. ``paths`` describes an engine
-    of a pair.
+    And ``refusal``: how long a refused request had waited, once.
+
+    ``pool_state`` returns blocks by state (running, leased, cached, free); ``engine`` describes the engine in
+    capabilities. ``tier_state`` returns, for each tier below the device, its ``used`` and ``free`` blocks,
+    the results of copies (``moves``) and the ``traffic``: bytes moved, seconds, and seconds waited.
+    ``below_device`` is the part of capabilities on the tiers (``docs/wire.md``), ``None`` without tiers.
+    ``persist`` writes a chain of block hashes to disk and returns ``stored_blocks``, ``pending_blocks``,
+    ``pending_bytes`` and ``shared``, or the ``reason`` why it cannot. ``paths`` describes an engine of a
+    pair.
     """
 
     def __init__(
@@ -79,6 +88,7 @@ class EngineService:
         paths: KVTransferStatus | None = None,
     ) -> None:
         self._program_scheduler = program_scheduler
+        self._state = program_scheduler.state
         self._tier_state = tier_state
         self._below_device = below_device
         self._network_state = network_state
@@ -86,13 +96,13 @@ class EngineService:
         self._paths = paths
         self._links = LinkMetrics(program_scheduler.recorder)
         self._counted: dict[tuple[str, str], float] = {}
-        """Of totals of the tiers what metrics have had already, by metric and label."""
+        """Totals of the tiers that metrics have already, by metric and label."""
         self.client_event_handler = ClientEventHandler(
             handle or program_scheduler.handle, program_scheduler.recorder
         )
         """Reads client events, those attached to requests included."""
         self.refusals = EngineRefusals()
-        """To be told of each request that is refused."""
+        """Refused requests, noted by the adapter."""
         self._engine = engine
         self._pool_state = pool_state
         self._operations: dict[str, Callable[[dict[str, Any], float], Any]] = {
@@ -130,16 +140,16 @@ class EngineService:
             "name": "sojourn",
             "version": version("sojourn"),
             "wire": [WIRE_VERSION],
-            "policy": self._program_scheduler.preset.name,
+            "policy": self._state.preset.name,
             "events": list(EVENT_TYPES),
             "limits": {
                 "batch_bytes": MAX_BATCH_BYTES,
                 "batch_events": MAX_BATCH_EVENTS,
                 "context_bytes": MAX_CONTEXT_BYTES,
-                "programs": self._program_scheduler.limits.max_programs,
-                "graphs": self._program_scheduler.limits.max_graphs,
+                "programs": self._state.limits.max_programs,
+                "graphs": self._state.limits.max_graphs,
                 "graph_bytes": MAX_GRAPH_BYTES,
-                "hinted_ttl_s": self._program_scheduler.limits.max_hinted_ttl_s,
+                "hinted_ttl_s": self._state.limits.max_hinted_ttl_s,
             },
             "engine": self._engine,
             "tiers": self._below_device(),
@@ -149,17 +159,17 @@ class EngineService:
     def _programs(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
         limit = _int_argument(arguments, "limit", 100, 1, MAX_PROGRAMS_SHOWN)
         status = arguments.get("status")
-        table = self._program_scheduler.table
+        table = self._state.programs
         chosen = [p for p in table if status is None or p.status.value == status]
         chosen.sort(key=lambda program: program.rank, reverse=True)
         shown = [self._summary(program, now) for program in chosen[:limit]]
         return {"programs": shown, "shown": len(shown), "total": len(chosen), "forgotten": table.forgotten}
 
     def _program(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
-        program = self._program_scheduler.table.get(ProgramId(str(arguments.get("program_id"))))
+        program = self._state.programs.get(ProgramId(str(arguments.get("program_id"))))
         if program is None:
             return None
-        turns = self._program_scheduler.ledger.of_program(program.id)
+        turns = self._state.ledger.of_program(program.id)
         longest = sorted(program.tools.items(), key=lambda item: (item[1].started_s, item[0]))
         tools = [
             {
@@ -184,11 +194,11 @@ class EngineService:
         }
 
     def _persist(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
-        program = self._program_scheduler.table.get(ProgramId(str(arguments.get("program_id"))))
+        program = self._state.programs.get(ProgramId(str(arguments.get("program_id"))))
         if program is None:
             return None
-        told = self._persist_blocks(self._program_scheduler.contexts.get(program.id) or ())
-        pending, block_size = told.get("pending_blocks", 0), self._program_scheduler.pool.block_size
+        told = self._persist_blocks(self._state.contexts.get(program.id) or ())
+        pending, block_size = told.get("pending_blocks", 0), self._state.pool.block_size
         state = "unsupported" if "reason" in told else "writing" if pending else "done"
         return {
             "program_id": program.id,
@@ -203,18 +213,18 @@ class EngineService:
         }
 
     def _graphs(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
-        graphs = self._program_scheduler.graphs
+        graphs = self._state.graphs
         types = graphs.types()
         shown = [_graph_summary(known, types) for known in reversed(list(graphs))]
         return {"graphs": shown, "total": len(shown), "bytes": graphs.bytes, "forgotten": graphs.forgotten}
 
     def _graph(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
-        known = self._program_scheduler.graphs.get(str(arguments.get("graph_hash")))
+        known = self._state.graphs.get(str(arguments.get("graph_hash")))
         if known is None:
             return None
         graph = known.aeg.wire()
         return {
-            **_graph_summary(known, self._program_scheduler.graphs.types()),
+            **_graph_summary(known, self._state.graphs.types()),
             "nodes": [{"id": node.id, "tools": node.tools} for node in graph.nodes],
             "edges": [
                 {"source": edge.source, "target": edge.target, "probability": edge.probability}
@@ -223,38 +233,38 @@ class EngineService:
         }
 
     def _stats(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
-        program_scheduler = self._program_scheduler
+        state, histories = self._state, self._state.histories
         return {
-            "policy": program_scheduler.preset.name,
-            "programs": {status.value: program_scheduler.table.counts[status] for status in ProgramStatus},
-            "requests": len(program_scheduler.request_states),
+            "policy": state.preset.name,
+            "programs": {status.value: state.programs.counts[status] for status in ProgramStatus},
+            "requests": len(state.requests.states),
             "leases": {
-                "count": len(program_scheduler.leases),
-                "blocks": program_scheduler.leases.blocks,
-                "budget_blocks": program_scheduler.leases.budget_blocks,
+                "count": len(state.leases),
+                "blocks": state.leases.blocks,
+                "budget_blocks": state.leases.budget_blocks,
             },
-            "pool": {"block_size": program_scheduler.pool.block_size, **self._pool_state()},
+            "pool": {"block_size": state.pool.block_size, **self._pool_state()},
             "tiers": self._tier_state(),
             "paths": self._paths.stats() if self._paths is not None else None,
-            "placed": {tier.value: count for tier, count in program_scheduler.tier_manager.counts().items()},
-            "ledger": msgspec.to_builtins(program_scheduler.ledger.totals),
+            "placed": {tier.value: count for tier, count in self._program_scheduler.placed_counts().items()},
+            "ledger": msgspec.to_builtins(state.ledger.totals),
             "output_lengths": {
-                **program_scheduler.demand_forecaster.known(),
+                **self._program_scheduler.output_length_errors(),
                 "network": self._network_state(),
             },
-            "tombstones": len(program_scheduler.lease_manager.eviction_log),
+            "tombstones": len(state.eviction_log),
             "history": {
-                "tool_calls": program_scheduler.histories.tools.count(),
-                "programs": program_scheduler.histories.turns.count(),
-                "memoryfulness": program_scheduler.histories.turns.memoryfulness(),
-                "mean_evicted_wait_s": program_scheduler.histories.evicted_waits.mean(),
+                "tool_calls": histories.tools.count(),
+                "programs": histories.turns.count(),
+                "memoryfulness": histories.turns.memoryfulness(),
+                "mean_evicted_wait_s": histories.evicted_waits.mean(),
             },
         }
 
     def _decisions(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
         limit = _int_argument(arguments, "limit", 1000, 1, MAX_DECISIONS_SHOWN)
         since = _int_argument(arguments, "since", 0, 0, sys.maxsize)
-        chosen, following = self._program_scheduler.decisions.since(since, limit)
+        chosen, following = self._state.decisions.since(since, limit)
         return {"decisions": [decision.as_dict() for decision in chosen], "next": following}
 
     def _refusal(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
@@ -262,24 +272,23 @@ class EngineService:
         return None if waited_s is None else {"waited_s": waited_s}
 
     def _drain_metrics(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
-        program_scheduler = self._program_scheduler
-        state = self._pool_state()
-        parts = {name: blocks for name, blocks in state.items() if name != "total"}
+        state = self._state
+        parts = {name: blocks for name, blocks in self._pool_state().items() if name != "total"}
         gauges: GaugeValues = {
             "sojourn_programs": [
-                ({"state": status.value}, program_scheduler.table.counts[status]) for status in ProgramStatus
+                ({"state": status.value}, state.programs.counts[status]) for status in ProgramStatus
             ],
-            "sojourn_leases": [({}, len(program_scheduler.leases))],
+            "sojourn_leases": [({}, len(state.leases))],
             "sojourn_placed_programs": [
                 ({"tier": tier.value}, count)
-                for tier, count in program_scheduler.tier_manager.counts().items()
+                for tier, count in self._program_scheduler.placed_counts().items()
             ],
             "sojourn_build_info": [
                 (
                     {
                         "version": version("sojourn"),
                         "vllm": self._engine.get("vllm", "unknown"),
-                        "preset": program_scheduler.preset.name,
+                        "preset": state.preset.name,
                         "adapter": "active",
                     },
                     1,
@@ -289,7 +298,7 @@ class EngineService:
                 ({"tier": "device", "state": name}, blocks) for name, blocks in parts.items()
             ],
             "sojourn_kv_bytes": [
-                ({"tier": "device", "state": name}, blocks * program_scheduler.pool.block_bytes)
+                ({"tier": "device", "state": name}, blocks * state.pool.block_bytes)
                 for name, blocks in parts.items()
             ],
         }
@@ -307,7 +316,7 @@ class EngineService:
             for state, blocks in states.items()
         ]
         gauges |= self._links.take(self._paths.stats() if self._paths is not None else None)
-        return program_scheduler.recorder.drain(gauges)
+        return state.recorder.drain(gauges)
 
     def _count(self, metric: str, label: str, totals: Mapping[str, float]) -> None:
         """Add to a counter by what its totals have grown since the last time."""
@@ -315,11 +324,11 @@ class EngineService:
             grown = total - self._counted.get((metric, name), 0)
             self._counted[metric, name] = total
             if grown > 0:
-                self._program_scheduler.recorder.count(metric, grown, **({label: name} if label else {}))
+                self._state.recorder.count(metric, grown, **({label: name} if label else {}))
 
     def _summary(self, program: ProgramState, now: float) -> dict[str, Any]:
-        lease = self._program_scheduler.leases.get(program.id)
-        placed = self._program_scheduler.tier_manager.placed(program.id)
+        lease = self._state.leases.get(program.id)
+        placed = self._program_scheduler.placed_tier(program.id)
         return {
             "program_id": program.id,
             "status": program.status.value,
@@ -348,6 +357,66 @@ class EngineService:
         }
 
 
+class StockEngineService:
+    """Answers for an engine of a pair whose scheduler is vLLM's own: what it is, and its links."""
+
+    def __init__(self, paths: KVTransferStatus, engine: Callable[[], dict[str, str]]) -> None:
+        """``engine`` describes the engine, as in ``EngineService``."""
+        self._paths = paths
+        self._engine = engine
+        self._recorder = MetricsRecorder()
+        self._links = LinkMetrics(self._recorder)
+
+    def call(self, operation: str) -> str:
+        """Return JSON. Other operations get an error and the names of the supported ones."""
+        if operation == "capabilities":
+            # Clients send events and hints only to engines of the name "sojourn".
+            told = {"engine": self._engine(), "tiers": None, "paths": self._paths.capabilities()}
+            return encode({"name": "vllm", "wire": [], "policy": "stock", **told}).decode()
+        if operation == "stats":
+            return encode({"policy": "stock", "paths": self._paths.stats()}).decode()
+        if operation == "drain_metrics":
+            return encode(self._recorder.drain(self._links.take(self._paths.stats()))).decode()
+        return encode({"error": "stock", "answers": STOCK_OPERATIONS}).decode()
+
+
+class EngineRefusals:
+    """Refused requests, by the ids that the API server may know them by."""
+
+    def __init__(self, limit: int = MAX_REFUSALS) -> None:
+        self._limit = limit
+        self._waited_s: dict[str, float] = {}
+        self._names: dict[str, frozenset[str]] = {}
+
+    def note(self, request_id: str, waited_s: float) -> None:
+        """The engine's request ``request_id`` was parked for ``waited_s`` seconds."""
+        self._forget([request_id])
+        self._waited_s[request_id] = waited_s
+        self._names[request_id] = names(request_id)
+        if len(self._waited_s) > self._limit:
+            self._forget([next(iter(self._waited_s))])
+
+    def take(self, name: str) -> float | None:
+        """Seconds that the API server's request ``name`` waited; ``None`` if it was not refused.
+
+        The refusal is then forgotten: a client may use the id again.
+        """
+        found = [request_id for request_id, its in self._names.items() if name in its]
+        if not found:
+            return None
+        waited_s = self._waited_s[found[-1]]
+        self._forget(found)
+        return waited_s
+
+    def __len__(self) -> int:
+        return len(self._waited_s)
+
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._waited_s.pop(request_id, None)
+            self._names.pop(request_id, None)
+
+
 def _graph_summary(known: KnownGraph, types: dict[str, list[str]]) -> dict[str, Any]:
     return {
         "graph_hash": known.aeg.hash,
@@ -367,3 +436,11 @@ def _int_argument(arguments: dict[str, Any], name: str, default: int, least: int
     if not isinstance(value, int) or isinstance(value, bool):
         raise WireError(f"{name} is {value!r}; expected a whole number")
     return max(least, min(value, most))
+
+
+def names(request_id: str) -> frozenset[str]:
+    """All ids that the API server may have for the engine's request ``request_id``."""
+    found = {request_id}
+    for decoration in _ID_DECORATIONS:
+        found |= {decoration.sub("", name) for name in found}
+    return frozenset(found)

@@ -1,9 +1,9 @@
-"""Which programs' KV is held, until when, and against what budget. No clock: ``now`` comes with each call."""
+"""Leases: which programs' KV is held, until when, and within which budget."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 from dataclasses import dataclass
 
 from sojourn.ids import ProgramId
@@ -12,9 +12,9 @@ from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import LeaseView
 
 SILENCE_INITIAL_S = 20.0
-"""A client that promised heartbeats may be silent this long after a lease was granted."""
+"""Seconds that a client that promised heartbeats may be silent after its lease was granted."""
 SILENCE_EXTENSION_S = 10.0
-"""And this long after each later sign of life (it sends one every 3 s)."""
+"""The same after each later event of the client (it sends one every 3 s)."""
 
 
 @dataclass(slots=True)
@@ -27,15 +27,15 @@ class Lease:
     ttl_s: float
     expires_s: float
     silent_s: float | None
-    """When silence ends it; None where the client never promised heartbeats."""
+    """When silence ends it; ``None`` if the client never promised heartbeats."""
     blocks: int
     reload_s: float
     reason: DecisionReason
     tool: str | None = None
     limit_s: float = float("inf")
-    """It ends by then, however often its client asks for more."""
+    """It ends by then, whatever its client reports."""
     anchored: bool = False
-    """Its time already runs from a tool's reported start."""
+    """Its time runs from a tool's reported start."""
     waiting: bool = False
     """A request of the program has arrived: the lease stays until it is scheduled (Continuum §5.2)."""
 
@@ -49,12 +49,12 @@ class Lease:
 
 
 class LeaseTable:
-    """At most one lease a program; ``O(log n)`` for each change."""
+    """At most one lease per program; each change takes ``O(log n)``."""
 
     def __init__(self, budget_blocks: int) -> None:
         self.budget_blocks = budget_blocks
         self.changes = 0
-        """Grows with every change of which leases there are or who waits; never shrinks."""
+        """Grows with every granted or ended lease."""
         self.blocks = 0
         """Blocks held by all leases; a shared block counts for each that holds it."""
         self._leases: dict[ProgramId, Lease] = {}
@@ -71,12 +71,16 @@ class LeaseTable:
     def __contains__(self, program_id: object) -> bool:
         return program_id in self._leases
 
+    def programs(self) -> KeysView[ProgramId]:
+        """Programs with a lease."""
+        return self._leases.keys()
+
     def get(self, program_id: ProgramId) -> Lease | None:
         """The program's lease, if it has one."""
         return self._leases.get(program_id)
 
     def grant(self, lease: Lease) -> None:
-        """Book a lease. The program must not hold another."""
+        """Add a lease. The program must not hold another."""
         assert lease.program_id not in self._leases
         self._leases[lease.program_id] = lease
         self.changes += 1
@@ -84,7 +88,7 @@ class LeaseTable:
         self._push(lease)
 
     def heard(self, program_id: ProgramId, now: float) -> None:
-        """The client gave a sign of life: silence ends the lease later."""
+        """The client is alive: silence ends the lease later."""
         lease = self._leases.get(program_id)
         if lease is not None and lease.silent_s is not None:
             later = now + SILENCE_EXTENSION_S
@@ -93,14 +97,14 @@ class LeaseTable:
                 self._push(lease)
 
     def promised(self, program_id: ProgramId, now: float) -> None:
-        """The client began to promise heartbeats: from now on silence ends its lease."""
+        """The client promises heartbeats: from now on silence ends its lease."""
         lease = self._leases.get(program_id)
         if lease is not None and lease.silent_s is None:
             lease.silent_s = now + SILENCE_INITIAL_S
             self._push(lease)
 
     def extend(self, program_id: ProgramId, expires_s: float) -> bool:
-        """Move the expiry later, within the lease's limit; never earlier. True where it moved."""
+        """Move the expiry later, within the lease's limit. Returns whether it moved."""
         lease = self._leases.get(program_id)
         if lease is None:
             return False
@@ -112,7 +116,7 @@ class LeaseTable:
         return True
 
     def set_waiting(self, program_id: ProgramId, waiting: bool) -> bool:
-        """Note that a request of the program waits (or no longer does). True where there is a lease."""
+        """Note whether a request of the program waits. Returns whether the program has a lease."""
         lease = self._leases.get(program_id)
         if lease is None:
             return False
@@ -122,7 +126,7 @@ class LeaseTable:
         return True
 
     def end(self, program_id: ProgramId) -> Lease | None:
-        """Strike the lease out."""
+        """Remove the program's lease, if it has one."""
         lease = self._leases.pop(program_id, None)
         if lease is not None:
             self.blocks -= lease.blocks
@@ -131,9 +135,9 @@ class LeaseTable:
         return lease
 
     def due(self, now: float, limit: int) -> list[tuple[Lease, DecisionReason]]:
-        """Strike out and return leases whose time has come, at most ``limit`` of them.
+        """Remove and return leases that have expired, at most ``limit``.
 
-        Those whose program waits to be scheduled stay (Continuum §5.2).
+        Leases of programs that wait to be scheduled stay (Continuum §5.2).
         """
         ended: list[tuple[Lease, DecisionReason]] = []
         while self._deadlines and self._deadlines[0][0] <= now and len(ended) < limit:
@@ -149,7 +153,7 @@ class LeaseTable:
         return ended
 
     def next_deadline_s(self) -> float | None:
-        """When ``due`` has something to do, at the earliest."""
+        """The earliest time at which ``due`` may return a lease."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def _push(self, lease: Lease) -> None:

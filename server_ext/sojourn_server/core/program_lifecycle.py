@@ -1,78 +1,85 @@
-"""The lifetimes of programs: they begin with a request, end, fall silent, or make room for others."""
+"""Lifecycle of programs: requests open them, client events change them, they end, expire or are forgotten."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sojourn.ids import ProgramId
+from sojourn.events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.ids import CallId, EmitterId, ProgramId
+from sojourn.wire import EventOutcome, Outcome
 
 from ..policies.policy_protocols import DecisionReason
-from ..programs.program_state import ProgramState
+from ..programs.execution_graphs import GraphError
+from ..programs.program_state import ProgramState, RunningTool, SequenceWindow
 from ..programs.program_status import ProgramSignal, ProgramStatus
-from ..programs.program_table import ProgramTable
 from .decision_recorder import DecisionRecorder
 from .events_and_actions import EngineActionKind
 from .lease_manager import LeaseManager
-from .scheduler_state import Histories, SchedulerLimits
+from .scheduler_state import SchedulerState
 from .tier_manager import TierManager
 from .workflow_predictor import WorkflowPredictor
 
 MAX_EXPIRED_PER_TICK = 8
-"""Programs given up in one engine step; the rest follow in the next."""
+"""Maximum number of programs that expire in one engine step; the others follow in the next."""
+MAX_TOOLS_PER_PROGRAM = 1024
+MAX_EMITTERS_PER_PROGRAM = 16
+PROGRAM_OUTCOMES = ("ok", "error", "cancelled")
 
 
 class ProgramLifecycle:
-    """Gives programs their place in line, learns from each that leaves, and lets its KV go.
+    """Opens programs, applies client events to them, learns from each that ends, and releases its KV.
 
     Times are seconds on the engine's monotonic clock.
     """
 
     def __init__(
         self,
-        *,
-        limits: SchedulerLimits,
-        histories: Histories,
-        table: ProgramTable,
+        state: SchedulerState,
         lease_manager: LeaseManager,
         workflow_predictor: WorkflowPredictor,
         tier_manager: TierManager,
         journal: DecisionRecorder,
     ) -> None:
-        self._limits = limits
-        self._histories = histories
-        self._table = table
+        self._state = state
+        self._programs = state.programs
+        self._leases = state.leases
         self._lease_manager = lease_manager
         self._workflow_predictor = workflow_predictor
         self._tier_manager = tier_manager
         self._journal = journal
+        self._handlers = {
+            ProgramStart: self._program_start,
+            ToolStart: self._tool_start,
+            ToolStop: self._tool_stop,
+            Heartbeat: self._heartbeat,
+            AegReport: self._aeg,
+            ProgramEnd: self._program_end,
+        }
 
     def open(self, program_id: ProgramId, now: float) -> ProgramState:
-        """The program, known or new, of a request that has arrived."""
-        program, forgotten = self._table.open(program_id, now)
+        """Return the program, known or new, of a request that has arrived."""
+        program, forgotten = self._programs.open(program_id, now)
         self.forget(forgotten, now)
-        self._lease_manager.leases.heard(program.id, now)
+        self._leases.heard(program.id, now)
         if not program.ranked or program.status is ProgramStatus.ENDED:
-            # A place in line comes with the first request, not with an announcement; and an id used again
-            # after its program's end is a new program.
-            program.rank, program.ranked = self._table.next_rank(), True
+            # The first request gives the rank, not an announcement. An id used again after its program's end
+            # is a new program.
+            program.rank, program.ranked = self._programs.next_rank(), True
             if program.status is ProgramStatus.ENDED:
                 program.reset_for_reuse()
         return program
 
     def over(self, program: ProgramState, signal: ProgramSignal, outcome: str, now: float) -> None:
-        """A program has ended (``END``) or was given up (``SILENCE``)."""
-        if not self._table.signal(program, signal):
+        """A program has ended (``END``) or expired (``SILENCE``)."""
+        if not self._programs.signal(program, signal):
             return
-        if (
-            signal is ProgramSignal.END
-        ):  # silence is a guess: a tool may outlast it, and its end is still to be told
+        if signal is ProgramSignal.END:  # after mere silence a tool may still run, and its end be reported
             program.tools.clear()
         self._tier_manager.forget(program.id, now)
         if program.turns != program.turns_at_last_end:
             program.turns_at_last_end = program.turns
-            self._histories.turns.observe(program.turns)
-            # Whoever is not heard of any more has ended, as far as a cache can tell; who was cancelled was
-            # broken off.
+            self._state.histories.turns.observe(program.turns)
+            # An expired program counts as ended. A cancelled one did not come to its own end.
             self._workflow_predictor.over(program, ended=outcome != "cancelled")
             self._journal.over(program, outcome, now)
         self._workflow_predictor.touched(program)
@@ -82,18 +89,131 @@ class ProgramLifecycle:
             self._lease_manager.order(EngineActionKind.RELEASE, program.id, DecisionReason.SILENT, now)
 
     def expire_silent_programs(self, now: float) -> None:
-        """Programs that have not been heard of for too long are over."""
+        """End programs that have been silent for too long."""
         for _ in range(MAX_EXPIRED_PER_TICK):
-            program = self._table.silent(
-                now, idle_s=self._limits.idle_program_s, promised_s=self._limits.silent_program_s
+            program = self._programs.silent(
+                now, idle_s=self._state.limits.idle_program_s, promised_s=self._state.limits.silent_program_s
             )
             if program is None:
                 break
             self.over(program, ProgramSignal.SILENCE, "silent", now)
 
     def forget(self, programs: Sequence[ProgramState], now: float) -> None:
-        """Programs that had to leave the table for others: nothing of them stays, least of all KV."""
+        """Programs have left the table: remove all that is known of them, and drop their KV."""
         for program in programs:
             self._tier_manager.forget(program.id, now)
             self._lease_manager.order(EngineActionKind.DROP, program.id, DecisionReason.SUPERSEDED, now)
-            self._lease_manager.let_go.pop(program.id, None)
+            self._state.let_go.pop(program.id, None)
+
+    # -- client events ----------------------------------------------------------
+
+    def fold(self, emitter: EmitterId, event: AnyEvent, now: float) -> EventOutcome:
+        """Apply one event and return its outcome. An event that cannot be used changes nothing."""
+        program_id = ProgramId(event.program_id)
+        if not isinstance(event, ProgramStart) and program_id not in self._programs:
+            return _event_outcome(
+                event, Outcome.MISSING, "unknown program; its next request or program_start opens it"
+            )
+        program, forgotten = self._programs.open(program_id, now)
+        self.forget(forgotten, now)
+        if not _is_new_event(program, emitter, event.seq):
+            return _event_outcome(event, Outcome.DUPLICATE, "sequence number seen before, or too far behind")
+        self._leases.heard(program_id, now)
+        if self._programs.signal(program, ProgramSignal.CONTACT):
+            self._workflow_predictor.touched(program)
+        outcome, reason = self._handlers[type(event)](program, event, now)  # type: ignore[operator]
+        return _event_outcome(event, outcome, reason)
+
+    def _program_start(self, program: ProgramState, event: ProgramStart, now: float) -> tuple[Outcome, str]:
+        program.name = event.name or program.name
+        program.agent_type = event.agent_type or program.agent_type
+        if event.parent_program_id:
+            program.parent_id = ProgramId(event.parent_program_id)
+        if event.root_program_id:
+            program.root_id = ProgramId(event.root_program_id)
+        program.tenant = event.tenant or program.tenant
+        if event.heartbeat:
+            self._promised(program, now)
+        return Outcome.APPLIED, ""
+
+    def _tool_start(self, program: ProgramState, event: ToolStart, now: float) -> tuple[Outcome, str]:
+        if program.status is ProgramStatus.ENDED:
+            return Outcome.MISSING, "the program has ended; its next request opens it again"
+        if len(program.tools) >= MAX_TOOLS_PER_PROGRAM:
+            return Outcome.REJECTED, f"{MAX_TOOLS_PER_PROGRAM} tool calls of the program already run"
+        key = f"{event.tool}:{event.tool_class}" if event.tool_class else event.tool
+        started_s = now - min(event.age_s, now)
+        inferred_s = program.gap_inferred_s
+        if program.live_requests and inferred_s is not None and started_s <= inferred_s:
+            # The history has its duration already, as the gap between the two requests.
+            return Outcome.DEFERRED, "a request overtook this event and has ended the tool call"
+        program.tools[CallId(event.call_id)] = RunningTool(
+            key, started_s, event.expected_s, event.tool, event.tool_class
+        )
+        if program.live_requests:
+            return Outcome.DEFERRED, "a request of the program is in the engine; counts for the history only"
+        lease = self._leases.get(program.id)
+        if lease is not None:
+            if not lease.anchored:  # once a gap: the time-to-live was chosen for a tool that starts now
+                lease.anchored = True
+                self._leases.extend(program.id, started_s + lease.ttl_s)
+            if program.pending_tool != key:
+                program.pending_tool = key
+                self._workflow_predictor.tool_reported(program, now)
+        elif program.pending_tool != key and self._state.contexts.get(program.id) is not None:
+            # The output showed no tool call, or another one. A lease that has ended in this gap stays ended.
+            program.pending_tool = key
+            self._workflow_predictor.tool_reported(program, now)
+            if not program.gap_leased:
+                self._lease_manager.order(
+                    EngineActionKind.PIN_CACHED, program.id, DecisionReason.THIS_TOOL, now
+                )
+        return Outcome.APPLIED, ""
+
+    def _tool_stop(self, program: ProgramState, event: ToolStop, now: float) -> tuple[Outcome, str]:
+        tool = program.tools.pop(CallId(event.call_id), None)
+        if tool is None:
+            return Outcome.MISSING, "no such tool call runs: its tool_start is missing or a request ended it"
+        self._state.histories.tools.observe(tool.key, event.duration_s)
+        program.gap_reported = True
+        if not program.tools:
+            self._leases.extend(program.id, now + self._state.limits.return_grace_s)
+        return Outcome.APPLIED, ""
+
+    def _heartbeat(self, program: ProgramState, event: Heartbeat, now: float) -> tuple[Outcome, str]:
+        self._promised(program, now)
+        return Outcome.APPLIED, ""
+
+    def _aeg(self, program: ProgramState, event: AegReport, now: float) -> tuple[Outcome, str]:
+        agent_type = event.agent_type or program.agent_type
+        try:
+            known = self._state.graphs.follow(event.graph_hash, event.graph, agent_type)
+        except GraphError as error:
+            return Outcome.REJECTED, str(error)
+        if not known:
+            return Outcome.MISSING, "no graph of this hash is known; send it with its nodes and edges"
+        program.agent_type = agent_type
+        program.graph_hash = event.graph_hash
+        return Outcome.APPLIED, ""
+
+    def _program_end(self, program: ProgramState, event: ProgramEnd, now: float) -> tuple[Outcome, str]:
+        outcome = event.status if event.status in PROGRAM_OUTCOMES else "error"
+        self.over(program, ProgramSignal.END, outcome, now)
+        return Outcome.APPLIED, ""
+
+    def _promised(self, program: ProgramState, now: float) -> None:
+        self._programs.promise_heartbeats(program)
+        self._leases.promised(program.id, now)
+
+
+def _is_new_event(program: ProgramState, emitter: EmitterId, seq: int) -> bool:
+    seen = program.seen.get(emitter)
+    if seen is None:
+        if len(program.seen) >= MAX_EMITTERS_PER_PROGRAM:
+            del program.seen[next(iter(program.seen))]
+        seen = program.seen[emitter] = SequenceWindow()
+    return seen.admit(seq)
+
+
+def _event_outcome(event: AnyEvent, outcome: Outcome, reason: str) -> EventOutcome:
+    return EventOutcome(outcome=outcome, reason=reason, program_id=event.program_id, seq=event.seq)

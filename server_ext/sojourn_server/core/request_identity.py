@@ -1,4 +1,4 @@
-"""Who sends a request, read from what the engine carries of it; and what became of the hint."""
+"""The program that sends a request, and its hint, read from what the engine carries of the request."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ from sojourn.wire import Outcome, WireError, decode_context
 
 CONTEXT_KEY = "agentic_context"
 
+MAX_NAME_CHARS = 256
+"""Maximum length kept of a client's name (agent type, tenant, graph node, request id), in characters."""
+
+
+def clipped(name: str | None) -> str | None:
+    """The part of a client's name that is kept; ``None`` for none."""
+    return name[:MAX_NAME_CHARS] if name else None
+
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """The program a request belongs to, and the advice that came with it."""
+    """The program that a request belongs to, and its hint."""
 
     program_id: ProgramId | None
     context: AgenticContext | None
     outcome: Outcome | None = None
-    """What became of the hint; None where there was none."""
+    """How the hint was used; ``None`` without a hint."""
     reason: str = ""
 
 
@@ -42,8 +50,8 @@ def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> Reque
     except WireError as error:
         return RequestIdentity(session, None, Outcome.REJECTED, str(error))
     if context.sojourn is not None and context.sojourn.implicit:
-        # Requests of one process that nobody called a program: to treat them as one would let a busy
-        # process jump the queue for ever.
+        # Requests of one process without a declared program. As one program they would keep its first rank
+        # for ever, so a busy process would always go first.
         return RequestIdentity(None, context, Outcome.APPLIED)
     return RequestIdentity(ProgramId(context.program_id), context, Outcome.APPLIED)
 

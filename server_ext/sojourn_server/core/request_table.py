@@ -1,36 +1,113 @@
-"""The requests in the engine: a ticket for each, how many tokens of them run, and since when none does."""
+"""The requests in the engine: what is known of each, and how many tokens of them run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from sojourn.hints import AgenticContext
+from sojourn.ids import ProgramId
+
+from ..metrics.turn_ledger import TurnRecord
+from ..policies.forecasting.remaining_tokens import RemainingTokens
 from ..policies.policy_views import RunningRequestView, WaitingRequestView
 from ..programs.program_state import ProgramState
 from ..programs.program_table import ProgramTable
-from .scheduler_state import RequestState
+from .request_identity import clipped
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request in the engine. Times are seconds on the engine's monotonic clock."""
+
+    request_id: str
+    rank: int
+    """The program's rank; the request's own if it has no program."""
+    arrival: int
+    """Number of the request, by arrival."""
+    program: ProgramState | None
+    record: TurnRecord | None
+    arrived_s: float
+    hinted_ttl_s: float | None = None
+    final: bool = False
+    node: str | None = None
+    """Graph node that its hint named."""
+    steps_left: float | None = None
+    """Turns that its hint expects to follow."""
+    hinted_tokens: int | None = None
+    """Length of the whole output that its hint expects, in tokens."""
+    tool: str | None = None
+    """Key of the tool whose result its prompt ends with."""
+    prompt_tokens: int = 0
+    preempted: bool = False
+    admitted: bool = False
+    """It has run. It may have been preempted since."""
+    admission_blocked_since_s: float | None = None
+    """When the admission policy first refused it, if it still waits."""
+    attained_s: float = 0.0
+    """Seconds that its program's requests had run when it arrived."""
+    since_s: float = 0.0
+    """Start of its present wait or run."""
+    running: bool = False
+    ran_s: float = 0.0
+    """Seconds that it ran, up to ``since_s``."""
+    waited_s: float = 0.0
+    """Seconds that it waited in the queue, up to ``since_s``."""
+    preemptions: int = 0
+    output_tokens_at_admission: int = 0
+    """Tokens it had written at its last admission."""
+    remaining: RemainingTokens | None = None
+    """Predicted remaining tokens at ``asked_at`` written tokens."""
+    asked_at: int = -1
+    predicted_output_tokens: float | None = None
+    """First prediction of its output length; ``None`` if that was not made at the start of the output."""
+    guess: RemainingTokens | None = None
+    """The network's prediction at ``model_predicted_at_tokens`` written tokens."""
+    model_predicted_at_tokens: int = 0
+    guesses: list[tuple[int, float, float | None]] = field(default_factory=list)
+    """Samples to judge the network by: written tokens, its prediction, and the prediction without it."""
+
+    def run(self, now: float, promoted_s: float) -> None:
+        """Start to run. Service and waits before ``promoted_s`` are forgotten if that has passed."""
+        if promoted_s <= now:
+            self.waited_s, self.ran_s = now - promoted_s, 0.0
+        else:
+            self.waited_s += now - self.since_s
+        self.running, self.since_s = True, now
+
+    def stop(self, now: float) -> None:
+        """Stop to run, or to wait."""
+        if self.running:
+            self.ran_s += now - self.since_s
+        else:
+            self.waited_s += now - self.since_s
+        self.running, self.since_s = False, now
+
+    def ran_until(self, now: float) -> float:
+        """Seconds that it has run by now."""
+        return self.ran_s + (now - self.since_s if self.running else 0.0)
 
 
 class RequestTable:
-    """Those of one engine, by id. Times are seconds on its monotonic clock."""
+    """The requests of one engine, by id. Times are seconds on its monotonic clock."""
 
-    def __init__(self, table: ProgramTable) -> None:
-        self._table = table
-        self.request_states: dict[str, RequestState] = {}
+    def __init__(self, programs: ProgramTable) -> None:
+        self._programs = programs
+        self.states: dict[str, RequestState] = {}
         self.running_tokens = 0
         """Prompt tokens of all running requests."""
         self._arrivals = 0
         self._idle_since_s: float | None = None
 
-    # -- what happens -----------------------------------------------------------
-
     def enter(
         self, request_id: str, program: ProgramState | None, now: float, prompt_tokens: int = 0
     ) -> RequestState:
-        """A request has reached the engine; with no program it stands in line by its own arrival."""
+        """Add a request that has reached the engine. Without a program its own arrival gives its rank."""
         self._arrivals += 1
         request_state = RequestState(
             request_id,
-            program.rank if program is not None else self._table.next_rank(),
+            program.rank if program is not None else self._programs.next_rank(),
             self._arrivals,
             program,
             None,
@@ -39,11 +116,48 @@ class RequestTable:
             attained_s=program.attained_s if program is not None else 0.0,
             since_s=now,
         )
-        self.request_states[request_id] = request_state
+        self.states[request_id] = request_state
         return request_state
 
+    def apply_hint(
+        self, request_state: RequestState, context: AgenticContext | None, max_hinted_ttl_s: float
+    ) -> bool:
+        """Store a hint in the request's state and its program. Without a program it is ignored.
+
+        Returns whether its time-to-live was clipped.
+        """
+        program = request_state.program
+        if context is None or program is None:
+            return False
+        if context.parent_program_id:
+            program.parent_id = ProgramId(context.parent_program_id)
+        if context.root_program_id:
+            program.root_id = ProgramId(context.root_program_id)
+        was_clipped = False
+        ttl_s = context.kv_retention_ttl_seconds
+        if ttl_s is not None:
+            request_state.hinted_ttl_s = min(max(0.0, ttl_s), max_hinted_ttl_s)
+            was_clipped = request_state.hinted_ttl_s != ttl_s
+        request_state.final = context.expected_resume is False
+        if context.expected_output_length is not None and context.expected_output_length > 0:
+            request_state.hinted_tokens = context.expected_output_length
+        ours = context.sojourn
+        if ours is not None:
+            if ours.heartbeat:
+                self._programs.promise_heartbeats(program)
+            # Clipped, because the program keeps them and a context may hold a name of 16 KiB.
+            program.agent_type = clipped(ours.agent_type) or program.agent_type
+            program.node = clipped(ours.node) or program.node
+            program.tenant = clipped(ours.tenant) or program.tenant
+            left = ours.expected_steps_left
+            program.expected_steps_left = left if left is not None and 0 <= left < math.inf else None
+            request_state.steps_left = program.expected_steps_left
+            request_state.node = clipped(ours.node)
+            request_state.final = request_state.final or ours.final
+        return was_clipped
+
     def run(self, request_state: RequestState, now: float, promoted_s: float) -> bool:
-        """A request got its blocks. Returns whether it did so for the first time."""
+        """A request got its blocks. Returns whether this is its first admission."""
         if not request_state.running:
             self.running_tokens += request_state.prompt_tokens
         request_state.run(now, promoted_s)
@@ -54,15 +168,13 @@ class RequestTable:
         return first
 
     def stop(self, request_state: RequestState, now: float) -> None:
-        """A request has lost its blocks, or left the engine whether or not it ran."""
+        """A request has lost its blocks, or has left the engine."""
         if request_state.running:
             self.running_tokens -= request_state.prompt_tokens
         request_state.stop(now)
 
-    # -- what is asked ------------------------------------------------------------
-
     def idle_s(self, now: float, anything_running: bool) -> float:
-        """Seconds for which nothing has run, counted from when somebody first asked."""
+        """Seconds without a running request, counted from the first such question."""
         if anything_running:
             self._idle_since_s = None
             return 0.0
@@ -70,12 +182,8 @@ class RequestTable:
             self._idle_since_s = now
         return now - self._idle_since_s
 
-    def served(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
-        """The engine's views of running requests, with how long each has been served."""
-        return [self._served(view, now) for view in running]
-
     def waiting(self, request_state: RequestState, now: float, *, leased: bool) -> WaitingRequestView:
-        """What the queue order sees of a request; ``leased``: a lease holds its program's KV."""
+        """What the queue order sees of a request; ``leased``: its program holds a lease."""
         program = request_state.program
         return WaitingRequestView(
             preempted=request_state.preempted,
@@ -90,8 +198,12 @@ class RequestTable:
             now_s=now,
         )
 
-    def _served(self, view: RunningRequestView, now: float) -> RunningRequestView:
-        request_state = self.request_states.get(view.request_id)
+    def with_service(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
+        """The engine's views of running requests, with the seconds that each has been served."""
+        return [self._with_service(view, now) for view in running]
+
+    def _with_service(self, view: RunningRequestView, now: float) -> RunningRequestView:
+        request_state = self.states.get(view.request_id)
         if request_state is None:
             return view
         return view._replace(attained_s=request_state.attained_s, ran_s=request_state.ran_until(now))

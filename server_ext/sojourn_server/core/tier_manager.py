@@ -45,7 +45,8 @@ from ..policies.placement.placement_views import (
 from ..policies.policy_views import ProgramGrowthView
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
-from .scheduler_state import Histories, KVPoolConfig, RequestState
+from .request_table import RequestState
+from .scheduler_state import Histories, KVPoolConfig
 
 _WaitingEntry = tuple[float, int, str, ProgramId]
 """A request that waits: since when, its number, its id, its program's."""
@@ -110,7 +111,7 @@ class TierManager:
     def __init__(
         self, policy: PlacementPolicy, pool: KVPoolConfig, *, histories: Histories, moved: MoveListener
     ) -> None:
-        """``moved`` is told of each move right after it was made."""
+        """``moved`` is called right after each move."""
         self._policy = policy
         self._pool = pool
         self._histories = histories

@@ -1,4 +1,8 @@
-"""The record of each turn that is under way, from its request's arrival until it goes into the ledger."""
+"""The records of turns in progress, and the gaps between a program's turns.
+
+A gap lasts from the end of a turn until the program's next request. It is the duration of the turn's tools;
+if no client reports that duration, the history learns the gap's.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +10,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..metrics.metrics_recorder import MetricsRecorder
-from ..metrics.turn_ledger import LossCause, TokenSplit, TurnLedger, TurnRecord, split_tokens
+from ..metrics.turn_ledger import LossCause, TokenSplit, TurnRecord, split_tokens
 from ..programs.program_state import ProgramState
 from .events_and_actions import RequestAdmitted, RequestArrived, TurnFinished
 from .lease_manager import LeaseManager
-from .request_hint import clipped
-from .scheduler_state import Histories, KVPoolConfig
+from .request_identity import clipped
+from .scheduler_state import SchedulerState
 
 _EVICTED = frozenset({LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, LossCause.PRESSURE})
-"""Losses of programs that had been evicted, in the sense of Continuum's T̄."""
+"""Losses that count as evictions for Continuum's T̄."""
 
 
 class TurnRecorder:
     """Writes the records of one engine's turns. Times are seconds on its monotonic clock."""
 
-    def __init__(
-        self,
-        pool: KVPoolConfig,
-        *,
-        ledger: TurnLedger,
-        histories: Histories,
-        lease_manager: LeaseManager,
-        recorder: MetricsRecorder,
-    ) -> None:
-        self._pool = pool
-        self._ledger = ledger
-        self._histories = histories
+    def __init__(self, state: SchedulerState, lease_manager: LeaseManager) -> None:
+        self._state = state
         self._lease_manager = lease_manager
-        self._recorder = recorder
         self.awaiting_first_token: dict[str, TurnRecord] = {}
-        """Of requests that were admitted and have no output token yet, by their ids."""
+        """Records of admitted requests without an output token, by request id."""
 
     def open(
         self,
@@ -48,7 +40,7 @@ class TurnRecorder:
         leased: bool,
         now: float,
     ) -> TurnRecord:
-        """A record for the request that has arrived, after ``gap_s`` seconds in which ``tool`` ran."""
+        """Return a record for a request that arrived after a gap of ``gap_s`` seconds with ``tool``."""
         context = fact.identity.context
         return TurnRecord(
             program.id,
@@ -70,10 +62,10 @@ class TurnRecorder:
         shared: int | None,
         now: float,
     ) -> None:
-        """The request got its blocks for the first time: split its prompt by where the tokens came from.
+        """Split the prompt of a request, at its first admission, by the source of its tokens.
 
-        ``before`` is the program's last context, whose first ``shared`` blocks the prompt begins with;
-        ``None``: it is not known.
+        ``before`` is the program's last context; the prompt begins with its first ``shared`` blocks.
+        ``None``: unknown.
         """
         record.admitted_s = now
         self.awaiting_first_token[fact.request_id] = record
@@ -83,16 +75,16 @@ class TurnRecorder:
         split = split_tokens(
             prompt=fact.tokens,
             device=fact.cached_tokens,
-            block_size=self._pool.block_size,
+            block_size=self._state.pool.block_size,
             before_tokens=program.context_tokens,
             before_full_blocks=len(before) if before is not None else 0,
             shared_blocks=shared,
             cause=cause,
-            dropped_hit_blocks=self._pool.dropped_hit_blocks,
+            dropped_hit_blocks=self._state.pool.dropped_hit_blocks,
         )
         record.tokens = replace(split, device=split.device - fact.host_tokens, host=fact.host_tokens)
         if program.turns and any(cause in _EVICTED for cause in record.tokens.lost):
-            self._histories.evicted_waits.observe(now - record.arrived_s)
+            self._state.histories.evicted_waits.observe(now - record.arrived_s)
 
     def first_token(self, request_id: str, now: float) -> None:
         """A request's first output token exists."""
@@ -101,15 +93,15 @@ class TurnRecorder:
             record.first_token_s = now
 
     def close(self, record: TurnRecord, fact: TurnFinished, now: float) -> None:
-        """The request has left the engine: its record goes into the ledger, and what it says is counted."""
+        """Move the record of a request that has left the engine to the ledger, and count it."""
         self.awaiting_first_token.pop(fact.request_id, None)
         record.finished_s = now
         record.output_tokens = fact.output_tokens
         record.outcome = fact.outcome.value
-        self._ledger.close(record)
-        self._recorder.count("sojourn_program_turns_total", outcome=fact.outcome.value)
+        self._state.ledger.close(record)
+        self._state.recorder.count("sojourn_program_turns_total", outcome=fact.outcome.value)
         if record.recomputed_after_preemption:
-            self._recorder.count(
+            self._state.recorder.count(
                 "sojourn_lost_tokens_total",
                 record.recomputed_after_preemption,
                 cause=LossCause.PREEMPTED.value,
@@ -119,10 +111,54 @@ class TurnRecorder:
 
     def _count_tokens(self, split: TokenSplit) -> None:
         for result in ("device", "host", "new", "tail"):
-            self._recorder.count("sojourn_prompt_tokens_total", getattr(split, result), result=result)
+            self._state.recorder.count("sojourn_prompt_tokens_total", getattr(split, result), result=result)
         for cause, tokens in split.lost.items():
-            self._recorder.count("sojourn_prompt_tokens_total", tokens, result="lost")
-            self._recorder.count("sojourn_lost_tokens_total", tokens, cause=cause.value)
+            self._state.recorder.count("sojourn_prompt_tokens_total", tokens, result="lost")
+            self._state.recorder.count("sojourn_lost_tokens_total", tokens, cause=cause.value)
             if cause is not LossCause.CHANGED:
-                regretted = tokens // self._pool.block_size
-                self._recorder.count("sojourn_evictions_regretted_total", regretted, tier="device")
+                regretted = tokens // self._state.pool.block_size
+                self._state.recorder.count("sojourn_evictions_regretted_total", regretted, tier="device")
+
+    def open_gap(self, program: ProgramState, fact: TurnFinished, now: float) -> None:
+        """Start the gap after a program's turn: note its context length, and the tool that runs now."""
+        context_tokens = fact.prompt_tokens + fact.output_tokens
+        if program.turns > 1:
+            self._state.histories.growth_tokens.observe(max(0, context_tokens - program.peak_tokens))
+        else:
+            program.first_prompt_tokens = fact.prompt_tokens
+        program.context_tokens = context_tokens
+        program.peak_tokens = max(program.peak_tokens, context_tokens)
+        program.gap_started_s = now
+        program.gap_reported = False
+        program.gap_leased = False
+        program.pending_tool = self._slowest(fact)
+
+    def close_gap(self, program: ProgramState, now: float) -> float | None:
+        """End the gap of a program whose request has arrived. The history learns unreported gaps.
+
+        Returns its seconds; ``None`` without a gap, or if another request has closed it.
+        """
+        program.tools.clear()
+        if program.gap_started_s is None or program.live_requests:
+            return None
+        gap_s = max(0.0, now - program.gap_started_s)
+        if program.pending_tool is not None:
+            source = "reported" if program.gap_reported else "inferred"
+            self._state.recorder.count("sojourn_tool_gap_source_total", source=source)
+            self._state.recorder.observe("sojourn_tool_gap_seconds", gap_s, tool=program.pending_tool)
+            if not program.gap_reported:
+                self._state.histories.tools.observe(program.pending_tool, gap_s)
+                program.gap_inferred_s = now
+        program.gap_started_s = None
+        return gap_s
+
+    def _slowest(self, fact: TurnFinished) -> str | None:
+        """Key of the tool call with the highest median duration: it determines the gap."""
+        keys = [call.key for call in fact.tool_calls]
+        if len(keys) < 2:
+            return keys[0] if keys else None
+        return max(keys, key=self._median_s)
+
+    def _median_s(self, key: str) -> float:
+        durations = self._state.histories.tools.durations(key)
+        return durations[len(durations) // 2] if durations else 0.0

@@ -1,8 +1,7 @@
-"""The foreseer: notes what programs do, asks the foresight policy what they will do, and plans prefetches.
+"""Predicts each program's next step with the foresight policy, and plans prefetches.
 
-Without a foresight policy nothing here is noted or asked. ``changed`` collects the
-programs whose place in the eviction order may be another one now; an engine with
-an order by program takes them before each step.
+Without a foresight policy it learns and predicts nothing. An engine with an
+eviction order by program takes the programs whose eviction key may have changed before each step.
 """
 
 from __future__ import annotations
@@ -20,60 +19,50 @@ from ..policies.policy_views import (
     PrefetchView,
     WorkflowStepView,
 )
-from ..policies.preset import Preset
 from ..policies.workflow.workflow_prediction import hinted_continuation_probability
-from ..programs.execution_graphs import GraphStore
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES
-from ..programs.program_table import ProgramTable
 from ..programs.workflow_history import agent_type_name, prompt_type
-from .scheduler_state import Histories, KVPoolConfig, RequestState
+from .request_table import RequestState
+from .scheduler_state import SchedulerState
 
 REUSED_SHARE_WEIGHT = 0.5
-"""Of the newest turn in the share of its context that a program keeps."""
+"""Weight of the newest turn in the share of its context that a program reuses."""
 PREFETCH_HORIZON_S = 300.0
-"""No prefetch is planned for later: nobody's lease lasts longer either."""
+"""No prefetch is planned for later. Leases are not longer either."""
 
 
 class WorkflowPredictor:
     """What each program of one engine is expected to do next."""
 
-    def __init__(
-        self,
-        preset: Preset,
-        pool: KVPoolConfig,
-        *,
-        histories: Histories,
-        graphs: GraphStore,
-        table: ProgramTable,
-    ) -> None:
+    def __init__(self, state: SchedulerState) -> None:
+        preset = state.preset
         self._preset = preset
-        self._pool = pool
-        self._known = histories.workflows
-        self._tools = histories.tools
-        self._graphs = graphs
-        self._table = table
+        self._pool = state.pool
+        self._known = state.histories.workflows
+        self._tools = state.histories.tools
+        self._graphs = state.graphs
+        self._table = state.programs
         self._looks = preset.foresight.looks
         self._ordered = preset.eviction.by_program
-        self.changed: dict[ProgramId, None] = {}
-        """Programs whose score may have changed, oldest news first; whoever takes them clears it."""
-        self.begun: dict[ProgramId, float] = {}
-        """Programs whose turn has got its blocks, and when they last used what they had; whoever takes them
-        clears it."""
+        self._changed: dict[ProgramId, None] = {}
+        """Programs whose eviction key may have changed, by time of the change."""
+        self._begun: dict[ProgramId, float] = {}
+        """Programs whose turn was admitted, and when they last used their earlier blocks."""
         self._plans: list[tuple[float, ProgramId]] = []
-        """A heap of when to begin, for whom. What a program's own ``prefetch_at_s`` does not say is stale."""
+        """Heap of start times and programs. An entry is stale if the program's ``prefetch_at_s`` differs."""
 
     @property
     def scale_changes(self) -> int:
-        """Grows whenever ``scale`` has moved, and the scores of all programs with it."""
+        """Grows with each change of ``scale``, which changes all eviction keys."""
         return self._known.gaps_s.changes + self._known.context_blocks.changes
 
     # -- what happens -----------------------------------------------------------
 
     def touched(self, program: ProgramState) -> None:
-        """Something happened that an eviction order may look at."""
+        """The program's eviction key may have changed."""
         if self._ordered:
-            self.changed[program.id] = None
+            self._changed[program.id] = None
 
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
         """The first request after a turn has arrived."""
@@ -88,10 +77,10 @@ class WorkflowPredictor:
         before_blocks: int,
         shared_blocks: int | None,
     ) -> None:
-        """A request got its blocks; so many of the last turn's are the first of its prompt."""
-        # Of several requests at a time it is not known which branch is whose: none leaves anything behind.
+        """A request was admitted whose prompt begins with ``shared_blocks`` of the last turn's."""
+        # With several requests the branch of each is unknown: none is marked as abandoned.
         if self._ordered and len(program.live_requests) == 1:
-            self.begun[program.id] = (
+            self._begun[program.id] = (
                 program.last_turn_s if program.last_turn_s is not None else program.arrived_s
             )
         if not self._looks:
@@ -105,7 +94,7 @@ class WorkflowPredictor:
     def turn_finished(
         self, program: ProgramState, request_state: RequestState, blocks: int, now: float
     ) -> None:
-        """All of the program's requests have ended, ``ticket``'s the last: what follows?"""
+        """All of the program's requests have ended, ``request_state`` the last: predict its next step."""
         program.last_turn_s = now
         program.cached_blocks = blocks
         self.touched(program)
@@ -117,18 +106,18 @@ class WorkflowPredictor:
         self._predict(program, now)
 
     def tool_reported(self, program: ProgramState, now: float) -> None:
-        """A client says which tool its last turn called: the output had shown none, or another one."""
+        """A client reports the tool of its last turn, which the output did not show."""
         if self._looks and program.gap_started_s is not None:
             self._predict(program, now)
 
     def over(self, program: ProgramState, *, ended: bool) -> None:
-        """The program is over. ``ended``: this is where it would have ended; it was not broken off."""
+        """The program is over. ``ended``: it came to its own end and was not cancelled."""
         program.prefetch_at_s = None
         if self._looks:
             self._known.over(program, ended=ended, turn_open=program.gap_started_s is not None)
 
     def idle(self, now: float) -> None:
-        """Time passes: whoever has been idle for longest says how long that can be."""
+        """Learn from the program that has been idle for longest how long gaps can be."""
         if self._looks:
             idle_s = self._table.longest_idle_s(now)
             if idle_s > self._known.gaps_s.value:
@@ -137,7 +126,7 @@ class WorkflowPredictor:
     # -- what is asked ------------------------------------------------------------
 
     def owner_view(self, program: ProgramState, left: AbandonedBranch | None = None) -> EvictionCandidateView:
-        """What the eviction order sees of a program, or of what its newest turn left behind."""
+        """What the eviction order sees of a program, or of the branch that its newest turn abandoned."""
         view = EvictionCandidateView(
             program.rank,
             program.status in OVER_STATUSES,
@@ -151,11 +140,25 @@ class WorkflowPredictor:
         return view._replace(last_turn_s=left.used_s, blocks=left.blocks, in_abandoned_branch=True)
 
     def scale(self, branch_reuse: float = 1.0) -> EvictionScoreScale:
-        """What scores are measured in; ``branch_reuse`` is seen by whoever has the blocks."""
+        """The scale of eviction keys. ``branch_reuse`` is the share of abandoned blocks that were reused."""
         return EvictionScoreScale(self._known.gaps_s.value, self._known.context_blocks.value, branch_reuse)
 
+    def take_changed(self) -> dict[ProgramId, None]:
+        """Return and clear the programs whose eviction key may have changed."""
+        taken = self._changed
+        if taken:
+            self._changed = {}
+        return taken
+
+    def take_begun(self) -> dict[ProgramId, float]:
+        """Return and clear the programs whose turn was admitted."""
+        taken = self._begun
+        if taken:
+            self._begun = {}
+        return taken
+
     def due(self, now: float) -> ProgramState | None:
-        """A program whose prefix is to be brought back from now on, if there is one; each is told once."""
+        """Return a program whose prefetch is due, each once; ``None`` if there is none."""
         while self._plans and self._plans[0][0] <= now:
             at_s, program_id = heapq.heappop(self._plans)
             program = self._table.get(program_id)

@@ -12,7 +12,6 @@ from sojourn.hints import AgenticContext
 from sojourn.ids import ProgramId
 from sojourn.wire import Outcome
 
-from ..core.client_event_handler import PROGRAM_OUTCOMES
 from ..core.events_and_actions import (
     Action,
     EngineAction,
@@ -23,9 +22,9 @@ from ..core.events_and_actions import (
     TurnFinishReason,
 )
 from ..core.lease_table import Lease
-from ..core.request_hint import MAX_NAME_CHARS
-from ..core.request_identity import RequestIdentity
-from ..core.scheduler_state import RequestState
+from ..core.program_lifecycle import PROGRAM_OUTCOMES
+from ..core.request_identity import MAX_NAME_CHARS, RequestIdentity
+from ..core.request_table import RequestState
 from ..metrics.turn_ledger import TurnRecord, common_prefix_length
 from ..policies.policy_views import RunningRequestView
 from ..programs.tool_call_parsers import ParsedToolCall

@@ -63,11 +63,11 @@ class RecordingScheduler(ProgramScheduler):
         if type(event) is ev.BlockEvicted:
             actions = super().handle(event, now)
             taker = event.taker_request_id
-            number = self._number(taker) if taker is not None else None
+            number = self.request_number(taker) if taker is not None else None
             self._call_recorder.evicted(event.block_hash, event.owner, number, now)
             return actions
         facts = self._call_recorder.facts(self._facts, event)
-        state = self.request_states.get(getattr(event, "request_id", ""))
+        state = self._requests.states.get(getattr(event, "request_id", ""))
 
         def answer(actions: list[ev.Action]) -> Any:
             return self._answer(event, actions, state)
@@ -89,12 +89,12 @@ class RecordingScheduler(ProgramScheduler):
         if isinstance(event, ev.VictimNeeded | ev.DemandSampled):
             facts[1] = self._running_facts(event.running)
         elif hasattr(event, "request_id") and not isinstance(event, ev.UntrackedRequestArrived):
-            facts[0] = self._number(facts[0])
+            facts[0] = self.request_number(facts[0])
         return tuple(facts)
 
     def _with_chain(self, event: ev.RequestAdmitted | ev.TurnFinished) -> tuple[Any, ...]:
-        request_id, number = event.request_id, self._number(event.request_id)
-        state = self.request_states.get(request_id)
+        request_id, number = event.request_id, self.request_number(event.request_id)
+        state = self._requests.states.get(request_id)
         if isinstance(event, ev.TurnFinished):
             chain = record_format.chain_facts(self.chain_before(request_id), event.block_hashes)
             self._chains.pop(request_id, None)
@@ -108,7 +108,7 @@ class RecordingScheduler(ProgramScheduler):
     def _answer(self, event: ev.Event, actions: list[ev.Action], state: Any) -> Any:
         """What the event came to: the answer, and for some events the state that it left behind."""
         if isinstance(event, ev.RequestArrived | ev.UntrackedRequestArrived):
-            return record_format.request_state_answer(self.request_states[event.request_id])
+            return record_format.request_state_answer(self._requests.states[event.request_id])
         if isinstance(event, ev.RequestAdmitted):
             return record_format.split_answer(state.record if state is not None else None)
         last = actions[-1] if actions else None
@@ -119,9 +119,9 @@ class RecordingScheduler(ProgramScheduler):
         if isinstance(last, ev.RecoveryChosen):
             return last.method.value
         if isinstance(last, ev.RequestChosen):
-            return self._number(last.request_id)
+            return self.request_number(last.request_id)
         if isinstance(event, ev.ClientEventReceived) and isinstance(last, ev.EventAnswered):
-            lease = self.leases.get(ProgramId(event.event.program_id))
+            lease = self._leases.get(ProgramId(event.event.program_id))
             outcome = last.outcome.outcome.value
             return (outcome,) if lease is None else (outcome, lease.expires_s, lease.silent_s)
         return None
@@ -129,21 +129,21 @@ class RecordingScheduler(ProgramScheduler):
     # -- questions ----------------------------------------------------------------
 
     def queue_key(self, request_id: str, *, preempted: bool | None = None) -> tuple[Any, ...]:
-        facts = (self._number(request_id), preempted)
+        facts = (self.request_number(request_id), preempted)
         return self._ask("key", None, facts, super().queue_key, request_id, preempted=preempted)
 
     def promoted_s(self, request_id: str) -> float:
-        return self._ask("promoted", None, (self._number(request_id),), super().promoted_s, request_id)
+        return self._ask("promoted", None, (self.request_number(request_id),), super().promoted_s, request_id)
 
     def subject_to_admission(self, request_id: str, *, preempted: bool | None = None) -> bool:
-        facts = (self._number(request_id), preempted)
+        facts = (self.request_number(request_id), preempted)
         return self._ask("gate", None, facts, super().subject_to_admission, request_id, preempted=preempted)
 
     def is_parked(self, request_id: str) -> bool:
-        return self._ask("park", None, (self._number(request_id),), super().is_parked, request_id)
+        return self._ask("park", None, (self.request_number(request_id),), super().is_parked, request_id)
 
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
-        facts = (self._number(request_id),)
+        facts = (self.request_number(request_id),)
         return self._ask("line", now, facts, super().blocks_later_requests, request_id, now)
 
     def owner_standing(
@@ -176,27 +176,27 @@ class RecordingScheduler(ProgramScheduler):
         chain = self._chains.get(request_id)
         if chain is not None:
             return chain
-        request_state = self.request_states.get(request_id)
+        request_state = self._requests.states.get(request_id)
         program = request_state.program if request_state is not None else None
-        before = self.contexts.get(program.id) if program is not None else None
+        before = self.state.contexts.get(program.id) if program is not None else None
         return before if before is not None else ()
 
-    def _number(self, request_id: str) -> int | str:
+    def request_number(self, request_id: str) -> int | str:
         """The number of a request that is in the engine; the id itself of any other."""
-        request_state = self.request_states.get(request_id)
+        request_state = self._requests.states.get(request_id)
         return request_state.arrival if request_state is not None else request_id
 
     def _running_facts(self, running: Sequence[RunningRequestView]) -> list[Any]:
-        return [record_format.running_facts(self._number(view.request_id), view) for view in running]
+        return [record_format.running_facts(self.request_number(view.request_id), view) for view in running]
 
     def _sums(self) -> dict[str, Any]:
         return {
             "decisions": self._call_recorder.decisions.count,
-            "leases": len(self.leases),
-            "lease_blocks": self.leases.blocks,
-            "requests": len(self.request_states),
-            "programs": {status.value: count for status, count in sorted(self.table.counts.items())},
-            "ledger": msgspec.to_builtins(self.ledger.totals),
+            "leases": len(self._leases),
+            "lease_blocks": self._leases.blocks,
+            "requests": len(self._requests.states),
+            "programs": {status.value: count for status, count in sorted(self._programs.counts.items())},
+            "ledger": msgspec.to_builtins(self.state.ledger.totals),
         }
 
 

@@ -159,10 +159,13 @@ class RecordingPlayer:
 
     def _arrived(self, event: ev.RequestArrived | ev.UntrackedRequestArrived, now: float) -> None:
         self.program_scheduler.handle(event, now)
-        request_state = self.program_scheduler.request_states[event.request_id]
-        self._request_ids[request_state.arrival] = event.request_id
-        if request_state.program is not None:
-            self._programs[request_state.arrival] = request_state.program.id
+        number = self.program_scheduler.request_number(event.request_id)
+        known = self.program_scheduler.request(event.request_id)
+        assert isinstance(number, int)
+        assert known is not None
+        self._request_ids[number] = event.request_id
+        if known.program_id is not None:
+            self._programs[number] = known.program_id
 
     def _gone(self, request: int | str) -> str:
         request_id = self._request_id(request)

@@ -341,12 +341,12 @@ def install_scripted_outputs(
         return
     if options.outputs_contain_tool_calls:
         adapter.reader = outputs
-    demand_forecaster = adapter.program_scheduler.demand_forecaster
+    program_scheduler = adapter.program_scheduler
     if options.oracle:
-        demand_forecaster.predictor = OraclePredictor(length=output_tokens)
+        program_scheduler.output_predictor = OraclePredictor(length=output_tokens)
     elif options.prediction_error is not None:
-        demand_forecaster.predictor = NoisyPredictor(
-            length=output_tokens, error=options.prediction_error, unseen=demand_forecaster.predictor
+        program_scheduler.output_predictor = NoisyPredictor(
+            length=output_tokens, error=options.prediction_error, unseen=program_scheduler.output_predictor
         )
 
 

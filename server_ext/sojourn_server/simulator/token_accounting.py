@@ -240,10 +240,9 @@ def _subtract_loss(life: TurnLog, cause: str, tokens: int) -> None:
 def annotate_from_scheduler(life: TurnLog, program_scheduler: Any) -> None:
     """Of a finished turn, what only an adapter's steward knows: whether its program goes on, and why what was
     lost is gone."""
-    program = program_scheduler.table.get(life.program_id)
-    life.goes_on = None if program is None else program.goes_on
+    life.goes_on = program_scheduler.continuation_probability(life.program_id)
     if life.regenerated.get("evicted"):
-        records = program_scheduler.ledger.of_program(life.program_id)
+        records = program_scheduler.turns_of(life.program_id)
         if records:
             _split_losses_by_cause(life, records[-1])
 

@@ -46,7 +46,7 @@ class DemandMonitor:
 
     def before_step(self, now: float) -> None:
         """Make a forecast every few steps."""
-        if not self._program_scheduler.demand_forecaster.predicts:
+        if not self._program_scheduler.predicts_outputs:
             return
         self._due_in -= 1
         if self._due_in > 0:
@@ -78,11 +78,11 @@ class DemandMonitor:
         return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
 
     def _view(self, position: int, request: Request) -> RunningRequestView:
-        request_state = self._program_scheduler.request_states.get(request.request_id)
+        known = self._program_scheduler.request(request.request_id)
         groups = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
         return RunningRequestView(
             request.request_id,
-            request_state.rank if request_state else sys.maxsize,
+            known.rank if known is not None else sys.maxsize,
             position,
             sum(map(len, groups)),
             context_tokens=request.num_tokens,
@@ -197,14 +197,15 @@ class AllocationFallback:
     def _reclaim_leases(
         self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool
     ) -> KVCacheBlocks | None:
-        request_state = self._program_scheduler.request_states.get(request.request_id)
+        known = self._program_scheduler.request(request.request_id)
+        leased_programs = self._program_scheduler.leased_programs()
         blocks: KVCacheBlocks | None = None
         pool = self._scheduler.kv_cache_manager.block_pool
-        while blocks is None and len(self._program_scheduler.leases):
+        while blocks is None and leased_programs:
             now = self._clock()
             need = ReclaimRequest(
-                program_id=request_state.program.id if request_state and request_state.program else None,
-                program_rank=request_state.rank if request_state else sys.maxsize,
+                program_id=known.program_id if known is not None else None,
+                program_rank=known.rank if known is not None else sys.maxsize,
                 blocks=self._missing_blocks(request, args, kwargs, running),
                 running=running,
                 anything_running=bool(self._scheduler.running),
@@ -212,9 +213,7 @@ class AllocationFallback:
             if not self._program_scheduler.may_reclaim(need):
                 break
             free = pool.get_num_free_blocks()
-            freed = {
-                lease.program_id: self._freed_by(lease.program_id) for lease in self._program_scheduler.leases
-            }
+            freed = {program_id: self._freed_by(program_id) for program_id in leased_programs}
             if not self._handle(BlocksNeeded(need, freed), now):
                 break
             self._carry_out(now)

@@ -179,10 +179,8 @@ class EvictionAdapter:
 
     def after_step(self) -> None:
         """Mark abandoned branches: the free blocks of a program whose new turn has its blocks already."""
-        begun = self._program_scheduler.workflow_predictor.begun
-        for program_id, used_s in begun.items():
+        for program_id, used_s in self._program_scheduler.take_begun_turns().items():
             self.queue.mark_abandoned(program_id, used_s)
-        begun.clear()
 
     def standing(self, program_id: ProgramId, left: tuple[float, int] | None) -> Standing:
         """Return the standing of a program's newest turn, or of an abandoned branch."""
@@ -197,13 +195,10 @@ class EvictionAdapter:
         )
 
     def _rescore(self) -> None:
-        workflow_predictor = self._program_scheduler.workflow_predictor
         self._branches.observe(self.queue.abandoned_reused, self.queue.abandoned_evicted)
-        if workflow_predictor.changed:
-            for program_id in workflow_predictor.changed:
-                self.queue.rescore(program_id)
-            workflow_predictor.changed.clear()
-        scale_changes = workflow_predictor.scale_changes + self._branches.changes
+        for program_id in self._program_scheduler.take_changed_programs():
+            self.queue.rescore(program_id)
+        scale_changes = self._program_scheduler.score_scale_changes + self._branches.changes
         if scale_changes != self._scale_changes:
             self._scale_changes = scale_changes
             self.queue.rescale()

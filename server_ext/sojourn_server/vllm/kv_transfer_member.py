@@ -19,7 +19,7 @@ from .kv_transfer_settings import KVTransferSettings
 if TYPE_CHECKING:
     from collections import Counter
 
-    from ..core.stock_engine_service import StockEngineService
+    from ..core.engine_service import StockEngineService
 
 logger = logging.getLogger("vllm.sojourn")
 

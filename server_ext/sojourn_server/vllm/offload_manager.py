@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sojourn.ids import ProgramId
 
-from ..core.placed_prefixes import PlacedPrefixes
+from ..core.context_hashes import PlacedPrefixes
 from ..core.program_scheduler import ProgramScheduler
 from ..kv_offload.host_block_pool import RetentionRank
 from ..kv_offload.offload_jobs import BlockKey
@@ -147,7 +147,7 @@ class OffloadManager:
         """Move a program's KV to ``tier``."""
         planner = self._connector.planner
         rank = host_eviction_rank(self._program_scheduler.label(program_id))
-        keys = self._program_scheduler.contexts.get(program_id)
+        keys = self._program_scheduler.context(program_id)
         if keys is None:  # the program has ended: its placed keys are known
             keys = self._placed.keys_of(program_id)
         before, alike = self._placed.keys_of(program_id), self._placed.alike(program_id, keys)
@@ -344,7 +344,7 @@ class OffloadManager:
         planner = self._connector.planner
         if self._connector.off:
             return 0
-        if not self._program_scheduler.demand_forecaster.predicts:
+        if not self._program_scheduler.predicts_outputs:
             return planner.host.room(_PLAIN)
         # Blocks of preempted requests do not replace each other, copied or not yet copied.
         return min(planner.host.room(RetentionRank.IDLE), planner.host.slots - len(self._wanted))
@@ -405,15 +405,9 @@ class OffloadManager:
 
     def _runs(self, program_id: ProgramId) -> bool:
         """Return whether a request of the program has been admitted: it loads nothing any more."""
-        program, request_states = (
-            self._program_scheduler.table.get(program_id),
-            self._program_scheduler.request_states,
-        )
-        live = program.live_requests if program is not None else ()
-        return any(
-            request_state is not None and request_state.admitted
-            for request_state in map(request_states.get, live)
-        )
+        scheduler = self._program_scheduler
+        live = map(scheduler.request, scheduler.live_requests(program_id))
+        return any(known is not None and known.admitted for known in live)
 
     def _fetch(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
         planner = self._connector.planner

@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..core.stock_engine_service import StockEngineService
+    from ..core.engine_service import StockEngineService
     from .kv_transfer_member import KVTransferMember
 
 METHOD = "sojourn_call"
@@ -45,7 +45,7 @@ def _single_member(scheduler: Any, member: KVTransferMember) -> StockEngineServi
     """Return the engine's only service, which has the state of its metrics."""
     found: StockEngineService | None = member.alone
     if found is None:
-        from ..core.stock_engine_service import StockEngineService
+        from ..core.engine_service import StockEngineService
         from .engine_description import profile_description
 
         found = member.alone = StockEngineService(member, lambda: profile_description(scheduler))

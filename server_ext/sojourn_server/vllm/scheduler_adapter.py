@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from sojourn.ids import ProgramId
+
 from ..core.engine_service import EngineService
 from ..core.events_and_actions import (
     Action,
@@ -36,7 +38,6 @@ from ..core.events_and_actions import (
 from ..core.request_identity import read_identity
 from ..core.scheduler_state import KVPoolConfig
 from ..policies.preemption.preemption_recovery import RecoveryMethod
-from ..programs.program_state import ProgramState
 from .allocation_fallback import AllocationFallback, DemandMonitor, max_new_tokens
 from .block_owners import Owner
 from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash, dependent_blocks
@@ -187,7 +188,7 @@ class SchedulerAdapter:
         try:
             self._take_in(request, now)
         finally:
-            if request.request_id not in self.program_scheduler.request_states:
+            if self.program_scheduler.request(request.request_id) is None:
                 self.handle(UntrackedRequestArrived(request.request_id), now)
 
     def _take_in(self, request: Request, now: float) -> None:
@@ -295,25 +296,25 @@ class SchedulerAdapter:
         self._waiting.left(request.request_id)
         if self._length_predictor is not None:
             self._length_predictor.request_ended(request)
-        request_state = self.program_scheduler.request_states.get(request.request_id)
-        program = request_state.program if request_state is not None else None
+        known = self.program_scheduler.request(request.request_id)
+        program_id = known.program_id if known is not None else None
         if self._offload is not None:
-            self._release_preempted(request, program, self._offload)
-        if request_state is None:
+            self._release_preempted(request, program_id, self._offload)
+        if known is None:
             return
         now = self._clock()
-        if request_state.program is None:
+        if program_id is None:
             self.handle(UntrackedRequestLeft(request.request_id), now)
             return
-        if self._offload is not None and not request_state.admitted:
-            self._offload.admitted(request_state.program.id, ())
+        if self._offload is not None and not known.admitted:
+            self._offload.admitted(program_id, ())
         outcome = _OUTCOMES.get(request.status, TurnFinishReason.ERROR)
         calls = ()
         if outcome is TurnFinishReason.STOPPED:
             # Guarded separately: the turn ends even if its output cannot be decoded.
             calls = self.guarded(self.reader.read, request.output_token_ids) or ()
         cached = self._cached_blocks(request)
-        self._queue.own(cached, request_state.program.id)
+        self._queue.own(cached, program_id)
         actions = self.handle(
             TurnFinished(
                 request_id=request.request_id,
@@ -334,17 +335,18 @@ class SchedulerAdapter:
         if lease is not None:
             self._pinned.hold(lease.program_id, cached)
         if self._offload is not None and outcome in (TurnFinishReason.STOPPED, TurnFinishReason.LENGTH):
-            self._offload.turn_finished(request_state.program.id, cached)
+            self._offload.turn_finished(program_id, cached)
         self._observe_duration("retention", now)
 
     def preempted(self, request: Request) -> None:
         """Handle a preemption, before vLLM frees the blocks."""
         self._allocation_fallback.restore_victim()
         self._unhash_uncomputed_blocks(request)
-        request_state = self.program_scheduler.request_states.get(request.request_id)
+        known = self.program_scheduler.request(request.request_id)
+        program_id = known.program_id if known is not None else None
         cached = self._cached_blocks(request)
-        if request_state is not None and request_state.program is not None:
-            self._queue.own(cached, request_state.program.id)
+        if program_id is not None:
+            self._queue.own(cached, program_id)
         # Blocks behind one without a hash cannot be found again.
         contiguous = self._cached_blocks(request, contiguous=True)
         copied = self._offload.copied(contiguous) if self._offload is not None else 0
@@ -365,14 +367,9 @@ class SchedulerAdapter:
         if self._offload is None:
             return
         if RecoveryChosen(RecoveryMethod.RECOMPUTE) in actions:
-            program = request_state.program if request_state is not None else None
-            self._offload.skip_saving(cached, program.id if program is not None else None, self._queue.owners)
-        elif (
-            request_state is not None
-            and request_state.program is not None
-            and self.program_scheduler.demand_forecaster.predicts
-        ):
-            self._offload.keep_preempted(request_state.program.id, contiguous)
+            self._offload.skip_saving(cached, program_id, self._queue.owners)
+        elif program_id is not None and self.program_scheduler.predicts_outputs:
+            self._offload.keep_preempted(program_id, contiguous)
 
     def _unhash_uncomputed_blocks(self, request: Request) -> None:
         """Remove the hashes of blocks that are not computed.
@@ -452,8 +449,7 @@ class SchedulerAdapter:
         elif action.kind is EngineActionKind.RELEASE:
             self._pinned.release(program_id)
         elif action.kind is EngineActionKind.PIN_CACHED:
-            hashes = self.program_scheduler.contexts.get(program_id)
-            blocks = self._pinned.cached_prefix(hashes) if hashes is not None else []
+            blocks = self._pinned.cached_prefix(self.program_scheduler.context(program_id) or ())
             found = CachedBlocksFound(
                 program_id,
                 len(blocks),
@@ -464,19 +460,17 @@ class SchedulerAdapter:
             if granted_lease(self.handle(found, now)) is not None:
                 self._pinned.hold(program_id, blocks)
         elif action.kind is EngineActionKind.PREFETCH:
-            hashes = self.program_scheduler.contexts.get(program_id) or ()
+            hashes = self.program_scheduler.context(program_id) or ()
             keys = hashes[len(self._pinned.cached_prefix(hashes)) :]
             coming, nowhere = self._offload.fetch(keys) if self._offload is not None else (0, len(keys))
             self.handle(PrefetchStarted(program_id, len(keys), coming, nowhere), now)
             return
         elif action.kind is EngineActionKind.PLACE and self._offload is not None and action.tier is not None:
             self._offload.place(program_id, action.tier, self._pinned)
-        program = self.program_scheduler.table.get(program_id)
-        if program is not None:
-            for request_id in program.live_requests:
-                request = self._scheduler.requests.get(request_id)
-                if request is not None:
-                    self._waiting.rekey(request)
+        for request_id in self.program_scheduler.live_requests(program_id):
+            request = self._scheduler.requests.get(request_id)
+            if request is not None:
+                self._waiting.rekey(request)
 
     # -- state ------------------------------------------------------------------
 
@@ -511,14 +505,14 @@ class SchedulerAdapter:
 
     def _admitted(self, request_id: str, computed: int, now: float) -> None:
         below = self._offload.loaded_tokens(request_id) if self._offload is not None else 0
-        request_state = self.program_scheduler.request_states.get(request_id)
+        known = self.program_scheduler.request(request_id)
         request = self._scheduler.requests.get(request_id)
-        if request_state is None or request is None:
+        if known is None or request is None:
             return
         if self._offload is not None:
-            self._release_preempted(request, request_state.program, self._offload)
-            if request_state.program is not None:
-                self._offload.admitted(request_state.program.id, request.block_hashes)
+            self._release_preempted(request, known.program_id, self._offload)
+            if known.program_id is not None:
+                self._offload.admitted(known.program_id, request.block_hashes)
         self.handle(
             RequestAdmitted(
                 request_id=request_id,
@@ -526,7 +520,7 @@ class SchedulerAdapter:
                 host_tokens=below,
                 tokens=request.num_tokens,
                 block_hashes=request.block_hashes,
-                resumed=request_state.admitted,
+                resumed=known.admitted,
                 most_tokens=max_new_tokens(request, self._scheduler.max_model_len),
             ),
             now,
@@ -540,13 +534,15 @@ class SchedulerAdapter:
         return [block for group in groups for block in choose(_has_hash, group)]
 
     def _release_preempted(
-        self, request: Request, program: ProgramState | None, below: OffloadManager
+        self, request: Request, program_id: ProgramId | None, below: OffloadManager
     ) -> None:
         """Release what was kept for a preempted request that was admitted or has left the engine."""
         if request.block_hashes:  # otherwise nothing was kept
-            below.release_preempted(program.id if program is not None else None, request.block_hashes)
-        if program is not None and request.is_finished() and program.live_requests <= {request.request_id}:
-            below.release_preempted(program.id, ())  # the program has no other request
+            below.release_preempted(program_id, request.block_hashes)
+        if program_id is None or not request.is_finished():
+            return
+        if self.program_scheduler.live_requests(program_id) <= {request.request_id}:
+            below.release_preempted(program_id, ())  # the program has no other request
 
     def _guarded_evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         # The block has left the queue already: an error here would lose it.

@@ -283,7 +283,7 @@ class WaitingQueueAdapter:
     def _may_be_admitted(self, request: Request) -> bool:
         running = bool(self._scheduler.running)
         entry = self._program_scheduler.preset.entry
-        rejected = (request.request_id, self._program_scheduler.demand_forecaster.changes)
+        rejected = (request.request_id, self._program_scheduler.demand_changes)
         if entry.forecasts and running and rejected == self._last_rejected:
             return False  # the forecast has not changed since
         need_blocks = -(-(request.num_tokens + 1) // self._scheduler.block_size)

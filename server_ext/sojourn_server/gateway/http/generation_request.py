@@ -16,8 +16,7 @@ import msgspec
 from sojourn.hints import AgenticContext
 from sojourn.wire import Outcome
 
-from ...core.request_hint import clipped
-from ...core.request_identity import CONTEXT_KEY, read_identity
+from ...core.request_identity import CONTEXT_KEY, clipped, read_identity
 from .client_apis import ClientApi
 
 MAX_TOKENS = 2**31
