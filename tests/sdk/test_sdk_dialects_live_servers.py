@@ -1,4 +1,4 @@
-"""The peers themselves, run for real in front of a small backend: do they take what we say?
+"""Real servers of other projects, in front of a small backend, accept what each dialect sends.
 
 They are not installed with sojourn. Each needs a Python environment of its own, named by a variable:
 
@@ -21,16 +21,16 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
 import sojourn
+from json_server import JsonServer
 from sojourn.dialects import DIALECTS
 from sojourn.hints import AgenticContext, SojournContext
+from waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -75,60 +75,17 @@ HINTS = {
 }
 
 
-class Backend:
-    """Plays a vLLM server as far as a router looks at it."""
-
-    def __init__(self):
-        self.bodies = []
-        self.delay_s = 0.0
-        backend = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self):
-                model = {"id": "m", "object": "model", "owned_by": "vllm", "max_model_len": 4096}
-                pages = {
-                    "/health": b"",
-                    "/metrics": METRICS,
-                    "/v1/models": json.dumps({"object": "list", "data": [model]}).encode(),
-                }
-                path = self.path.partition("?")[0]
-                self.say(200 if path in pages else 404, pages.get(path, b"{}"))
-
-            def do_POST(self):
-                backend.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-                time.sleep(backend.delay_s)
-                choice = {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": "hi"},
-                    "finish_reason": "stop",
-                }
-                usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
-                answer = {"id": "x", "object": "chat.completion", "created": 1, "model": "m"}
-                self.say(200, json.dumps({**answer, "choices": [choice], "usage": usage}).encode())
-
-            def say(self, status, body):
-                self.send_response(status)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self):
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *exc):
-        self._server.shutdown()
-        self._server.server_close()
+def vllm_backend():
+    """A server that looks like vLLM to a router."""
+    model = {"id": "m", "object": "model", "owned_by": "vllm", "max_model_len": 4096}
+    pages = {"/health": b"", "/metrics": METRICS, "/v1/models": {"object": "list", "data": [model]}}
+    message = {"role": "assistant", "content": "hi"}
+    answer = {
+        "id": "x", "object": "chat.completion", "created": 1, "model": "m",
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4},
+    }  # fmt: skip
+    return JsonServer(pages, answer)
 
 
 def interpreter(variable, module):
@@ -155,11 +112,9 @@ def running(command, url, path, log, env=None):
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
         )
         try:
-            deadline_s = time.monotonic() + 60
-            while not _answers(url + path):
-                assert process.poll() is None, Path(log).read_text(errors="replace")[-3000:]
-                assert time.monotonic() < deadline_s, Path(log).read_text(errors="replace")[-3000:]
-                time.sleep(0.1)
+            tail = lambda: Path(log).read_text(errors="replace")[-3000:]  # noqa: E731
+            wait_until(lambda: process.poll() is not None or _answers(url + path), tail, 60)
+            assert process.poll() is None, tail()
             yield process
         finally:
             process.terminate()
@@ -196,7 +151,7 @@ def ask(url):
 @pytest.fixture(params=["tr", "default"])
 def thunderagent(request, tmp_path):
     python = interpreter("PEER_THUNDERAGENT", "ThunderAgent")
-    with Backend() as backend:
+    with vllm_backend() as backend:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         command = [python, "-m", "ThunderAgent", "--host", "127.0.0.1", "--port", str(port)]
@@ -221,7 +176,7 @@ def test_thunderagent_knows_the_program_until_it_is_released(thunderagent):
     assert sojourn.stats()["events_sent"] == 1
 
 
-def test_thunderagent_takes_every_hint_we_can_think_of(thunderagent):
+def test_thunderagent_accepts_every_hint(thunderagent):
     url, _ = thunderagent
     for name, hints in HINTS.items():
         body, headers = DIALECTS["thunderagent"].fields(hints)
@@ -230,7 +185,7 @@ def test_thunderagent_takes_every_hint_we_can_think_of(thunderagent):
     assert {hints.program_id for hints in HINTS.values()} == set(httpx.get(f"{url}/programs").json())
 
 
-def test_thunderagent_is_left_clean_by_programs_that_never_ended(thunderagent):
+def test_open_programs_are_released_from_thunderagent_at_exit(thunderagent):
     url, _ = thunderagent
     sojourn.init(url, dialect="thunderagent")
     program = sojourn.program(id="left open").make().start()
@@ -250,7 +205,7 @@ ONE_AT_A_TIME = {"max_active_programs_per_target": 1}
 @pytest.fixture(params=[{}], ids=["defaults"])
 def vllm_router(request, tmp_path):
     python = interpreter("PEER_VLLM_ROUTER", "vllm_router")
-    with Backend() as backend:
+    with vllm_backend() as backend:
         port, prometheus = free_port(), free_port()
         url = f"http://127.0.0.1:{port}"
         command = [python, "-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
@@ -259,11 +214,8 @@ def vllm_router(request, tmp_path):
         command += ["--enable-program-scheduling", "--program-scheduling-config-json"]
         command += [json.dumps(request.param)]
         with running(command, url, "/scheduling/diagnostics", tmp_path / "log"):
-            deadline_s = time.monotonic() + 30
-            while chat(url).status_code != 200:
-                assert time.monotonic() < deadline_s
-                time.sleep(0.1)
-            backend.bodies.clear()
+            wait_until(lambda: chat(url).status_code == 200)
+            backend.posts.clear()
             yield url, backend
 
 
@@ -287,7 +239,7 @@ def test_vllm_router_schedules_the_program_and_passes_the_context_on(vllm_router
     assert {program["root_program_id"] for program in programs_of(url)} == {"p-1"}
 
 
-def test_vllm_router_takes_every_hint_we_can_think_of(vllm_router):
+def test_vllm_router_accepts_every_hint(vllm_router):
     url, backend = vllm_router
     for name, hints in HINTS.items():
         body, headers = DIALECTS["vllm_router"].fields(hints)
@@ -300,7 +252,7 @@ def test_vllm_router_takes_every_hint_we_can_think_of(vllm_router):
 
 @pytest.mark.parametrize("vllm_router", [ONE_AT_A_TIME], indirect=True, ids=["one at a time"])
 @pytest.mark.parametrize("deadline_s", [0.0, 0.3, None])
-def test_vllm_router_gives_no_request_up_whose_deadline_passes_in_its_queue(vllm_router, deadline_s):
+def test_vllm_router_serves_a_request_whose_deadline_passed_in_its_queue(vllm_router, deadline_s):
     """No hint of ours may fail a request; this one could be read that way."""
     url, backend = vllm_router
     backend.delay_s = 1.0
@@ -308,7 +260,7 @@ def test_vllm_router_gives_no_request_up_whose_deadline_passes_in_its_queue(vllm
     waiting = DIALECTS["vllm_router"].fields(AgenticContext(program_id="p", deadline_seconds=deadline_s))
     first = threading.Thread(target=chat, args=(url, *busy))
     first.start()
-    time.sleep(0.3)
+    wait_until(lambda: backend.posts)
     assert chat(url, *waiting).status_code == 200
     first.join()
 
@@ -323,7 +275,7 @@ def test_vllm_router_gives_no_request_up_whose_deadline_passes_in_its_queue(vllm
         {"program_id": "p", "deadline_seconds": 1e300},
     ],
 )
-def test_vllm_router_is_as_strict_as_we_think(vllm_router, context):
+def test_vllm_router_refuses_what_the_dialect_leaves_out(vllm_router, context):
     """Else the tests above would prove nothing."""
     answer = chat(vllm_router[0], {"vllm_xargs": {"agentic_context": json.dumps(context)}})
     assert answer.status_code == 400
@@ -366,22 +318,20 @@ def dynamo(tmp_path_factory):
         running(frontend, url, "/live", home / "frontend.log", {**discovery, **tracing}),
         running(mocker, url, "/v1/models", home / "mocker.log", discovery),
     ):
-        deadline_s = time.monotonic() + 60
-        while chat(url).status_code != 200:
-            assert time.monotonic() < deadline_s, (home / "mocker.log").read_text(errors="replace")[-3000:]
-            time.sleep(0.1)
+        log = home / "mocker.log"
+        wait_until(lambda: chat(url).status_code == 200, lambda: log.read_text(errors="replace")[-3000:], 60)
         yield url, endpoint, trace
 
 
-def traced(trace, enough, timeout_s=15):
-    """The trace's records, once ``enough`` of them says so."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
+def traced(trace, enough):
+    """Return the trace's records once ``enough`` of them accepts them."""
+
+    def records():
         lines = trace.read_text().splitlines() if trace.exists() else []
-        records = [json.loads(line)["event"] for line in lines]
-        if enough(records) or time.monotonic() > deadline_s:
-            return records
-        time.sleep(0.1)
+        found = [json.loads(line)["event"] for line in lines]
+        return found if enough(found) else None
+
+    return wait_until(records)
 
 
 def test_dynamo_traces_our_sessions_and_tool_calls_as_one(dynamo):
@@ -424,7 +374,7 @@ def test_dynamo_traces_our_sessions_and_tool_calls_as_one(dynamo):
     assert sojourn.stats()["events_sent"] == 8
 
 
-def test_dynamo_takes_every_hint_we_can_think_of(dynamo):
+def test_dynamo_accepts_every_hint(dynamo):
     url, _, _ = dynamo
     for name, hints in HINTS.items():
         body, headers = DIALECTS["dynamo"].fields(hints)
@@ -443,6 +393,6 @@ def test_dynamo_takes_every_hint_we_can_think_of(dynamo):
         {"session_id": "p"},
     ],
 )
-def test_dynamo_is_as_strict_as_we_think(dynamo, body):
+def test_dynamo_refuses_what_the_dialect_leaves_out(dynamo, body):
     """Else the tests above would prove nothing."""
     assert chat(dynamo[0], body).status_code == 400

@@ -1,4 +1,4 @@
-"""How events travel to servers that are not ours, and what an agent must not notice of it."""
+"""Events to servers without the sojourn plugin."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import sojourn
+from json_server import JsonServer
 from sojourn.dialects import DIALECTS, DeliveryResult, PendingBatch, TransportContext
 from sojourn.dialects.dynamo_events import TraceRecordEncoder
 from sojourn.dialects.end_notifier import MAX_PROGRAMS, EndNotifier
@@ -20,50 +19,6 @@ from sojourn.events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolS
 from sojourn.http_transport import HttpResponse
 from sojourn.stats import Counters
 from sojourn.testing import refusing_url
-
-
-class Peer:
-    """A server of another make: answers from a table, keeps what it was told."""
-
-    def __init__(self, pages=None):
-        self.pages = pages or {}
-        self.posts = []
-        self.status = 200
-        peer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self):
-                page = peer.pages.get(self.path)
-                self.say(404 if page is None else 200, json.dumps(page).encode())
-
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["content-length"]))
-                peer.posts.append((self.path, json.loads(body), self.headers.get("authorization")))
-                self.say(peer.status, b"{}")
-
-            def say(self, status, body):
-                self.send_response(status)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self):
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *exc):
-        self._server.shutdown()
-        self._server.server_close()
-
 
 FAREWELLS = {
     "thunderagent": ("/programs/release", "program_id"),
@@ -74,7 +29,7 @@ FAREWELLS = {
 @pytest.mark.parametrize("name", FAREWELLS)
 def test_a_program_that_ends_is_said_goodbye_to_and_nothing_else_is_said(name):
     path, field = FAREWELLS[name]
-    with Peer() as peer:
+    with JsonServer() as peer:
         sojourn.init(peer.url, dialect=name, api_key="key")
         with sojourn.program(id="прог"), sojourn.tool_call("bash"):
             pass
@@ -87,20 +42,18 @@ def test_a_program_that_ends_is_said_goodbye_to_and_nothing_else_is_said(name):
 
 @pytest.mark.parametrize("name", FAREWELLS)
 def test_programs_still_open_are_released_at_the_close(name):
-    with Peer() as peer:
+    with JsonServer() as peer:
         sojourn.init(peer.url, dialect=name)
         left_open = sojourn.program(id="left open").make().start()
         with sojourn.program(id="done"):
             pass
         sojourn.shutdown()
-        assert [body for _, body, _ in peer.posts] == [
-            {FAREWELLS[name][1]: id} for id in ("done", "left open")
-        ]
+        assert peer.bodies == [{FAREWELLS[name][1]: id} for id in ("done", "left open")]
         left_open.end()
 
 
 def test_atexit_releases_too(python):
-    with Peer() as peer:
+    with JsonServer() as peer:
         python(
             f"""
             import sojourn
@@ -108,11 +61,11 @@ def test_atexit_releases_too(python):
             sojourn.program(id="never ended").make().start()
             """
         )
-        assert [body for _, body, _ in peer.posts] == [{"program_id": "never ended"}]
+        assert peer.bodies == [{"program_id": "never ended"}]
 
 
 def test_a_child_does_not_release_its_parents_programs(python):
-    with Peer() as peer:
+    with JsonServer() as peer:
         python(
             f"""
             import os, sojourn
@@ -128,7 +81,7 @@ def test_a_child_does_not_release_its_parents_programs(python):
                 os.waitpid(pid, 0)
             """
         )
-        assert [body["program_id"] for _, body, _ in peer.posts] == ["child's", "parent's"]
+        assert [body["program_id"] for body in peer.bodies] == ["child's", "parent's"]
 
 
 class Script:
@@ -187,7 +140,7 @@ def test_a_farewell_that_is_never_taken_does_not_keep_the_others_waiting(status)
 
 
 def test_a_server_without_the_endpoint_is_left_alone():
-    with Peer() as peer:
+    with JsonServer() as peer:
         peer.status = 404
         sojourn.init(peer.url, dialect="thunderagent")
         for _ in range(3):
@@ -236,7 +189,7 @@ def test_no_dialect_makes_an_agent_wait_for_a_dead_server(name):
 
 @pytest.mark.parametrize("name", ["vllm", "vllm_priority", "vllm_router", "llm_d", "aibrix", "dynamo"])
 def test_who_takes_no_events_is_not_troubled_with_any(name):
-    with Peer() as peer:
+    with JsonServer() as peer:
         sojourn.init(peer.url, dialect=name)
         with sojourn.program(), sojourn.tool_call("bash"):
             pass
@@ -247,7 +200,7 @@ def test_who_takes_no_events_is_not_troubled_with_any(name):
 
 def test_a_peer_that_came_up_late_is_recognised_by_its_refusal(monkeypatch):
     """The probe met nobody; the first events then meet ThunderAgent, which has no place for them."""
-    with Peer() as peer:
+    with JsonServer() as peer:
         pages = {"/health": {"router_mode": "tr", "scheduling_enabled": True, "programs_count": 0}}
         real_get = sojourn.http_transport.HttpTransport.get
         asked = []
@@ -382,7 +335,7 @@ def test_tool_calls_arrive_as_three_frames(pull):
     import msgspec
 
     socket, endpoint = pull
-    with Peer() as peer:
+    with JsonServer() as peer:
         sojourn.init(peer.url, dialect="dynamo", tool_events=endpoint)
         with sojourn.program(id="p"), sojourn.tool_call("bash", "c", tool_class="ls"):
             pass
