@@ -113,7 +113,7 @@ TIERS = {
         ([1], None, "not understood: [1]"),
     ],
 )
-def test_what_is_below_the_device_is_told(told, ok, said):
+def test_tiers_below_the_device_are_shown(told, ok, said):
     server = Server(__sojourn__v1__capabilities=(200, {**CAPABILITIES, "tiers": told}))
     check = server.examine()["tiers"]
     assert check.ok is ok
@@ -153,7 +153,7 @@ def test_a_server_that_says_nothing_of_tiers_is_an_older_one():
     assert "tiers" not in Server().examine()
 
 
-def test_a_missing_and_a_wrong_key_are_told_apart():
+def test_a_missing_and_a_wrong_key_are_distinguished():
     server = Server(key="Bearer right")
     assert "pass --api-key" in server.examine()["API key"].next_step
     wrong = server.examine(Authorization="Bearer wrong")["API key"]

@@ -38,7 +38,7 @@ def test_a_table_and_a_file(tmp_path: object) -> None:
         assert len(json.load(file)["divisions"]) == 2
 
 
-def test_links_that_can_never_keep_up_are_said_to_be() -> None:
+def test_links_that_can_never_keep_up_are_reported() -> None:
     result = plan("--devices", "1", "--json", "-")
     told = json.loads(result.stdout)
     assert not told["possible"]
@@ -60,7 +60,7 @@ def test_no_gain_is_promised_where_another_link_is_full(slow: list[str]) -> None
     assert "–: another link is full before all storage NICs are" in shown
 
 
-def test_a_gain_is_told_where_the_division_is_in_range() -> None:
+def test_a_gain_is_printed_if_the_division_is_in_range() -> None:
     told = json.loads(plan("--nodes", "9", "--json", "-").stdout)
     gains = [each["gain_at_most"] is not None for each in told["divisions"]]
     assert gains == [each["in_range"] for each in told["divisions"]]
@@ -79,7 +79,7 @@ def test_the_tables_fit_80_columns(more: list[str], monkeypatch: pytest.MonkeyPa
     assert re.search(r"^nodes +range +fullest link +load +path +paths +prefill +most *$", shown, re.MULTILINE)
 
 
-def test_a_place_that_cannot_be_written_is_said_before_the_plan(tmp_path: Path) -> None:
+def test_an_unwritable_output_is_refused_before_the_plan(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     error = plan("--json", str(tmp_path / "file" / "plan.json")).exception
     assert isinstance(error, CliError)

@@ -45,7 +45,7 @@ def test_exit_code_output_and_arguments_are_the_commands_own() -> None:
     assert (result.returncode, result.stdout) == (7, f"--url {UNUSED}\n")
 
 
-def test_says_when_nobody_answers() -> None:
+def test_reports_when_no_server_answers() -> None:
     result = sojourn_run("true")
     assert result.returncode == 0
     assert f"no sojourn server answers at {UNUSED}" in result.stderr
@@ -63,7 +63,7 @@ def run_with(*command: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize("ending", ["/v1", "/v1/", ""])
-def test_the_agents_own_server_is_taken_where_it_is_ours(ending: str) -> None:
+def test_the_agents_own_server_is_used_if_it_is_a_sojourn_server(ending: str) -> None:
     with FakeServer() as server:
         result = run_with(*PRINT_URL, OPENAI_BASE_URL=server.url + ending)
     assert (result.returncode, result.stdout, result.stderr) == (0, f"{server.url}\n", "")
@@ -86,7 +86,7 @@ def test_a_url_that_was_given_goes_before_the_agents() -> None:
         (404, b"", "HTTP 404"),
     ],
 )
-def test_a_providers_server_is_not_taken_for_ours(
+def test_a_providers_server_is_not_taken_for_a_sojourn_server(
     status: int, answer: bytes, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []

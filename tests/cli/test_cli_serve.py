@@ -294,7 +294,7 @@ def test_settings_that_the_engine_would_refuse_are_refused_before_it_starts(opti
     )
 
 
-def test_what_makes_a_policy_useless_is_said():
+def test_settings_without_effect_on_the_policy_are_reported():
     assert "mori has no memory below the device" in invoke("tiny", "--policy", "mori", "--dry-run").output
     assert "no memory below" not in invoke("tiny", "--policy", "saga", "--dry-run").output
     with_host = invoke("tiny", "--policy", "mori", "--kv-host-gib", "0.001", "--dry-run").output
@@ -328,7 +328,7 @@ def test_a_role_installs_the_paths_and_takes_a_policy_that_holds_nothing(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_policy_that_holds_kv_is_told_to_be_of_no_use_there(tmp_path, nothing_starts):
+def test_a_policy_that_holds_kv_is_reported_as_without_effect(tmp_path, nothing_starts):
     for policy, noted in (("continuum", 1), ("mori", 1), ("observe", 0), ("stock", 0)):
         with serve_command.console.capture() as said:
             result = invoke("tiny", *member(tmp_path, role="decode"), "--policy", policy, "--dry-run")

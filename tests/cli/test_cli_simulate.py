@@ -186,7 +186,7 @@ def test_sub_agents_come_with_their_parents(tmp_path: Path) -> None:
     assert first_program_ids(RunSpec(policy="stock", workload=trace, programs=1)) == ["parent", "child"]
 
 
-def test_a_model_too_large_for_the_device_is_told_what_would_do(trace: Path) -> None:
+def test_the_error_for_a_model_too_large_names_a_sufficient_device(trace: Path) -> None:
     error = refused(str(trace), "--model", "qwen2.5-32b", "--hardware", "h100")
     assert "does not fit on 1 × h100" in error.message
     assert "use tp 2, or a max_model_len of at most " in error.message
@@ -253,7 +253,7 @@ def test_two_policy_files_of_one_name(tmp_path: Path, trace: Path) -> None:
 # -- outputs -------------------------------------------------------------------------------------
 
 
-def test_places_that_cannot_be_written_are_told_before_the_work(tmp_path: Path, trace: Path) -> None:
+def test_unwritable_outputs_are_refused_before_the_run(tmp_path: Path, trace: Path) -> None:
     assert "is a folder" in refused(str(trace), "--json", str(tmp_path)).message
     assert "is a file" in refused(str(trace), "--plot", str(trace)).message
     assert "cannot be made" in refused(str(trace), "--plot", f"{trace}/plots").message
@@ -344,7 +344,7 @@ def test_the_same_command_gives_the_same_bytes(
 
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
-def test_one_programs_life_is_told_under_each_policy(
+def test_explain_shows_one_program_under_each_policy(
     twice: list[tuple[Path, subprocess.CompletedProcess[str]]],
 ) -> None:
     told = twice[0][1].stderr
@@ -389,7 +389,7 @@ def test_kept_runs_are_shown_again(
 
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-def test_where_nothing_finishes_what_there_is_is_told(tmp_path: Path) -> None:
+def test_partial_results_are_shown_if_no_program_finishes(tmp_path: Path) -> None:
     trace = write(tmp_path / "slow.jsonl", program("p", 9000, 9500, 9900))
     out = tmp_path / "out.json"
     command = f"simulate {trace} --programs 1 --hours 0.0005 --policy stock --json {out} --explain p"
@@ -413,7 +413,7 @@ def test_where_nothing_finishes_what_there_is_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-def test_where_nobody_came_that_is_said(tmp_path: Path, trace: Path) -> None:
+def test_a_note_says_that_no_program_arrived(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "out.json"
     command = f"simulate {trace} --programs 1 --rate 0.001 --hours 0.0005 --policy stock --json {out}"
     result = subprocess.run([*SOJOURN, *command.split()], capture_output=True, text=True, timeout=500)

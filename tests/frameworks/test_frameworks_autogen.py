@@ -162,7 +162,7 @@ async def test_consumers_of_a_stream_are_outside_of_it(server: FakeServer) -> No
     assert implicit == [True] * items
 
 
-async def test_a_stream_nobody_closes_ends_its_program(server: FakeServer) -> None:
+async def test_an_unclosed_stream_ends_its_program(server: FakeServer) -> None:
     online(server)
 
     async def break_off() -> None:
@@ -258,7 +258,7 @@ async def test_a_child_names_the_call_it_runs_in(server: FakeServer) -> None:
     assert inside == [boss.program_id]
 
 
-async def test_turns_are_told_to_listeners_in_order(server: FakeServer) -> None:
+async def test_listeners_get_turns_in_order(server: FakeServer) -> None:
     heard: list[str] = []
 
     class Recorder(ProgramListener):
@@ -381,7 +381,7 @@ def raise_fault(*args: Any, **kwargs: Any) -> Any:
         "tool_calls.enter",
     ],
 )
-async def test_nothing_of_ours_gets_out(
+async def test_no_internal_error_reaches_the_user(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     def late(text: str) -> str:
@@ -539,7 +539,7 @@ def test_an_unfamiliar_autogen_is_left_alone(
     assert sojourn.stats()["attach_error"] == 1
 
 
-async def test_what_lies_above_ours_stays_and_ours_falls_silent(
+async def test_a_later_patch_stays_and_the_adapter_falls_silent(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     online(server)
@@ -676,7 +676,7 @@ def test_what_is_certain_in_a_graph_flow(client: Any) -> None:
     }
 
 
-async def test_the_graph_is_told_with_its_tools(server: FakeServer, client: Any) -> None:
+async def test_the_graph_is_reported_with_its_tools(server: FakeServer, client: Any) -> None:
     online(server)
     alice = AssistantAgent("alice", client, tools=[count], handoffs=["bob", "user"])
     team = Swarm([alice, AssistantAgent("bob", client)], max_turns=1)
@@ -748,7 +748,7 @@ def test_a_certain_edge_into_a_team_is_certain_of_none_of_its_agents(client: Any
     }
 
 
-def test_a_graph_too_large_to_tell(server: FakeServer, client: Any) -> None:
+def test_a_graph_too_large_to_report(server: FakeServer, client: Any) -> None:
     agents = [AssistantAgent(f"a{i}", client, description="x") for i in range(70)]
     assert graph_of(SelectorGroupChat(agents, client)) is None
 

@@ -188,7 +188,7 @@ def played(case: Case, path: Path, folder: Path) -> tuple[str, FakeServer]:
 
 
 @pytest.mark.slow
-def test_an_example_tells_what_it_does(case: tuple[str, Case], tmp_path: Path) -> None:
+def test_an_example_reports_its_run(case: tuple[str, Case], tmp_path: Path) -> None:
     name, expected = case
     bare = tmp_path / name
     bare.write_text(plain(name))

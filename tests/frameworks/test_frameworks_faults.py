@@ -101,7 +101,7 @@ def settled() -> sojourn.Stats:
 
 
 @pytest.mark.parametrize(("scenario", "sink"), chosen())
-def test_nobody_notices_a_faulty_sink(scenario: Scenario, sink: str) -> None:
+def test_a_faulty_sink_changes_nothing(scenario: Scenario, sink: str) -> None:
     plain = without_us(scenario)
     started = time.monotonic()
     ours, server, stats = play(scenario, sink)

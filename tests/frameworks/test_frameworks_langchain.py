@@ -71,7 +71,7 @@ def shape(server: FakeServer):
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_handler_and_middleware_tell_each_call_once(server: FakeServer, sync: bool) -> None:
+def test_handler_and_middleware_report_each_call_once(server: FakeServer, sync: bool) -> None:
     init(server, [use("upper"), use("upper"), use("nope")], "done")
     made = agent(server.base_url, "m", middleware=[langchain.Middleware()])
     result = made.invoke(ASK) if sync else asyncio.run(made.ainvoke(ASK))
@@ -144,7 +144,7 @@ def test_a_handler_given_by_hand_needs_no_patch(server: FakeServer) -> None:
     ]
 
 
-def test_several_handlers_tell_everything_once(server: FakeServer) -> None:
+def test_several_handlers_report_everything_once(server: FakeServer) -> None:
     init(server, use("upper"), "done")
     handlers = [langchain.Handler(), langchain.Handler()]
     agent(server.base_url, "m").with_config({"callbacks": handlers}).invoke(
@@ -469,7 +469,7 @@ def test_the_users_extra_body_wins(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("method", ["chain_started", "chain_ended", "tool_started", "tool_ended", "resolve"])
-def test_a_fault_of_ours_never_gets_out(
+def test_internal_errors_never_reach_the_user(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
     server.script = [use("upper"), "done"] * 3

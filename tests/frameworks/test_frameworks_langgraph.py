@@ -264,7 +264,7 @@ def test_a_graph_is_drawn_once_and_forgotten_with_its_builder(monkeypatch: pytes
     assert len(langgraph._graphs) <= before
 
 
-def test_the_graph_is_told_with_the_program(server: FakeServer) -> None:
+def test_the_graph_is_reported_with_the_program(server: FakeServer) -> None:
     init(server, *SCRIPT * 2)
     graph = planner(speaker(model_at(server.base_url, "m")))
     graph.invoke(HI)
@@ -319,7 +319,7 @@ def listened(play: Any) -> list[str]:
     return listener.facts
 
 
-def test_nodes_are_told_in_order_with_requests_and_tools(server: FakeServer) -> None:
+def test_nodes_are_reported_in_order_with_requests_and_tools(server: FakeServer) -> None:
     init(server, use("upper"), "done")
     graph = tool_graph(server.base_url, "m")
     assert listened(lambda: graph.invoke(ASK)) == [
@@ -662,7 +662,7 @@ def test_a_batch_inside_a_node_makes_children_once(server: FakeServer) -> None:
     assert names == [("outer", ()), ("planner", ("plan",)), ("planner", ("plan",))]
 
 
-def test_wrap_tells_of_one_graph_without_patching(server: FakeServer) -> None:
+def test_wrap_reports_one_graph_without_patching(server: FakeServer) -> None:
     init(server, *SCRIPT, "DONE", "go on", "DONE")
     sojourn.uninstrument("langchain", "langgraph")
     originals = [vars(Pregel).get(name) for name in ("stream", "astream", "batch", "abatch")]
@@ -684,7 +684,7 @@ def test_wrap_tells_of_one_graph_without_patching(server: FakeServer) -> None:
     assert sum(isinstance(event, AegReport) for event in server.program_events()) == 2
 
 
-def test_wrap_beside_init_tells_everything_once(server: FakeServer) -> None:
+def test_wrap_beside_init_reports_everything_once(server: FakeServer) -> None:
     init(server, *SCRIPT)
     sojourn.wrap(planner(speaker(model_at(server.base_url, "m")))).invoke(HI)
     (program,) = recorded(server).values()
@@ -832,7 +832,7 @@ def test_uninstrument_puts_langgraphs_own_functions_back(server: FakeServer) -> 
     assert "langgraph" not in sojourn.stats().instrumented
 
 
-def test_a_patch_above_ours_is_left_and_finds_us_idle(server: FakeServer, monkeypatch: Any) -> None:
+def test_a_later_patch_is_left_and_the_adapter_becomes_idle(server: FakeServer, monkeypatch: Any) -> None:
     init(server, "DONE")
     ours = Pregel.stream
     seen = []
@@ -865,7 +865,7 @@ def test_an_unfamiliar_langgraph_is_left_alone(server: FakeServer, monkeypatch: 
 @pytest.mark.parametrize(
     ("owner", "name"), [(langgraph, "GraphStart"), (langchain, "running_in"), (langgraph, "graph_of")]
 )
-def test_a_fault_of_ours_never_gets_out(
+def test_internal_errors_never_reach_the_user(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
     init(server)

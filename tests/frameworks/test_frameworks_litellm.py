@@ -72,7 +72,7 @@ def test_what_cannot_be_merged_stays_and_costs_no_event(
 
 
 @BOTH
-def test_other_hosts_learn_nothing(server: FakeServer, provider: str) -> None:
+def test_requests_to_other_hosts_stay_bare(server: FakeServer, provider: str) -> None:
     with FakeServer() as elsewhere:
         with sojourn.program("p"):
             ask(elsewhere, provider)
@@ -83,7 +83,7 @@ def test_other_hosts_learn_nothing(server: FakeServer, provider: str) -> None:
 
 
 @BOTH
-def test_replicas_are_told_whose_request_it_is_and_get_no_events(provider: str) -> None:
+def test_replicas_get_the_program_id_and_no_events(provider: str) -> None:
     with FakeServer() as home, FakeServer() as replica:
         sojourn.init(home.url, hosts=[replica.url], probe_timeout_s=5)
         with sojourn.program("p") as program:
@@ -192,7 +192,9 @@ def _handler() -> Any:
     return HTTPHandler()
 
 
-def test_a_fault_of_ours_leaves_the_request_bare(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_leaves_the_request_bare(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a fault of ours")
 

@@ -107,7 +107,7 @@ async def test_a_tripwire_is_an_error_and_its_own_run_a_child(server: FakeServer
     assert judge_told.start.call_id is None
 
 
-async def test_a_stream_nobody_reads_to_its_end_ends_once(server: FakeServer) -> None:
+async def test_an_abandoned_stream_ends_once(server: FakeServer) -> None:
     server.script = [SUM, "a b c d"]
     async with agents_for(server) as factory:
         result = Runner.run_streamed(factory.agent("clerk", add()), "Go.")
@@ -421,13 +421,13 @@ async def test_agents_of_one_name_are_one_node(server: FakeServer) -> None:
     assert [(node.id, node.tools) for node in report.graph.nodes] == [("twin", ["add", "fails"])]
 
 
-async def test_an_agent_without_a_name_is_told_of_all_the_same(server: FakeServer) -> None:
+async def test_an_agent_without_a_name_is_reported(server: FakeServer) -> None:
     async with agents_for(server) as factory:
         await Runner.run(factory.agent(""), "Go.")
     assert only(recorded(server)).status == "ok"
 
 
-async def test_the_graph_is_told_once_for_all_runs(server: FakeServer) -> None:
+async def test_the_graph_is_reported_once_for_all_runs(server: FakeServer) -> None:
     async with agents_for(server) as factory:
         desk = factory.agent("desk", handoffs=[factory.agent("expert")])
         for _ in range(3):

@@ -57,7 +57,7 @@ def recording(log: list[Any]) -> Any:
     return Mine()
 
 
-async def test_the_users_hooks_see_what_they_saw_without_us() -> None:
+async def test_the_users_hooks_see_the_same_calls() -> None:
     async def play(instrumented: bool) -> list[Any]:
         log: list[Any] = []
         use = [ToolUse("transfer_to_expert", {}, "h1"), SUM._replace(id="s1"), "5"]
@@ -97,7 +97,7 @@ async def test_what_the_users_hooks_raise_passes_unchanged(server: FakeServer, m
     assert len(program.tool_starts) == len(program.tool_stops)
 
 
-async def test_wrong_hooks_are_complained_of_as_without_us(server: FakeServer) -> None:
+async def test_wrong_hooks_raise_the_frameworks_own_error(server: FakeServer) -> None:
     async with agents_for(server) as factory:
         with pytest.raises(TypeError, match="agent-scoped hooks"):
             await Runner.run(factory.agent("clerk"), "Go.", hooks=agents.AgentHooks())
@@ -137,7 +137,7 @@ async def test_the_users_runner_does_the_work_and_comes_back(server: FakeServer)
         run.set_default_agent_runner(before)
 
 
-async def test_a_runner_above_ours_stays_and_nothing_is_told_twice(server: FakeServer) -> None:
+async def test_a_later_patched_runner_stays_and_nothing_is_reported_twice(server: FakeServer) -> None:
     run = import_module("agents.run")
     before = run.get_default_agent_runner()
     async with agents_for(server) as factory:
@@ -178,7 +178,7 @@ def test_uninstrumenting_puts_the_very_same_things_back(server: FakeServer) -> N
 # ---- without the patch
 
 
-async def test_one_wrapped_agent_is_told_of_and_no_other(server: FakeServer) -> None:
+async def test_only_the_wrapped_agent_is_reported(server: FakeServer) -> None:
     server.script = [ToolUse("ask", {"input": "go"}), "so", "done", "alone"]
     async with agents_for(server) as factory:
         sojourn.uninstrument("openai_agents")
@@ -222,7 +222,7 @@ async def test_hooks_of_ones_own_in_a_program_of_ones_own(server: FakeServer) ->
     assert ("handoff", "desk", "expert") in log
 
 
-async def test_hooks_of_ones_own_and_the_patch_tell_once(server: FakeServer) -> None:
+async def test_user_hooks_and_the_patch_report_once(server: FakeServer) -> None:
     server.script = [SUM, "5"]
     async with agents_for(server) as factory:
         await Runner.run(factory.agent("clerk", add()), "Go.", hooks=adapter.Hooks())
@@ -247,7 +247,7 @@ BREAKING: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("what", BREAKING)
-async def test_a_fault_of_ours_never_gets_out(
+async def test_internal_errors_never_reach_the_user(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, what: str, streamed: bool
 ) -> None:
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -291,7 +291,7 @@ print(stats.instrumented, stats["attach_error"], records)
 """
 
 
-def test_a_package_of_the_users_own_named_agents_is_none_of_ours(tmp_path: Path) -> None:
+def test_a_user_package_named_agents_is_not_patched(tmp_path: Path) -> None:
     (tmp_path / "agents").mkdir()
     (tmp_path / "agents" / "__init__.py").write_text("MINE = True\n")
     done = subprocess.run(
@@ -336,7 +336,7 @@ def test_every_start_has_its_end_at_exit(server: FakeServer, tmp_path: Path) -> 
     assert not [event for event in events if isinstance(event, ToolStart)]
 
 
-async def test_a_task_that_lives_long_keeps_none_of_its_calls(server: FakeServer) -> None:
+async def test_a_long_task_keeps_none_of_its_calls(server: FakeServer) -> None:
     """Shells and computers are used in the task of the run itself, which may be a worker's."""
     sojourn.init(server.url, probe_timeout_s=5)
     hooks = adapter.Hooks()

@@ -157,7 +157,7 @@ async def test_an_approval_inside_an_agent_used_as_a_tool(server: FakeServer, ap
 
 
 @pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")
-async def test_a_run_nobody_resumes_ends_cancelled(server: FakeServer) -> None:
+async def test_a_run_that_is_not_resumed_ends_cancelled(server: FakeServer) -> None:
     server.script = [ToolUse("erase")]
     async with agents_for(server) as factory:
         await Runner.run(factory.agent("clerk", guarded_tool()), "Go.")

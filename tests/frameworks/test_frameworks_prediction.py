@@ -118,7 +118,7 @@ def test_what_was_seen_is_what_the_graph_did(learned):
         assert set(advisor.transitions.edges(KIND)) == edges
 
 
-def test_what_untyped_routers_hide_is_told_once_it_was_seen(learned):
+def test_edges_of_untyped_routers_are_reported_once_observed(learned):
     for _, seen, _, recorded, _ in learned:
         spelt_out = [event.graph for event in recorded if event.graph is not None]
         first, last = spelt_out[0], spelt_out[-1]

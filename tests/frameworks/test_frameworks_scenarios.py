@@ -68,7 +68,7 @@ def played(scenario: Scenario, *, instrumented: bool, failures: int = 0) -> Scen
 
 
 @pytest.mark.parametrize("scenario", runnable_scenarios(), ids=lambda scenario: scenario.id)
-def test_the_fake_server_is_told_everything(scenario: Scenario) -> None:
+def test_the_fake_server_gets_every_fact(scenario: Scenario) -> None:
     failures = int(scenario.row == RETRY)
     plain = played(scenario, instrumented=False, failures=failures)
     ours = played(scenario, instrumented=True, failures=failures)
@@ -107,7 +107,7 @@ def test_a_retry_is_the_same_logical_request(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("play", list(scenario_modules()), ids=lambda play: play.framework)
-def test_every_row_is_played_or_said_to_be_absent(play: Any) -> None:
+def test_every_row_is_played_or_listed_as_absent(play: Any) -> None:
     rows = {scenario.row for scenario in play.scenarios}
     assert rows <= {*ROWS, RETRY}, "unknown rows"
     assert not rows & play.absent.keys(), "said to be absent, and played"

@@ -295,7 +295,7 @@ def _comparable(document: Any) -> Any:
     return document
 
 
-def test_our_own_faults_stay_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_stay_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a fault of ours")
 
@@ -329,7 +329,7 @@ def test_models_of_another_kind_need_not_know_litellm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy])
-def test_a_copy_acts_on_itself_and_is_told_about(tmp_path: Path, copier: Any) -> None:
+def test_a_copy_acts_on_itself_and_is_reported(tmp_path: Path, copier: Any) -> None:
     (tmp_path / "theirs").mkdir()
     with MiniServer([calls("pwd > where"), SUBMIT]) as server:
         only_attached(server.url)
@@ -393,7 +393,7 @@ def test_attaching_changes_neither_kind_nor_name_and_can_be_undone(tmp_path: Pat
         assert [type(part) for part in parts(agent)] == [type(part) for part in parts(plain)]
 
 
-def test_a_method_set_on_the_object_is_told_about_once(tmp_path: Path) -> None:
+def test_a_method_set_on_the_object_is_reported_once(tmp_path: Path) -> None:
     with MiniServer([SUBMIT]) as server:
         only_attached(server.url)
         agent = attached(make_agent(server, tmp_path))
@@ -450,7 +450,7 @@ def test_objects_of_any_shape_can_be_attached_to(tmp_path: Path) -> None:
         assert len(server.told("tool_start")) == 6
 
 
-def test_uninstrument_leaves_somebody_elses_patch_alone(tmp_path: Path) -> None:
+def test_uninstrument_leaves_a_foreign_patch_alone(tmp_path: Path) -> None:
     from minisweagent.agents.default import DefaultAgent
     from sojourn_integrations import mini_swe_agent
 
@@ -484,7 +484,7 @@ def test_uninstrument_leaves_somebody_elses_patch_alone(tmp_path: Path) -> None:
     assert DefaultAgent.run is before
 
 
-def test_a_replica_is_told_whose_request_it_is_but_gets_no_events(tmp_path: Path) -> None:
+def test_a_replica_gets_the_program_id_but_no_events(tmp_path: Path) -> None:
     with MiniServer([SUBMIT]) as home, MiniServer([SUBMIT]) as replica:
         only_attached(home.url, hosts=[replica.url])
         attached(make_agent(replica, tmp_path)).run("it")

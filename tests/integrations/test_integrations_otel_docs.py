@@ -15,7 +15,7 @@ EXPORT = (ROOT / "integrations" / "sojourn_integrations" / "otel" / "export.py")
 OUT = PAGE[PAGE.index("## Spans out") :]
 
 
-def test_every_attribute_of_ours_is_in_the_tables():
+def test_every_sojourn_attribute_is_in_the_tables():
     written = {word for word in re.findall(r'"(sojourn\.[a-z_.]+)"', EXPORT)}
     written |= {"sojourn.queued_s", "sojourn.prefilling_s", "sojourn.new_tokens", "sojourn.tail_tokens"}
     written |= {"sojourn.tier_hits.device"}

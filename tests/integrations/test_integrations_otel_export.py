@@ -233,7 +233,7 @@ def test_a_run_hangs_under_the_users_own_span_and_nodes_are_named(server, export
 
 
 @pytest.mark.parametrize("responses", [False, True])
-def test_a_streamed_answer_tells_its_first_chunk_and_its_usage(server, exporter, export, responses):
+def test_a_streamed_answers_span_has_first_chunk_and_usage(server, exporter, export, responses):
     server.chunk_delay_s = 0.01
     more = {} if responses else {"stream_options": {"include_usage": True}}
     with sojourn.program("fixer"):
@@ -382,7 +382,7 @@ def test_a_server_that_does_not_say_costs_only_the_outcomes(server, exporter, ex
     assert sojourn.stats()["otel_outcomes_failed"] == (mode == "500")
 
 
-def test_after_a_failure_nothing_is_asked_for_a_while(server, exporter, export):
+def test_after_a_failure_fetches_pause(server, exporter, export):
     server.mode = "500"
     for _ in range(3):
         with sojourn.program("fixer"):
@@ -441,7 +441,7 @@ def test_a_program_begun_before_the_export_still_gets_a_span(server, exporter, p
     export.close()
 
 
-def test_nothing_is_kept_after_programs_end_or_are_let_go(server, exporter, export):
+def test_ended_and_dropped_programs_leave_no_state(server, exporter, export):
     for _ in range(20):
         with sojourn.program("fixer"), sojourn.tool_call("bash"):
             ask(server)

@@ -220,7 +220,7 @@ def test_a_run_begun_while_a_cancellation_is_handled_is_not_cancelled_itself(ser
     assert [end.status for end in told(server, ProgramEnd)] == ["ok"]
 
 
-def test_a_cancelled_task_is_told_as_cancelled(server, tracer):
+def test_a_cancelled_task_is_reported_as_cancelled(server, tracer):
     async def play() -> None:
         async def run() -> None:
             with agent(tracer), tool(tracer):
@@ -353,7 +353,7 @@ def test_a_tools_name_without_an_operation_is_enough(server, tracer):
     assert [start.tool for start in told(server, ToolStart)] == ["bash"]
 
 
-def test_a_tool_of_no_agent_is_nobodys(server, tracer):
+def test_a_tool_outside_any_agent_is_ignored(server, tracer):
     with tool(tracer):
         ask(server)
     assert told(server, ToolStart) == []
@@ -375,7 +375,7 @@ def test_two_instrumentations_of_one_tool_are_one_call(server, provider, tracer)
     ]
 
 
-def test_inside_a_program_of_somebody_else_spans_are_left_to_whoever_opened_it(server, tracer):
+def test_spans_inside_an_open_program_are_ignored(server, tracer):
     with sojourn.program("by hand") as program, agent(tracer, "spoken for"):
         with tool(tracer), agent(tracer, "child"):
             pass
@@ -385,7 +385,7 @@ def test_inside_a_program_of_somebody_else_spans_are_left_to_whoever_opened_it(s
     assert server.requests[0].context.program_id == program.id
 
 
-def test_what_is_left_to_somebody_else_stays_so_where_the_context_is_lost(server, tracer):
+def test_ignored_spans_stay_ignored_if_the_context_is_lost(server, tracer):
     def callback(inside) -> None:
         with tracer.start_as_current_span("invoke_agent deeper", context=inside):
             pass
@@ -472,7 +472,7 @@ def test_a_long_run_is_not_forgotten_while_its_spans_come_and_never_end(server):
     provider.shutdown()
 
 
-def test_nothing_is_kept_after_everything_ended(server, provider, tracer):
+def test_no_state_is_left_after_everything_ended(server, provider, tracer):
     processor = install(provider)
     for _ in range(50):
         with agent(tracer), tool(tracer), agent(tracer, "sub"), tracer.start_as_current_span("x"):

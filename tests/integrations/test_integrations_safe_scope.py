@@ -24,7 +24,7 @@ def test_an_interrupt_while_leaving_gets_out(kind: type[BaseException]) -> None:
         leave(Scope(Raising(kind()), None))
 
 
-def test_a_fault_of_ours_is_counted() -> None:
+def test_an_internal_error_is_counted() -> None:
     before = sojourn.stats()["internal_error"]
     leave(Scope(Raising(ValueError()), SimpleNamespace()), status="ok")
     leave(Scope(Raising(ValueError()), object()), ValueError())

@@ -113,7 +113,7 @@ def test_a_server_that_is_never_ready_is_stopped(server):
     assert time.monotonic() - start < 15
 
 
-def test_another_server_on_the_port_is_not_taken_for_ours(server):
+def test_another_server_on_the_port_is_not_taken_for_the_engine(server):
     with pytest.raises(ServerStartError, match="it serves tiny"), server("other"):
         pass
 
@@ -124,7 +124,7 @@ def test_the_api_key_is_used_and_not_on_the_command_line(server):
         assert b"s3cret" not in Path(f"/proc/{running.pid}/cmdline").read_bytes()
 
 
-def test_a_missing_api_key_is_said(server, monkeypatch):
+def test_a_missing_api_key_is_reported(server, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
     with pytest.raises(ServerStartError, match="API key"), server():
         pass

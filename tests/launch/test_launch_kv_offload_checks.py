@@ -150,7 +150,7 @@ def refuse_to_write(monkeypatch, code):
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO])
-def test_what_the_system_says_is_said(tmp_path, monkeypatch, code):
+def test_the_systems_error_is_in_the_message(tmp_path, monkeypatch, code):
     make_store(tmp_path / "kv")
     refuse_to_write(monkeypatch, code)
     error = refused(tmp_path / "kv")
@@ -262,7 +262,7 @@ def test_engines_with_names_of_their_own_share_a_directory(tmp_path, first):
 
 
 @linux
-def test_a_store_in_use_that_cannot_be_ours_is_no_matter_where_ours_is_free(tmp_path):
+def test_an_incompatible_store_in_use_does_not_matter(tmp_path):
     make_store(tmp_path / "kv")
     other = make_store(tmp_path / "kv", alongside=True, vllm_version="0.31.0")
     with held(other):
@@ -303,14 +303,14 @@ def test_the_store_of_other_weights_is_named(tmp_path, other):
     assert check(tmp_path / "kv", weights=None) == [], "a hub id"
 
 
-def test_one_store_that_may_be_ours_is_enough(tmp_path):
+def test_one_possibly_matching_store_is_enough(tmp_path):
     change_manifest(make_store(tmp_path / "kv", layers=5), format=99)
     make_store(tmp_path / "kv", alongside=True)
     make_store(tmp_path / "kv", alongside=True, model="org/name@None torch.float32")
     assert check(tmp_path / "kv") == []
 
 
-def test_the_nearest_of_several_is_told_of(tmp_path):
+def test_the_nearest_of_several_is_reported(tmp_path):
     make_store(tmp_path / "kv", vllm_version="0.31.0", model="/models/b []")
     near = make_store(tmp_path / "kv", alongside=True, vllm_version="0.31.0", layers=4)
     assert str(near) in str(refused(tmp_path / "kv"))
@@ -326,7 +326,7 @@ def test_something_elses_manifest_where_a_store_would_be(tmp_path, content):
     )
 
 
-def test_other_things_are_told_of_where_there_is_no_store(tmp_path):
+def test_other_files_are_reported_if_there_is_no_store(tmp_path):
     disk = tmp_path / "home"
     (disk / "lost+found").mkdir(parents=True)
     assert check(disk) == []
@@ -338,7 +338,7 @@ def test_other_things_are_told_of_where_there_is_no_store(tmp_path):
     assert check(disk) == []
 
 
-def test_another_block_size_is_told_of_and_left_to_the_engine(tmp_path):
+def test_another_block_size_is_reported_and_left_to_the_engine(tmp_path):
     make_store(tmp_path / "kv")
     (note,) = check(tmp_path / "kv", tokens=64)
     assert "has blocks of 32 tokens, and --block-size is 64" in note
@@ -351,7 +351,7 @@ def test_another_block_size_is_told_of_and_left_to_the_engine(tmp_path):
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_less_free_space_than_asked_for_is_told(tmp_path, monkeypatch):
+def test_too_little_free_space_is_reported(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
         kv_offload_checks.shutil,
@@ -374,7 +374,7 @@ def test_what_a_store_has_already_is_not_asked_for_again(tmp_path, monkeypatch):
     assert "of blocks already" in note
 
 
-def test_a_file_system_that_does_not_tell_is_believed(tmp_path, monkeypatch):
+def test_a_file_system_without_figures_is_accepted(tmp_path, monkeypatch):
     monkeypatch.setattr(kv_offload_checks.shutil, "disk_usage", lambda path: Usage(0, 0, 0))
     assert check(tmp_path / "kv", 5) == []
 
@@ -393,12 +393,12 @@ def test_more_host_memory_than_there_is_is_refused():
 
 
 @pytest.mark.parametrize("gib", [3.001, 4])
-def test_more_host_memory_than_is_available_is_told(gib):
+def test_too_little_host_memory_is_reported(gib):
     (note,) = kv_offload_checks.check_host_memory(gib, MEMORY)
     assert f"--kv-host-gib is {gib}, but 3.00 GiB of the 4.00 GiB of this machine are available" in note
 
 
-def test_memory_is_checked_whoever_moves_the_blocks():
+def test_memory_is_checked_for_every_connector():
     options = KvOffloadOptions(host_gib=1e9, backend="vllm")
     with pytest.raises(InvalidOption, match="--kv-host-gib is 1e"):
         kv_offload_checks.check_kv_offload(options, vllm_version=None, weights=None, block_tokens=None)

@@ -76,7 +76,7 @@ def test_vllms_own_connector_keeps_outputs_too():
     assert told["kv_connector_extra_config"] == {"cpu_bytes_to_use": 2 * GIB, "offload_prompt_only": False}
 
 
-def test_vllms_own_connector_needs_no_scheduler_of_ours():
+def test_vllms_own_connector_works_with_the_stock_scheduler():
     assert config(build(host_gib=2, backend="vllm", cpu=False, policy="stock"))
 
 

@@ -125,7 +125,7 @@ def test_mount_points_with_spaces(tmp_path):
     assert machine.read() == (500, 500, True)
 
 
-def test_a_system_without_these_files_tells_the_machines_memory(tmp_path):
+def test_without_control_group_files_the_machines_memory_counts(tmp_path):
     memory = read_memory(tmp_path)
     assert memory.total_bytes == memory.available_bytes > 0
 

@@ -54,7 +54,7 @@ def test_a_directory_is_known_by_its_files(model, monkeypatch):
     assert known_weights(str(model)) != known
 
 
-def test_what_only_vllm_can_tell(model):
+def test_questions_that_only_vllm_can_answer(model):
     assert known_weights("org/name") is None
     for config in ("", "[]", '{"speculators_config": {}}'):
         (model / "config.json").write_text(config)
@@ -116,7 +116,7 @@ def test_a_snapshots_path_is_its_commit_wherever_it_lies(hub, tmp_path):
     assert known_weights(str(tmp_path / "link")) == f"org/name@{COMMIT}"
 
 
-def test_files_of_ones_own_in_a_snapshot_are_told_apart(hub, tmp_path):
+def test_added_files_in_a_snapshot_are_distinguished(hub, tmp_path):
     there = hub / "models--org--name/snapshots" / COMMIT
     (there / "model.safetensors").unlink()
     (there / "model.safetensors").write_bytes(b"trained on")
@@ -124,7 +124,7 @@ def test_files_of_ones_own_in_a_snapshot_are_told_apart(hub, tmp_path):
     assert weights_fingerprint("org/name", None, cache=hub).startswith(f"org/name@{COMMIT} {there} [(")
 
 
-def test_another_form_of_a_commits_weights_is_told_apart(tmp_path):
+def test_another_form_of_a_commits_weights_is_distinguished(tmp_path):
     binary = download(tmp_path / "b", COMMIT, file="pytorch_model.bin")
     assert weights_fingerprint(str(binary), None) == f"org/name@{COMMIT} of .bin"
     both = binary / "model.safetensors"

@@ -105,7 +105,7 @@ def made(root, name, scheme="sha256/seed=0/32", **other):
         pass
 
 
-def test_another_block_size_than_that_of_the_store_is_refused_and_the_right_one_is_said_first(tmp_path):
+def test_another_block_size_than_the_stores_is_refused_with_the_right_one(tmp_path):
     made(tmp_path, "n7-decode-8002")
     made(tmp_path, "n7-prefill-8001")
     error = refused(tmp_path, block_tokens=64)
@@ -157,7 +157,7 @@ def test_vllm_gives_only_models_of_latent_attention_a_block_size_of_its_own(tmp_
     assert prefill_decode_checks.keeps_block_size(str(tmp_path)) is plain
 
 
-def test_memory_and_room_are_those_of_this_machine(tmp_path):
+def test_memory_and_disk_space_are_those_of_this_machine(tmp_path):
     assert "--kv-buffer-gib is 1e+07; expected at most" in str(refused(tmp_path, buffer_gib=1e7))
     (note,) = check(tmp_path, store_gib=1e9)
     assert note.startswith("--kv-store-gib is 1e+09, but ")
@@ -168,7 +168,7 @@ def test_an_address_of_this_machine_is_fine(tmp_path, listen):
     assert check(tmp_path, listen=listen) == []
 
 
-def test_an_address_where_nobody_can_listen(tmp_path):
+def test_an_address_that_cannot_be_bound(tmp_path):
     assert "tcp:192.0.2.1:0: cannot listen there" in str(refused(tmp_path, listen="tcp:192.0.2.1:0"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -63,7 +63,7 @@ def test_without_a_role_nothing_of_it_is_there():
     assert command.env["VLLM_PLUGINS"] == ""
 
 
-def test_what_is_said_is_passed_on():
+def test_options_are_passed_on():
     command = build(
         store_gib=2.5,
         store_name="mine",

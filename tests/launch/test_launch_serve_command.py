@@ -46,7 +46,7 @@ def test_stock_is_plain_vllm():
     assert not any("sojourn" in part for part in [*command.argv, *command.env.values()])
 
 
-def test_stock_takes_no_options_of_ours():
+def test_stock_takes_no_sojourn_options():
     with pytest.raises(InvalidOption, match="plain vLLM"):
         build(policy="stock", max_ttl_s=3.0)
 
@@ -101,7 +101,7 @@ def test_a_network_is_of_no_use_to_a_policy_that_reads_nothing():
 
 
 @pytest.mark.parametrize("name", WORKER_CLASSES.values())
-def test_worker_classes_are_where_they_are_said_to_be(name):
+def test_worker_classes_exist(name):
     """Read, not imported: vLLM's CUDA worker cannot be on every machine."""
     module, _, class_name = name.rpartition(".")
     path = Path(sojourn_server.__file__).parent.parent / (module.replace(".", "/") + ".py")
@@ -200,7 +200,7 @@ def test_a_gpu_gets_no_cpu_defaults():
     assert "--block-size" not in command.argv
 
 
-def test_a_model_made_here_gets_its_name_and_tools_unless_told_otherwise():
+def test_a_generated_model_gets_its_name_and_tools_by_default():
     local = {"model": "tiny", "model_path": "/cache/tiny", "chat_template": "/t.jinja"}
     command = build(**local)
     assert value(command, "--served-model-name") == "tiny"
@@ -256,14 +256,14 @@ def test_what_is_no_secret_is_shown():
 
 
 @pytest.mark.parametrize("args", [("--api-server-count", "2"), ("--api_server_count=4",), ("-asc", "2")])
-def test_what_this_vllm_would_ignore_is_said(args):
+def test_settings_that_vllm_ignores_are_reported(args):
     (warning,) = build(*args, facts=CPU).warnings
     assert "one API server" in warning
     assert build(*args, facts=CUDA).warnings == ()
 
 
 @pytest.mark.parametrize("args", [(), ("--api-server-count", "1")])
-def test_nothing_is_said_where_nothing_is_ignored(args):
+def test_nothing_is_reported_if_vllm_ignores_nothing(args):
     assert build(*args, facts=CPU).warnings == ()
 
 

@@ -28,7 +28,7 @@ def test_a_chain_is_reported_once() -> None:
 
 
 @given(st.lists(st.integers(0, 30), max_size=60))
-def test_chains_add_up_to_what_the_lab_counts(gaps: list[int]) -> None:
+def test_chains_add_up_to_the_simulators_count(gaps: list[int]) -> None:
     """Every preemption of a chain except the first belongs to a cascade."""
     steps = [sum(gaps[: index + 1]) for index in range(len(gaps))]
     chain, lengths = PreemptionCascades(), []

@@ -243,7 +243,7 @@ def test_dropped_by_the_programs_own_end() -> None:
     assert lost_by(engine) == ({LossCause.DROPPED: 42}, None)
 
 
-def test_unknown_is_said_where_nothing_is_known() -> None:
+def test_the_cause_is_unknown_without_information() -> None:
     engine = VirtualEngine("observe")
     engine.turn("p", TOKENS)
     engine.cached.clear()

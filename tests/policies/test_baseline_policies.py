@@ -134,7 +134,7 @@ def test_more_service_never_raises(attained_s: float, ran_s: float, more: float,
     assert levels.level(attained_s, ran_s + longer) >= levels.level(attained_s, ran_s)
 
 
-def test_least_attained_goes_first_and_within_a_queue_who_came_first() -> None:
+def test_least_attained_goes_first_and_a_queue_is_fifo() -> None:
     """PLAS: a later call of a program served little passes an earlier one of a program served much."""
     calls = [
         call(1, attained_s=50.0, arrived_s=1.0),

@@ -111,7 +111,7 @@ shortages = st.builds(
 
 @settings(max_examples=150)
 @given(policy=policies, running=sets, need=shortages)
-def test_it_chooses_like_the_rule_said_naively(
+def test_it_chooses_like_a_naive_implementation(
     policy: BestFitVictim, running: list[RunningRequestView], need: BlockShortage
 ) -> None:
     chosen = policy.victim(running, need, 0.0)
@@ -126,7 +126,7 @@ def test_it_chooses_like_the_rule_said_naively(
 
 
 @given(policy=policies, running=sets, need=shortages, data=st.data())
-def test_the_order_in_which_they_are_told_does_not_matter(
+def test_the_order_of_the_candidates_does_not_matter(
     policy: BestFitVictim, running: list[RunningRequestView], need: BlockShortage, data: st.DataObject
 ) -> None:
     shuffled = data.draw(st.permutations(running))
@@ -166,7 +166,7 @@ def test_of_very_many_a_bounded_number_is_weighed_and_a_good_one_is_among_them(
     assert BestFitVictim(horizon_steps=1.0).victim(running, tight, 0.0) == chosen
 
 
-def test_who_holds_too_little_is_spared_since_others_would_have_to_follow() -> None:
+def test_a_program_that_holds_too_little_is_spared() -> None:
     """The cascade of the paper's Figure 1: the last admitted is small, and the others go on growing."""
     running = [
         request("long", 0, context_tokens=1000, remaining=(1000.0,)),
@@ -194,7 +194,7 @@ def test_of_those_that_leave_enough_the_one_that_loses_least_goes() -> None:
     )
 
 
-def test_what_others_go_on_using_is_not_freed_and_makes_no_room() -> None:
+def test_shared_blocks_free_no_memory() -> None:
     """Of a pool of 100 blocks A and B share 60 and have ten each, C has twenty. All three go on growing."""
     shared = {"blocks": 70, "freed_blocks": 10, "context_tokens": 70 * 16 - 8, "remaining": (1000.0,)}
     # B's output is long: it would lose least.
@@ -210,7 +210,7 @@ def test_what_others_go_on_using_is_not_freed_and_makes_no_room() -> None:
     assert BestFitVictim().victim(alone, need, 0.0) == "B"
 
 
-def test_shared_blocks_are_no_room_to_come_back_to() -> None:
+def test_shared_blocks_do_not_count_for_the_return() -> None:
     """No shortage in either case. The one that shares waits for the other's end: over ten seconds."""
     facts = {"context_tokens": 40 * 16 - 8, "remaining": (500.0,), "output_tokens": 100}
     sharing = request("sharing", 0, blocks=40, freed_blocks=5, **facts)
@@ -256,7 +256,7 @@ def test_ties_go_to_the_latest_request() -> None:
 
 
 @pytest.mark.parametrize("unknown", [{"remaining": None}, {"remaining": ()}, {"of_program": False}])
-def test_where_nothing_is_known_of_any_program_the_engine_chooses(unknown: dict[str, object]) -> None:
+def test_without_any_prediction_the_engine_chooses(unknown: dict[str, object]) -> None:
     known = [request(f"r{at}", at, context_tokens=800, remaining=(500.0,)) for at in range(3)]
     assert BestFitVictim().victim([view._replace(**unknown) for view in known], NEED, 0.0) is None
     assert (

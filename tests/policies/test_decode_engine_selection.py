@@ -107,7 +107,7 @@ def test_a_request_too_large_for_all_engines_is_refused() -> None:
     assert [number for _, number in engines.fetch()] == [1]
 
 
-def test_who_waits_for_a_group_that_goes_is_handed_back() -> None:
+def test_requests_waiting_for_a_removed_group_are_handed_back() -> None:
     engines = DecodeEngineSelector()
     engines.add(0, 0, 0, kv_tokens=10)
     engines.queue(request(1, 10))
@@ -127,7 +127,7 @@ def three_of_one_each() -> DecodeEngineSelector:
     return engines
 
 
-def test_no_engine_exceeds_its_limit_while_others_have_room() -> None:
+def test_no_engine_exceeds_its_limit_while_others_have_capacity() -> None:
     engines = three_of_one_each()
     for name, tokens in enumerate([10, 300, 10]):
         engines.queue(request(name, tokens))
@@ -203,7 +203,7 @@ stories = st.lists(
 
 @settings(max_examples=200)
 @given(stories, st.lists(st.sampled_from([1, 2, math.inf]), min_size=6, max_size=6))
-def test_books_add_up_and_nothing_is_given_twice(
+def test_accounts_add_up_and_nothing_is_granted_twice(
     story: list[tuple[str, int, int]], most: list[float]
 ) -> None:
     engines = DecodeEngineSelector()

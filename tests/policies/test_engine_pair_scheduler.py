@@ -43,7 +43,7 @@ def test_a_request_gets_a_pair_and_a_side() -> None:
     assert pairs.queues.queue_s(1, 0.1) == pytest.approx(0.3)
 
 
-def test_reads_are_split_where_the_policy_says_so() -> None:
+def test_reads_are_split_if_the_policy_decides_so() -> None:
     pairs = PairScheduler(side=WaterFillingRead())
     for node in (0, 1):
         pairs.add_node(node, BLOCK_S)
@@ -81,7 +81,7 @@ def test_memory_is_free_when_the_answer_is_there() -> None:
     assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [1]
 
 
-def test_who_gives_up_while_waiting_leaves_nothing_behind() -> None:
+def test_a_cancelled_waiting_request_leaves_no_state() -> None:
     pairs = fleet(engines=1, most_tokens=10.0, kv=60)
     for name in range(3):
         pairs.submit(ask(name))
@@ -372,7 +372,7 @@ def test_a_suspended_engine_keeps_its_books_and_gets_nothing_new() -> None:
     assert [view.tokens for view in pairs.prefill.views()] == [0, 0]
 
 
-def test_who_fits_only_a_suspended_engine_waits_for_it() -> None:
+def test_a_request_that_fits_only_a_suspended_engine_waits_for_it() -> None:
     pairs = fleet(engines=1, kv=100)
     pairs.add_node(7, BLOCK_S)
     pairs.add_decode(9, 7, 7, 500)

@@ -75,7 +75,7 @@ def test_of_two_chances_each_is_half_a_need() -> None:
 
 
 @pytest.mark.parametrize("unknown", [None, ()])
-def test_of_whom_nothing_is_known_the_present_need_stays(unknown: tuple[float, ...] | None) -> None:
+def test_without_history_the_present_demand_is_the_forecast(unknown: tuple[float, ...] | None) -> None:
     assert needed_blocks([request(152, unknown)], 16) == [10.0] * len(STEP_POINTS)
 
 
@@ -133,7 +133,7 @@ def test_a_shortage_between_two_points_is_interpolated() -> None:
 
 
 @given(running=st.lists(requests, min_size=1, max_size=6), size=sizes, blocks=st.integers(0, 10**5))
-def test_who_does_not_fit_now_is_short_now(running: list[RunningRequestView], size: int, blocks: int) -> None:
+def test_a_present_shortage_is_immediate(running: list[RunningRequestView], size: int, blocks: int) -> None:
     needed = needed_blocks(running, size)
     if needed[0] > blocks:
         assert first_shortage_step(needed, blocks, 0) == 0

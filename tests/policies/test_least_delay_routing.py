@@ -73,7 +73,7 @@ def test_a_replica_with_nothing_to_do_takes_one_in() -> None:
     assert LeastDelayRouting().route(view, replicas, 0.0).replica_id == "b"
 
 
-def test_whom_it_would_slow_counts_as_much_as_who_would_slow_it() -> None:
+def test_delay_of_and_by_a_request_count_equally() -> None:
     # Alike for the newcomer, but of these one has nearly done all its turns and the other none.
     nearly_done, begins = ResidentProgramGroup(200, 200, 990, 10.0), ResidentProgramGroup(200, 200, 0, 10.0)
     assert to(request(10.0, 100, a=(begins,), b=(nearly_done,))).replica_id == "b"

@@ -118,7 +118,7 @@ def test_a_reasoning_victim_finishes_its_turn() -> None:
     assert moved(PAPER, view(returned, b)) == {"a": HOST}, "its next request came in the meantime, and waits"
 
 
-def test_it_stays_if_there_is_room_again_by_then() -> None:
+def test_a_program_stays_if_memory_is_free_again_by_then() -> None:
     pending = program("a", DEVICE, REASONING, 0.7, 60, pending=True)
     for activity in (REASONING, ACTING, READY):
         answer = PAPER.moves(view(replace(pending, activity=activity)), NOW)
@@ -253,7 +253,7 @@ def test_below_the_device_a_context_counts_and_not_a_peak() -> None:
 # -- stickiness (M8, §4.3) -------------------------------------------------------------------
 
 
-def test_without_a_violation_or_room_nothing_moves() -> None:
+def test_without_a_violation_or_free_memory_nothing_moves() -> None:
     """§1: "until a capacity violation forces a demotion or idle capacity … allows promotion"."""
     seen = view(
         program("idle", DEVICE, ACTING, 1.0, 60),
@@ -314,7 +314,7 @@ def test_in_an_exchange_only_the_most_idle_go_to_disk() -> None:
     assert exchanging.moves(view(busy, ready, host=70, disk=100), NOW) == (), "the disk is not for it"
 
 
-def test_overflow_of_a_lower_tier_makes_room_for_an_exchange_in_the_same_answer() -> None:
+def test_overflow_of_a_lower_tier_frees_memory_for_an_exchange_in_the_same_answer() -> None:
     exchanging = replace(PAPER, exchange_reserve=0.25)
     seen = view(
         program("acting", DEVICE, ACTING, 0.0, 80),

@@ -57,7 +57,7 @@ def test_where_there_is_nowhere_to_copying_takes_for_ever(lacking: dict[str, flo
     assert CheaperRecovery().recovery(nowhere._replace(recompute_s=math.inf), 0.0) is RECOMPUTE
 
 
-def test_what_is_there_already_needs_no_room() -> None:
+def test_copied_blocks_need_no_free_memory() -> None:
     no_room = VICTIM._replace(offload_s_per_token=NO_OFFLOAD_S_PER_TOKEN)
     assert no_room._replace(copied_tokens=999).offload_s == math.inf
     assert no_room._replace(copied_tokens=1000).offload_s == pytest.approx(0.6)

@@ -70,7 +70,7 @@ def test_tokens_and_requests_are_bounded_too() -> None:
     assert quota.plan(waiting, max_requests_per_step=0).chunks == ()
 
 
-def test_only_who_is_looked_at_is_asked_for() -> None:
+def test_the_plan_reads_only_the_requests_that_it_needs() -> None:
     asked = []
 
     def waiting() -> object:
@@ -165,7 +165,7 @@ def test_what_generates_comes_before_prompts_and_keeps_none_out_for_ever() -> No
     assert (step.closed, step.cut) == (True, None)
 
 
-def test_who_cannot_be_cut_gets_all_or_nothing() -> None:
+def test_a_request_that_cannot_be_cut_gets_all_or_nothing() -> None:
     assert opened().offer("a", 0, 500, chunkable=False) == 500, "the first of a step"
     step = opened()
     step.take("a", 0, step.offer("a", 0, 200))
@@ -175,7 +175,7 @@ def test_who_cannot_be_cut_gets_all_or_nothing() -> None:
     assert step.cut is None
 
 
-def test_who_is_preempted_gives_its_share_back() -> None:
+def test_a_preempted_request_gives_its_share_back() -> None:
     step = opened()
     step.take("a", 0, step.offer("a", 0, 200))
     step.take("b", 0, step.offer("b", 0, 200))

@@ -71,7 +71,7 @@ def test_what_is_gained_by_hand() -> None:
     assert two_path_gain(LINKS, faster, 2, 4).most == pytest.approx(2.0)
 
 
-def test_the_defaults_are_those_of_the_lab() -> None:
+def test_the_defaults_are_those_of_the_simulator() -> None:
     turn, model, machine = AverageTurnSizes(), PD_MODELS["ds-660b"], PdMachine()
     assert turn.kv_bytes_per_token == model.kv_bytes_per_token
     seconds = model.turn_flops(turn.hit_tokens, turn.new_tokens) / machine.flops_per_s

@@ -72,7 +72,7 @@ def test_an_ablation_differs_from_continuum_in_retention_alone(name: str, retent
         assert getattr(ablation, question) == getattr(base, question)
 
 
-def test_ours_differs_from_the_paper_in_who_enters_alone() -> None:
+def test_continuum_differs_from_the_paper_in_admission_alone() -> None:
     ours, paper = load_preset("continuum"), load_preset("continuum-paper")
     assert (type(ours.entry), type(paper.entry)) == (ExpectedGrowthAdmission, NoAdmissionControl)
     for question in POLICY_CLASSES.keys() - {"entry"}:

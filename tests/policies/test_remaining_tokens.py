@@ -67,7 +67,7 @@ def test_a_policy_without_prediction_answers_none() -> None:
 @pytest.mark.parametrize(
     "policy", [MeanLengthPrediction(), SurvivalPrediction(), SurvivalPrediction(hints=False)]
 )
-def test_nothing_is_said_of_a_kind_that_is_hardly_known(policy: RemainingTokensPolicy) -> None:
+def test_no_prediction_for_a_type_with_few_samples(policy: RemainingTokensPolicy) -> None:
     few = OutputLengthView("r", 0, 100, [50] * (MIN_OUTPUTS - 1))
     assert policy.remaining(few, 0.0) is None
     assert policy.remaining(few._replace(lengths=()), 0.0) is None
@@ -190,7 +190,7 @@ def test_where_all_are_equally_long_nothing_speaks_for_much_more() -> None:
     assert max(asked(SurvivalPrediction(), [100] * 50, 100)) < 50.0
 
 
-def test_who_never_ends_is_never_expected_to_write_nothing_nor_without_end() -> None:
+def test_predictions_stay_finite_and_grow_with_the_output() -> None:
     for draw in (lognormal, pareto(1.1), bimodal, lambda _: 100, lambda _: 1):
         seen = sample(draw, Random(1), 100)
         so_far, expected = seen[-1], 0.0

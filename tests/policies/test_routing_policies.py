@@ -131,7 +131,7 @@ def test_the_longest_prefix_wins_unless_it_is_short_or_loads_differ_too_much() -
     assert to(a=100) == "a", "not more than 64 ahead"
 
 
-def test_a_program_moves_to_the_most_room_and_waits_without_room() -> None:
+def test_a_program_moves_to_the_most_free_replica_and_waits_without_one() -> None:
     replicas = [replica("a", room_tokens=500, homed=1), replica("b", room_tokens=900, homed=1)]
     assert CapacityRouting().route(request(), replicas, 0.0) == RoutingDecision("b", "fits")
     assert CapacityRouting(fit="least-room").route(request(), replicas, 0.0) == RoutingDecision("a", "fits")
@@ -163,7 +163,7 @@ def test_a_thief_has_to_be_idle_and_its_victim_loaded_twice_as_much() -> None:
     assert NoStealing().steal([thief, victim], 1.0) is None
 
 
-def test_victims_are_drawn_among_all_who_are_loaded_enough() -> None:
+def test_victims_are_drawn_among_all_loaded_replicas() -> None:
     replicas = [
         StealingReplicaView("t", 0.0, 0, 1.0),
         *(StealingReplicaView(name, 1.0, 3, 0.0, may_leave=2) for name in "uvw"),
@@ -200,7 +200,7 @@ def test_shares_add_up_and_every_tenant_has_some(
         assert min(shares.values()) >= least / len(shares) - 1e-9
 
 
-def test_who_uses_least_of_its_share_is_next_and_of_two_who_has_waited_longer() -> None:
+def test_the_tenant_with_the_least_used_share_is_next_ties_by_waiting_time() -> None:
     policy = AgentFairShare()
     flood, light, new = (
         WaitingTenantView("flood", 0.6, 1.0),

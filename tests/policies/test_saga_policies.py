@@ -130,7 +130,7 @@ def test_an_inferred_edge_is_acted_on_from_the_papers_confidence_on():
     assert ThreeTierPrediction(confidence=0.6).expect(step, 0.0).successor == "edit"
 
 
-def test_a_tool_call_tells_that_the_program_goes_on_where_nothing_tells_more():
+def test_a_tool_call_means_that_the_program_continues():
     step = WorkflowStepView(calls_tool=True)
     rule = ThreeTierPrediction(calls_tell=True)
     assert rule.expect(step, 0.0) == NextStepPrediction(PredictionSource.HINTS, 1.0)
@@ -238,7 +238,7 @@ def test_a_new_tool_goes_by_all_tools_and_an_empty_history_by_none():
     )
 
 
-def test_who_does_not_come_back_or_is_not_known_is_not_kept():
+def test_programs_that_are_unknown_or_not_expected_back_get_no_lease():
     assert ToolTypeRetention().keep(replace(TURN, goes_on=0.0), 0.0) == RetentionDecision(
         0.0, DecisionReason.NOT_WORTH_IT
     )
@@ -325,7 +325,7 @@ def test_an_ablation_of_saga_differs_in_one_answer(name: str, question: str):
         assert getattr(whole, other) == getattr(part, other)
 
 
-def test_saga_as_printed_differs_in_who_enters_who_goes_next_and_who_gives_way():
+def test_saga_paper_differs_in_admission_order_and_preemption():
     ours, printed = load_preset("saga"), load_preset("saga-paper")
     differing = {name for name in POLICY_CLASSES if getattr(ours, name) != getattr(printed, name)}
     assert differing == {"eviction", "foresight", "entry", "order", "room", "victim"}

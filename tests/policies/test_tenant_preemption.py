@@ -27,7 +27,7 @@ def made(blocked: BlockedRequestView = URGENT, others: Any = OTHERS, standings: 
     return list(UrgencyPreemption().preempt_less_urgent(blocked, others, standings))
 
 
-def test_the_last_sent_makes_way_and_who_was_not_sent_before_it() -> None:
+def test_unsent_requests_yield_first_then_the_last_sent() -> None:
     assert made() == ["last"]
     assert made(others=[*OTHERS, PreemptibleRequestView("queued", "calm", 100, 0.1, None)]) == ["queued"]
     assert made(URGENT._replace(missing_tokens=150)) == ["last", "first"]
@@ -76,7 +76,7 @@ standings_of = st.fixed_dictionaries(
     requests=st.integers(0, 4),
     used=st.floats(0.01, 1),
 )
-def test_who_makes_way_is_less_urgent_still_better_off_and_never_in_vain(
+def test_a_preempted_tenant_is_less_urgent_better_off_and_frees_enough(
     standings: dict[str, TenantStanding],
     others: list[PreemptibleRequestView],
     tokens: int,

@@ -203,7 +203,7 @@ def burn(seconds: float) -> None:
         pass
 
 
-def test_without_a_share_nothing_is_done_once_it_owes_enough(
+def test_without_a_cpu_share_work_stops_once_the_credit_is_used(
     make: Callable[..., BackgroundTrainer], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = LengthTrainer.see

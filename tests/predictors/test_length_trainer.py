@@ -73,7 +73,7 @@ def test_it_guesses_outputs_that_were_held_back_far_better_than_lengths_alone_do
     assert off(ready, HELD_BACK) < 0.6 * off_without_states(HELD_BACK)
 
 
-def test_at_the_first_token_it_tells_an_answer_from_an_essay(ready: LengthTrainer) -> None:
+def test_at_the_first_token_it_distinguishes_an_answer_from_an_essay(ready: LengthTrainer) -> None:
     """There what was written says nothing, and lengths alone can only say something between."""
     for output in HELD_BACK:
         guesses = ready.see([(output.request_id, 0)], output.states[:1], POINTS)[output.request_id]
@@ -208,7 +208,7 @@ def test_weights_that_are_no_numbers_any_more_begin_anew_and_learn_again() -> No
     assert off(made, HELD_BACK) < 1.3 * before
 
 
-def test_training_notices_them_too_and_says_so_of_no_loss() -> None:
+def test_a_training_step_with_nan_weights_reports_no_loss() -> None:
     made = taught(40)
     for output in islice(outputs(40, seed=6), 10):
         made.see([(output.request_id, 0)], output.states[:1], POINTS)

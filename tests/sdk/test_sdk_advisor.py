@@ -151,7 +151,7 @@ def test_a_final_turn_and_an_implicit_program_say_nothing(advisor: Advisor):
 
 
 @pytest.mark.parametrize("way", ["pickled", "resumed"])
-def test_of_a_program_that_began_elsewhere_nothing_is_claimed(advisor: Advisor, tmp_path: Path, way: str):
+def test_no_prediction_for_a_program_that_began_elsewhere(advisor: Advisor, tmp_path: Path, way: str):
     """Its turns so far are not known here, so neither are those left, nor where it began."""
     for _ in range(6):
         run_agent("plan", "act", "act")
@@ -228,7 +228,7 @@ def test_predictions_from_live_programs_are_as_good_as_from_recorded_ones(adviso
 # ---- graphs
 
 
-def test_a_graph_that_lies_is_corrected_and_told_anew(online: FakeServer, advisor: Advisor):
+def test_a_wrong_graph_is_corrected_and_reported_again(online: FakeServer, advisor: Advisor):
     for _ in range(40):
         run_agent("a", "b", aeg=ROUTER)
         assert advisor.settle()
@@ -267,7 +267,7 @@ def test_a_graph_that_becomes_known_late_is_corrected_as_well(online: FakeServer
     assert told[-1].graph_hash != ROUTER.hash
 
 
-def test_without_a_declared_graph_the_one_that_was_seen_is_told_after_five_runs(
+def test_without_a_declared_graph_the_observed_one_is_reported_after_five_runs(
     online: FakeServer, advisor: Advisor
 ):
     for _ in range(6):
@@ -281,7 +281,7 @@ def test_without_a_declared_graph_the_one_that_was_seen_is_told_after_five_runs(
     ]  # fmt: skip
 
 
-def test_whoever_lies_about_its_node_each_turn_cannot_flood_the_server(online: FakeServer, advisor: Advisor):
+def test_random_nodes_cannot_flood_the_server_with_graphs(online: FakeServer, advisor: Advisor):
     for number in range(60):
         run_agent(*(f"lie-{number}-{turn_}" for turn_ in range(5)), aeg=ROUTER)
         assert advisor.settle()
@@ -290,7 +290,7 @@ def test_whoever_lies_about_its_node_each_turn_cannot_flood_the_server(online: F
     assert all(len(event.graph.nodes) <= 2 + 256 for event in spelt_out)
 
 
-def test_a_graph_too_large_to_be_told_is_not_built_again_each_second(advisor: Advisor):
+def test_a_graph_too_large_to_send_is_not_rebuilt_each_second(advisor: Advisor):
     nodes = [f"{number} ".ljust(250, "x") for number in range(250)]
     for _ in range(16):
         run_agent(*nodes)
@@ -380,7 +380,7 @@ def test_without_a_file_nothing_is_written_anywhere(python: Callable, tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
-def test_the_usual_place_is_used_where_nothing_else_is_said(python: Callable, tmp_path: Path):
+def test_the_platforms_usual_place_is_the_default(python: Callable, tmp_path: Path):
     python(
         """
         import sojourn
@@ -589,7 +589,7 @@ def test_a_session_that_is_over_hears_no_more(online: FakeServer, advisor: Advis
     assert [thread.name for thread in threading.enumerate() if thread.name == "sojourn-history"] == []
 
 
-def test_programs_ended_by_a_garbage_collection_inside_the_queue_hang_nobody(advisor: Advisor):
+def test_programs_ended_by_a_garbage_collection_inside_the_queue_cause_no_deadlock(advisor: Advisor):
     def broken_off() -> Iterator[int]:
         with sojourn.program("abandoned"):
             yield 1

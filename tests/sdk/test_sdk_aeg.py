@@ -137,7 +137,7 @@ def test_a_fake_edge_fades_step_by_step():
     assert shares[-1] == 0.0
 
 
-def test_an_edge_of_a_complete_graph_that_nobody_takes_stays_with_a_small_probability():
+def test_an_unused_edge_of_a_complete_graph_keeps_a_small_probability():
     graph = Aeg(["plan", "act"], [(START, "plan"), ("plan", "act"), ("plan", END), ("act", END)])
     seen = graph.corrected({(START, "plan"): 30, ("plan", "act"): 30, ("act", END): 30})
     assert seen.complete
@@ -190,7 +190,7 @@ def test_what_could_not_be_sent_is_refused_also_when_it_was_seen():
         Aeg([f"{number:03}" + "y" * 100 for number in range(900)]).corrected(long)
 
 
-def test_as_many_nodes_as_there_may_be_leave_no_room_for_more():
+def test_the_number_of_nodes_is_bounded():
     graph = Aeg([f"n{number}" for number in range(MAX_GRAPH_NODES)])
     assert graph.corrected({("n0", "more"): 5}).nodes == graph.nodes
 

@@ -138,7 +138,7 @@ def test_sglang_higher_goes_first():
 
 
 @pytest.mark.parametrize("name", ["vllm", "thunderagent", "llm_d", "aibrix"])
-def test_the_others_are_told_no_priority_at_all(name):
+def test_other_dialects_send_no_priority(name):
     assert DIALECTS[name].fields(context(priority=7)) == DIALECTS[name].fields(context())
 
 

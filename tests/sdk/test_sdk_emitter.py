@@ -136,7 +136,7 @@ def test_two_thousand_puts_never_wait_for_any_sink(emitters, sink):
         assert counters[expected[sink]] > 0, counters.snapshot()
 
 
-def test_a_full_queue_drops_the_newest_and_says_so(emitters):
+def test_a_full_queue_drops_and_counts_the_newest(emitters):
     script = Script()
     script.hold.clear()
     emitter = emitters(script, queue_events=10, batch_events=4)
@@ -423,7 +423,7 @@ def arrived(script, count, within_s=5.0):
     return len(script.events()) == count
 
 
-def test_nobody_is_woken_while_the_thread_looks_by_itself(emitters, monkeypatch):
+def test_put_does_not_wake_a_polling_thread(emitters, monkeypatch):
     script = Script()
     emitter = emitters(script)
     emitter.put(Source(), Heartbeat)
@@ -437,7 +437,7 @@ def test_nobody_is_woken_while_the_thread_looks_by_itself(emitters, monkeypatch)
     assert rung == []
 
 
-def test_a_thread_that_has_stopped_looking_is_woken(emitters, monkeypatch):
+def test_put_wakes_an_idle_thread(emitters, monkeypatch):
     monkeypatch.setattr(emitter_module, "_POLLS", 2)
     script = Script()
     emitter = emitters(script)

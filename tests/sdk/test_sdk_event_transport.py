@@ -27,7 +27,7 @@ FAREWELLS = {
 
 
 @pytest.mark.parametrize("name", FAREWELLS)
-def test_a_program_that_ends_is_said_goodbye_to_and_nothing_else_is_said(name):
+def test_only_the_end_of_a_program_is_sent(name):
     path, field = FAREWELLS[name]
     with JsonServer() as peer:
         sojourn.init(peer.url, dialect=name, api_key="key")
@@ -188,7 +188,7 @@ def test_no_dialect_makes_an_agent_wait_for_a_dead_server(name):
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm_priority", "vllm_router", "llm_d", "aibrix", "dynamo"])
-def test_who_takes_no_events_is_not_troubled_with_any(name):
+def test_servers_without_events_get_none(name):
     with JsonServer() as peer:
         sojourn.init(peer.url, dialect=name)
         with sojourn.program(), sojourn.tool_call("bash"):
@@ -309,7 +309,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
 @pytest.mark.parametrize(
     "endpoint", ["127.0.0.1:20390", "tcp://*:20390", "tcp://h", "tcp://h:x", "tcp://h:99999", "ipc://"]
 )
-def test_an_endpoint_nobody_can_connect_to_is_refused(endpoint):
+def test_an_endpoint_that_cannot_be_connected_is_refused(endpoint):
     with pytest.raises(sojourn.ConfigError, match="tool_events"):
         sojourn.init("http://127.0.0.1:1", dialect="dynamo", tool_events=endpoint)
 
@@ -394,7 +394,7 @@ with sojourn.program(id="parent"), sojourn.tool_call("t", "c"):
     ]  # fmt: skip
 
 
-def test_with_nobody_at_the_endpoint_zeromq_holds_so_many_and_the_rest_is_counted():
+def test_without_a_frontend_zeromq_holds_some_events_and_the_rest_is_counted():
     pytest.importorskip("zmq", reason="pyzmq is not installed here: pip install 'sojourn[dynamo]'")
     sojourn.init(refusing_url(), dialect="dynamo", tool_events="tcp://127.0.0.1:9")
     with sojourn.program():

@@ -97,7 +97,7 @@ def test_after_a_batch_was_lost_it_is_spelt_out_again(online: FakeServer, graphs
         assert [e.graph is not None for e in riding if isinstance(e, AegReport)] == [spelt_out]
 
 
-def test_a_server_that_never_learns_it_is_not_told_for_ever(online: FakeServer) -> None:
+def test_reports_to_a_server_that_keeps_missing_the_graph_are_bounded(online: FakeServer) -> None:
     def never(event: object) -> Outcome:
         return Outcome.MISSING if isinstance(event, AegReport) else Outcome.APPLIED
 

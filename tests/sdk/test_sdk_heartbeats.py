@@ -39,7 +39,7 @@ def test_a_request_in_flight_is_silence_enough_unless_a_tool_runs_too(beats):
     assert beats.due(9.0) == ([program], 3.0)
 
 
-def test_nobody_open_means_no_wake_up(beats):
+def test_without_open_programs_there_is_no_wake_up(beats):
     assert beats.due(5.0) == ([], None)
     program = Program(ProgramId("p"))
     beats.opened(program, 5.0)

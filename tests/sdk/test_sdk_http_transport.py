@@ -106,7 +106,7 @@ def test_a_connection_the_server_closed_meanwhile_costs_no_batch(server: Recorde
     http.close()
 
 
-def test_a_fresh_connection_that_breaks_is_said(server: Recorder) -> None:
+def test_a_fresh_connection_that_breaks_raises(server: Recorder) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -160,7 +160,7 @@ def test_a_proxy_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         to("http://gpu.example")
 
 
-def test_certificates_that_are_not_there_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_certificates_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/at/all.pem")
     with pytest.raises(FileNotFoundError):
         to("https://gpu.example")

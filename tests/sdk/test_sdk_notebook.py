@@ -151,7 +151,7 @@ def test_a_cell_that_raises_leaves_it_open(cells):
     run("p.end(); p.end()")
 
 
-def test_it_is_heard_from_between_cells_though_nobody_holds_it(online, cells):
+def test_an_open_program_sends_heartbeats_between_cells(online, cells):
     run, names = cells
     run("p = sojourn.program('agent').open()")
     its_id = names.pop("p").id
@@ -161,7 +161,7 @@ def test_it_is_heard_from_between_cells_though_nobody_holds_it(online, cells):
     assert runtime.session().heartbeats.due(runtime.clock() + 200)[0] == []
 
 
-def test_it_outlives_a_new_server(cells):
+def test_an_open_program_survives_a_second_init(cells):
     run, names = cells
     run("p = sojourn.program('agent').open()")
     with FakeServer() as second:
@@ -174,7 +174,7 @@ def test_it_outlives_a_new_server(cells):
         sojourn.shutdown()
 
 
-def test_one_that_nobody_ended_is_cancelled_when_the_process_ends(python, server, tmp_path):
+def test_an_open_program_is_cancelled_when_the_process_ends(python, server, tmp_path):
     path = tmp_path / "run.id"
     code = f"""
     import sojourn

@@ -319,7 +319,7 @@ def test_a_header_the_client_always_sends_wins(online):
     assert online.requests[-1].headers["x-session-id"] == "always"
 
 
-def test_other_hosts_are_told_nothing(online):
+def test_requests_to_other_hosts_are_unchanged(online):
     with FakeServer() as stranger, sojourn.program():
         with OpenAI(api_key="k", base_url=stranger.base_url) as client:
             client.chat.completions.create(model="m", messages=MESSAGES)
@@ -394,7 +394,7 @@ def test_uninstrument_gives_back_the_very_same_functions(server):
     assert all(a is b for a, b in zip(before, patched(), strict=True))
 
 
-def test_somebody_elses_patch_on_top_survives(online, monkeypatch):
+def test_a_foreign_patch_on_top_survives(online, monkeypatch):
     ours = _base_client.SyncAPIClient.request
 
     def theirs(self, *args, **kwargs):
@@ -548,6 +548,6 @@ def test_less_than_everything_is_attached_to(python, server):
     python(code)
 
 
-def test_a_server_that_is_not_there_is_said_once(caplog):
+def test_an_absent_server_is_logged_once(caplog):
     sojourn.init(refusing_url(), probe_timeout_s=5)
     assert caplog.text.count("no answer from the server") == 1

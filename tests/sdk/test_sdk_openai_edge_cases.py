@@ -185,7 +185,7 @@ def test_a_class_is_judged_by_what_it_is_not_by_its_name(online):
 # ---- events on a request that failed
 
 
-def test_events_of_a_request_that_nobody_heard_are_sent_after_all(server):
+def test_events_of_a_failed_request_are_sent_again(server):
     """The LLM port is dead, the events' own connection is not."""
     sojourn.init(server.url)
     sojourn.runtime.session().emitter._linger_s = 30
@@ -249,7 +249,7 @@ def test_what_a_request_delivered_does_not_come_back(lingering, client):
     assert sojourn.stats()["events_returned"] == 0
 
 
-def test_a_replica_is_told_who_it_is_but_no_events(server):
+def test_a_replica_gets_the_program_id_but_no_events(server):
     with FakeServer() as replica:
         sojourn.init(server.url, hosts=[replica.host])
         sojourn.runtime.session().emitter._linger_s = 30

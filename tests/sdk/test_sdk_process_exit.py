@@ -148,7 +148,7 @@ def test_a_forked_child_sends_no_heartbeats_for_its_dead_parent(server, beating)
     silence_follows(server)
 
 
-def test_no_signal_is_handled_by_us(python, server):
+def test_the_sdk_handles_no_signal(python, server):
     python(
         f"""
         import signal

@@ -97,7 +97,7 @@ def test_an_explicit_id_is_kept_and_may_come_back(online):
         {"blocks_parent": "yes"},
     ],
 )
-def test_a_callers_mistake_is_told_before_anything_runs(arguments):
+def test_wrong_arguments_raise_before_anything_runs(arguments):
     with pytest.raises(sojourn.ArgumentError):
         sojourn.program("p", **arguments)
 

@@ -48,7 +48,7 @@ def test_going_online_still_loads_no_framework(python, server):
     assert python(code).stdout.strip() == "[]"
 
 
-def test_before_init_everything_works_and_nothing_is_said():
+def test_before_init_everything_works_and_nothing_is_sent():
     with sojourn.program("p") as p, sojourn.step("plan"), sojourn.tool_call("bash") as call:
         assert sojourn.current_program() is p
         assert call.program is p

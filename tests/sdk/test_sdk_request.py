@@ -86,7 +86,7 @@ def test_a_childs_requests_know_nothing_of_the_parents_step(online):
     assert context.priority is None
 
 
-def test_the_last_turn_is_said_in_both_vocabularies(online):
+def test_the_last_turn_sets_final_and_expected_resume(online):
     with sojourn.program(), sojourn.step(final=True):
         context = context_of(sojourn.request_fields())
     assert context.sojourn.final is True
@@ -256,7 +256,7 @@ def test_adapters_answer_where_our_own_context_cannot(online):
     assert sojourn.stats()["resolver_error"] >= 1
 
 
-def test_a_node_an_adapter_wrote_on_the_program_is_said(online):
+def test_a_node_that_an_adapter_set_is_in_the_hint(online):
     with sojourn.program() as p:
         p.node = "researcher"
         assert context_of(sojourn.request_fields()).sojourn.node == "researcher"

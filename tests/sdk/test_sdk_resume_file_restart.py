@@ -253,7 +253,7 @@ def test_decorated_functions_take_it_up_call_by_call(path):
     assert seen[0] == seen[1] != seen[2]
 
 
-def test_a_file_put_in_its_place_is_not_ours_to_remove(path):
+def test_a_replaced_file_is_not_removed(path):
     with sojourn.program(resume=path):
         path.unlink()
         path.write_text("somebody-else\n")
@@ -296,7 +296,7 @@ def test_disabled_it_leaves_no_trace(path, monkeypatch):
         assert p.id
 
 
-def test_whoever_comes_and_goes_no_two_ever_hold_it_at_once(path):
+def test_no_two_processes_ever_hold_the_file_at_once(path):
     holders: list[str] = []
     together: list[int] = []
     done = threading.Event()

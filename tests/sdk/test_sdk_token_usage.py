@@ -22,7 +22,7 @@ def event(document: object) -> bytes:
     return b"data: " + json.dumps(document).encode() + b"\n\n"
 
 
-def test_the_last_usage_that_says_something_counts():
+def test_the_last_usage_with_numbers_counts():
     tail = event({"usage": {"prompt_tokens": 1}}) + event({"usage": CHAT}) + event({"usage": None})
     assert of_tail(tail + b"data: [DONE]\n\n") == TokenUsage(12, 3, 8)
 
@@ -86,7 +86,7 @@ class UsageRecorder(ProgramListener):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_it_is_read_only_while_somebody_wants_it(monkeypatch, stream):
+def test_usage_is_read_only_for_a_listener(monkeypatch, stream):
     looked = []
     monkeypatch.setattr(logical_request, "of_tail", lambda tail: looked.append(tail) or of_tail(tail))
     monkeypatch.setattr(

@@ -49,7 +49,7 @@ def test_a_call_is_timed_and_named(online):
         (KeyboardInterrupt(), "cancelled"),
     ],
 )
-def test_the_exception_tells_the_status_and_passes_unchanged(online, error, status):
+def test_the_exception_sets_the_status_and_passes_unchanged(online, error, status):
     with sojourn.program():
         with pytest.raises(type(error)) as caught, sojourn.tool_call("t"):
             raise error
@@ -113,7 +113,7 @@ def test_functions_of_every_kind_can_be_tools(online):
     assert len(calls(online)) == 8
 
 
-def test_user_code_runs_exactly_once_and_our_faults_stay_ours(online, monkeypatch):
+def test_user_code_runs_exactly_once_and_internal_errors_stay_inside(online, monkeypatch):
     from sojourn import runtime
 
     def broken(*args, **kwargs):

@@ -180,7 +180,7 @@ def test_after_thirty_runs_the_next_node_is_known_87_times_in_a_hundred(accuraci
     assert mean(ours) >= 0.91
 
 
-def test_a_first_order_chain_would_not_do_and_nobody_can_be_always_right(accuracies):
+def test_prediction_beats_a_first_order_chain(accuracies):
     assert mean(each[1] for each in accuracies) < 0.85
     assert 0.92 < mean(each[2] for each in accuracies) < 0.99
 
@@ -228,7 +228,7 @@ def test_old_counts_are_gone_in_the_end_and_large_weights_are_brought_back():
 # ---- turns left
 
 
-def test_turns_left_are_said_after_five_finished_programs():
+def test_turns_left_are_predicted_after_five_finished_programs():
     runs = [a_run("a", "b", "c")] * 4
     assert learned(*runs).turns_left("k", turns=1) is None
     assert learned(*runs, a_run("a", ends=False)).turns_left("k", turns=1) is None
@@ -238,7 +238,7 @@ def test_turns_left_are_said_after_five_finished_programs():
     assert transitions.turns_left("other", turns=1) is None
 
 
-def test_a_node_tells_more_than_a_turn_where_runs_differ_in_length():
+def test_a_node_predicts_better_than_a_turn_if_runs_differ_in_length():
     runs = [a_run(*["act"] * number, "sum") for number in (1, 2, 3, 6, 9, 12, 1, 4)]
     transitions = learned(*runs)
     assert transitions.turns_left("k", turns=5, node="sum") == 0.0
@@ -296,7 +296,7 @@ def test_kinds_are_bounded_and_the_one_not_heard_of_for_longest_goes():
     assert transitions.runs("kind-0") == 0
 
 
-def test_a_trail_is_bounded_whatever_it_is_told():
+def test_a_trail_is_bounded():
     trail = RunTrace("k")
     for number in range(20_000):
         trail.entered(f"n{number}")

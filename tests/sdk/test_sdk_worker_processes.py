@@ -121,7 +121,7 @@ def test_a_copy_speaks_for_the_program_and_has_no_say_in_its_life(online: FakeSe
     assert sum(isinstance(e, ProgramStart) for e in told) <= 1
 
 
-def test_tenants_are_inherited_said_in_every_request_and_can_be_replaced(online: FakeServer):
+def test_tenants_are_inherited_sent_with_every_request_and_replaceable(online: FakeServer):
     with sojourn.program("a", tenant="acme"), sojourn.program("b") as b:
         assert b.tenant == "acme"
         assert '"tenant":"acme"' in str(sojourn.request_fields())

@@ -125,7 +125,7 @@ def test_a_conversation_that_returns_continues_its_own_prompt() -> None:
     assert third[: 5 * SIZE] == first[: 5 * SIZE]
 
 
-def test_what_the_server_really_said_is_continued_from() -> None:
+def test_the_next_prompt_continues_the_servers_real_output() -> None:
     builder = PromptBuilder(A)
     builder.prompt(0)
     assert builder.answered([7] * 20)
@@ -224,7 +224,7 @@ def test_blocks_that_do_not_add_up_are_named(tmp_path: Path, changes: dict[str, 
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 9000), st.sampled_from([400, 8000, 32_000]))
-def test_a_draw_is_a_prefix_of_a_longer_one_and_tells_its_seed(
+def test_a_draw_is_a_prefix_of_a_longer_one_and_names_its_seed(
     seed: int, count: int, vocabulary: int
 ) -> None:
     ids = TokenIdGenerator(vocabulary)

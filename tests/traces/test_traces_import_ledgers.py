@@ -98,7 +98,7 @@ def test_families_lines_arrays_and_lists_are_read(tmp_path: Path) -> None:
     assert found[0][0].shared_prefix_tokens == other.shared_prefix_tokens == 48
 
 
-def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+def test_omissions_are_noted(tmp_path: Path) -> None:
     failed = record(6, 120.0, split(90, 0, 90), outcome="aborted")
     untold = record(7, 130.0, None)
     late = [record(number, 140.0 + number * 9, split(100 * number, 0, 100)) for number in (8, 9)]

@@ -168,7 +168,7 @@ def test_calls_without_an_agent_belong_to_their_trace(tmp_path: Path) -> None:
     assert [len(p.turns) for p in imported(tmp_path, spans)] == [2, 1]
 
 
-def test_a_call_that_two_instrumentations_tell_of_counts_once(tmp_path: Path) -> None:
+def test_a_call_of_two_instrumentations_counts_once(tmp_path: Path) -> None:
     spans = Spans()
     run = spans.agent(0, 9)
     outer = spans.chat(1, 3, 100, 10, run)
@@ -180,7 +180,7 @@ def test_a_call_that_two_instrumentations_tell_of_counts_once(tmp_path: Path) ->
     assert [t.prompt_tokens for t in program.turns] == [100, 130]
 
 
-def test_what_runs_beside_is_told_and_not_waited_for(tmp_path: Path) -> None:
+def test_background_tools_are_recorded_and_add_no_gap(tmp_path: Path) -> None:
     spans = Spans()
     run = spans.agent(0, 50)
     spans.chat(1, 3, 100, 10, run)
@@ -356,7 +356,7 @@ def test_spans_without_tokens_make_no_trace(tmp_path: Path) -> None:
         read_otel([tmp_path / "none"])
 
 
-def test_deep_traces_are_no_problem_and_lost_parents_are_said(tmp_path: Path) -> None:
+def test_deep_traces_work_and_lost_parents_are_noted(tmp_path: Path) -> None:
     spans = Spans()
     parent = spans.agent(0, 9999)
     for depth in range(3000):
