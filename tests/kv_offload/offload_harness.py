@@ -154,7 +154,7 @@ class Engine:
             through.set()
             return 0
 
-        getattr(self.mover, lane).give(done)
+        getattr(self.mover, lane).submit(done)
         assert through.wait(PATIENCE_S)
 
     # -- what a scheduler does

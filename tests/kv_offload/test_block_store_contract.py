@@ -397,7 +397,7 @@ def test_a_full_block_is_a_whole_number_of_engine_blocks(engine: int, full: int)
     [
         ({"block_tokens": 32}, "files of 64 tokens for Full Blocks of 32"),
         ({"layers": 2, "block_bytes": 64}, "3 layers are named"),
-        ({"tp_size": 2}, "one worker only"),
+        ({"tp_size": 2}, "supported for one worker"),
     ],
 )
 def test_a_layout_of_other_blocks_is_refused(tmp_path: Path, changed: dict[str, Any], what: str) -> None:

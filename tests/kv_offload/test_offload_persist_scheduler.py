@@ -157,7 +157,7 @@ def test_tiers_that_are_off_say_so() -> None:
 
 
 def read_settings(engine: Any, monkeypatch: pytest.MonkeyPatch, ranks: int = 1, **extra: Any) -> Any:
-    from sojourn_server.vllm.kv_offload_settings import KVOffloadSettings
+    from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
 
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     config = engine.scheduler.vllm_config

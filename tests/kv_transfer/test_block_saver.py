@@ -116,7 +116,7 @@ def test_a_step_does_not_wait_for_a_store_that_does_not_answer(make: Make) -> No
     for _ in range(2):
         step(worker, TransferJobs(saves=saves(2)))
     assert [key for key, _, _ in books.stored] == [b"k0", b"k1"] * 3, "whoever writes sees that it is there"
-    assert worker._saving._looks == 1, "looks do not pile up behind one that hangs"
+    assert worker._saving._open_lookups == 1, "looks do not pile up behind one that hangs"
     assert not worker.take_results().stored
 
 
@@ -209,7 +209,7 @@ def test_what_ends_while_a_look_hangs_is_given_to_be_stored_without_one(make: Ma
     assert worker.take_sent() == {"r"}
     assert [key for key, _, _ in books.stored[given:]] == [b"k0", b"k1", b"k2"]
     gate.open.set()
-    steps(worker, lambda: not worker._saving._looks)
+    steps(worker, lambda: not worker._saving._open_lookups)
     gate.have.add(b"k0")
     step(worker, TransferJobs(saves=saves(2, "later"), holds=["later"]))
     steps(worker, lambda: worker.take_sent() == {"later"})

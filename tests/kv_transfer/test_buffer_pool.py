@@ -18,9 +18,9 @@ def buffers() -> BufferPool:
 
 def test_a_lease_is_granted_whole_or_waits_and_nobody_passes_by() -> None:
     made = buffers()
-    made.ask("a", keys(0, 1, 2, 3), 0, 0.0)
-    made.ask("b", keys(4, 5, 6), 0, 0.0)
-    made.ask("c", keys(7), 0, 0.0)
+    made.request_lease("a", keys(0, 1, 2, 3), 0, 0.0)
+    made.request_lease("b", keys(4, 5, 6), 0, 0.0)
+    made.request_lease("c", keys(7), 0, 0.0)
     assert made.take_granted(0.0) == ["a"]
     assert (made.used, made.waiting) == (4, 2)
     assert made.release("a") != []
@@ -29,8 +29,8 @@ def test_a_lease_is_granted_whole_or_waits_and_nobody_passes_by() -> None:
 
 def test_blocks_that_are_held_already_take_no_more_room() -> None:
     made = buffers()
-    made.ask("a", keys(0, 1, 2, 3), 0, 0.0)
-    made.ask("b", keys(2, 3, 4, 5), 0, 0.0)
+    made.request_lease("a", keys(0, 1, 2, 3), 0, 0.0)
+    made.request_lease("b", keys(2, 3, 4, 5), 0, 0.0)
     assert made.take_granted(0.0) == ["a", "b"]
     assert made.slot("a", keys(2)[0]) is made.slot("b", keys(2)[0])
     assert len(made.release("a")) == 2, "what the other holds stays"
@@ -39,8 +39,8 @@ def test_blocks_that_are_held_already_take_no_more_room() -> None:
 
 def test_room_for_blocks_without_a_name_yet_is_kept_until_it_is_settled() -> None:
     made = buffers()
-    made.ask("a", keys(0, 1), 3, 0.0)
-    made.ask("b", keys(5, 6), 0, 0.0)
+    made.request_lease("a", keys(0, 1), 3, 0.0)
+    made.request_lease("b", keys(5, 6), 0, 0.0)
     assert made.take_granted(0.0) == ["a"]
     assert made.used == 5
     assert made.extend("a", keys(0, 1, 2))
@@ -55,22 +55,22 @@ def test_room_for_blocks_without_a_name_yet_is_kept_until_it_is_settled() -> Non
 def test_what_never_fits_is_refused_with_both_sizes() -> None:
     made = buffers()
     with pytest.raises(LeaseTooLarge, match="a context of 7 Full Blocks does not fit buffers of 6"):
-        made.ask("a", keys(0, 1), 5, 0.0)
+        made.request_lease("a", keys(0, 1), 5, 0.0)
     assert made.leases == 0
-    made.ask("a", keys(0), 0, 0.0)
+    made.request_lease("a", keys(0), 0, 0.0)
     with pytest.raises(ValueError, match="a has a lease already"):
-        made.ask("a", keys(0), 0, 0.0)
+        made.request_lease("a", keys(0), 0, 0.0)
 
 
 def test_a_slot_is_not_given_away_while_somebody_is_inside() -> None:
     made = buffers()
-    made.ask("a", keys(0), 0, 0.0)
+    made.request_lease("a", keys(0), 0, 0.0)
     made.take_granted(0.0)
     slot = made.slot("a", keys(0)[0])
     made.pin(slot)
     made.release("a")
     assert made.used == 1
-    made.ask("b", keys(0), 0, 0.0)
+    made.request_lease("b", keys(0), 0, 0.0)
     made.take_granted(0.0)
     assert made.slot("b", keys(0)[0]) is not slot, "half a block may be there"
     made.unpin(slot)
@@ -81,8 +81,8 @@ def test_a_slot_is_not_given_away_while_somebody_is_inside() -> None:
 
 def test_time_ends_leases_that_wait_too_unless_they_are_renewed() -> None:
     made = buffers()
-    made.ask("a", keys(*range(6)), 0, 0.0)
-    made.ask("b", keys(9), 0, 0.0)
+    made.request_lease("a", keys(*range(6)), 0, 0.0)
+    made.request_lease("b", keys(9), 0, 0.0)
     made.take_granted(1.0)
     assert made.expired(10.0) == ["b"]
     assert made.expired(11.0) == ["a", "b"]
@@ -112,17 +112,17 @@ class Machine(RuleBasedStateMachine):
         name = f"lease {self.number}"
         if len(numbers) + extra > SLOTS:
             with pytest.raises(LeaseTooLarge):
-                self.made.ask(name, keys(*numbers), extra, 0.0)
+                self.made.request_lease(name, keys(*numbers), extra, 0.0)
             return
-        self.made.ask(name, keys(*numbers), extra, 0.0)
+        self.made.request_lease(name, keys(*numbers), extra, 0.0)
         self.names.add(name)
 
     @rule()
     def grant(self) -> None:
         for name in self.made.take_granted(0.0):
             assert self.made.granted(name)
-        if self.made._line:  # who is first in line did not fit, though nothing was counted again
-            first = self.made._leases[self.made._line[0]]
+        if self.made._queue:  # who is first in line did not fit, though nothing was counted again
+            first = self.made._leases[self.made._queue[0]]
             fresh = sum(key not in self.made._by_key for key in first.keys)
             assert fresh + first.extra > len(self.made._free) - self.made._reserved
 
@@ -147,13 +147,13 @@ class Machine(RuleBasedStateMachine):
         self.made.drop(data.draw(st.sampled_from(sorted(self.names))), keys(number)[0])
 
     @precondition(lambda self: self.made._used)
-    @rule(data=st.data(), spoil=st.booleans())
-    def pin(self, data: st.DataObject, spoil: bool) -> None:
+    @rule(data=st.data(), invalidate=st.booleans())
+    def pin(self, data: st.DataObject, invalidate: bool) -> None:
         slot = self.made._used[data.draw(st.sampled_from(sorted(self.made._used)))]
         self.made.pin(slot)
         self.pinned.append(slot)
-        if spoil:
-            self.made.spoil(slot)
+        if invalidate:
+            self.made.invalidate(slot)
 
     @precondition(lambda self: self.pinned)
     @rule()

@@ -283,13 +283,13 @@ def test_names_in_use_are_refused_and_what_is_not_over_is_not_handed_out() -> No
     engine = world.engine("p", rates={"storage_read": 96.0})
     world.put(*CONTEXT)
     engine.load("a", CONTEXT)
-    with pytest.raises(ValueError, match="under way already"):
+    with pytest.raises(ValueError, match="in progress already"):
         engine.load("a", CONTEXT)
     with pytest.raises(ValueError, match="not over"):
         engine.core.load_blocks("a")
     with pytest.raises(ValueError, match="not there"):
         engine.core.load_layer("a", 0)
-    with pytest.raises(ValueError, match="gone"):
+    with pytest.raises(ValueError, match="unknown"):
         engine.core.load_blocks("b")
     engine.do(engine.core.expect, "t")
     with pytest.raises(ValueError, match="expected already"):

@@ -61,7 +61,7 @@ def world_of_two() -> tuple[World, Engine, Engine]:
     return world, world.engine("p"), world.engine("d", rates={"storage_read": 1000.0, "compute": 1500.0})
 
 
-def let_go(world: World, *engines: Engine) -> None:
+def release_buffers(world: World, *engines: Engine) -> None:
     """Engines take what is theirs; what is nobody's ends by itself."""
     for engine in engines:
         if engine.alive:
@@ -79,7 +79,7 @@ def test_the_turn_says_everything_that_there_is_to_say() -> None:
     assert here.over(LoadEnded, "t") == LoadEnded("t", 6, "damaged")
     assert there.over(PromptTransferEnded, "t") == PromptTransferEnded("t", True)
     assert there.prompt("t") == [content(one) for one in WHOLE]
-    let_go(world, here, there)
+    release_buffers(world, here, there)
 
 
 @pytest.mark.parametrize("which", ["first", "last"])
@@ -123,7 +123,7 @@ def test_a_peer_that_dies_at_any_message_leaves_nothing_behind(
         assert survivor.over(PromptTransferEnded, "t") is not None
     assert world.now - died <= PATIENCE_S + 1.1
     assert world.now - began < 10.0
-    let_go(world, here, there)
+    release_buffers(world, here, there)
 
 
 LOSABLE = [
@@ -162,7 +162,7 @@ def test_a_message_that_is_lost_and_nobody_hears_of_it_costs_patience_and_no_mor
         pushed = here.over(PushEnded, "t")
     assert pushed is not None
     assert not (pushed.complete and not prompt.complete)
-    let_go(world, here, there)
+    release_buffers(world, here, there)
 
 
 def test_a_push_to_nobody_fails_at_once() -> None:
@@ -191,7 +191,7 @@ def test_a_push_that_never_comes_is_waited_for_no_longer_than_patience() -> None
     began = world.now
     there.do(there.core.expect, "t")
     world.run(until=lambda: there.over(PromptTransferEnded, "t") is not None)
-    assert there.over(PromptTransferEnded, "t") == PromptTransferEnded("t", False, "nothing comes of it")
+    assert there.over(PromptTransferEnded, "t") == PromptTransferEnded("t", False, "it makes no progress")
     assert PATIENCE_S <= world.now - began <= PATIENCE_S + 0.5
     there.do(there.core.end_prompt, "t")
     assert_clean(there)
@@ -211,7 +211,7 @@ def test_a_push_whose_engine_is_slow_is_no_stall_before_somebody_waits_for_it() 
 
 
 @pytest.mark.parametrize(
-    ("aborts", "why"), [(False, "the peer takes nothing"), (True, "the engine has given it up")]
+    ("aborts", "why"), [(False, "the peer accepts no data"), (True, "the engine has given it up")]
 )
 def test_a_peer_whose_socket_is_full_is_hung_up_on(aborts: bool, why: str) -> None:
     """``test_transfer_manager_stalled`` has it with a real socket, which is what ends it."""
@@ -254,7 +254,9 @@ def test_peers_whose_sockets_are_full_keep_the_others_from_nothing() -> None:
     assert there.prompt("t") == [content(one) for one in CONTEXT]
     world.run(PATIENCE_S)
     for name in hung:
-        assert here.over(PushEnded, f"to {name}") == PushEnded(f"to {name}", False, "the peer takes nothing")
+        assert here.over(PushEnded, f"to {name}") == PushEnded(
+            f"to {name}", False, "the peer accepts no data"
+        )
     assert here.core.transfer_context.counts["stalls"] == 3
     assert_clean(here, there)
 
@@ -543,8 +545,8 @@ def test_a_peer_that_has_started_anew_is_not_whom_the_router_meant() -> None:
     here.offer("u", "d", CONTEXT, epoch=epoch)
     here.load("u", CONTEXT, address="d", epoch=epoch)
     world.run(1.0)
-    assert here.over(PushEnded, "u") == PushEnded("u", False, "the peer has started anew since it was chosen")
-    assert here.over(LoadEnded, "u") == LoadEnded("u", 0, "d has started anew since it was chosen")
+    assert here.over(PushEnded, "u") == PushEnded("u", False, "the peer has restarted since it was chosen")
+    assert here.over(LoadEnded, "u") == LoadEnded("u", 0, "d has restarted since it was chosen")
     # Without an epoch, what it has is asked and not believed: all of it is sent again.
     here.offer("v", "d", CONTEXT)
     here.give("v", CONTEXT)
@@ -708,7 +710,7 @@ def test_a_need_of_what_was_not_offered_ends_the_push() -> None:
     (conn,) = here.core.peers._conns
     here.do(here.core.received, conn, NeedMessage(transfer="t", indices=[8]), memoryview(b""))
     world.run(1.0)
-    assert here.over(PushEnded, "t").why == "the peer needs what was not offered"
+    assert here.over(PushEnded, "t").why == "the peer asked for a block that was not offered"
     assert_clean(here, there)
 
 
@@ -723,7 +725,7 @@ def test_a_transfer_is_begun_once() -> None:
     other.load("t", CONTEXT, address="d")
     world.run(1.0)
     assert other.over(PushEnded, "t") == PushEnded("t", False, "it was offered already")
-    assert other.over(LoadEnded, "t").why == "it is under way here already"
+    assert other.over(LoadEnded, "t").why == "the transfer is in progress already"
     here.give("t", CONTEXT)
     world.run(1.0)
     assert here.over(PushEnded, "t").complete
@@ -738,7 +740,7 @@ def test_events_are_told_once() -> None:
     turn(world, here, there, lambda: False)
     found = [(type(event), *event) for event in (*here.events, *there.events)]
     assert len(set(found)) == len(found)
-    let_go(world, here, there)
+    release_buffers(world, here, there)
 
 
 def test_a_read_that_comes_back_after_all_writes_where_nobody_looks_any_more() -> None:
@@ -788,7 +790,7 @@ def test_layers_that_were_not_asked_for_end_the_fetch_and_the_connection(
     data = DataMessage(transfer="t", layer=layer, indices=indices, traffic_class=TrafficClass.KV)
     here.do(here.core.received, conn, data, memoryview(bytes(size * BLOCK_BYTES // LAYERS)))
     world.run(0.1)
-    assert here.over(LoadEnded, "t") == LoadEnded("t", 0, "the peer sent what was not asked for")
+    assert here.over(LoadEnded, "t") == LoadEnded("t", 0, "the peer sent unexpected data")
     assert here.core.peers.conns() == []
     here.do(here.core.end_load, "t")
     there.do(there.core.end_prompt, "t")

@@ -50,7 +50,7 @@ def test_a_rate_of_zero_or_of_nothing_sensible_is_refused(rate: float) -> None:
         ({"read_width": 0}, "read_width must be at least 1"),
         ({"patience_s": 0.0}, "patience_s must be more than 0"),
         ({"patience_s": math.nan}, "patience_s must be more than 0"),
-        ({"beat_s": 2.0}, "beat_s 2.0 must be below patience_s 1.5"),
+        ({"report_interval_s": 2.0}, "report_interval_s 2.0 must be below patience_s 1.5"),
         ({"lease_s": 1.0}, "lease_s 1.0 must be above patience_s 1.5"),
         ({"max_waiting_writes": -1}, "must not be negative"),
     ],
@@ -242,7 +242,7 @@ def test_what_does_not_come_back_is_seen() -> None:
 
 
 def test_nothing_negative_is_moved() -> None:
-    with pytest.raises(ValueError, match="cannot be moved"):
+    with pytest.raises(ValueError, match="not a valid size"):
         TransferLink("x").put("r", -1, None, 0.0)
 
 

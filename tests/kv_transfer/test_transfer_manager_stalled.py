@@ -60,10 +60,10 @@ class Stuck:
             self.socket.sendall(encode(WelcomeMessage(name="stuck", epoch="e")))
             while not isinstance(offer := self._heard(), OfferMessage):
                 pass
-            self.say(NeedMessage(transfer=offer.transfer, indices=list(range(len(offer.keys)))))
+            self.send(NeedMessage(transfer=offer.transfer, indices=list(range(len(offer.keys)))))
             self.has_stopped.set()
 
-    def say(self, message: WireMessage) -> None:
+    def send(self, message: WireMessage) -> None:
         assert self.socket is not None
         self.socket.sendall(encode(message))
 
@@ -110,7 +110,7 @@ def test_a_peer_that_stops_reading_is_cut_off_and_its_push_has_an_outcome(stuck:
         push = here.offer("t", stuck.address, CONTEXT)
         give_all(push)
         assert stuck.has_stopped.wait(PATIENCE_S)
-        assert push.wait(PATIENCE_S) == PushEnded("t", False, "the peer takes nothing")
+        assert push.wait(PATIENCE_S) == PushEnded("t", False, "the peer accepts no data")
         eventually(lambda: not here._conns)
         assert here.stats()["counts"]["stalls"] == 1
         assert_clean(here)
@@ -147,7 +147,7 @@ def test_who_is_hung_up_on_for_what_he_said_is_cut_off_though_he_reads_nothing(s
         push = here.offer("t", stuck.address, CONTEXT)
         give_all(push)
         assert stuck.has_stopped.wait(PATIENCE_S)
-        stuck.say(WelcomeMessage(name="again", epoch="e"))
+        stuck.send(WelcomeMessage(name="again", epoch="e"))
         outcome = push.wait(PATIENCE_S)
         assert outcome is not None
         assert not outcome.complete
@@ -172,7 +172,7 @@ def test_what_waits_for_a_peer_that_reads_nothing_is_bounded_in_bytes(
         most = max(most, conn.waiting_bytes)
         if push.outcome is not None:
             break
-    assert push.wait(PATIENCE_S) == PushEnded("t", False, "the peer takes nothing")
+    assert push.wait(PATIENCE_S) == PushEnded("t", False, "the peer accepts no data")
     assert most <= 300_000
     eventually(lambda: not any(conn is each for each in here._conns.values()))
     assert conn.waiting_bytes == 0
@@ -314,25 +314,25 @@ class Slow:
 def test_a_message_goes_in_pieces_so_that_patience_is_for_each() -> None:
     """A large one over a slow network takes as long as it takes."""
 
-    async def talk() -> None:
+    async def run_sender() -> None:
         stream, sent, stalls = Slow(takes=100), [], []
         conn = PeerConnection(stream, 60.0, sent.append, lambda: stalls.append(1))
         payload = [memoryview(content(key(1))), memoryview(bytes(3 * PIECE_BYTES))]
-        assert conn.say(SendMessage(1, DATA, payload, 7))
+        assert conn.send(SendMessage(1, DATA, payload, 7))
         head = len(encode(DATA, sum(part.nbytes for part in payload)))
         assert conn.waiting_bytes == head
         conn.finish()
-        await conn.talk()
+        await conn.run_sender()
         assert sum(stream.sizes) == head + sum(part.nbytes for part in payload)
         assert stream.sizes[:-1] == [PIECE_BYTES] * 3
         assert stream.sizes[-1] <= PIECE_BYTES
         assert (sent, stalls, conn.waiting_bytes) == ([7], [], 0)
 
-    asyncio.run(talk())
+    asyncio.run(run_sender())
 
 
 def test_what_is_under_way_is_sent_for_its_owner_only_once_the_stream_is_closed() -> None:
-    async def talk() -> None:
+    async def run_sender() -> None:
         stream = Slow(takes=1)
         closed_when_sent: list[bool] = []
 
@@ -340,21 +340,21 @@ def test_what_is_under_way_is_sent_for_its_owner_only_once_the_stream_is_closed(
             closed_when_sent.append(stream.is_closed.is_set())
 
         conn = PeerConnection(stream, 0.05, sent, stream.close)
-        conn.say(SendMessage(1, DATA, [memoryview(bytes(2 * PIECE_BYTES))], 7))
-        conn.say(SendMessage(1, DATA, [memoryview(bytes(2))], 8))
+        conn.send(SendMessage(1, DATA, [memoryview(bytes(2 * PIECE_BYTES))], 7))
+        conn.send(SendMessage(1, DATA, [memoryview(bytes(2))], 8))
         with pytest.raises(OSError, match="closed"):
-            await conn.talk()
+            await conn.run_sender()
         assert closed_when_sent == [True]
-        assert conn.unsaid() == [8]
+        assert conn.drain() == [8]
         assert conn.waiting_bytes == 0
 
-    asyncio.run(talk())
+    asyncio.run(run_sender())
 
 
 def test_a_process_that_stood_still_does_not_blame_its_peers() -> None:
     """Time went by in which nobody looked whether they took anything."""
 
-    async def talk() -> None:
+    async def run_sender() -> None:
         loop, taken = asyncio.get_running_loop(), asyncio.Event()
         stalls: list[int] = []
 
@@ -368,9 +368,9 @@ def test_a_process_that_stood_still_does_not_blame_its_peers() -> None:
             loop.call_soon(taken.set)
 
         conn = PeerConnection(Blocked(1), 0.1, lambda item: None, lambda: stalls.append(1))
-        conn.say(SendMessage(1, ProgressMessage(transfers=["t"], done=1)))
+        conn.send(SendMessage(1, ProgressMessage(transfers=["t"], done=1)))
         conn.finish()
-        await conn.talk()
+        await conn.run_sender()
         assert stalls == []
 
-    asyncio.run(talk())
+    asyncio.run(run_sender())

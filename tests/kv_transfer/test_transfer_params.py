@@ -29,10 +29,10 @@ def test_what_is_said_is_read_and_what_is_not_ours_is_let_be() -> None:
     params = parse_transfer_params(
         {**TO_PREFILL, "decode_share": 1, "epoch": "e", "remote_prefill_cached_tokens": 5}
     )
-    assert (params.part, params.peer, params.decode_share) == (TransferRole.PREFILL, "unix:/d", 1.0)
+    assert (params.role, params.peer, params.decode_share) == (TransferRole.PREFILL, "unix:/d", 1.0)
     answer = transfer_answer_params(params, "t.1", 3)
     decode = parse_transfer_params({**answer, "remote_prefill_cached_tokens": 5})
-    assert (decode.part, decode.context, decode.stored, decode.epoch) == (TransferRole.DECODE, "t.1", 3, "e")
+    assert (decode.role, decode.context, decode.stored, decode.epoch) == (TransferRole.DECODE, "t.1", 3, "e")
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,10 @@ class Guest:
         self.now = 0.0
         for conn in range(1, conns + 1):
             self.core.accepted(conn, self.now)
-            self.say(HelloMessage(name="x", epoch="y", kv=identity_fields(identity())), conn)
+            self.send(HelloMessage(name="x", epoch="y", kv=identity_fields(identity())), conn)
         self.answers()
 
-    def say(self, message: WireMessage, conn: int = 1) -> None:
+    def send(self, message: WireMessage, conn: int = 1) -> None:
         self.core.received(conn, message, NOTHING, self.now)
 
     def answers(self) -> list[WireMessage]:
@@ -51,7 +51,7 @@ class Guest:
             self.now += 2.0
             done = int(self.now) if grows else 0
             if transfers:
-                self.say(ProgressMessage(transfers=transfers, done=done))
+                self.send(ProgressMessage(transfers=transfers, done=done))
             self.core.tick(self.now)
             self.core.take_actions()
             self.core.take_events()
@@ -77,7 +77,7 @@ def test_contexts_of_one_peer_are_bounded() -> None:
     guest = Guest(peer_contexts=10)
     for number in range(25):
         make = offer if number % 2 else read
-        guest.say(make(f"t{number}", 100 * number, 8))
+        guest.send(make(f"t{number}", 100 * number, 8))
     said = guest.answers()
     refused = [message for message in said if isinstance(message, (AbortMessage, FailedMessage))]
     assert [message.transfer for message in refused] == [f"t{number}" for number in range(10, 25)]
@@ -85,8 +85,8 @@ def test_contexts_of_one_peer_are_bounded() -> None:
     assert len(guest.core.prompts) == 10
     assert guest.core.transfer_context.buffers.leases == 10
     assert guest.core.transfer_context.counts["contexts_refused"] == 15
-    guest.say(AbortMessage(transfer="t0", reason="enough"))
-    guest.say(offer("next", 9000, 8))
+    guest.send(AbortMessage(transfer="t0", reason="enough"))
+    guest.send(offer("next", 9000, 8))
     assert len(guest.core.prompts) == 10, "what has ended makes room"
 
 
@@ -94,7 +94,7 @@ def test_keys_of_one_peer_are_bounded() -> None:
     guest = Guest(slots=4096)
     most = guest.core.transfer_context.limits.peer_keys
     for number in range(500):
-        guest.say(offer(f"t{number}", 4000 * number, 4000))
+        guest.send(offer(f"t{number}", 4000 * number, 4000))
     held = sum(
         len(half.keys)
         for prompt in guest.core.prompts._prompts.values()
@@ -108,8 +108,8 @@ def test_keys_of_one_peer_are_bounded() -> None:
 def test_a_whole_context_is_taken_from_everybody_and_one_peer_does_not_use_up_anothers_share() -> None:
     guest = Guest(conns=2, slots=64, peer_contexts=3)
     for number in range(5):
-        guest.say(offer(f"one {number}", 100 * number, 64))
-    guest.say(offer("two", 10_000, 64), conn=2)
+        guest.send(offer(f"one {number}", 100 * number, 64))
+    guest.send(offer("two", 10_000, 64), conn=2)
     refused = [message.transfer for message in guest.answers() if isinstance(message, AbortMessage)]
     assert refused == ["one 3", "one 4"]
 
@@ -118,7 +118,7 @@ def test_contexts_of_all_peers_together_are_bounded_too() -> None:
     guest = Guest(conns=20, slots=64, peer_contexts=3)
     for conn in range(1, 21):
         for number in range(3):
-            guest.say(offer(f"{conn}/{number}", 100 * (3 * conn + number), 4), conn)
+            guest.send(offer(f"{conn}/{number}", 100 * (3 * conn + number), 4), conn)
     assert len(guest.core.prompts) == 4 * 3
 
 
@@ -168,7 +168,7 @@ def test_a_peer_that_says_it_lives_and_gives_nothing_loses_its_buffers() -> None
         guest = Guest(slots=64)
         names = [f"t{number}" for number in range(20)]
         for number, name in enumerate(names):
-            guest.say(offer(name, 100 * number, 60))
+            guest.send(offer(name, 100 * number, 60))
         assert any(isinstance(message, NeedMessage) for message in guest.answers())
         guest.wait(2 * LEASE_S, names, grows)
         assert guest.core.transfer_context.buffers.used >= 60, "a long step is no crime"
@@ -179,8 +179,8 @@ def test_a_peer_that_says_it_lives_and_gives_nothing_loses_its_buffers() -> None
 
 def test_who_waits_in_line_behind_a_silent_peer_is_not_kept_by_saying_that_it_lives() -> None:
     guest = Guest(slots=64)
-    guest.say(offer("first", 0, 60))
-    guest.say(offer("second", 100, 60))
+    guest.send(offer("first", 0, 60))
+    guest.send(offer("second", 100, 60))
     guest.wait(LEASE_S + 5.0, ["first", "second"], grows=False)
     assert list(guest.core.prompts._prompts) == ["first"]
 

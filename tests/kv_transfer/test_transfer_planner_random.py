@@ -146,13 +146,13 @@ class Planning(RuleBasedStateMachine):
         if found.tokens is None:
             return False
         assert 0 <= local + found.tokens <= tokens
-        assert not found.beside or found.tokens
-        assert found.beside or local + found.tokens < tokens, "nothing is left to compute"
+        assert not found.is_async or found.tokens
+        assert found.is_async or local + found.tokens < tokens, "nothing is left to compute"
         if fits:
             life.ids = list(range(1, 1 + -(-tokens // BLOCK_TOKENS)))
             self.planner.allocated(name, life.ids, found.tokens)
             life.computed = local + found.tokens
-            life.stage = "remote" if found.beside else "running"
+            life.stage = "remote" if found.is_async else "running"
         return True
 
     @rule(data=st.data(), chunk=st.integers(1, 200))

@@ -49,7 +49,7 @@ def test_what_cannot_be_told_costs_one_answer(caplog: pytest.LogCaptureFixture) 
     try:
         with pytest.raises(StatsUnavailable):
             fetch_stats(one.address)
-        assert "could not be told" in caplog.text
+        assert "could not be sent" in caplog.text
         assert fetch_stats(one.address) == {"next": 1}
     finally:
         one.close()

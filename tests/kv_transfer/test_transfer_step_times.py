@@ -91,12 +91,12 @@ def test_a_stream_takes_from_its_first_layer_to_its_last(monkeypatch: pytest.Mon
     load = LoadHandle(None, "l", None)  # type: ignore[arg-type]
     assert load.streamed_s == 0.0
     clock.now_s = 107.0
-    load.told(LayerLoaded("l", 0))
+    load.on_event(LayerLoaded("l", 0))
     assert load.streamed_s == 0.0
     clock.now_s = 109.5
-    load.told(LayerLoaded("l", 1))
+    load.on_event(LayerLoaded("l", 1))
     clock.now_s = 200.0
-    load.told(LoadEnded("l", 3, ""))
+    load.on_event(LoadEnded("l", 3, ""))
     assert load.streamed_s == 2.5
 
 

@@ -81,13 +81,13 @@ def test_what_is_written_and_read_are_the_golden_bytes(name: str) -> None:
 @pytest.mark.parametrize(
     ("head", "what"),
     [
-        (b"GET / HTTP/1", "this is no peer: it began with b'GET '"),
+        (b"GET / HTTP/1", "not a peer of sojourn: it sent b'GET '"),
         (
             b"SJ\x02\x00" + bytes(8),
             "wire version 2 is not spoken here, expected 1; run one release everywhere",
         ),
         (b"SJ\x01\x00\xff\xff\xff\xff\x00\x00\x00\x00", "a message of 4294967295 bytes"),
-        (b"SJ\x01\x00\x01\x00\x00\x00\xff\xff\xff\xff", "with 4294967295 behind it is too long"),
+        (b"SJ\x01\x00\x01\x00\x00\x00\xff\xff\xff\xff", "and 4294967295 of payload is too long"),
     ],
 )
 def test_heads_of_something_else_are_refused(head: bytes, what: str) -> None:
@@ -115,7 +115,7 @@ def test_heads_of_something_else_are_refused(head: bytes, what: str) -> None:
     ],
 )
 def test_what_is_no_message_is_refused(body: bytes) -> None:
-    with pytest.raises(PeerWireError, match="not a message of this wire"):
+    with pytest.raises(PeerWireError, match="not a message of this protocol"):
         decode(body)
 
 

@@ -140,7 +140,7 @@ def test_a_block_that_cannot_be_read_is_computed(
 
 
 def test_a_peer_that_is_not_there_costs_only_time(make: Make, store: MemoryStore, tmp_path: Path) -> None:
-    p, d = make("p", limits={"patience_s": 0.5, "beat_s": 0.1}), make("d")
+    p, d = make("p", limits={"patience_s": 0.5, "report_interval_s": 0.1}), make("d")
     tokens = prompt(1, 400)
     through(p, d, tokens, "before")
     first, second = through(p, d, tokens, peer=f"unix:{tmp_path / 'nobody'}", decode_share=0.5)
@@ -210,7 +210,7 @@ def test_a_context_that_nobody_comes_for_is_let_go_of(make: Make) -> None:
     settle(p, d)
 
 
-QUEUE = {"lease_s": 2.0, "patience_s": 0.5, "beat_s": 0.1}
+QUEUE = {"lease_s": 2.0, "patience_s": 0.5, "report_interval_s": 0.1}
 
 
 def queue(p: ToyEngine, d: ToyEngine) -> tuple[Any, list[int]]:

@@ -276,7 +276,7 @@ class ToyEngine:
         self.planner.allocated(job.name, job.ids, found.tokens)
         job.computed = local + found.tokens
         assert job.computed <= job.request.num_tokens
-        job.status = Status.REMOTE if found.beside else Status.RUNNING
+        job.status = Status.REMOTE if found.is_async else Status.RUNNING
         return True
 
     def _compute(self, job: Job, count: int, layer: int) -> None:

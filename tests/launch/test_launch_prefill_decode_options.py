@@ -110,10 +110,10 @@ def test_each_engine_of_a_node_has_a_name_in_the_store(node, args, expected):
         ({"store_name": "a/b"}, "--kv-store-name is 'a/b'"),
         (
             {"listen": "10.0.0.7"},
-            "--kv-listen: '10.0.0.7' is no address; expected unix:PATH or tcp:HOST:PORT",
+            "--kv-listen: '10.0.0.7' is not an address; expected unix:PATH or tcp:HOST:PORT",
         ),
-        ({"listen": "tcp:10.0.0.7"}, "--kv-listen: '10.0.0.7' is no host and port"),
-        ({"listen": "tcp:h:70000"}, "--kv-listen: 'h:70000' is no host and port"),
+        ({"listen": "tcp:10.0.0.7"}, "--kv-listen: '10.0.0.7' is not a host and port"),
+        ({"listen": "tcp:h:70000"}, "--kv-listen: 'h:70000' is not a host and port"),
         ({"listen": "unix:" + "x" * 120}, "--kv-listen: the path of a Unix socket has at most"),
         ({"listen": "nixl:h:1"}, "--kv-listen: .*NIXL is not built in"),
         ({"node": " "}, "--kv-node is ' '"),

@@ -224,15 +224,15 @@ def test_a_hook_that_fails_is_not_the_engines_failure(
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"host_byte": 1}, "unknown tier setting 'host_byte'"),
+        ({"host_byte": 1}, "unknown connector setting 'host_byte'"),
         ({"host_bytes": "8GB"}, "expected a whole number of bytes"),
-        ({"host_bytes": 100}, "expected at least a block"),
+        ({"host_bytes": 100}, "expected at least one block"),
         ({"host_bytes": 1 << 30, "disk": "/d", "disk_bytes": 1 << 30}, "PYTHONHASHSEED"),
         ({"host_bytes": 1 << 30, "max_stage_wait_s": -1}, "max_stage_wait_s is -1"),
     ],
 )
 def test_wrong_settings_are_named(engine: Any, monkeypatch: Any, extra: dict[str, Any], said: str) -> None:
-    from sojourn_server.vllm.kv_offload_settings import KVOffloadSettings
+    from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
     from sojourn_server.vllm.plugin_settings import SettingsError
 
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
@@ -244,26 +244,26 @@ def test_wrong_settings_are_named(engine: Any, monkeypatch: Any, extra: dict[str
 
 def test_more_host_memory_than_there_is_is_named_with_whose_it_is(engine: Any, monkeypatch: Any) -> None:
     from sojourn_server.launch.machine_memory import MachineMemory
-    from sojourn_server.vllm import kv_offload_settings
+    from sojourn_server.vllm import kv_connector_settings
     from sojourn_server.vllm.plugin_settings import SettingsError
 
     scheduler, caches = engine.scheduler, engine.scheduler.kv_cache_config
     monkeypatch.setattr(caches, "kv_cache_tensors", [SimpleNamespace(size=64 * caches.num_blocks)])
     memory = MachineMemory(total_bytes=1 << 20, available_bytes=0, owner="the control group of this process")
-    monkeypatch.setattr(kv_offload_settings, "read_memory", lambda: memory)
+    monkeypatch.setattr(kv_connector_settings, "read_memory", lambda: memory)
     extra: dict[str, Any] = {"host_bytes": 1 << 20}
     monkeypatch.setattr(scheduler.vllm_config.kv_transfer_config, "kv_connector_extra_config", extra)
     assert (
-        kv_offload_settings.KVOffloadSettings.read(scheduler.vllm_config, caches).host_slots
+        kv_connector_settings.KVOffloadSettings.read(scheduler.vllm_config, caches).host_slots
         == (1 << 20) // 64
     )
     extra["host_bytes"] += 1
     with pytest.raises(SettingsError, match="expected at most what the control group of this process has"):
-        kv_offload_settings.KVOffloadSettings.read(scheduler.vllm_config, caches)
+        kv_connector_settings.KVOffloadSettings.read(scheduler.vllm_config, caches)
 
 
 def test_an_engine_that_plans_steps_ahead_is_refused(engine: Any, monkeypatch: Any) -> None:
-    from sojourn_server.vllm.kv_offload_settings import KVOffloadSettings
+    from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
     from sojourn_server.vllm.plugin_settings import SettingsError
 
     scheduler, caches = engine.scheduler, engine.scheduler.kv_cache_config

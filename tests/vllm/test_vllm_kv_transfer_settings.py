@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from sojourn_server.kv_offload.shared_store import SharedStore
 from sojourn_server.kv_offload.vllm_fs_store import VllmFsStore
-from sojourn_server.vllm.kv_transfer_settings import KVTransferSettings
+from sojourn_server.vllm.kv_connector_settings import KVTransferSettings
 from sojourn_server.vllm.plugin_settings import SettingsError
 
 FULL_BYTES = 4 * 16 * 2 * 8 * 128 * 2
@@ -133,9 +133,9 @@ def test_vllms_folder_can_be_the_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"storage_rate": 3}, "unknown setting of the paths 'storage_rate'"),
+        ({"storage_rate": 3}, "unknown connector setting 'storage_rate'"),
         ({"listen": None}, "listen is None"),
-        ({"listen": "p.sock"}, "listen: .*no address"),
+        ({"listen": "p.sock"}, "listen: .*not an address"),
         ({"listen": "nixl:p"}, "listen: .*NIXL is not built in"),
         ({"store": 3}, "store is 3; expected a directory"),
         ({"store_layout": "lmdb"}, "store_layout is 'lmdb'"),
@@ -143,9 +143,12 @@ def test_vllms_folder_can_be_the_store(tmp_path: Path) -> None:
         ({"store_name": "a/b"}, "store_name is 'a/b'"),
         ({"store_name": None}, "store_name is None"),
         ({"store_bytes": 100}, "at least a Full Block of this model, 262144"),
-        ({"buffer_bytes": None}, "buffer_bytes is None"),
-        ({"buffer_bytes": FULL_BYTES - 1}, "at least a Full Block of this model, 262144, and room for the"),
-        ({"buffer_bytes": 1.5}, "buffer_bytes is 1.5"),
+        ({"buffer_bytes": None}, r"buffer_bytes \(--kv-buffer-gib\) is None"),
+        (
+            {"buffer_bytes": FULL_BYTES - 1},
+            "at least a Full Block of this model, 262144",
+        ),
+        ({"buffer_bytes": 1.5}, "is 1.5; expected a whole number of bytes"),
         ({"storage_read_rate": 0}, "more than 0"),
         ({"compute_rate": "fast"}, "compute_rate is 'fast'"),
         ({"block_tokens": 40}, "not a whole number of engine blocks of 16"),
@@ -155,7 +158,7 @@ def test_vllms_folder_can_be_the_store(tmp_path: Path) -> None:
         ({"patience_s": -1}, "more than 0 seconds"),
         ({"lease_s": 1.0}, "must be above patience_s"),
         ({"read_width": 0}, "read_width is 0"),
-        ({"listen": "tcp:h"}, "listen: 'h' is no host and port"),
+        ({"listen": "tcp:h"}, "listen: 'h' is not a host and port"),
         ({"role": "both"}, "role is 'both'; expected prefill or decode"),
         ({"node": ""}, "node is ''; expected a machine's name"),
     ],

@@ -1,8 +1,8 @@
-"""The file of one Full Block: the KV of all layers of one run of tokens, found by the run's chain hash.
+"""The file of one Full Block: the KV of all layers for a run of tokens, named by the chain hash of the run.
 
 Format
 ------
-A header of 128 bytes, little-endian, then the payload: the layers' bytes, one after the other.
+A header of 128 bytes, little-endian, then the payload: the bytes of one layer after the other.
 
       0    8  magic
       8    2  version of the format
@@ -11,17 +11,17 @@ A header of 128 bytes, little-endian, then the payload: the layers' bytes, one a
      16    8  bytes of payload
      24   16  digest of the ``KvIdentity``
      40   64  key, padded with zeros
-    104   16  the first 16 bytes of the parent's key: of the block before it in its context; zeros: none said
+    104   16  the first 16 bytes of the parent's key, the previous block of its context; zeros: none given
     120    4  zeros
     124    4  CRC-32 of all of the above
 
-Chain hashes say which tokens, not which model made KV of them. So the identity's digest is in every
-header too: a file that was copied in from another model's store is refused by itself. The parent is of no
-use to a reader; it tells who deletes blocks which of them are worth nothing without which (``lineage``).
+A chain hash identifies tokens, not the model that computed their KV. The header therefore has the digest of
+the identity: a file copied from another model's store is refused. The parent is not needed for reading; it
+shows which blocks become useless when one is deleted.
 
-The file is written under a temporary name and renamed, so a process that dies leaves a whole file or
-none. A machine that dies may leave one that was renamed before its bytes were on the disk; length and
-checksum tell.
+A file is written under a temporary name and renamed, so a process that dies leaves a complete file or none. A
+machine that fails may leave a file that was renamed before its bytes were on disk; length and checksum reveal
+it.
 """
 
 from __future__ import annotations
@@ -45,41 +45,41 @@ FORMAT_VERSION = 1
 HEADER_BYTES = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 PARENT_BYTES = 16
-"""Of a parent's key, so many leading bytes are kept; of a key that names a parent, as many count."""
+"""Leading bytes that identify a parent's key."""
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""What a full disk, or a quota, answers."""
+"""Error numbers of a full disk or quota."""
 
-_MAGIC = b"sjrnKV\r\n"  # a transfer that mends line ends would break it
+_MAGIC = b"sjrnKV\r\n"  # broken by any transfer that converts line ends
 _FIELDS = struct.Struct("<8sHHIQ16s64s16s4x")
 _CHECKSUM = struct.Struct("<I")
 _MAX_BUFFERS = 1024
-"""Buffers that one ``readv`` or ``writev`` takes: Linux's IOV_MAX."""
+"""Buffers per ``readv`` or ``writev``: Linux's IOV_MAX."""
 
-# CRC-32 over 2 MiB: zlib 6.8 GB/s, blake2b 1.3 GB/s (EPYC, Python 3.11), and blake2b would be the slowest
-# part of a read from the page cache. What is guarded against is torn writes and flipped bits, not forgery:
-# any error within 32 bits is found for certain, any other but for one in 2^32. Both let go of the GIL.
+# CRC-32 over 2 MiB: zlib 6.8 GB/s, blake2b 1.3 GB/s (EPYC, Python 3.11); blake2b would be the slowest part of
+# a read from the page cache. The checksum detects torn writes and flipped bits, not forgery: any error within
+# 32 bits for certain, any other with probability 1 - 2^-32. Both release the GIL.
 _checksum = zlib.crc32
 
 
 class OffloadError(Exception):
-    """What all errors of this room derive from; ``disk_store`` draws the tree."""
+    """Base of all errors of this package; ``disk_store`` lists them."""
 
 
 class BlockDefect(Enum):
-    """Why a file is not the block that its name promises."""
+    """Why a file is not the expected block."""
 
     LENGTH = "it is cut off, or longer than a block"
-    MAGIC = "it is no block"
-    VERSION = "it is of another version of the format"
+    MAGIC = "it is not a block file"
+    VERSION = "it has another version of the format"
     HEADER = "its header is damaged"
-    IDENTITY = "it is of another model"
+    IDENTITY = "it has another model's KV"
     KEY = "it holds another block"
     CHECKSUM = "its payload is damaged"
 
 
 class BlockCorrupt(OffloadError):
-    """A file is not the block asked for; ``reason`` says why. The buffers' content is undefined."""
+    """A file is not the expected block, for the given ``reason``. The buffers' content is undefined."""
 
     def __init__(self, path: Path, reason: BlockDefect) -> None:
         super().__init__(f"KV block {path} cannot be used: {reason.value}")
@@ -95,22 +95,23 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvIdentity:
-    """What two engines must share for one to read the other's blocks. Any difference is another store."""
+    """What two engines must have in common to read each other's blocks. Any difference means another
+    store."""
 
     model: str
-    """Name and revision of the weights, or their fingerprint; and whatever else changes KV."""
+    """Name and revision of the weights, or their fingerprint, and everything else that changes KV."""
     kv_dtype: str
-    """And the order in which a block is packed, where that depends on the machine."""
+    """Data type, and the order in which a block is packed if that depends on the machine."""
     block_tokens: int
-    """Tokens of one Full Block: one engine block or several."""
+    """Tokens of one Full Block, a multiple of an engine block."""
     block_bytes: int
-    """Payload of one Full Block on this rank, all layers: every file of the store has this size."""
+    """Payload of one Full Block on this rank, all layers: the same for every file of the store."""
     layers: int
-    """Layers on this rank."""
+    """Number of layers on this rank."""
     hash_scheme: str
     """Algorithm, seed and block size of the engine's prefix hashes, such as ``sha256_cbor/seed=0/16``."""
     vllm_version: str
-    """The layout within a layer is its business, and moves between releases."""
+    """Determines the layout within a layer, which changes between releases."""
     tp_rank: int = 0
     tp_size: int = 1
 
@@ -122,16 +123,16 @@ class KvIdentity:
             raise ValueError(f"tp_rank {self.tp_rank} is not below tp_size {self.tp_size}")
 
     def digest(self) -> bytes:
-        """16 bytes that stand for it, the same in every process."""
+        """16 bytes that identify it, the same in every process."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def byte_views(buffers: Iterable[Buffer], *, writable: bool = False) -> list[memoryview]:
-    """The memory of ``buffers`` as bytes, in order, without a copy; empty ones are left out.
+    """The memory of ``buffers`` as bytes, in order, without a copy. Empty buffers are left out.
 
-    Raises ``ValueError`` for memory that is not contiguous, or cannot be written where that is asked for;
-    ``TypeError`` for what is no buffer.
+    Raises ``ValueError`` for memory that is not contiguous or, with ``writable``, read-only; ``TypeError``
+    for an object that is not a buffer.
     """
     views = []
     for buffer in buffers:
@@ -156,11 +157,11 @@ def write_block(
     parent: bytes = b"",
     durable: bool = False,
 ) -> None:
-    """Write ``payload`` to ``partial`` and rename that to ``path``; ``identity`` is the digest, ``parent``
-    the key of the block before it, empty where there is none.
+    """Write ``payload`` to ``partial`` and rename that to ``path``. ``identity``: the digest. ``parent``: the
+    key of the previous block, empty if there is none.
 
-    ``durable``: returns when both are on the disk. A payload that somebody changes meanwhile will fail
-    its checksum. Raises ``OSError``; either name may then exist, and both are for the caller to remove.
+    ``durable``: returns once both are on disk. A payload that changes during the call will fail its checksum.
+    Raises ``OSError``; either name may then exist, and the caller must remove both.
     """
     header = _header(key, identity, parent[:PARENT_BYTES], payload)
     write_file(files, partial, [memoryview(header), *payload], fsync=durable)
@@ -172,10 +173,9 @@ def write_block(
 def read_block(
     files: FileSystem, path: Path, key: bytes, identity: bytes, payload: Sequence[memoryview]
 ) -> None:
-    """Fill ``payload`` with exactly what was written for ``key``.
+    """Fill ``payload`` with the block of ``key``.
 
-    Only on return is it good: after any exception its content is undefined. Raises ``BlockCorrupt`` and
-    ``OSError``.
+    After any exception its content is undefined. Raises ``BlockCorrupt`` and ``OSError``.
     """
     header = bytearray(HEADER_BYTES)
     fd = files.open(path, os.O_RDONLY)
@@ -183,7 +183,7 @@ def read_block(
         if files.size(fd) != HEADER_BYTES + _length(payload):
             raise BlockCorrupt(path, BlockDefect.LENGTH)
         if not read_all(files, fd, [memoryview(header), *payload]):
-            raise BlockCorrupt(path, BlockDefect.LENGTH)  # it shrank meanwhile
+            raise BlockCorrupt(path, BlockDefect.LENGTH)  # the file has shrunk meanwhile
     finally:
         files.close(fd)
     flaw = _block_defect(bytes(header), key, identity, payload)
@@ -192,10 +192,9 @@ def read_block(
 
 
 def read_parent(files: FileSystem, path: Path, key: bytes, identity: bytes) -> bytes | None:
-    """The first bytes of the key of the block before it, ``None`` where none was said.
+    """The first bytes of the key of the previous block; ``None``: the file names none.
 
-    Reads the header alone. Raises ``BlockCorrupt`` for a header that is damaged or of something else, and
-    ``OSError``.
+    Reads only the header. Raises ``BlockCorrupt`` for an invalid header, and ``OSError``.
     """
     header = read_file(files, path, HEADER_BYTES)
     flaw = BlockDefect.LENGTH if len(header) < HEADER_BYTES else _header_defect(header, key, identity)
@@ -223,14 +222,14 @@ def write_file(files: FileSystem, path: Path, content: Sequence[memoryview], *, 
         if fsync:
             files.fsync(fd)
     except BaseException:
-        with contextlib.suppress(OSError):  # the first error says more
+        with contextlib.suppress(OSError):  # the first error is more useful
             files.close(fd)
         raise
-    files.close(fd)  # where some network file systems tell that the disk is full
+    files.close(fd)  # some network file systems report a full disk here
 
 
 def read_file(files: FileSystem, path: Path, max_bytes: int) -> bytes:
-    """The content of a small file, cut off after ``max_bytes``. Raises ``OSError``."""
+    """The content of a small file, at most ``max_bytes``. Raises ``OSError``."""
     fd = files.open(path, os.O_RDONLY)
     try:
         content = bytearray(min(files.size(fd), max_bytes))
@@ -241,7 +240,7 @@ def read_file(files: FileSystem, path: Path, max_bytes: int) -> bytes:
 
 
 def sync_folder(files: FileSystem, path: Path) -> None:
-    """Return when the names in a folder are on the disk. Raises ``OSError``."""
+    """Return once the names in a folder are on disk. Raises ``OSError``."""
     fd = files.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         files.fsync(fd)
@@ -298,7 +297,7 @@ def _length(payload: Sequence[memoryview]) -> int:
 
 
 def read_all(files: FileSystem, fd: int, buffers: Sequence[memoryview]) -> bool:
-    """Fill ``buffers``; whether the file was long enough for that."""
+    """Fill ``buffers``. Returns False if the file is too short."""
     rest = list(buffers)
     while rest:
         count = files.readv(fd, rest[:_MAX_BUFFERS])
@@ -309,7 +308,7 @@ def read_all(files: FileSystem, fd: int, buffers: Sequence[memoryview]) -> bool:
 
 
 def _skip_bytes(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of ``buffers`` without their first ``count`` bytes."""
+    """``buffers`` without their first ``count`` bytes."""
     for index, view in enumerate(buffers):
         if count < view.nbytes:
             return [view[count:], *buffers[index + 1 :]]

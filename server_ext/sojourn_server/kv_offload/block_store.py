@@ -1,12 +1,12 @@
-"""What a store of Full Blocks is to those who read and write it, wherever its bytes lie.
+"""The interface of a store of Full Blocks.
 
-A Full Block is a run of tokens, all layers: layer by layer, within a layer one engine block after the other.
-So it is cut into Layer Blocks without a copy: the buffers that are given to a store are one a layer, or one
-for all. Its key is the chain hash of its last engine block, which names all tokens up to its end
-(DualPath §4.1, A.5).
+A Full Block holds a run of tokens: one layer after the other, and within a layer one engine block after the
+other. It can be divided into Layer Blocks without a copy, so the buffers given to a store are one per layer
+or one for all layers. Its key is the chain hash of its last engine block, which identifies all tokens up to
+its end (DualPath §4.1, A.5).
 
-    ``SharedStore``   this engine's own files, checked, within a budget, and other engines' beside them
-    ``VllmFsStore``   the folders of vLLM's ``fs`` tier, shared with stock engines; sizes are all it can check
+    ``SharedStore``   files of this engine, with checksums and a budget; other engines' files are read too
+    ``VllmFsStore``   the folders of vLLM's ``fs`` tier, shared with stock engines; only sizes are checked
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from .block_file import Buffer, KvIdentity
 from .disk_store import PutOutcome
 
 FULL_BLOCK_TOKENS = 64
-"""Tokens of a Full Block where nobody says otherwise (DualPath §4.1)."""
+"""Default number of tokens of a Full Block (DualPath §4.1)."""
 
 
 class BlockStore(Protocol):
-    """Full Blocks by key. Every call waits for a disk, may come from any thread, and raises ``OffloadError``s
-    as each says; nothing that is damaged or of something else is ever handed out."""
+    """Full Blocks by key. Thread-safe; every call waits for the disk. Damaged or foreign content is never
+    returned."""
 
     @property
     def identity(self) -> KvIdentity:
-        """Whose KV it is."""
+        """The kind of KV in the store."""
         ...
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading ``keys`` are there. No promise: they may be gone when they are read."""
+        """Number of leading ``keys`` present. They may be gone when they are read."""
         ...
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
-        """Fill ``buffers``, together ``identity.block_bytes`` long, with the block of ``key``.
+        """Fill ``buffers``, ``identity.block_bytes`` long in total, with the block of ``key``.
 
-        Only when it returns are they good. Raises ``BlockNotFound``, ``BlockCorrupt``, ``StoreError``, and
-        ``ValueError`` for buffers of another size.
+        After any exception their content is undefined. Raises ``BlockNotFound``, ``BlockCorrupt``,
+        ``StoreError``, and ``ValueError`` for buffers of another size.
         """
         ...
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
-        """Store ``buffers`` as the block of ``key``, which follows the block of ``parent``, if any.
+        """Store ``buffers`` as the block of ``key``; ``parent``: key of the previous block, if any.
 
-        A store that is full says so (``FULL``, ``DISK_FULL``) and has nothing of it. Raises ``StoreError``,
-        after which nothing is left of the block, and ``ValueError`` for buffers of another size.
+        A full store returns ``FULL`` or ``DISK_FULL`` and keeps nothing of it. Raises ``StoreError``, after
+        which nothing is left of the block, and ``ValueError`` for buffers of another size.
         """
         ...
 
@@ -54,7 +54,8 @@ class BlockStore(Protocol):
 
 
 def blocks_per_full(engine_block_tokens: int, block_tokens: int) -> int:
-    """Engine blocks of one Full Block. Raises ``ValueError`` where that is no whole number, or none."""
+    """Number of engine blocks per Full Block. Raises ``ValueError`` if it is not a whole number of at least
+    1."""
     if engine_block_tokens < 1 or block_tokens < engine_block_tokens or block_tokens % engine_block_tokens:
         raise ValueError(
             f"a Full Block of {block_tokens} tokens is not a whole number of engine blocks of "

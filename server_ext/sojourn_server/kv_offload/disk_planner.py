@@ -1,4 +1,4 @@
-"""What is on disk below one engine's host memory, and what is on its way to or from it."""
+"""Plans which blocks are written to disk, read back and deleted, below one engine's host memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from itertools import islice
 
 from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
 from .offload_jobs import BlockKey, CopyResult, FileCopy, OffloadJobs, ProbeResult
+
+MAX_STAGE_WAIT_S = 10.0
+"""Default of ``TierLimits.max_stage_wait_s``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +24,10 @@ class TierLimits:
     spill_below: float = 0.25
     """Write to disk while less than this share of host memory is free or also on disk."""
     max_spilling: int = 256
-    """Maximum number of blocks being written at once: a slow disk gets no longer a queue."""
+    """Maximum number of blocks being written at once, so that a slow disk's queue stays short."""
     max_staging: int = 4096
     """Maximum number of blocks being read at once."""
-    max_stage_wait_s: float = 10.0
+    max_stage_wait_s: float = MAX_STAGE_WAIT_S
     """Maximum wait of a request for the disk; then it computes the rest."""
     shared: bool = False
     """Read other engines' stores beside this one's."""
@@ -35,20 +38,20 @@ class TierLimits:
 
 
 DISK_INDEX_TIMEOUT_STEPS = 100
-"""Steps after which nobody waits any more for a mover to say what is on disk."""
+"""Steps after which the engine stops waiting for the worker's list of files on disk."""
 
 NO_SIBLINGS_RECHECK_S = 5.0
-"""Seconds for which nobody looks again for other engines' stores, where there was none."""
+"""Seconds until stores of other engines are searched for again, if there were none."""
 
 MAX_FOUND_KEYS = 1 << 16
-"""Blocks that are remembered to be in other engines' stores."""
+"""Maximum number of blocks remembered to be in other engines' stores."""
 
 MAX_PINNED_SHARE = 0.5
-"""Share of host memory that may be held for requests that wait for the disk, if they are several."""
+"""Share of host memory that several requests waiting for the disk may pin."""
 
 
 class DiskBackoff:
-    """After a disk has failed it is left alone for a while, for longer each time."""
+    """Pauses disk writes after a failure, each time for longer."""
 
     LONGEST_STEPS = 4096
 
@@ -64,11 +67,11 @@ class DiskBackoff:
         self._steps = 0
 
     @property
-    def lasts(self) -> bool:
+    def is_active(self) -> bool:
         return self._left > 0
 
     def over(self) -> bool:
-        """Whether it may be tried again; asked once a step."""
+        """Whether the pause is over; called once per step."""
         self._left = max(0, self._left - 1)
         return not self._left
 
@@ -80,108 +83,107 @@ class _PendingStage:
     since_s: float
     missing: int = 0
     entries: list[HostEntry] = field(default_factory=list)
-    """Pinned for it: what was brought for it must still be there when it is asked again."""
+    """Pinned for the request, so that blocks read for it remain until vLLM asks for it again."""
     given_up: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _PendingProbe:
-    """A request that waits to hear what other engines' stores have."""
+    """A request that waits for a search of other engines' stores."""
 
     since_s: float
     over: bool = False
 
 
 class DiskPlanner:
-    """The disk's half of a planner, which tells it what to bring and asks it what it has.
+    """The disk's part of an ``OffloadPlanner``.
 
-    It keeps three promises. What it says is on disk is there by the time it is
-    read, given that the mover deletes before it writes, and what turns out not to
-    be there is forgotten. Files, with those being written, are never more than
-    the disk has room for. A slot of host memory stays its block's while it is
-    written or read; that a block is on disk is noted in its entry (``on_disk``).
+    Three invariants. A block that it reports as on disk is there when it is read, provided that the worker
+    deletes before it writes; a block found missing is forgotten. Files, including those being written, never
+    exceed the disk's budget. A slot of host memory keeps its block while the block is written or read; the
+    entry's ``on_disk`` says whether a file has it.
 
-    Where other engines' stores lie beside this one's (``limits.shared``), what they
-    have is looked for when a request asks for it, and read as what is here is. It is
-    theirs: never counted as this engine's, and it may be gone by the time it is read.
+    With ``limits.shared``, other engines' stores beside this one are searched when a request needs blocks.
+    They are read like this engine's files, but never counted as its own, and may disappear before they are
+    read.
     """
 
     def __init__(
         self, limits: TierLimits, host: HostBlockPool, counts: Counter[str], numbers: Iterator[int]
     ) -> None:
-        """``counts`` is where blocks are counted by what became of them; ``numbers`` are those of jobs."""
+        """``counts``: blocks by outcome. ``numbers``: the job numbers."""
         self.limits = limits
         self._host = host
         self._counts = counts
         self._numbers = numbers
         self._files: OrderedDict[BlockKey, None] = OrderedDict()
-        """What is on disk, the longest unused first."""
+        """Blocks on disk, least recently used first."""
         self.known = False
-        """Whether the mover has said what an earlier engine left there."""
+        """Whether the worker has reported the files of an earlier engine."""
         self._asked_steps = 0
-        """Steps in which it could have."""
+        """Steps in which the worker could have reported them."""
         self._forgotten = False
-        """What was left there was computed before a reset."""
+        """The cache was reset: earlier files must not be used."""
         self.room = limits.disk_blocks
-        """Blocks there may be. Less for a while where the disk itself was full before that."""
+        """Maximum number of files. Reduced for a while if the disk itself was full earlier."""
         self._pause = DiskBackoff()
         self._spilling: dict[int, list[HostEntry]] = {}
         self.being_spilled: set[BlockKey] = set()
         self._ordered: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
-        """What is to be written though there is room, and its rank once it is there."""
+        """Blocks to be written although host memory has room, each with its rank once written."""
         self._staged_by: dict[int, list[HostEntry]] = {}
         self._being_staged: dict[BlockKey, list[_PendingStage]] = {}
-        """Of each block on its way from disk, the requests that wait for it."""
+        """By block being read, the requests that wait for it."""
         self._staging: dict[str, _PendingStage] = {}
         self._elsewhere: OrderedDict[BlockKey, None] = OrderedDict()
-        """Of what other engines' stores have, what was asked for, the longest unused first."""
+        """Blocks in other engines' stores that requests have asked for, least recently used first."""
         self._borrowed: set[BlockKey] = set()
-        """Of what is on its way from disk, what comes from there."""
+        """Blocks being read from other engines' stores."""
         self._probed: dict[str, _PendingProbe] = {}
-        """Requests for which they were looked through."""
+        """Searches of other stores, by request."""
         self._probing: dict[int, tuple[_PendingProbe, Sequence[BlockKey]]] = {}
-        self._alone_until_s = float("-inf")
-        # Orders of the step that is being planned.
+        self._no_siblings_until_s = float("-inf")
+        # Orders of the step being planned.
         self._probes: dict[int, Sequence[BlockKey]] = {}
         self._drops: list[BlockKey] = []
         self._spills: dict[int, list[FileCopy]] = {}
         self._stages: dict[int, list[FileCopy]] = {}
 
     def __len__(self) -> int:
-        """Blocks on disk."""
+        """Number of blocks on disk."""
         return len(self._files)
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._files
 
     def __iter__(self) -> Iterator[BlockKey]:
-        """What is on disk, the longest unused first."""
+        """Blocks on disk, least recently used first."""
         return iter(self._files)
 
     @property
     def under_way(self) -> int:
-        """Jobs whose results are still to come."""
+        """Number of jobs without results."""
         return len(self._spilling) + len(self._staged_by) + len(self._probing)
 
     @property
     def closed(self) -> bool:
-        """Nothing is written any more: after a reset this engine may have other weights than its name says,
-        and other engines would read what it writes."""
+        """Whether nothing is written any more: after a reset the weights may differ from the store's
+        identity, and other engines would read wrong KV."""
         return self.limits.shared and self._forgotten
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a step is needed though no request asks for one: orders wait, or it is not known yet what
-        an earlier engine left on disk."""
+        """Whether a step is needed although no request needs one: orders wait, or the files of an earlier
+        engine are not known yet."""
         if self._drops or self._spills or self._stages or self._probes:
             return True
         if not self.known:
             return bool(self.limits.disk_blocks) and self._asked_steps < DISK_INDEX_TIMEOUT_STEPS
-        # While a batch is being written nothing is asked for: an idle engine would turn in circles.
-        return bool(self._ordered) and not self._spilling and not self._pause.lasts
+        # No step while a batch is being written: an idle engine would spin.
+        return bool(self._ordered) and not self._spilling and not self._pause.is_active
 
     def add_jobs(self, jobs: OffloadJobs) -> None:
-        """Add the orders of the step that was just planned."""
+        """Add the orders of the step just planned."""
         self._asked_steps += 1
         jobs.drops, self._drops = self._drops, []
         jobs.spills, self._spills = self._spills, {}
@@ -190,8 +192,8 @@ class DiskPlanner:
 
     # -- what is there --------------------------------------------------------------
 
-    def take_in(self, keys: Sequence[BlockKey]) -> None:
-        """An earlier engine left these there, the longest unused first."""
+    def add_existing(self, keys: Sequence[BlockKey]) -> None:
+        """Take the list of an earlier engine's files, least recently used first."""
         self.known = True
         if self._forgotten:
             self._drops += keys
@@ -201,7 +203,7 @@ class DiskPlanner:
         self.make_room(0)
 
     def make_room(self, blocks: int) -> None:
-        """Drop the longest unused files until so many more fit; what is being read stays."""
+        """Delete the least recently used files until ``blocks`` more fit, except those being read."""
         excess = len(self._files) + len(self.being_spilled) + blocks - self.room
         if excess <= 0:
             return
@@ -212,13 +214,13 @@ class DiskPlanner:
             self._counts["disk_dropped"] += 1
 
     def discard(self, key: BlockKey) -> None:
-        """The file of this is not to be found any more. What host memory had of it is gone already."""
+        """Delete the file of a key. Its copy in host memory is gone already."""
         if key in self._files:
             del self._files[key]
             self._drops.append(key)
 
     def forget(self) -> None:
-        """What is there was computed before a reset. Nobody waits for it any more."""
+        """Delete all files and cancel all waits: the cache was reset."""
         for request_id in list(self._staging):
             self.abandon(request_id)
         self._drops += self._files
@@ -236,23 +238,23 @@ class DiskPlanner:
     # -- to disk --------------------------------------------------------------------
 
     def order(self, key: BlockKey, rank: RetentionRank) -> None:
-        """Write what host memory has of this as soon as the disk takes it; from then on it has this rank."""
+        """Write a block from host memory to disk as soon as possible, and give it this rank then."""
         if self.closed:
             return
         self._ordered[key] = rank
         if len(self._ordered) > 2 * self.limits.host_slots:
-            # A disk that always fails never comes to them. One in two at least has left host memory, or more
-            # would be here than there are slots, so to look at all of them costs O(1) an order.
+            # A disk that always fails never takes orders. At least half of these keys have left host memory,
+            # since it has fewer slots: the scan costs O(1) per order.
             has = self._host.get
             self._ordered = OrderedDict(order for order in self._ordered.items() if has(order[0]) is not None)
 
     def cancel_spill(self, key: BlockKey) -> None:
-        """It is not to be written by order any more."""
+        """Cancel an order to write a block."""
         self._ordered.pop(key, None)
 
     def plan_spills(self) -> None:
-        """Once a step: write what was ordered, and keep a part of host memory reusable without loss, a batch
-        at a time."""
+        """Once per step: write a batch of ordered blocks, and of others if too little of host memory is
+        reusable without loss."""
         limits, host = self.limits, self._host
         if not self.known or self.closed or not self._pause.over():
             return
@@ -263,14 +265,14 @@ class DiskPlanner:
         room -= self.spill(self._first_ordered(min(room, self.room)))
         lost = host.idle_unspilled(RetentionRank.WORTHLESS) + host.idle_unspilled(RetentionRank.SPARE)
         spare = host.free + host.idle_on_disk + lost + len(self.being_spilled)
-        # More than the disk takes would push out what was written just before, for ever.
+        # Not more than the disk holds: the batch would evict what was just written.
         wanted = min(int(limits.spill_below * limits.host_slots), self.room) - spare
         if room <= 0 or wanted <= 0:
             return
         self.spill(host.next_unspilled(min(room, wanted), above=RetentionRank.SPARE))
 
     def _first_ordered(self, most: int) -> list[HostEntry]:
-        """The first of what is to be written to disk by order, as far as it has been stored."""
+        """The first ordered blocks whose stores to host memory have ended."""
         found: list[HostEntry] = []
         for key in list(islice(self._ordered, max(0, most))):
             entry = self._host.get(key)
@@ -280,13 +282,13 @@ class DiskPlanner:
                 break
             else:
                 found.append(entry)
-        return found[::-1]  # as any batch: the end first
+        return found[::-1]  # as in any batch, the end of a context first
 
     def spill(self, entries: Sequence[HostEntry]) -> int:
-        """Write idle entries to disk; they stay in host memory too. Returns how many."""
+        """Write idle entries to disk; they stay in host memory. Returns their number."""
         entries = [entry for entry in entries if not entry.on_disk and entry.key not in self.being_spilled]
         self.make_room(min(len(entries), self.room))
-        # Files that are being written or read make no room.
+        # Files being written or read cannot be deleted.
         fits = self.room - len(self._files) - len(self.being_spilled)
         entries = entries[: max(0, fits)]
         if not entries:
@@ -300,7 +302,7 @@ class DiskPlanner:
         return len(entries)
 
     def spilled(self, job: int, copy_results: Mapping[BlockKey, CopyResult]) -> None:
-        """What became of a batch."""
+        """Take the results of a batch of writes."""
         host = self._host
         seen: set[CopyResult] = set()
         written: list[BlockKey] = []
@@ -310,7 +312,7 @@ class DiskPlanner:
             seen.add(copy_result)
             if copy_result is not CopyResult.MOVED:
                 self._counts[f"spill_{copy_result.value}"] += 1
-            elif entry.removal_pending:  # forgotten meanwhile
+            elif entry.removal_pending:  # the cache was reset meanwhile
                 self._drops.append(entry.key)
             else:
                 self._counts["spilled"] += 1
@@ -318,13 +320,13 @@ class DiskPlanner:
                 host.set_on_disk(entry, True)
                 host.set_rank(entry, self._ordered.pop(entry.key, entry.rank))
             if copy_result is CopyResult.FULL:
-                # Somebody else fills the disk too: for a while what we have there is all we may have.
+                # Other data fills the disk: for a while, keep to the current number of files.
                 self.room = min(self.room, len(self._files))
                 host.set_rank(entry, self._ordered.pop(entry.key, entry.rank))
             host.unpin(entry, used=False)
-        # Of a context the end is deleted first.
+        # So that the end of a context is deleted first.
         self._files.update(dict.fromkeys(reversed(written)))
-        # Once a job: a batch that fails is one failure.
+        # Once per job: a failed batch is one failure.
         if CopyResult.FAILED in seen or CopyResult.FULL in seen:
             self._pause.failed()
         elif CopyResult.MOVED in seen:
@@ -333,11 +335,11 @@ class DiskPlanner:
     # -- from disk ------------------------------------------------------------------
 
     def disk_read_requested(self, request_id: str) -> bool:
-        """Whether something was read for the request since it last loaded anything."""
+        """Whether blocks were read for the request since its last load."""
         return request_id in self._staging
 
-    def waits(self, request_id: str, now: float) -> bool:
-        """Whether the request waits on for what is looked for or read for it: for so long, and then never
+    def must_wait(self, request_id: str, now: float) -> bool:
+        """Whether the request must still wait for a search or a read. After the time limit it does not wait
         again."""
         probe = self._probed.get(request_id)
         if probe is not None and not probe.over:
@@ -354,12 +356,12 @@ class DiskPlanner:
         return False
 
     def probe(self, request_id: str, keys: Sequence[BlockKey], now: float) -> bool:
-        """Have other engines' stores looked through for ``keys``, from the first on that this engine has
-        nowhere. Once a request; False: there is no reason to."""
+        """Search other engines' stores for ``keys``, from the first that this engine lacks. Once per request.
+        Returns False if there is nothing to search for."""
         if not self.limits.shared or self._forgotten or request_id in self._probed:
             return False
         missing = self._from_first_missing(keys)
-        if len(missing) < self.limits.min_probe_blocks or now < self._alone_until_s:
+        if len(missing) < self.limits.min_probe_blocks or now < self._no_siblings_until_s:
             return False
         job = next(self._numbers)
         probe = self._probed[request_id] = _PendingProbe(now)
@@ -368,13 +370,13 @@ class DiskPlanner:
         return True
 
     def probed(self, job: int, answer: ProbeResult) -> None:
-        """What other engines' stores have."""
+        """Take the result of a search."""
         probe, keys = self._probing.pop(job, (None, ()))
         if probe is None:
             return
         probe.over = True
         if not answer.stores:
-            self._alone_until_s = probe.since_s + NO_SIBLINGS_RECHECK_S
+            self._no_siblings_until_s = probe.since_s + NO_SIBLINGS_RECHECK_S
         if self._forgotten:
             return
         for key in keys[: answer.found]:
@@ -393,14 +395,14 @@ class DiskPlanner:
     def stage(
         self, request_id: str, found: Sequence[HostEntry], keys: Iterable[BlockKey], now: float
     ) -> bool:
-        """Have leading ``keys`` read for a request that has ``found`` what comes before them. False: the disk
-        has nothing of them. What is here or comes stays until it is ``abandoned``."""
+        """Read leading ``keys`` for a request whose earlier blocks were ``found``; all are pinned until
+        ``abandon``. Returns False if the disk has none of them."""
         waiting = _PendingStage(since_s=now)
-        # What is found already must not make way for the rest.
+        # Reads must not evict the blocks already found.
         for entry in found:
             self._host.pin(entry)
             waiting.entries.append(entry)
-        # It runs next, and what it waits for is pinned: it is worth more than what waits for its turn.
+        # The request runs next and its blocks are pinned: it has priority over idle programs.
         if not self._read(keys, waiting, RetentionRank.PLAIN, at_most=RetentionRank.IDLE):
             self._host.release(waiting.entries)
             return False
@@ -408,7 +410,7 @@ class DiskPlanner:
         return True
 
     def fetch(self, keys: Iterable[BlockKey], rank: RetentionRank) -> int:
-        """Have leading ``keys`` read, for nobody yet; returns how many are on their way."""
+        """Read leading ``keys`` ahead of need; returns the number being read."""
         return self._read(keys, None, rank, at_most=min(rank, RetentionRank.IDLE))
 
     def _read(
@@ -419,12 +421,13 @@ class DiskPlanner:
         *,
         at_most: RetentionRank,
     ) -> int:
-        """Have leading ``keys`` read, as far as the disk has them; returns how many are on their way."""
+        """Read leading ``keys`` as far as the disk has them; returns the number being read."""
         host, job = self._host, next(self._numbers)
         ordered: list[HostEntry] = []
         here: list[HostEntry] = []
         missing = 0
-        # What requests wait for is pinned, and running ones must find room for what they lose.
+        # Running requests need room in host memory for blocks they lose, so waiting ones may not pin all of
+        # it.
         pinned = sum(len(other.entries) for other in self._staging.values())
         room = self.limits.max_staging - len(self._being_staged)
         if pinned:
@@ -447,7 +450,7 @@ class DiskPlanner:
                 missing += 1
                 if waiting is not None:
                     self._being_staged[key].append(waiting)
-            host.pin(entry)  # the next one must not take its slot
+            host.pin(entry)  # the next read must not reuse its slot
             here.append(entry)
         if ordered:
             self._staged_by[job] = ordered
@@ -461,7 +464,7 @@ class DiskPlanner:
         return missing
 
     def staged(self, job: int, copy_results: Mapping[BlockKey, CopyResult]) -> None:
-        """What became of what was to be read."""
+        """Take the results of a batch of reads."""
         for entry in self._staged_by.pop(job, ()):
             copy_result = copy_results.get(entry.key, CopyResult.FAILED)
             for waiting in self._being_staged.pop(entry.key, ()):
@@ -481,7 +484,7 @@ class DiskPlanner:
             self._host.filled(entry)
 
     def abandon(self, request_id: str) -> None:
-        """The request loads what there is, or nothing: it waits no more."""
+        """The request stops waiting."""
         self._probed.pop(request_id, None)
         waiting = self._staging.pop(request_id, None)
         if waiting is not None:

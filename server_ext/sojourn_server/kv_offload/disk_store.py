@@ -1,31 +1,31 @@
-"""Full Blocks on a disk, over the end of the process: found by key, checked on reading, within a budget.
+"""Full Blocks on a disk, kept after the process ends: found by key, verified on reading, within a budget.
 
 Folders
 -------
     ROOT/
       3f9a0c51d2e47b68/     one store: 16 hex digits of the digest of a ``KvIdentity``
-      3f9a0c51d2e47b68-b/   another of the same, whose name is b: see ``siblings``
+      3f9a0c51d2e47b68-b/   another store of the same identity, named b
         manifest.json       that identity in full, and the version of the format
         lock                held by the one process that has the store open
         a7/a7c0….kv         a block; its name is the key in hex, its folder the key's first byte
-        a7/a7c0….partial    one being written
+        a7/a7c0….partial    a block being written
 
-The name finds the folder, the manifest decides: a folder that was renamed, copied or made by something
-else is refused, whatever its name. Stores of several identities can lie side by side. But who restarts
-with another model or block size most often did not mean to fill the disk a second time, so a root in
-which there are only other stores is refused as well, unless ``alongside`` is said. The ranks of one server
-are no others to each other. Nothing foreign is ever deleted, nor files whose names are not ours.
+The folder's name locates the store, the manifest decides: a folder with another manifest is refused, whatever
+its name. Stores of several identities can share a root. But a restart with another model or block size is
+usually not meant to fill the disk a second time, so a root with only other stores is refused unless
+``alongside`` is set. Ranks of one server count as the same store. Files and folders that are not sojourn's
+are never deleted.
 
 Errors
 ------
     OffloadError
-     ├ StoreError     the operating system said no; ``errno`` says why
-     ├ StoreInUse     another process has it open
-     ├ IncompatibleStore   it is for another model, block size, …; ``differences`` say which
-     ├ BlockNotFound   there is no such block, or no longer
-     └ BlockCorrupt   there was one, but it cannot be trusted; it has been removed
+     ├ StoreError          the operating system reported an error, ``errno``
+     ├ StoreInUse          another process has the store open
+     ├ IncompatibleStore   the store has another model, block size, …, listed in ``differences``
+     ├ BlockNotFound       there is no such block (any more)
+     └ BlockCorrupt        the block was damaged; it has been removed
 
-A caller's mistake is a ``ValueError``. All but mistakes in opening can be met by computing the block again.
+A caller's mistake is a ``ValueError``. After any error but those of opening, the block can be computed again.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ _FANOUT = re.compile(r"[0-9a-f]{2}")
 _BLOCK = re.compile(r"((?:[0-9a-f]{2}){%d,%d})\.(kv|partial)" % (MIN_KEY_BYTES, MAX_KEY_BYTES))  # noqa: UP031
 
 _NOT_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""What a read can fail of that says nothing about the block."""
+"""Read errors that are not caused by the block's file."""
 
 
 def block_path(store: Path, key: bytes) -> Path:
-    """Where a store has the block of ``key``. Raises ``ValueError`` for what is no key."""
+    """Path of the block of ``key``. Raises ``ValueError`` for an invalid key."""
     if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(key)}")
     name = key.hex()
@@ -87,7 +87,7 @@ def block_payload(identity: KvIdentity, buffers: Sequence[Buffer], *, writable: 
 
 
 class StoreError(OffloadError):
-    """The operating system refused something; ``errno`` and ``__cause__`` are its own."""
+    """The operating system reported an error; ``errno`` and ``__cause__`` have it."""
 
     def __init__(self, doing: str, path: Path, cause: OSError) -> None:
         super().__init__(f"{doing} {path} failed: {cause.strerror or cause}")
@@ -96,7 +96,7 @@ class StoreError(OffloadError):
 
 
 class BlockNotFound(OffloadError):
-    """There is no such block, or no longer."""
+    """There is no such block (any more)."""
 
     def __init__(self, key: bytes) -> None:
         super().__init__(f"no block {key.hex()} in this store")
@@ -104,26 +104,25 @@ class BlockNotFound(OffloadError):
 
 
 class PutOutcome(Enum):
-    """What became of a block that was put."""
+    """Outcome of a ``put``."""
 
     STORED = "stored"
     ALREADY = "already"
-    """There is one of that key; what was given was not looked at."""
+    """The key exists; the given content was ignored."""
     FULL = "full"
-    """It would exceed the budget. Nothing was written: drop something first."""
+    """The block would exceed the budget. Nothing was written."""
     DISK_FULL = "disk_full"
-    """The disk or a quota has no room. Nothing is left of it."""
+    """The disk or a quota is full. Nothing of the block is left."""
 
 
 class DiskStore:
     """Blocks of one ``KvIdentity`` in a folder, at most ``budget_bytes`` of files.
 
-    Every call but ``has``, ``oldest``, ``keys``, ``len`` and ``used_bytes`` waits for the disk. Calls may
-    come from any thread. Those of one key take turns, those of different keys overlap; the lock over the
-    index is never held while the disk works, so the others can be asked from the scheduler's thread.
+    Thread-safe. Every call waits for the disk, except ``has``, ``oldest``, ``keys``, ``len`` and
+    ``used_bytes``, which the scheduler's thread may use: the index is never locked during I/O. Calls for one
+    key are serialised, those for different keys run concurrently.
 
-    It never chooses what to give up: at its budget it says ``FULL``. Only a block that could not be read
-    any more gives way by itself.
+    It evicts nothing: at its budget ``put`` returns ``FULL``. Only files that cannot be read are replaced.
     """
 
     def __init__(
@@ -137,12 +136,12 @@ class DiskStore:
         clock_ns: Callable[[], int],
         lock: StoreLock,
     ) -> None:
-        """For ``open``: the folder is there, is ours and is locked."""
+        """For ``open``, which has made, checked and locked the folder."""
         self.path = path
         self.identity = identity
         self.budget_bytes = budget_bytes
         self.file_bytes = HEADER_BYTES + identity.block_bytes
-        """Size of every block's file, and what it counts against the budget."""
+        """Size of every block's file, as counted against the budget."""
         self._digest = identity.digest()
         self._durable = durable
         self._files = files
@@ -151,13 +150,13 @@ class DiskStore:
         self._closed = False
         self._changed = threading.Condition(threading.Lock())
         self._index: OrderedDict[bytes, None] = OrderedDict()
-        """By last use, the oldest first."""
+        """Least recently used first."""
         self._busy: set[bytes] = set()
-        """Keys that some thread reads, writes or removes."""
+        """Keys being read, written or removed."""
         self._unusable: OrderedDict[bytes, None] = OrderedDict()
-        """Keys with files that cannot be read or removed. They still take room."""
+        """Keys whose files cannot be read or removed. They still count against the budget."""
         self._used_bytes = 0
-        """Of files indexed, unusable and being written."""
+        """Bytes of indexed and unusable files and of those being written."""
         self._last_use_ns = 0
 
     @classmethod
@@ -173,14 +172,14 @@ class DiskStore:
         files: FileSystem | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> DiskStore:
-        """Open the store of ``identity`` in ``root``, or make it; its blocks are there, in order of last use.
+        """Open or create the store of ``identity`` in ``root``, with its blocks in order of last use.
 
-        ``name`` tells it from the stores of other engines that serve the same (``store_folder.is_name``).
-        Payloads are not read: a damaged one shows when it is asked for. Files of the wrong size and those
-        left half written are removed; beyond the budget, so are the least recently used. ``durable``: a
-        block that is stored is on the disk, also if the machine dies (by default only if the process
-        does). ``alongside``: other identities' stores in this root are meant to be there. The budget is
-        this store's alone. ``clock_ns`` orders uses; it may jump.
+        ``name`` distinguishes the stores of engines that serve the same identity (``is_store_name``).
+        ``durable``: a stored block survives a failure of the machine (default: of the process).
+        ``alongside``: other identities' stores may be in ``root``. ``clock_ns`` orders uses; it may jump.
+
+        Payloads are verified when read. Files of the wrong size and partial files are removed, then the least
+        recently used beyond the budget.
 
         Raises ``IncompatibleStore``, ``StoreInUse``, ``StoreError``, and ``ValueError`` for a negative budget
         or an invalid name.
@@ -190,7 +189,7 @@ class DiskStore:
         if name is not None and not is_store_name(name):
             raise ValueError(f"a store cannot be named {name!r}; expected letters, digits, '.', '_' and '-'")
         files = files or LocalFileSystem()
-        # Also the same store under two names must be seen to be the same.
+        # The same store reached by another path must be recognised.
         path = Path(os.path.realpath(root)) / folder_name(identity, name)
         files.confine(path.parent)
         try:
@@ -220,7 +219,7 @@ class DiskStore:
         return store
 
     def close(self) -> None:
-        """Let another process have it, once the calls under way are done. No call but this may follow."""
+        """Release the store for other processes after running calls have ended. No other call may follow."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._busy)
@@ -235,11 +234,11 @@ class DiskStore:
         self.close()
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
-        """Store ``buffers``, one after the other, as the block of ``key``; to be put again is a use.
+        """Store ``buffers``, in order, as the block of ``key``. An existing block counts as used.
 
-        ``parent`` is the key of the block before it in its context, kept for ``parent_of``; empty: none.
-        Together they must have ``identity.block_bytes`` bytes, and not change until the call returns.
-        Raises ``StoreError``, after which nothing is left of the block, and ``ValueError``.
+        ``parent``: key of the previous block of its context, for ``parent_of``; empty: none. The buffers must
+        have ``identity.block_bytes`` bytes in total and not change during the call. Raises ``StoreError``,
+        after which nothing of the block is left, and ``ValueError``.
         """
         path = self._path(key)
         payload = block_payload(self.identity, buffers, writable=False)
@@ -263,12 +262,11 @@ class DiskStore:
             return PutOutcome.STORED
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
-        """Fill ``buffers``, one after the other, with the block of ``key``. put may have cut it otherwise.
+        """Fill ``buffers``, in order, with the block of ``key``. ``put`` may have been given other divisions.
 
-        Only when it returns are they good: after any exception their content is undefined. Raises
-        ``BlockNotFound``; ``BlockCorrupt``, and the file is gone; ``StoreError`` for one that cannot be read,
-        which is then no longer ``has``, but is looked for again when the store is next opened, unless its
-        room was needed; ``ValueError`` as ``put``, also for buffers that cannot be written.
+        After any exception their content is undefined. Raises ``BlockNotFound``; ``BlockCorrupt``, after
+        removing the file; ``StoreError`` if the file cannot be read: the block is then no longer ``has``,
+        until the store is opened again; ``ValueError`` for read-only buffers or another size.
         """
         path = self._path(key)
         payload = block_payload(self.identity, buffers, writable=True)
@@ -281,7 +279,7 @@ class DiskStore:
                 self._forget(key)
                 self._erase(key)
                 raise
-            except FileNotFoundError as error:  # somebody tidied up behind our back
+            except FileNotFoundError as error:  # another process has deleted the file
                 self._forget(key)
                 self._erase(key)
                 raise BlockNotFound(key) from error
@@ -294,10 +292,10 @@ class DiskStore:
             self._touch(key)
 
     def drop(self, key: bytes) -> bool:
-        """Remove the block of ``key``; whether there was one. Waits for a read or write of it.
+        """Remove the block of ``key``, after running calls for it. Returns whether there was one.
 
-        Raises ``StoreError`` where the file cannot be removed; it is no longer ``has`` all the same, and
-        keeps counting against the budget.
+        Raises ``StoreError`` if the file cannot be removed: the block is no longer ``has``, but counts
+        against the budget.
         """
         path = self._path(key)
         with self._turn(key):
@@ -311,14 +309,14 @@ class DiskStore:
             return True
 
     def has(self, key: bytes) -> bool:
-        """Whether there is a block of ``key``; not a use."""
+        """Whether there is a block of ``key``. Does not count as a use."""
         with self._changed:
             return key in self._index
 
     def parent_of(self, key: bytes) -> bytes | None:
-        """Leading bytes of the key of the block before ``key``'s in its context, as its file says; not a use.
+        """Leading bytes of the key of the block before ``key``'s in its context. Does not count as a use.
 
-        ``None`` where it does not say, or cannot be read: who evicts is told nothing wrong by that.
+        ``None``: the file names none or cannot be read.
         """
         path = self._path(key)
         with self._turn(key):
@@ -328,12 +326,12 @@ class DiskStore:
                 return None
 
     def oldest(self, count: int) -> list[bytes]:
-        """Up to ``count`` keys, the least recently used first."""
+        """Up to ``count`` keys, least recently used first."""
         with self._changed:
             return list(islice(self._index, max(0, count)))
 
     def keys(self) -> list[bytes]:
-        """All keys, the least recently used first."""
+        """All keys, least recently used first."""
         with self._changed:
             return list(self._index)
 
@@ -343,7 +341,7 @@ class DiskStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files of blocks, those being written and those that cannot be read included."""
+        """Bytes of all block files, including partial and unreadable ones."""
         with self._changed:
             return self._used_bytes
 
@@ -352,7 +350,7 @@ class DiskStore:
 
     @contextlib.contextmanager
     def _turn(self, key: bytes) -> Iterator[None]:
-        """While it lasts no other thread touches the files of ``key`` or its place in the index."""
+        """Exclude other threads from the files of ``key`` and its place in the index."""
         with self._changed:
             self._changed.wait_for(lambda: key not in self._busy)
             if self._closed:
@@ -379,18 +377,19 @@ class DiskStore:
         )
         try:
             write()
-        except FileNotFoundError:  # the first block of its folder
+        except FileNotFoundError:  # first block of its folder
             self._files.mkdir(path.parent, parents=False)
             if self._durable:
                 sync_folder(self._files, self.path)
             write()
 
     def _touch(self, key: bytes) -> None:
-        """Make it the last used, also for the next who opens the store."""
+        """Mark the block as the last used, also for the next process that opens the store."""
         with self._changed:
             self._index[key] = None
             self._index.move_to_end(key)
-            # The kernel's own times have a grain of milliseconds, and clocks jump: neither may reorder uses.
+            # File times have a resolution of milliseconds, and clocks jump: neither may change the order of
+            # uses.
             self._last_use_ns = now_ns = max(self._clock_ns(), self._last_use_ns + 1)
         with contextlib.suppress(OSError):  # a wrong order after a restart costs little
             self._files.set_mtime(self._path(key), now_ns)
@@ -407,20 +406,20 @@ class DiskStore:
             return True
 
     def _give_up_unusable(self, key: bytes) -> None:
-        """Before ``key`` is written anew. A file that won't go fails the put: it could not be replaced."""
+        """Remove an unusable file before ``key`` is written again. Raises ``StoreError``."""
         if self._take_unusable(key):
             error = self._erase(key)
             if error is not None:
                 raise StoreError("removing the KV block", self._path(key), error) from error
 
     def _reserve(self) -> bool:
-        """Count one more file, if the budget has room or an unusable file can make some."""
+        """Reserve budget for one more file, if necessary by removing an unusable one."""
         while True:
             with self._changed:
                 if self._used_bytes + self.file_bytes <= self.budget_bytes:
                     self._used_bytes += self.file_bytes
                     return True
-                # Not one whose turn somebody has: two who wait for each other's keys would wait for ever.
+                # Not a key in use: two threads waiting for each other's keys would deadlock.
                 victim = next((key for key in self._unusable if key not in self._busy), None)
                 if victim is None:
                     return False
@@ -435,7 +434,7 @@ class DiskStore:
                     self._changed.notify_all()
 
     def _erase(self, key: bytes) -> OSError | None:
-        """Remove what there is of a key that is counted but not indexed; the error, where that fails."""
+        """Remove the files of a key that is counted but not indexed; returns the error if that fails."""
         path = self._path(key)
         for name in (path.with_suffix(".partial"), path):
             try:
@@ -451,7 +450,7 @@ class DiskStore:
         return None
 
     def _find_blocks(self) -> None:
-        """Rebuild the index from names, sizes and times; remove what is no block, and what is too much."""
+        """Rebuild the index from names, sizes and times; remove invalid files and those beyond the budget."""
         found: list[tuple[int, bytes]] = []
         torn: set[bytes] = set()
         for folder in self._files.scan(self.path):
@@ -469,7 +468,7 @@ class DiskStore:
                     found.append((file.mtime_ns, key))
                 else:
                     torn.add(key)
-        # A block may have been put over a partial file that could not be removed: that goes, the block stays.
+        # A block may exist beside a partial file that could not be removed: only the partial file goes.
         for key in torn - {key for _, key in found}:
             self._used_bytes += self.file_bytes
             self._erase(key)

@@ -1,4 +1,4 @@
-"""Which blocks' content is in which slot of host memory."""
+"""The slots of host memory: which block each holds, and the order in which they are reused."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class HostEntry:
     """The job that fills it; ``None``: it is filled."""
     on_disk: bool
     pins: int = 0
-    """Who reads it, or is about to. It is reused by nobody meanwhile."""
+    """Number of readers, current or expected. A pinned entry is not reused."""
     removal_pending: bool = False
-    """Not to be found any more; its slot is free once nobody reads or fills it."""
+    """No longer found; its slot becomes free once it is neither read nor filled."""
 
 
 class HostBlockPool:
-    """The slots of one engine's host memory, and the order in which they are reused. All O(1) a block."""
+    """The slots of one engine's host memory and their order of reuse. Every operation is O(1) per block."""
 
     def __init__(self, slots: int, counts: Counter[str] | None = None) -> None:
-        """``counts`` is where blocks are counted that had to make way for others."""
+        """``counts``: counts evicted blocks."""
         self.slots = slots
         self._counts: Counter[str] = counts if counts is not None else Counter()
         self._free = list(range(slots - 1, -1, -1))
@@ -67,9 +67,9 @@ class HostBlockPool:
         self._idle: dict[RetentionRank, OrderedDict[BlockKey, HostEntry]] = {}
         """Filled, unpinned entries: the only ones that may be reused."""
         self._dirty: dict[RetentionRank, OrderedDict[BlockKey, HostEntry]] = {}
-        """Those of them that are not on disk."""
+        """Idle entries without a copy on disk."""
         self.idle_on_disk = 0
-        """Idle entries that are on disk too: reusing their slots loses nothing."""
+        """Number of idle entries with a copy on disk: their reuse loses nothing."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -78,26 +78,26 @@ class HostBlockPool:
         return iter(self._entries.values())
 
     def get(self, key: BlockKey) -> HostEntry | None:
-        """The entry of a block's content, filled or being filled."""
+        """The entry of a block, filled or being filled."""
         return self._entries.get(key)
 
     def entry_in_slot(self, slot: int) -> HostEntry | None:
-        """Whose content is, or will be, in a slot."""
+        """The entry that a slot belongs to."""
         return self._by_slot.get(slot)
 
     @property
     def free(self) -> int:
-        """Slots that hold nothing."""
+        """Number of empty slots."""
         return len(self._free)
 
     def room(self, at_most: RetentionRank) -> int:
-        """Slots that hold nothing, or something worth no more that may be reused. O(1)."""
+        """Number of slots that are empty or may be reused for a block of rank ``at_most``."""
         return len(self._free) + sum(len(idle) for rank, idle in self._idle.items() if rank <= at_most)
 
     def begin(
         self, key: BlockKey, rank: RetentionRank, job: int | None, *, on_disk: bool = False
     ) -> HostEntry | None:
-        """A slot for a block that is not here, or ``None`` where none may be reused: call ``reuse`` first."""
+        """Assign an empty slot to a new block; ``None``: call ``reuse`` first."""
         if not self._free:
             return None
         entry = HostEntry(key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk)
@@ -115,8 +115,8 @@ class HostBlockPool:
         on_disk: bool = False,
         at_most: RetentionRank | None = None,
     ) -> HostEntry | None:
-        """A slot for a block that is not here: a free one, or that of something worth ``at_most`` so much, by
-        default as much. ``None``: there is none."""
+        """Assign a slot to a new block, if necessary by evicting an entry of at most rank ``at_most``
+        (default: ``rank``). ``None``: there is none."""
         if not self._free:
             reused = self.reuse(at_most=rank if at_most is None else at_most)
             if reused is None:
@@ -125,8 +125,8 @@ class HostBlockPool:
         return self.begin(key, rank, job, on_disk=on_disk)
 
     def reuse(self, *, at_most: RetentionRank) -> HostEntry | None:
-        """Free the slot whose turn it is, of a rank that is no higher; ``None``: the others are worth more,
-        pinned, or being filled."""
+        """Evict the next entry of at most this rank; ``None``: all others have a higher rank, are pinned, or
+        are being filled."""
         rank = min(self._idle, default=None)
         if rank is None or rank > at_most:
             return None
@@ -135,19 +135,19 @@ class HostBlockPool:
         return entry
 
     def filled(self, entry: HostEntry) -> None:
-        """Its job is done."""
+        """The entry's job has ended."""
         entry.job = None
         self._settle(entry)
 
     def pin(self, entry: HostEntry) -> None:
-        """Somebody reads it, or is about to."""
+        """Keep the entry from being reused."""
         if self._is_idle(entry):
             self._unsettle(entry)
         entry.pins += 1
 
     def unpin(self, entry: HostEntry, *, used: bool = True) -> None:
-        """One reader is through; that was its newest use, unless it was only copied on (``used=False``):
-        then it is as old as the oldest of its rank."""
+        """Remove one pin. The entry becomes the most recently used of its rank; with ``used=False`` (a copy,
+        not a use) the least recently used."""
         entry.pins -= 1
         self._settle(entry)
         if not used and self._is_idle(entry):
@@ -156,18 +156,18 @@ class HostBlockPool:
                 self._dirty[entry.rank].move_to_end(entry.key, last=False)
 
     def release(self, entries: Sequence[HostEntry]) -> None:
-        """A reader of these, of a context in its order, is through: its end is reused first."""
+        """Unpin the entries of a context, given in its order: the end will be reused first."""
         for entry in reversed(entries):
             self.unpin(entry)
 
     def touch(self, entry: HostEntry) -> None:
-        """It was used, or would have been."""
+        """Mark the entry as used."""
         if self._is_idle(entry):
             self._unsettle(entry)
             self._settle(entry)
 
     def set_rank(self, entry: HostEntry, rank: RetentionRank) -> None:
-        """It is reused with those of another rank, after them."""
+        """Change the rank; the entry becomes the most recently used of its new rank."""
         if entry.rank == rank:
             return
         idle = self._is_idle(entry)
@@ -178,7 +178,7 @@ class HostBlockPool:
             self._settle(entry)
 
     def set_on_disk(self, entry: HostEntry, on_disk: bool) -> None:
-        """A copy of it is on disk now, or no longer."""
+        """Note whether a copy is on disk."""
         if entry.on_disk == on_disk:
             return
         idle = self._is_idle(entry)
@@ -191,11 +191,11 @@ class HostBlockPool:
             self.idle_on_disk -= 1
 
     def idle_unspilled(self, rank: RetentionRank) -> int:
-        """Idle entries of this rank that a reuse would lose."""
+        """Number of idle entries of this rank without a copy on disk."""
         return len(self._dirty.get(rank, ()))
 
     def next_unspilled(self, most: int, *, above: RetentionRank) -> list[HostEntry]:
-        """Idle entries of higher ranks that a reuse would lose, the next to be reused first."""
+        """Idle entries of ranks above ``above`` without a copy on disk, next to be reused first."""
         found: list[HostEntry] = []
         for rank in sorted(rank for rank in self._dirty if rank > above):
             for entry in self._dirty[rank].values():
@@ -205,7 +205,7 @@ class HostBlockPool:
         return found
 
     def remove(self, entry: HostEntry) -> None:
-        """It is found no more; its slot is free now, or once nobody reads or fills it."""
+        """Remove an entry. Its slot becomes free once it is neither read nor filled."""
         if entry.removal_pending:
             return
         if self._is_idle(entry):

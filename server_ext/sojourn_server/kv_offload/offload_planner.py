@@ -221,7 +221,7 @@ class OffloadPlanner:
             self._drop_lookup(request_id)
             return 0
         disk = self.disk
-        if disk.waits(request_id, now):
+        if disk.must_wait(request_id, now):
             return None
         was_read = disk.disk_read_requested(request_id)
         before = self._looked_up.get(request_id)
@@ -309,7 +309,7 @@ class OffloadPlanner:
     def take_results(self, results: OffloadResults) -> None:
         """Take the results of earlier orders."""
         if results.on_disk is not None:
-            self.disk.take_in(results.on_disk)
+            self.disk.add_existing(results.on_disk)
         for slot in results.lost_slots:
             entry = self.host.entry_in_slot(slot)
             if entry is not None:

@@ -99,16 +99,16 @@ class OffloadWorker:
             self._store(job, copies)
         # Drops come first: spills need their room, and may write other content under the same keys.
         for key in jobs.drops:
-            self._to_disk.give(partial(self._drop, key))
+            self._to_disk.submit(partial(self._drop, key))
         for job, files in jobs.spills.items():
             lost = frozenset(file.slot for file in files if file.slot in self._lost)
-            self._to_disk.give(partial(self._spill, job, files, lost))
+            self._to_disk.submit(partial(self._spill, job, files, lost))
         for job, files in jobs.stages.items():
             self._lost.difference_update(file.slot for file in files)
-            self._from_disk.give(partial(self._stage, job, files))
+            self._from_disk.submit(partial(self._stage, job, files))
         for job, keys in jobs.probes.items():
             if self._probe is not None:
-                self._probe.give(partial(self._look_for, job, keys))
+                self._probe.submit(partial(self._look_for, job, keys))
 
     def wait_for_layer(self, name: str) -> None:
         """The forward pass has reached a layer: returns once this step's loads of it are complete."""
@@ -133,7 +133,7 @@ class OffloadWorker:
         return invalid
 
     def take_results(self) -> OffloadResults:
-        """What has come to its end since it was last asked."""
+        """The results since the last call."""
         with self._lock:
             results, self._results = self._results, OffloadResults()
         for job, store in list(self._stores.items()):
@@ -149,16 +149,16 @@ class OffloadWorker:
 
     @property
     def on_disk(self) -> int:
-        """Blocks on disk now."""
+        """Number of blocks on disk."""
         return len(self._disk) if self._disk is not None else 0
 
     @property
     def busy(self) -> bool:
-        """Whether a store is still to be reported."""
+        """Whether a store has not been reported yet."""
         return bool(self._stores)
 
     def close(self) -> None:
-        """What was begun is done; the disk's store is another process's to open."""
+        """Finish queued work and release the disk's store."""
         lanes = (self._to_host, self._to_device, self._probe, self._from_disk, self._to_disk)
         for lane in filter(None, lanes):
             lane.close()
@@ -168,11 +168,11 @@ class OffloadWorker:
     # -- inside --------------------------------------------------------------------------
 
     def _unfinished(self, job: int, copies: Sequence[BlockCopy]) -> Sequence[BlockCopy]:
-        """What is left to do of a store that must be over now."""
+        """The copies left to do of a store that must be complete now."""
         store = self._stores.get(job)
         if store is None:
-            return copies  # reported already, perhaps as failed: to do it again does no harm
-        if store.begin():  # rather than wait for all that is in front of it
+            return copies  # already reported, possibly as failed; copying again is harmless
+        if store.begin():  # do not wait for the work queued before it
             store.copy_result = CopyResult.MOVED
             store.over.set()
             return copies
@@ -211,7 +211,7 @@ class OffloadWorker:
                     event.set()
             return len(copies) * self._device.block_bytes
 
-        self._to_device.give(load)
+        self._to_device.submit(load)
 
     def _store(self, job: int, copies: Sequence[BlockCopy]) -> None:
         store = self._stores[job] = _PendingStore(copies)
@@ -227,7 +227,7 @@ class OffloadWorker:
                 store.over.set()
             return len(copies) * self._device.block_bytes
 
-        self._to_host.give(copy)
+        self._to_host.submit(copy)
 
     def _spill(self, job: int, files: Sequence[FileCopy], lost: frozenset[int]) -> int:
         copy_results: dict[BlockKey, CopyResult] = {}

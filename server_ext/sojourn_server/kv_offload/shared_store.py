@@ -1,11 +1,11 @@
 """One engine's files and those of its sibling engines as one ``BlockStore``.
 
-Reads find every engine's blocks. Room is made by deleting this engine's own, from the ends of contexts.
+Each engine writes a ``DiskStore`` of its own and reads the others'. No coordination is needed, no file has
+two writers, and the files of a dead engine stay readable. An engine deletes only its own files, from the ends
+of contexts.
 
-Each engine writes a ``DiskStore`` of its own and reads the others' (``siblings``): nothing is agreed on, no
-file has two writers, and an engine that dies leaves what it has written to the others. To look for a key
-that nobody has opens a file in every store beside this one; with dozens of engines ``VllmFsStore``, where all
-write one folder, looks once.
+A lookup of a missing key opens a file in every sibling store. With dozens of engines ``VllmFsStore``, in
+which all share one folder, is faster.
 """
 
 from __future__ import annotations
@@ -32,22 +32,27 @@ from .offload_jobs import ProbeResult
 from .store_folder import find_identity_stores
 
 _MAX_STALE_RATIO = 2
-"""The heap is built anew when it is so many times as long as there are blocks."""
+"""The heap is rebuilt when it is longer than this multiple of the number of blocks."""
 
 
 class BlockPrefixTree:
-    """Blocks of one store by last use, as a forest."""
+    """A store's blocks in order of last use, with their parents, to evict from the ends of contexts.
+
+    A block is useful only with all blocks before it, so only blocks without a child in the store are evicted.
+    A key is a chain hash of all its tokens but does not reveal its parent; this index records it. Keys are
+    identified by their first ``PARENT_BYTES`` bytes, as in the files. No clock and no I/O.
+    """
 
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
-        """Short key → key, of what is in the store."""
+        """Full key by short key, for blocks in the store."""
         self._parents: dict[bytes, bytes] = {}
         self._children: Counter[bytes] = Counter()
-        """Of each block, also of those not in the store, how many blocks in the store follow it."""
+        """By block, in the store or not, its number of children in the store."""
         self._used: dict[bytes, int] = {}
         self._uses = 0
         self._ends: list[tuple[int, bytes]] = []
-        """A heap of (last use, short key); an entry that is no longer true is passed over."""
+        """A heap of (last use, short key); outdated entries are skipped."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -56,7 +61,7 @@ class BlockPrefixTree:
         return key[:PARENT_BYTES] in self._keys
 
     def add(self, key: bytes, parent: bytes | None = None) -> None:
-        """A block is there, and has just been used. One known already gets the parent if it had none.
+        """Add a block, just used. A known block without a parent gets this one.
 
         Raises ``ValueError`` for a block that is its own parent.
         """
@@ -71,7 +76,7 @@ class BlockPrefixTree:
         self.touch(key)
 
     def touch(self, key: bytes) -> None:
-        """A block was used. Nothing happens where it is not there."""
+        """Mark a block as used. Ignores unknown blocks."""
         short = key[:PARENT_BYTES]
         if short not in self._keys:
             return
@@ -80,7 +85,7 @@ class BlockPrefixTree:
         self._note_end(short)
 
     def remove(self, key: bytes) -> bool:
-        """A block is no longer there, whoever follows it; whether it was."""
+        """Remove a block, even if it has children. Returns whether it was there."""
         short = key[:PARENT_BYTES]
         if self._keys.pop(short, None) is None:
             return False
@@ -94,7 +99,7 @@ class BlockPrefixTree:
         return True
 
     def pop_lru_leaf(self) -> bytes | None:
-        """Remove and return the longest unused block that nothing follows; ``None`` where there is none."""
+        """Remove and return the least recently used block without children; ``None``: there is none."""
         while self._ends:
             used, short = heapq.heappop(self._ends)
             if self._used.get(short) == used and not self._children[short]:
@@ -104,7 +109,7 @@ class BlockPrefixTree:
         return None
 
     def discard_stale(self) -> None:
-        """Have ``pop_lru_leaf`` pass over nothing the next time, however much was added before."""
+        """Rebuild the heap without outdated entries."""
         self._ends = [(used, one) for one, used in self._used.items() if not self._children[one]]
         heapq.heapify(self._ends)
 
@@ -117,10 +122,11 @@ class BlockPrefixTree:
 
 
 class SiblingStores:
-    """Stores of ``identity`` beside ``own``, which is the path of a store without links.
+    """Read access to other engines' stores of ``identity`` beside ``own``, a path without links.
 
-    Every call waits for the disk, and may come from any thread. Which stores there are is looked at anew by
-    each ``leading``: engines start and stop.
+    Thread-safe; every call waits for the disk. ``leading`` lists the stores again each time, since engines
+    start and stop. A file that its owner deletes is reported as missing; a damaged or foreign file is refused
+    and left for its owner to remove.
     """
 
     def __init__(self, own: Path, identity: KvIdentity, files: FileSystem | None = None) -> None:
@@ -132,14 +138,14 @@ class SiblingStores:
         self._files.confine(own.parent)
         self._lock = threading.Lock()
         self._stores: list[Path] = []
-        """The one in which something was found last comes first: one engine wrote most of a context."""
+        """The store with the last hit first: one engine wrote most of a context."""
 
     def leading(self, keys: Sequence[bytes]) -> ProbeResult:
-        """How many of the leading ``keys`` are in these stores, whichever, and how many stores there are.
+        """Number of leading ``keys`` in these stores together, and the number of stores.
 
-        Nothing of a block is read but its size. What cannot be looked at is not there.
+        Reads only file sizes. Unreadable files count as missing.
         """
-        self.look()
+        self.rescan()
         found = 0
         for key in keys:
             if not self.has(key):
@@ -148,10 +154,10 @@ class SiblingStores:
         return ProbeResult(found, len(self._stores))
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
-        """Fill ``buffers``, one after the other, with the block of ``key``, as ``DiskStore.get_into``.
+        """Fill ``buffers`` with the block of ``key``, as ``DiskStore.get_into``.
 
-        Raises ``BlockNotFound``, and where all that was found is no good the last ``BlockCorrupt`` or
-        ``StoreError``; ``ValueError`` for buffers of another size, or that cannot be written.
+        Raises ``BlockNotFound``; if all copies are unusable, the last ``BlockCorrupt`` or ``StoreError``;
+        ``ValueError`` for buffers of another size or read-only ones.
         """
         payload = block_payload(self.identity, buffers, writable=True)
         failed: BlockCorrupt | StoreError | None = None
@@ -170,8 +176,8 @@ class SiblingStores:
                 return
         raise failed or BlockNotFound(key)
 
-    def look(self) -> int:
-        """See which stores there are; how many."""
+    def rescan(self) -> int:
+        """List the stores again; returns their number."""
         try:
             there = find_identity_stores(self._files, self.own.parent, self.identity)
         except OSError:
@@ -183,7 +189,7 @@ class SiblingStores:
             return len(self._stores)
 
     def has(self, key: bytes) -> bool:
-        """Whether one of the stores last seen has a block of ``key``; opens a file in each until one has."""
+        """Whether a store of the last listing has the block; opens a file in each until one has it."""
         for store in self._in_order():
             try:
                 fd = self._files.open(block_path(store, key), os.O_RDONLY)
@@ -210,14 +216,14 @@ class SiblingStores:
 
 
 SIBLINGS_RESCAN_S = 5.0
-"""Seconds for which the list of stores beside this one is believed."""
+"""Seconds after which sibling stores are listed again."""
 
 
 class SharedStore:
-    """A ``BlockStore`` over a ``DiskStore``, which it owns, and its siblings.
+    """A ``BlockStore`` over an owned ``DiskStore`` and its siblings.
 
-    ``counts`` has, by what became of them: blocks ``stored``, ``already``, ``full``, ``disk_full``,
-    ``evicted``; ``read``, ``borrowed`` (from another engine's store), ``missing``, ``corrupt``, ``failed``.
+    ``counts`` has blocks by outcome: ``stored``, ``already``, ``full``, ``disk_full``, ``evicted``; ``read``,
+    ``borrowed`` (from another engine's store), ``missing``, ``corrupt``, ``failed``.
     """
 
     def __init__(
@@ -232,19 +238,19 @@ class SharedStore:
         self._clock = clock
         self._looked_s = float("-inf")
         self._lock = threading.Lock()
-        self._lineage: BlockPrefixTree | None = None
-        """Filled when room is first needed: until then nobody needs to know, and the files know."""
+        self._tree: BlockPrefixTree | None = None
+        """Built when space is first needed."""
         self._new: dict[bytes, bytes] = {}
-        """Parents of what was stored before that, so that those files need not be read."""
-        self._learning = threading.Lock()
-        """Held, without the other, while files are read for it: a big store takes seconds."""
-        self._meanwhile: list[Callable[[BlockPrefixTree], object]] | None = None
-        """What happened since that began."""
+        """Parents of blocks stored before that, so that their files need not be read."""
+        self._building = threading.Lock()
+        """Held while it is built, without the other lock: reading a large store's headers takes seconds."""
+        self._pending_changes: list[Callable[[BlockPrefixTree], object]] | None = None
+        """Changes since building began, to be applied at its end."""
         self.counts: Counter[str] = Counter()
 
     @classmethod
     def open(cls, root: str | Path, identity: KvIdentity, *, name: str, budget_bytes: int) -> SharedStore:
-        """Open this engine's store in ``root``, called ``name``, or make it. Raises as ``DiskStore.open``."""
+        """Open or create this engine's store ``name`` in ``root``. Raises as ``DiskStore.open``."""
         return cls(DiskStore.open(root, identity, name=name, budget_bytes=budget_bytes))
 
     @property
@@ -253,7 +259,7 @@ class SharedStore:
 
     @property
     def used_bytes(self) -> int:
-        """Of this engine's files."""
+        """Bytes of this engine's files."""
         return self._own.used_bytes
 
     def close(self) -> None:
@@ -307,7 +313,7 @@ class SharedStore:
             self._touch(key)
             self._count("read")
             return
-        try:  # another engine may have what is damaged here
+        try:  # another engine may have an intact copy
             self._beside().get_into(key, buffers)
         except BlockNotFound:
             if failed is not None:
@@ -316,18 +322,18 @@ class SharedStore:
         self._count("borrowed")
 
     def _put_evicting(self, key: bytes, buffers: Sequence[Buffer], parent: bytes) -> PutOutcome:
-        """As ``put``, deleting what is longest unused and followed by nothing. What the block follows stays:
-        it would be of no use without it, and where that is nowhere nothing makes way for it."""
+        """As ``put``, after deleting the least recently used blocks without children. Ancestors of the new
+        block are never deleted for it: it would be useless without them."""
         outcome = PutOutcome.FULL
         if self._own.file_bytes > self._own.budget_bytes or (parent and not self._has(parent)):
             return outcome
-        lineage = self._learn()
+        lineage = self._build_tree()
         with self._lock:
             lineage.add(key, parent or None)
         while outcome is PutOutcome.FULL:
             with self._lock:
                 victim = lineage.pop_lru_leaf()
-                if victim == key:  # nothing else is left: all others are what it follows
+                if victim == key:  # only its ancestors are left
                     return PutOutcome.FULL
             if victim is None:
                 break
@@ -341,52 +347,53 @@ class SharedStore:
             self._forget(key)
         return outcome
 
-    def _learn(self) -> BlockPrefixTree:
-        """The lineage, made from the files' headers when it is first needed; who reads waits for none."""
-        with self._learning:
+    def _build_tree(self) -> BlockPrefixTree:
+        """The prefix tree, built from the files' headers at first use. Reads do not wait for it."""
+        with self._building:
             with self._lock:
-                if self._lineage is not None:
-                    return self._lineage
-                known, self._meanwhile = dict(self._new), []
+                if self._tree is not None:
+                    return self._tree
+                known, self._pending_changes = dict(self._new), []
             lineage = BlockPrefixTree()
             try:
-                keys = self._own.keys()  # the longest unused first
+                keys = self._own.keys()  # least recently used first
                 for key in keys:
                     parent = known[key] if key in known else self._own.parent_of(key)
                     lineage.add(key, parent or None)
                 lineage.discard_stale()
             except BaseException:
                 with self._lock:
-                    self._meanwhile = None
+                    self._pending_changes = None
                 raise
             with self._lock:
-                for happened in self._meanwhile or ():
+                for happened in self._pending_changes or ():
                     happened(lineage)
-                self._lineage, self._meanwhile = lineage, None
+                self._tree, self._pending_changes = lineage, None
                 self._new.clear()
             return lineage
 
     def _note(self, key: bytes, parent: bytes) -> None:
         with self._lock:
-            if self._lineage is None and parent:
+            if self._tree is None and parent:
                 self._new[key] = parent
-            self._tell(lambda lineage: lineage.add(key, parent or None))
+            self._update_tree(lambda lineage: lineage.add(key, parent or None))
 
     def _touch(self, key: bytes) -> None:
         with self._lock:
-            self._tell(lambda lineage: lineage.touch(key))
+            self._update_tree(lambda lineage: lineage.touch(key))
 
     def _forget(self, key: bytes) -> None:
         with self._lock:
             self._new.pop(key, None)
-            self._tell(lambda lineage: lineage.remove(key))
+            self._update_tree(lambda lineage: lineage.remove(key))
 
-    def _tell(self, what: Callable[[BlockPrefixTree], object]) -> None:
-        """Now, or once it has been made; under the lock. Nobody needs to know before it is begun."""
-        if self._lineage is not None:
-            what(self._lineage)
-        elif self._meanwhile is not None:
-            self._meanwhile.append(what)
+    def _update_tree(self, what: Callable[[BlockPrefixTree], object]) -> None:
+        """Apply a change to the prefix tree, or record it while the tree is being built. Call with the lock
+        held."""
+        if self._tree is not None:
+            what(self._tree)
+        elif self._pending_changes is not None:
+            self._pending_changes.append(what)
 
     def _beside(self) -> SiblingStores:
         with self._lock:
@@ -394,7 +401,7 @@ class SharedStore:
             if now_s - self._looked_s < SIBLINGS_RESCAN_S:
                 return self._sibling_stores
             self._looked_s = now_s
-        self._sibling_stores.look()
+        self._sibling_stores.rescan()
         return self._sibling_stores
 
     def _count(self, what: str) -> None:

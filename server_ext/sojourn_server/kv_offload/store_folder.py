@@ -1,6 +1,6 @@
-"""Whose folder of blocks it is: claimed by a manifest, held by a lock, and never shared by mistake.
+"""A store's folder: its manifest says what it holds, its lock who has it open.
 
-``disk_store`` says what lies in it, and when it is refused; ``siblings`` reads those of other engines.
+``disk_store`` describes the content and when a folder is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .file_system import FileSystem, LocalFileSystem
 MANIFEST = "manifest.json"
 _LOCK = "lock"
 _KIND = "sojourn KV store"
-"""What a manifest says it is of: other software has files of that name too."""
+"""Identifies the manifest: other software uses that file name too."""
 _OF_THIS_FORMAT = {"kind": _KIND, "format": FORMAT_VERSION}
 _FIELDS = {*_OF_THIS_FORMAT, *(field.name for field in fields(KvIdentity))}
 _MANIFEST_BYTES = 1 << 16
@@ -42,11 +42,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STORE = re.compile(rf"[0-9a-f]{{{_DIGITS}}}(-{_NAME.pattern})?")
 _THIS_PROCESS = "this process itself"
 _FLOCK = struct.Struct("hhqqi0q")
-"""Linux's ``struct flock``: type, where the start counts from, start, length, process."""
+"""Linux's ``struct flock``: type, origin of the start, start, length, process."""
 
 
 class StoreInUse(OffloadError):
-    """One process writes a store, and that is another one, or another part of this one: ``holder``."""
+    """Another process, or another part of this one, has the store open: ``holder``."""
 
     def __init__(self, store: Path, holder: str) -> None:
         self.what = f"the KV store {store} is in use by {holder}"
@@ -57,7 +57,7 @@ class StoreInUse(OffloadError):
             f"{store.parent}, or stop the engine that has it"
         )
         if holder != _THIS_PROCESS:
-            # The number is a worker's, and whoever started the engine has never seen it.
+            # The id is a worker's, which the operator has never seen.
             self.advice += (
                 f" ({holder} is one of its workers: `ps -ef --forest` shows which command that is, unless it "
                 "runs in another container)"
@@ -68,7 +68,7 @@ class StoreInUse(OffloadError):
 
 
 class ManifestMismatch(NamedTuple):
-    """A field of the manifest that is not as it should be."""
+    """A manifest field with an unexpected value."""
 
     field: str
     found: Any
@@ -76,7 +76,7 @@ class ManifestMismatch(NamedTuple):
 
 
 class IncompatibleStore(OffloadError):
-    """A store for something else is where ours would be, or is the only one in the root."""
+    """The store, or every store in the root, is for another identity."""
 
     def __init__(self, path: Path, differences: Sequence[ManifestMismatch], advice: str) -> None:
         listed = "; ".join(f"{d.field}: found {d.found!r}, expected {d.expected!r}" for d in differences)
@@ -88,13 +88,12 @@ class IncompatibleStore(OffloadError):
 
 
 class StoreLock:
-    """One opener at a time. The system lets go of it when the process dies, however it dies."""
+    """The lock of one opener. The system releases it when the process ends for any reason."""
 
-    # POSIX locks and not flock's: these belong to the process, so a child that it forked and that outlives
-    # it does not keep the store locked. Within one process they exclude nobody; that is what _held is for.
+    # POSIX locks, not flock's: they belong to the process, so that a forked child which outlives it does not
+    # keep the lock. They do not exclude threads of one process; ``_held`` does.
     _guard = threading.Lock()
     _held: dict[Path, int] = {}  # noqa: RUF012
-    """Store → the process that holds it: a forked child inherits the table, but not the locks."""
 
     def __init__(self, store: Path) -> None:
         """Raises ``StoreInUse`` and ``OSError``."""
@@ -115,7 +114,7 @@ class StoreLock:
             self._held[store] = os.getpid()
 
     def release(self) -> None:
-        """Let go; nothing happens the second time. The file stays: to remove it would race with an opener."""
+        """Release the lock. Idempotent. The file stays: removing it would race with another opener."""
         with self._guard:
             if self._held.get(self._store) == os.getpid() and self._fd >= 0:
                 del self._held[self._store]
@@ -124,13 +123,13 @@ class StoreLock:
 
     @classmethod
     def holder(cls, store: Path) -> str | None:
-        """Who has the store open, in words with its number if that is known, or ``None``.
+        """Describe the process that has the store open, with its id if known; ``None``: none has.
 
-        The lock is asked for and not tried: an engine that starts at this moment must find it free. Other
-        systems than Linux cannot be asked so, and answer ``None``. Raises ``OSError``.
+        Queries the lock without taking it, so that an engine starting now is not refused. Only on Linux;
+        other systems return ``None``. Raises ``OSError``.
         """
         with cls._guard:
-            # To close the lock's file here would let go of our own lock.
+            # Closing the lock's file here would release our own lock.
             if cls._held.get(store) == os.getpid():
                 return _THIS_PROCESS
             if sys.platform != "linux":
@@ -142,7 +141,7 @@ class StoreLock:
             try:
                 wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
                 kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, wanted))
-                # 0 is a process in another container; what it wrote is its number there.
+                # 0 is a process in another container; its file content has its id there.
                 return None if kind == fcntl.F_UNLCK else _process(fd, max(0, pid))
             finally:
                 os.close(fd)
@@ -154,57 +153,56 @@ class StoreLock:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
             raise StoreInUse(self._store, _process(self._fd)) from error
-        with contextlib.suppress(OSError):  # on a full disk the next one refused learns no number
+        with contextlib.suppress(OSError):  # on a full disk the id is missing from later messages
             os.ftruncate(self._fd, 0)
             os.write(self._fd, f"{os.getpid()}\n".encode())
 
 
 def _process(fd: int, pid: int = 0) -> str:
-    """Who holds the lock that is open as ``fd``: ``pid``, else what the holder has written there."""
+    """The process that holds the lock open as ``fd``: ``pid``, or the id in the file."""
     return f"process {pid or os.pread(fd, 20, 0).decode('ascii', 'replace').strip() or 'unknown'}"
 
 
 def is_store_name(name: str) -> bool:
-    """Whether a store may have this name: letters, digits, ``.``, ``_`` and ``-``, at most 64, the first a
-    letter or digit."""
+    """Whether the name is valid: letters, digits, ``.``, ``_`` and ``-``, at most 64, beginning with a letter
+    or digit."""
     return _NAME.fullmatch(name) is not None
 
 
 def folder_name(identity: KvIdentity, name: str | None) -> str:
-    """What the folder of a store is called; ``name``: where several engines' stores lie side by side."""
+    """Name of a store's folder; ``name`` distinguishes stores of one identity."""
     digits = identity.digest().hex()[:_DIGITS]
     return digits if name is None else f"{digits}-{name}"
 
 
 def store_name(store: Path) -> str | None:
-    """The name in a store's folder's, ``None`` where it has none."""
+    """The store's name in its folder's name; ``None``: it has none."""
     return store.name[_DIGITS + 1 :] or None
 
 
 class FoundStore(NamedTuple):
-    """A store of what an engine may be about to serve."""
+    """A store of the identity that an engine will serve."""
 
     path: Path
     manifest: Mapping[str, Any]
 
     @property
     def name(self) -> str | None:
-        """What tells it from other engines' stores of the same."""
+        """The store's name; ``None``: it has none."""
         return store_name(self.path)
 
 
 def find_stores(
     root: Path, known: Mapping[str, Any], weights: str | None, name: str | None = None
 ) -> list[FoundStore]:
-    """The stores in ``root`` that an engine may open or read of whose identity only a part is known.
+    """Find the stores in ``root`` that an engine may use, before its whole identity is known.
 
-    ``known`` are fields of its ``KvIdentity``, ``weights`` is how its ``model`` begins, where that is known;
-    ``name`` is what its own store is called; ``root`` is a path without links. None are found where there is
-    no store, or no root. Nothing is written, made or locked.
+    ``known``: fields of its ``KvIdentity``. ``weights``: the beginning of its ``model``, if known. ``name``:
+    its own store's name. ``root``: a path without links. Changes nothing. Returns an empty list if there is
+    no store or no root.
 
-    Raises what the engine is certain to: ``IncompatibleStore`` where there are stores, and all are something
-    else's, of another format, or differ in what is known; ``StoreInUse`` where all that it may open, which
-    have its name, are open already; and ``OSError``.
+    Raises the errors that the engine would certainly raise: ``IncompatibleStore`` if all stores are of
+    another format or identity; ``StoreInUse`` if all that it may write are open; and ``OSError``.
     """
     others: list[tuple[list[ManifestMismatch], Path]] = []
     found: list[FoundStore] = []
@@ -220,7 +218,7 @@ def find_stores(
             found.append(FoundStore(store, manifest))
     if others and not found:
         raise _nearest_incompatible(others)
-    # Where one of several is free, that may be the one: only the engine knows its name.
+    # If one is free, it may be the one: only the engine knows its identity in full.
     holders = {store.path: StoreLock.holder(store.path) for store in found if store.name == name}
     for path, holder in holders.items():
         if holder is not None and all(holders.values()):
@@ -229,7 +227,7 @@ def find_stores(
 
 
 def block_files_bytes(store: Path) -> int:
-    """Bytes of the files in a store's folders, which count against its budget. Raises ``OSError``."""
+    """Bytes of the store's files that count against its budget. Raises ``OSError``."""
     files = LocalFileSystem(store.parent)
     folders = [store / entry.name for entry in files.scan(store) if entry.is_folder]
     return sum(file.size for folder in folders for file in files.scan(folder))
@@ -241,14 +239,14 @@ def check_store_root(files: FileSystem, path: Path, identity: KvIdentity) -> Non
     for store, manifest in _manifests(files, path.parent):
         differences = _manifest_mismatches(manifest, _manifest(identity))
         if store.name == path.name or all(difference.field == "tp_rank" for difference in differences):
-            return  # if the one of our name is not ours, claim_folder will say so
+            return  # if its manifest differs, claim_folder raises
         others.append((differences, store))
     if others:
         raise _nearest_incompatible(others)
 
 
 def find_identity_stores(files: FileSystem, root: Path, identity: KvIdentity) -> list[Path]:
-    """Folders in ``root`` that are stores of ``identity``, under whatever name. Raises ``OSError``."""
+    """Folders in ``root`` that are stores of ``identity``, with any name. Raises ``OSError``."""
     expected = _manifest(identity)
     digits = folder_name(identity, None)
     return [
@@ -259,7 +257,7 @@ def find_identity_stores(files: FileSystem, root: Path, identity: KvIdentity) ->
 
 
 def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
-    """Check the manifest, or give an empty folder one. Raises ``IncompatibleStore`` and ``OSError``."""
+    """Check the manifest, or write it to a new folder. Raises ``IncompatibleStore`` and ``OSError``."""
     advice = "Name another directory, or delete this one if what it holds is no longer wanted."
     partial = path / f"{MANIFEST}.partial"
     manifest = _read_manifest(files, path)
@@ -285,8 +283,10 @@ def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
 def _manifests(
     files: FileSystem, root: Path, beginning: str = ""
 ) -> Iterator[tuple[Path, dict[str, Any] | ManifestMismatch]]:
-    """Folders in ``root`` that are named as stores are, or those of them whose names begin so, and have a
-    manifest, whoever's. Raises ``OSError``."""
+    """Folders in ``root`` with a manifest of any kind, named like stores and starting with ``beginning``.
+
+    Raises ``OSError``.
+    """
     try:
         folders = sorted(entry.name for entry in files.scan(root) if entry.is_folder)
     except FileNotFoundError:
@@ -297,14 +297,14 @@ def _manifests(
         manifest: dict[str, Any] | ManifestMismatch | None
         try:
             manifest = _read_manifest(files, root / name)
-        except OSError as error:  # another user's, say
+        except OSError as error:  # for example, another user's
             manifest = ManifestMismatch(MANIFEST, error.strerror, "one that can be read")
         if manifest is not None:
             yield root / name, manifest
 
 
 def _read_manifest(files: FileSystem, path: Path) -> dict[str, Any] | ManifestMismatch | None:
-    """The manifest in ``path``, or how it is not one of ours; ``None`` where there is none.
+    """The manifest in ``path``; a mismatch if it is not sojourn's; ``None``: there is none.
 
     Raises ``OSError``.
     """
@@ -324,7 +324,7 @@ def _read_manifest(files: FileSystem, path: Path) -> dict[str, Any] | ManifestMi
 def _manifest_mismatches(
     manifest: dict[str, Any] | ManifestMismatch, expected: Mapping[str, Any]
 ) -> list[ManifestMismatch]:
-    """Where a manifest is not as expected, which may be less than all of it, or has fields we do not know."""
+    """The fields in which a manifest differs from the expected ones, including unknown fields."""
     if isinstance(manifest, ManifestMismatch):
         return [manifest]
     return [

@@ -20,7 +20,7 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name=f"sojourn-{name}", daemon=True)
         self._thread.start()
 
-    def give(self, work: Callable[[], int]) -> None:
+    def submit(self, work: Callable[[], int]) -> None:
         """Queue ``work``, which returns the bytes it moved and handles its own errors."""
         self._work.put(work)
 

@@ -1,17 +1,17 @@
-"""The folders of vLLM's ``fs`` tier as a ``BlockStore``, shared with stock engines that offload there.
+"""The folders of vLLM's ``fs`` tier as a ``BlockStore``, shared with stock engines that offload to them.
 
-Layout of vLLM 0.32 (``vllm/v1/kv_offload/file_mapper.py`` and ``tiering/fs``), checked against it by a test:
+Layout of vLLM 0.32 (``vllm/v1/kv_offload/file_mapper.py`` and ``tiering/fs``); a test checks it:
 
-    ROOT/MODEL_<12 hex digits>/config.json         the fields that the digits are the SHA-256 of
+    ROOT/MODEL_<12 hex digits>/config.json         the fields whose SHA-256 gives the digits
     ROOT/MODEL_<12 hex digits>_r0/abc/de_g0/abcde….bin
 
-A file is the bytes of one offloaded chunk, padded to whole pages: each layer's engine blocks one after the
-other, layer after layer, which is what a Full Block is here. So the tier's ``block_size`` in the engine's
-settings must be ``block_tokens``.
+A file holds one offloaded chunk, padded to whole pages: one layer after the other, and within a layer one
+engine block after the other, which is a Full Block. The tier's ``block_size`` must therefore be
+``block_tokens``.
 
-There is no header and no checksum: a file of the right size is believed, as vLLM believes it. A file of
-another size is never returned; it is removed and counted. Nothing bounds the folder and nothing is deleted
-from it for room, by vLLM or here: who runs it tidies it. It imports no vLLM.
+There is no header and no checksum: a file of the right size is trusted, as in vLLM. A file of another size is
+removed and counted. Neither vLLM nor this store limits the folder; the operator must clean it up. Imports no
+vLLM.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .disk_store import BlockNotFound, PutOutcome, StoreError, block_payload
 from .file_system import FileSystem, LocalFileSystem
 
 PAGE_BYTES = 4096
-"""What chunks are padded to: vLLM's ``mmap.PAGESIZE``."""
+"""Chunks are padded to this size: vLLM's ``mmap.PAGESIZE``."""
 
 _DIGEST_DIGITS = 12
 _CONFIG = "config.json"
@@ -52,11 +52,11 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFsLayout:
-    """What vLLM names its folder after, every field as its ``FileMapper`` has it; of one worker and one
+    """The fields from which vLLM derives the folder's name, as in its ``FileMapper``, for one worker and one
     cache group.
 
-    ``parallel_agnostic`` is vLLM's own decision, from the attention's layout; with one worker only the
-    name depends on it.
+    ``parallel_agnostic`` is vLLM's decision from the attention's layout; with one worker only the name
+    depends on it.
     """
 
     model_name: str
@@ -67,7 +67,7 @@ class VllmFsLayout:
     parallel_agnostic: bool = False
     canonical_format: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of a later release that this one does not know."""
+    """Fields that a later release adds."""
 
     def fields(self) -> dict[str, Any]:
         """The content of ``config.json``."""
@@ -89,7 +89,7 @@ class VllmFsLayout:
         return {**found, **self.extra}
 
     def folder(self, root: Path) -> Path:
-        """Where ``config.json`` is; blocks are beside it in the folder of the same name with ``_r0``."""
+        """The folder of ``config.json``; the blocks are beside it, in the folder with ``_r0`` added."""
         text = json.dumps(self.fields(), sort_keys=True, separators=(",", ":"))
         digits = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
         return root / f"{self.model_name.replace('/', '_')}_{digits}"
@@ -101,7 +101,7 @@ class VllmFsLayout:
 
 
 class VllmFsStore:
-    """A ``BlockStore`` in vLLM's layout. ``counts`` as ``SharedStore``'s."""
+    """A ``BlockStore`` in vLLM's layout. ``counts`` as in ``SharedStore``."""
 
     def __init__(
         self,
@@ -112,9 +112,9 @@ class VllmFsStore:
         files: FileSystem | None = None,
         page_bytes: int = PAGE_BYTES,
     ) -> None:
-        """Make the folder where it is not there, and its ``config.json``, as vLLM does.
+        """Make the folder and its ``config.json`` as vLLM does, if missing.
 
-        Raises ``StoreError``; ``ValueError`` where the layout and the identity are of different blocks.
+        Raises ``StoreError``, and ``ValueError`` if layout and identity disagree.
         """
         tokens = layout.engine_block_tokens * layout.blocks_per_file
         if tokens != identity.block_tokens:
@@ -122,13 +122,13 @@ class VllmFsStore:
         if len(layout.layer_names) != identity.layers:
             raise ValueError(f"{len(layout.layer_names)} layers are named, and blocks have {identity.layers}")
         if identity.tp_size != 1:
-            raise ValueError(f"vLLM's layout is read of one worker only, not of {identity.tp_size}")
+            raise ValueError(f"vLLM's layout is supported for one worker, not for {identity.tp_size}")
         self._root = Path(os.path.realpath(root))
         self._identity = identity
         self._layout = layout
         self._files = files or LocalFileSystem()
         self._files.confine(self._root, private=False)  # stock engines of other users share the folders
-        self._writer = uuid.uuid4().hex  # process numbers repeat from container to container
+        self._writer = uuid.uuid4().hex  # process ids repeat across containers
         self._numbers = count()
         self._lock = threading.Lock()
         self._padding = memoryview(bytes(-identity.block_bytes % page_bytes))
@@ -150,7 +150,7 @@ class VllmFsStore:
         return self._identity
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: no resource is held."""
 
     def leading(self, keys: Sequence[bytes]) -> int:
         found = 0
@@ -178,7 +178,7 @@ class VllmFsStore:
         self._count("read")
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
-        """As ``BlockStore.put``; the layout has no place for ``parent``."""
+        """As ``BlockStore.put``; the layout does not record ``parent``."""
         path = self._layout.block_path(self._root, key)
         payload = block_payload(self._identity, buffers, writable=False)
         try:
@@ -208,7 +208,7 @@ class VllmFsStore:
         return PutOutcome.STORED
 
     def _read(self, path: Path, payload: Sequence[memoryview]) -> bool:
-        """Whether the file is whole. vLLM would take a longer one for a block too: it is of other blocks."""
+        """Whether the file is complete. vLLM would accept a longer one, but that has other blocks."""
         fd = self._files.open(path, os.O_RDONLY)
         try:
             return self._files.size(fd) == self._file_bytes and read_all(self._files, fd, payload)
@@ -228,7 +228,7 @@ class VllmFsStore:
             self._files.close(fd)
 
     def _partial(self, path: Path) -> Path:
-        """A name of nobody else's: other processes, on other machines too, write the same block."""
+        """A unique name: processes on several machines may write the same block."""
         with self._lock:
             return path.with_name(f"{path.name}_{self._writer}_{next(self._numbers)}.tmp")
 

@@ -1,10 +1,11 @@
-"""Full Blocks on their way from the engine's blocks to the store: copied between two steps, never waited for.
+"""Saves Full Blocks to the store between steps, without making the forward pass wait for the store.
 
-What the store has already need not be copied. That is found out beside the forward pass, in a thread of its
-own, since a store may not answer: a block of which nothing is known when the step ends is copied and given,
-and whoever writes it sees whether it is there. Where a look has hung for as long as patience lasts no other
-is begun before it returns. Blocks of a request that has ended are held for what of it is
-left, so many a step, until it is given or the store takes nothing for as long as patience lasts.
+A lookup thread finds blocks that the store already has, so that they need not be copied. A block whose lookup
+has not returned when the step ends is copied and handed to the store, which ignores duplicates. If a lookup
+hangs for ``patience_s``, no further lookup starts until it returns.
+
+Blocks of a finished request stay pinned until they are saved, a limited number per step. Saving is abandoned
+if the store accepts nothing for ``patience_s``.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ if TYPE_CHECKING:
     from .transfer_manager import TransferManager
 
 LOOKUP_BATCH_KEYS = 16
-"""Blocks that the store is asked for at a time. While it answers so many within patience it is waited for."""
+"""Blocks per lookup. A store that answers each batch within ``patience_s`` is not considered hung."""
 
 FINISHED_BLOCKS_PER_STEP = 32
-"""Full Blocks of requests that have ended which one step copies."""
+"""Maximum number of Full Blocks of finished requests that one step copies."""
 
 
 @dataclass(slots=True, eq=False)
 class _FinishedRequestSaves:
-    """What is left of a request that has ended."""
+    """Blocks of a finished request that are not saved yet."""
 
     saves: deque[SaveJob]
     stored: int | None = None
-    """Leading ones that the store has; ``None``: not known yet."""
+    """Number of leading blocks that the store already has; ``None``: not known yet."""
     content: list[memoryview] | None = None
-    """Of the first, copied already."""
+    """The first block's content, if it was copied already."""
     wanted: bool = True
 
 
 class BlockSaver:
-    """Of one worker. Its methods are called by the thread that runs the model."""
+    """Saves blocks for one worker. The thread that runs the model calls its methods."""
 
     def __init__(
         self,
@@ -56,7 +57,8 @@ class BlockSaver:
         attempt: Callable[..., Any],
         log: Callable[[str, BaseException], None],
     ) -> None:
-        """``attempt(what, call, *arguments)`` calls, and sees to errors; the rest is as for the worker."""
+        """``attempt(what, call, *arguments)`` makes a call and handles its errors; the rest is as for the
+        worker."""
         self._traffic = traffic
         self._leading = leading
         self._kv = kv
@@ -66,31 +68,32 @@ class BlockSaver:
         self._attempt = attempt
         self._log = log
         self._lock = threading.Lock()
-        """Guards ``_known``, ``_looks``, ``_look_began_s`` and the results of late look-ups, which the lane
-        writes."""
+        """Guards ``_known``, ``_open_lookups``, ``_lookup_began_s`` and ``stored`` of late saves, which the
+        lookup thread writes."""
         self._saves: list[SaveJob] = []
         self._known: set[bytes] = set()
-        """Of this step's blocks those that the store was seen to have."""
-        self._looks = 0
-        """That the lane was given and has not come back from."""
-        self._look_began_s: float | None = None
-        """When the store was last asked for something that it has not answered."""
+        """Blocks of this step that the store already has."""
+        self._open_lookups = 0
+        """Lookups queued or running."""
+        self._lookup_began_s: float | None = None
+        """Start of the running lookup; ``None``: no lookup runs."""
         self._late: dict[str, _FinishedRequestSaves] = {}
         self._moved_s = clock()
-        """When something of the late ones last went on."""
+        """Time of the last progress on blocks of finished requests."""
         self._taken: dict[str, int] = {}
-        """Of the step before, by request: the place behind the last block that was taken."""
+        """By request, the index after the last block that the previous step saved."""
         self._lane = TransferThread("paths-stored")
 
     def __contains__(self, request: str) -> bool:
-        """Whether its blocks are still copied from, though it has ended."""
+        """Whether the request has finished and its blocks are still being saved."""
         return request in self._late
 
     def __len__(self) -> int:
         return len(self._late)
 
     def begin_step(self, saves: Sequence[SaveJob], ended: Iterable[str]) -> None:
-        """``saves`` of requests in ``ended`` need not be done with this step: their blocks are held."""
+        """Take a step's ``saves``. Those of requests in ``ended`` may be saved in later steps: their blocks
+        stay pinned."""
         late: dict[str, list[SaveJob]] = {request: [] for request in ended}
         self._saves = []
         for save in saves:
@@ -100,11 +103,11 @@ class BlockSaver:
                 late[save.request].append(save)
         with self._lock:
             self._known = set()
-            looks = bool(self._saves) and not self._looks
-            self._looks += looks
+            looks = bool(self._saves) and not self._open_lookups
+            self._open_lookups += looks
         if looks:
             keys, known = [save.key for save in self._saves], self._known
-            self._lane.give(lambda: self._look(keys, known))
+            self._lane.submit(lambda: self._run_lookup(keys, known))
         for request, left in late.items():
             if not left:
                 continue
@@ -112,18 +115,20 @@ class BlockSaver:
                 self._moved_s = self._clock()
             made = self._late[request] = _FinishedRequestSaves(deque(left))
             with self._lock:
-                began_s = self._look_began_s
+                began_s = self._lookup_began_s
                 hangs = began_s is not None and self._clock() - began_s >= self._patience_s
-                self._looks += not hangs
+                self._open_lookups += not hangs
             if hangs:
                 made.stored = 0
                 self._counts["looks_given_up"] += 1
             else:
-                self._lane.give(lambda made=made: self._look_late(made))  # type: ignore[misc]
+                self._lane.submit(lambda made=made: self._run_late_lookup(made))  # type: ignore[misc]
 
     def end_step(self, bad: Collection[int]) -> dict[str, int]:
-        """Copy what this step filled, but for what hangs on ``bad`` blocks. Of each request of which
-        something could not be given, the place of the first such block."""
+        """Copy the blocks that this step filled, except those that depend on ``bad`` blocks.
+
+        Returns, by request, the index of its first block that the store did not accept.
+        """
         with self._lock:
             known = set(self._known)
         refused: dict[str, int] = {}
@@ -143,13 +148,13 @@ class BlockSaver:
         return refused
 
     def close(self) -> None:
-        """The engine ends."""
+        """Stop the lookup thread."""
         self._lane.close()
 
     # -- inside -----------------------------------------------------------------------
 
     def _save(self, save: SaveJob, bad: Collection[int], known: Collection[bytes]) -> bool:
-        """Whether it is stored, will be, or need not be."""
+        """Whether the block is stored, will be stored, or need not be."""
         if any(block in bad for block in save.before) or any(block in bad for block in save.block_ids):
             return False
         return save.key in known or self._give(save, self._kv.gather_full(save.block_ids))
@@ -186,27 +191,28 @@ class BlockSaver:
         for late in self._late.values():
             late.wanted = False
             self._counts["saves_given_up"] += len(late.saves)
-            late.saves, late.content = deque(), None  # a look that hangs still has it
+            late.saves, late.content = deque(), None  # a hanging lookup still holds this object
         self._late.clear()
 
-    def _look(self, keys: Sequence[bytes], known: set[bytes]) -> int:
-        """In its own thread."""
+    def _run_lookup(self, keys: Sequence[bytes], known: set[bytes]) -> int:
+        """Run by the lookup thread."""
         try:
             for key in keys:
-                if known is not self._known:  # its step is over
+                if known is not self._known:  # its step has ended
                     break
                 if self._ask([key]):
                     with self._lock:
                         known.add(key)
         except Exception as error:
             self._log("look into the store", error)
-        self._looked()
+        self._lookup_ended()
         return 0
 
-    def _look_late(self, late: _FinishedRequestSaves) -> int:
-        """In its own thread."""
+    def _run_late_lookup(self, late: _FinishedRequestSaves) -> int:
+        """Run by the lookup thread."""
         stored = 0
-        # Nobody takes from them before this is over; who gives up puts others in their place.
+        # The model's thread removes saves only after this returns, or replaces the whole queue when it gives
+        # up.
         keys = [save.key for save in late.saves]
         try:
             for at in range(0, len(keys), LOOKUP_BATCH_KEYS):
@@ -220,16 +226,16 @@ class BlockSaver:
             self._log("look into the store", error)
         with self._lock:
             late.stored = stored
-        self._looked()
+        self._lookup_ended()
         return 0
 
     def _ask(self, keys: Sequence[bytes]) -> int:
-        """In the lane's thread: how many leading blocks the store has."""
+        """Return how many leading blocks the store has. Run by the lookup thread."""
         with self._lock:
-            self._look_began_s = self._clock()
+            self._lookup_began_s = self._clock()
         return self._leading(keys)
 
-    def _looked(self) -> None:
+    def _lookup_ended(self) -> None:
         with self._lock:
-            self._looks -= 1
-            self._look_began_s = None
+            self._open_lookups -= 1
+            self._lookup_began_s = None

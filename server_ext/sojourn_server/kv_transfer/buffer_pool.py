@@ -1,14 +1,14 @@
-"""Leased buffers: slots of one Full Block each, bounded, shared by all who want the same block.
+"""Staging buffers in host memory: a fixed number of slots of one Full Block, shared through leases.
 
-Who gathers a context asks for a lease on all its blocks at once, and on room for those it cannot name yet. A
-lease is granted whole or waits its turn, so that two who have half of what they need never wait for each
-other. A lease whose holder shows no sign of life for ``lease_s`` ends by itself.
+A transfer asks for one lease on all its blocks, plus a number of slots for blocks whose keys it does not know
+yet. A lease is granted as a whole, in the order of requests, so two transfers never wait for each other with
+half of their slots each. A lease that is not renewed for ``lease_s`` expires.
 
-A block is in one slot at most: a lease on a block that is there, or on its way, takes the same slot. That is
-how reads are merged: of a thousand requests for one prefix the first has it read, and the others wait for it.
+A block has at most one slot. A lease on a block that is present, or being read, shares its slot: of a
+thousand requests for one prefix, the first reads it and the others wait for that read.
 
-A slot is free again when no lease holds it and nobody is inside it (``pin``): a thread that reads into it may
-outlive every lease on it.
+A slot becomes free when it has no lease and no pin. A pin outlives leases: a thread may still write to the
+slot after every lease on it has ended.
 
 No clock and no I/O.
 """
@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 
 
 class SlotMemory:
-    """``slots`` blocks of ``layers`` layers; pages are the system's to give when they are first written."""
+    """Memory of ``slots`` Full Blocks of ``layers`` layers each. The system provides pages at their first
+    write."""
 
     def __init__(self, slots: int, block_bytes: int, layers: int) -> None:
-        """Raises ``ValueError`` where layers are of different sizes: its Layer Blocks would differ."""
+        """Raises ``ValueError`` for a size below 1 or layers of different sizes."""
         if slots < 1 or block_bytes < 1 or layers < 1 or block_bytes % layers:
             raise ValueError(
                 f"{slots} blocks of {block_bytes} bytes and {layers} layers; expected at least one of each, "
@@ -35,7 +36,8 @@ class SlotMemory:
         self.block_bytes = block_bytes
         self.layers = layers
         self.layer_bytes = block_bytes // layers
-        # Not a bytearray: that writes zeros to all of it at once. And aligned, as direct I/O wants it.
+        # A bytearray would write zeros to all of it. An anonymous map is also page-aligned, as direct I/O
+        # requires.
         self._map = mmap.mmap(-1, slots * block_bytes)
         self._view = memoryview(self._map)
 
@@ -51,7 +53,7 @@ class SlotMemory:
 
 
 class LeaseTooLarge(ValueError):
-    """It never fits, however long it waits."""
+    """The lease needs more slots than the pool has."""
 
     def __init__(self, blocks: int, slots: int) -> None:
         super().__init__(
@@ -63,20 +65,20 @@ class LeaseTooLarge(ValueError):
 
 @dataclass(slots=True, eq=False)
 class BufferSlot:
-    """A place for one block."""
+    """The place of one block."""
 
     index: int
     key: bytes = b""
     filled: int = 0
-    """Leading layers that are there."""
+    """Number of leading layers present."""
     filler: object | None = None
-    """Who brings it, if anybody does."""
+    """The source that fills the slot; ``None``: no source does."""
     holders: dict[str, None] = field(default_factory=dict)
-    """Leases on it, in the order in which they came."""
+    """Names of its leases, oldest first."""
     pins: int = 0
-    """Threads and messages that read or write it now."""
+    """Number of threads and messages that are reading or writing it."""
     bad: bool = False
-    """What was being brought into it when it failed may still be written: of no use to anybody."""
+    """Its fill failed, and a thread may still write to it: the content is unusable."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +91,7 @@ class _BufferLease:
 
 
 class BufferPool:
-    """``slots`` places, leased by the names of those who hold them."""
+    """``slots`` slots, leased by name."""
 
     def __init__(self, slots: int, lease_s: float) -> None:
         self.slots = slots
@@ -98,36 +100,37 @@ class BufferPool:
         self._by_key: dict[bytes, BufferSlot] = {}
         self._used: dict[int, BufferSlot] = {}
         self._leases: dict[str, _BufferLease] = {}
-        self._line: deque[str] = deque()
-        """Leases that wait, first come first served: a large one is not passed by for ever."""
+        self._queue: deque[str] = deque()
+        """Leases that wait, in order of arrival. The first one blocks the others, so that a large lease is
+        not starved."""
         self._reserved = 0
-        """Slots promised to leases for blocks they have yet to name."""
+        """Slots reserved for blocks that granted leases have yet to name."""
         self.released = 0
-        """Granted leases that have ended so far, however: those who wait see by it that it goes on. One that
-        only waited has given nothing back."""
+        """Number of granted leases that have ended. Waiting transfers read it as a sign of progress."""
         self.most_used = 0
         self._changes = 0
         self._refused_at = -1
-        """How many changes there had been when the first in line was found not to fit."""
+        """Value of ``_changes`` when the first waiting lease was last found not to fit."""
 
     @property
     def used(self) -> int:
-        """Slots that are not free, by block or by promise."""
+        """Slots in use or reserved."""
         return self.slots - len(self._free) + self._reserved
 
     @property
     def leases(self) -> int:
-        """Leases that are granted or wait."""
+        """Number of leases, granted or waiting."""
         return len(self._leases)
 
     @property
     def waiting(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
-    def ask(self, name: str, keys: Sequence[bytes], extra: int, now: float) -> None:
-        """Ask for a lease on ``keys`` and on ``extra`` more slots; ``take_granted`` says when it is there.
+    def request_lease(self, name: str, keys: Sequence[bytes], extra: int, now: float) -> None:
+        """Request a lease on ``keys`` and on ``extra`` more slots; ``take_granted`` reports when it is
+        granted.
 
-        Raises ``LeaseTooLarge`` where it never will be, ``ValueError`` for a name that has one already.
+        Raises ``LeaseTooLarge`` if the pool is too small, and ``ValueError`` for a name that has a lease.
         """
         if name in self._leases:
             raise ValueError(f"{name} has a lease already")
@@ -135,20 +138,20 @@ class BufferPool:
         if len(distinct) + extra > self.slots:
             raise LeaseTooLarge(len(distinct) + extra, self.slots)
         self._leases[name] = _BufferLease(distinct, extra, now + self._lease_s)
-        self._line.append(name)
+        self._queue.append(name)
 
     def take_granted(self, now: float) -> list[str]:
-        """Leases that can be had now, in the order in which they were asked for."""
+        """Grant waiting leases that fit, in order of arrival, and return their names."""
         granted: list[str] = []
-        if self._refused_at == self._changes:  # its blocks need not be counted again
+        if self._refused_at == self._changes:  # nothing has changed since it was refused
             return granted
-        while self._line:
-            lease = self._leases[self._line[0]]
+        while self._queue:
+            lease = self._leases[self._queue[0]]
             fresh = sum(key not in self._by_key for key in lease.keys)
             if fresh + lease.extra > len(self._free) - self._reserved:
                 self._refused_at = self._changes
                 break
-            name = self._line.popleft()
+            name = self._queue.popleft()
             lease.granted = True
             lease.deadline_s = now + self._lease_s
             self._reserved += lease.extra
@@ -158,10 +161,8 @@ class BufferPool:
         return granted
 
     def extend(self, name: str, keys: Sequence[bytes]) -> bool:
-        """Have a granted lease name more blocks, out of its ``extra``; whether that was enough.
-
-        All or nothing: where it was not, nothing has changed.
-        """
+        """Name more blocks of a granted lease, within its ``extra`` slots. Returns False, and changes
+        nothing, if they do not fit."""
         lease = self._leases[name]
         added = [key for key in OrderedDict.fromkeys(keys) if key not in lease.slots]
         fresh = sum(key not in self._by_key for key in added)
@@ -174,7 +175,7 @@ class BufferPool:
         return True
 
     def settle(self, name: str) -> None:
-        """A lease needs no more than it has named: the rest of its ``extra`` is somebody else's."""
+        """Return the unused part of a lease's ``extra`` slots to the pool."""
         lease = self._leases[name]
         self._changes += 1
         if lease.granted:
@@ -186,28 +187,28 @@ class BufferPool:
         return lease is not None and lease.granted
 
     def slot(self, name: str, key: bytes) -> BufferSlot:
-        """Where a granted lease has a block."""
+        """The slot of a block of a granted lease."""
         return self._leases[name].slots[key]
 
     def renew(self, name: str, now: float) -> None:
-        """Its holder lives. Nothing happens where there is no such lease."""
+        """Extend the lease by ``lease_s``. Ignores unknown names."""
         lease = self._leases.get(name)
         if lease is not None:
             lease.deadline_s = now + self._lease_s
 
     def expired(self, now: float) -> list[str]:
-        """Leases whose time is up; it is for their holders to ``release`` them."""
+        """Names of expired leases; their holders must ``release`` them."""
         return [name for name, lease in self._leases.items() if lease.deadline_s <= now]
 
     def drop(self, name: str, key: bytes) -> BufferSlot | None:
-        """A lease gives up one block; its slot, where nobody holds that any more."""
+        """Remove one block from a lease. Returns its slot if no other lease holds it."""
         slot = self._leases[name].slots.pop(key, None)
         return self._let_go(name, slot) if slot is not None else None
 
     def release(self, name: str) -> list[BufferSlot]:
-        """End a lease, whether it was granted or waits; the slots that nobody holds any more.
+        """End a lease, granted or waiting. Returns the slots that no lease holds any more.
 
-        Who brings something into one of those must be told. Nothing happens where there is no such lease.
+        The caller must notify the fillers of those slots. Ignores unknown names.
         """
         lease = self._leases.pop(name, None)
         if lease is None:
@@ -217,12 +218,12 @@ class BufferPool:
             self.released += 1
             self._reserved -= lease.extra
         else:
-            self._line.remove(name)
+            self._queue.remove(name)
         found = [self._let_go(name, slot) for slot in lease.slots.values()]
         return [slot for slot in found if slot is not None]
 
     def pin(self, slot: BufferSlot) -> None:
-        """Somebody goes inside: it is not given to another block before ``unpin``."""
+        """Keep the slot from being reused until ``unpin``."""
         slot.pins += 1
 
     def unpin(self, slot: BufferSlot) -> None:
@@ -230,10 +231,10 @@ class BufferPool:
         slot.pins -= 1
         self._free_if_unused(slot)
 
-    def spoil(self, slot: BufferSlot) -> None:
-        """Nobody may come upon this block in this slot any more; a new lease on it gets another slot.
+    def invalidate(self, slot: BufferSlot) -> None:
+        """Stop sharing this slot: a new lease on the block gets another one.
 
-        For what failed while somebody is inside who cannot be stopped. Those who hold it must let go.
+        For a failed fill whose thread cannot be stopped. Every holder must drop the slot.
         """
         slot.bad = True
         self._changes += 1
@@ -257,7 +258,7 @@ class BufferPool:
         if slot.holders:
             return None
         if self._by_key.get(slot.key) is slot:
-            # Whoever is still inside may leave half a block there: nobody is to find it.
+            # The filler may leave half a block there: no other lease may find it.
             del self._by_key[slot.key]
         self._free_if_unused(slot)
         return slot

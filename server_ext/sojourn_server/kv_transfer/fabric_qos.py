@@ -1,7 +1,7 @@
-"""Settings that keep KV out of the model's way on a fabric that can (DualPath §5.1, A.1), as text to fill in.
+"""Quality-of-service settings that separate KV from model traffic on a fabric (DualPath §5.1, A.1), as text.
 
-The InfiniBand arbitration is the paper's, figure by figure. What it says of RoCE has no figures; those here
-are ours. Nothing of it has been tried; each text says so in its first line.
+The InfiniBand values are the paper's. The paper gives no values for RoCE; those here are sojourn's. None have
+been tried on hardware, as the first line of each text says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNVERIFIED = (
 
 @dataclass(frozen=True, slots=True)
 class VirtualLane:
-    """One lane of the paper's four: who uses it, and its weights in the two arbiters of InfiniBand."""
+    """One of the paper's four virtual lanes, with its weights in InfiniBand's two arbiters."""
 
     use: str
     high: int
@@ -24,25 +24,25 @@ class VirtualLane:
 
 
 VIRTUAL_LANES: Mapping[int, VirtualLane] = {
-    0: VirtualLane("everything that is not told otherwise", 192, 192),
+    0: VirtualLane("everything without a class of its own", 192, 192),
     1: VirtualLane("the model's collectives", 192, 192),
     2: VirtualLane("KV", 0, 64),
     3: VirtualLane("the model's point-to-point messages", 192, 192),
 }
-"""By number, which is their service level's too. Which of the model's traffic has which is our guess."""
+"""By number, which is also the service level. The assignment of model traffic to lanes is a guess."""
 
 MODEL_LANE, KV_LANE = 1, 2
 HIGH_LIMIT = 240
-"""Units of 4 KiB that the high-priority arbiter sends before the other gets a packet; 255: never."""
+"""Units of 4 KiB that the high-priority arbiter sends before the other may send a packet; 255: no limit."""
 
 DSCP: Mapping[int, int] = {0: 0, 1: 26, 2: 10, 3: 34}
-"""Ours: what packets of each traffic class carry on RoCE."""
+"""DSCP value of each traffic class on RoCE; sojourn's choice."""
 BANDWIDTH_PERCENT: Mapping[int, int] = {0: 33, 1: 33, 2: 1, 3: 33}
-"""Ours: of a saturated link. One for KV, as §5.1 has it in all."""
+"""Share of a saturated link; sojourn's choice. KV gets 1 percent, as in §5.1."""
 
 
 def infiniband_settings() -> str:
-    """Options for the subnet manager, and the environment of who sends."""
+    """Options for the subnet manager, and the environment of the senders."""
     lanes = range(len(VIRTUAL_LANES))
     levels = ",".join(str(level % len(VIRTUAL_LANES)) for level in range(16))
     return "\n".join(
@@ -65,7 +65,7 @@ def infiniband_settings() -> str:
 
 
 def roce_settings(device: str = "DEVICE") -> str:
-    """Commands for NICs that ``mlnx_qos`` sets, and the environment; switches must be set alike."""
+    """Commands for NICs supported by ``mlnx_qos``, and the environment; switches need the same settings."""
     classes = range(8)
     used = len(VIRTUAL_LANES)
     flow_control = ",".join("1" if each < used else "0" for each in classes)

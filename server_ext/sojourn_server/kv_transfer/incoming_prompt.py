@@ -1,9 +1,9 @@
-"""One context that is gathered here: what is read for a peer, what is pushed by it, and when it is whole.
+"""One prompt being assembled in this engine's buffers: blocks read for a peer, and blocks pushed by it.
 
-    Read    lease for the whole context ── read from storage ── layers streamed back ──▶ kept
-    Offer   lease, or the rest of it ── Need what is neither here nor on its way ── Data ──▶ Complete
+    Read    lease for the whole prompt ── read from storage ── layers streamed back ──▶ kept
+    Offer   lease, or the rest of it ── Need what is missing here ── Data ──▶ Complete
 
-Either half may be missing. ``prompts`` has all of them, and tells peers and the engine.
+Either half may be absent. ``incoming_prompt_table`` holds all prompts and notifies peers and the engine.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from .transfer_link import TrafficClass
 from .transfer_wire import AbortMessage, CompleteMessage, DataMessage, FailedMessage, NeedMessage
 
 PeerAnswer = NeedMessage | CompleteMessage | FailedMessage | AbortMessage
-"""What a peer is told of a context."""
+"""Messages to a peer about a prompt."""
 
 
 class PromptRegistry(Protocol):
-    """Who has all contexts, as far as one of them needs it."""
+    """The part of ``IncomingPromptTable`` that a prompt uses."""
 
     transfer_context: TransferContext
 
-    def say(self, conn: int | None, message: PeerAnswer) -> None: ...
-    def tell(self, prompt: IncomingPrompt) -> None: ...
-    def let_go(self, prompt: IncomingPrompt, now: float) -> None: ...
+    def send(self, conn: int | None, message: PeerAnswer) -> None: ...
+    def notify_engine(self, prompt: IncomingPrompt) -> None: ...
+    def release_buffers(self, prompt: IncomingPrompt, now: float) -> None: ...
     def remember(self, prompt: IncomingPrompt, why: str) -> None: ...
 
 
 class PromptReadState(Enum):
     WAITING = "waiting"
-    """For buffers."""
+    """Waiting for buffers."""
     READING = "reading"
     STREAMING = "streaming"
     DONE = "done"
@@ -53,11 +53,11 @@ class PromptReadSide:
     traffic_class: TrafficClass
     state: PromptReadState = PromptReadState.WAITING
     slots: list[BufferSlot] = field(default_factory=list)
-    """Of the leading blocks that can be had, once the lease is granted."""
+    """Slots of the leading blocks that can be read, once the lease is granted."""
     missing: set[int] = field(default_factory=set)
-    """Indices of slots, of those that are not whole yet."""
+    """Indices of slots that are not complete yet."""
     in_queue: dict[int, ReadChunk] = field(default_factory=dict)
-    """Chunks on the link, by item."""
+    """Chunks queued on the link, by item number."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,11 +67,11 @@ class PromptOfferSide:
     slots: list[BufferSlot] = field(default_factory=list)
     """Empty until the lease is granted."""
     pending: set[int] = field(default_factory=set)
-    """Indices of slots, of those that are not whole yet."""
+    """Indices of slots that are not complete yet."""
 
 
 class ReadChunk(NamedTuple):
-    """The work of an item of the compute network: one layer of some blocks that were read here."""
+    """One layer of some blocks read here, as an item of the compute network's queue."""
 
     prompt: IncomingPrompt
     layer: int
@@ -80,7 +80,7 @@ class ReadChunk(NamedTuple):
 
 
 class IncomingPrompt:
-    """One context being received: the ``LeaseHolder`` of its lease and the ``SlotFiller`` of its slots."""
+    """One prompt being received: the ``LeaseHolder`` of its lease and the ``SlotFiller`` of its slots."""
 
     def __init__(self, prompts: PromptRegistry, transfer: str, now: float) -> None:
         self.transfer = transfer
@@ -92,10 +92,10 @@ class IncomingPrompt:
         self.leased = False
         self.expected = False
         self.claimed = False
-        self.rests_since_s: float | None = None
-        """Since when nothing is to be done for it here: it is whole, or nobody is left who would go on."""
+        self.idle_since_s: float | None = None
+        """Since when no more data is expected: the prompt is complete, or its peer has gone."""
         self.moved_s = now
-        """When something of it last came, or it got its turn."""
+        """Time of the last data, or of the grant of its lease."""
         self.watch = StallDetector(prompts.transfer_context.limits.patience_s, now)
         self._prompts = prompts
 
@@ -111,7 +111,7 @@ class IncomingPrompt:
     def layers_advanced(self, slot: BufferSlot, before: int, now: float) -> None:
         transfer_context = self._prompts.transfer_context
         transfer_context.buffers.renew(self.name, now)
-        self.watch.seen(now)
+        self.watch.note_progress(now)
         self.moved_s = now
         if slot.filled < transfer_context.layers:
             return
@@ -124,33 +124,33 @@ class IncomingPrompt:
 
     def lost(self, slot: BufferSlot, why: str, now: float) -> None:
         if self.state is not PromptState.GATHERING or (slot.filler is not None and not slot.bad):
-            return  # or another who holds it sees to it
+            return  # or another holder of the slot reads it again
         if self.read is not None:
             self._lose_read(self.read, slot, why, now)
         if self._offers(slot):
             assert self.offer is not None
             if slot.bad or self.offer.conn is None:
-                self.fail(f"a block that was on its way did not come: {why}", now, tell=True)
+                self.fail(f"a block did not arrive: {why}", now, notify=True)
             else:
                 self._need([self.offer.slots.index(slot)], self.offer, now)
-        elif slot.bad:  # else the lease keeps its place, for when it is offered
+        elif slot.bad:  # otherwise the lease keeps the slot until the block is offered
             self._prompts.transfer_context.drop(self.name, slot, now)
 
     def lease_expired(self, now: float) -> bool:
         why = "the lease on its buffers has expired"
         if not self.claimed:
             self._prompts.remember(self, why)
-            self.fail(why, now, tell=True)
+            self.fail(why, now, notify=True)
             if self.state is PromptState.COMPLETE and self.expected:
                 self.state, self.why = PromptState.FAILED, why
-                self._prompts.tell(self)
-            self._prompts.let_go(self, now)
+                self._prompts.notify_engine(self)
+            self._prompts.release_buffers(self, now)
         return not self.claimed
 
     # -- as a filler ----------------------------------------------------------------
 
     def unwanted(self, slot: BufferSlot, now: float) -> None:
-        """Only when the lease ends, and then the peer is told otherwise."""
+        """Ignored: it happens only when the lease ends, and the peer is notified of that separately."""
 
     # -- the half that reads for a peer ---------------------------------------------
 
@@ -167,8 +167,9 @@ class IncomingPrompt:
         if slot not in read.slots:
             return
         place = read.slots.index(slot)
-        self._prompts.say(read.conn, FailedMessage(transfer=self.transfer, index=place, reason=why))
-        # What lies behind is of no use to who reads it. Its places stay, for when it is computed and offered.
+        self._prompts.send(read.conn, FailedMessage(transfer=self.transfer, index=place, reason=why))
+        # Blocks after a gap are useless to the reader. Their slots stay, because the peer may offer the
+        # blocks once it has computed them.
         given_up, read.slots = read.slots[place + 1 :], read.slots[:place]
         offered = {each.index for each in self.offer.slots} if self.offer is not None else set()
         for each in given_up:
@@ -184,7 +185,7 @@ class IncomingPrompt:
         slots = read.slots
         if read.missing:
             return
-        if read.conn is None:  # who asked is gone
+        if read.conn is None:  # the reading peer has disconnected
             read.state = PromptReadState.DONE
             return
         read.state = PromptReadState.STREAMING
@@ -214,7 +215,7 @@ class IncomingPrompt:
             self._begin_taking(offer, now)
 
     def data(self, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """A layer of some blocks; False: it is not what comes next."""
+        """Store one layer of some blocks. Returns False if it is not the next layer of a pending block."""
         transfer_context, offer = self._prompts.transfer_context, self.offer
         size = transfer_context.memory.layer_bytes
         if offer is None or len(payload) != len(message.indices) * size:
@@ -239,7 +240,7 @@ class IncomingPrompt:
     def _begin_taking(self, offer: PromptOfferSide, now: float) -> None:
         transfer_context = self._prompts.transfer_context
         if not transfer_context.buffers.extend(self.name, offer.keys):
-            self.fail(f"{len(offer.keys)} blocks were offered; room was asked for fewer", now, tell=True)
+            self.fail(f"{len(offer.keys)} blocks were offered; room was asked for fewer", now, notify=True)
             return
         transfer_context.buffers.settle(self.name)
         offer.slots = [transfer_context.buffers.slot(self.name, key) for key in offer.keys]
@@ -260,39 +261,39 @@ class IncomingPrompt:
         for index in indices:
             offer.slots[index].filler = self
         self._prompts.transfer_context.counts["blocks_needed"] += len(indices)
-        self._prompts.say(offer.conn, NeedMessage(transfer=self.transfer, indices=indices))
+        self._prompts.send(offer.conn, NeedMessage(transfer=self.transfer, indices=indices))
 
     def _check_offer(self, now: float) -> None:
         offer = self.offer
         if self.state is not PromptState.GATHERING or offer is None or offer.pending:
             return
         self.state = PromptState.COMPLETE
-        self.rests_since_s = now
-        self._prompts.say(offer.conn, CompleteMessage(transfer=self.transfer))
-        self._prompts.tell(self)
+        self.idle_since_s = now
+        self._prompts.send(offer.conn, CompleteMessage(transfer=self.transfer))
+        self._prompts.notify_engine(self)
 
     # -- the end --------------------------------------------------------------------
 
-    def fail(self, why: str, now: float, tell: bool) -> None:
-        """It will never be whole; ``notify_listeners`` the peers that have a part in it."""
+    def fail(self, why: str, now: float, notify: bool) -> None:
+        """Mark the prompt as failed. ``notify``: notify the peers that take part in it."""
         if self.state is not PromptState.GATHERING:
             return
         self.state = PromptState.FAILED
         self.why = why
         transfer_context = self._prompts.transfer_context
         transfer_context.counts["prompts_failed"] += 1
-        if tell:
+        if notify:
             for conn in self.conns():
-                self._prompts.say(conn, AbortMessage(transfer=self.transfer, reason=why))
+                self._prompts.send(conn, AbortMessage(transfer=self.transfer, reason=why))
         self.cancel_streaming()
         for slot in list(self.offer.slots) if self.offer is not None else ():
-            if slot.filler is self:  # others may wait for what this one was to get
+            if slot.filler is self:  # other leases may be waiting for this slot
                 transfer_context.fail(slot, why, now)
-        self._prompts.tell(self)
-        self._prompts.let_go(self, now)
+        self._prompts.notify_engine(self)
+        self._prompts.release_buffers(self, now)
 
     def cancel_streaming(self) -> None:
-        """Take back what has not gone out yet."""
+        """Remove chunks that have not been sent from the link."""
         transfer_context, read = self._prompts.transfer_context, self.read
         if read is None:
             return
@@ -305,8 +306,9 @@ class IncomingPrompt:
             read.state = PromptReadState.DONE
 
     @property
-    def is_left(self) -> bool:
-        """Nobody has asked for it, and nobody may: whole, or read for a peer that is gone."""
+    def is_abandoned(self) -> bool:
+        """Whether the engine has not asked for it and no more data will come: it is complete, or its peer has
+        gone."""
         if self.expected or (self.read is not None and self.read.state is not PromptReadState.DONE):
             return False
         if self.state is PromptState.COMPLETE:
@@ -320,22 +322,22 @@ class IncomingPrompt:
 
     @property
     def waits_for_local_resources(self) -> bool:
-        """For buffers, or for this engine's own links."""
+        """Whether it waits for buffers or for this engine's own links."""
         if self.waits_for_room:
             return True
         return self.read is not None and self.read.state is not PromptReadState.DONE
 
     def conns(self) -> set[int]:
-        """Peers that have a part in it."""
+        """Connections of the peers that take part in it."""
         halves = [half.conn for half in (self.read, self.offer) if half is not None]
         return {conn for conn in halves if conn is not None}
 
-    def let_go_of(self, conn: int, now: float) -> bool:
-        """A connection has ended; whether it had been offered there."""
+    def forget_connection(self, conn: int, now: float) -> bool:
+        """Forget an ended connection. Returns whether the peer had offered blocks over it."""
         if self.read is not None and self.read.conn == conn:
             self.read.conn = None
-            if self.rests_since_s is None:
-                self.rests_since_s = now
+            if self.idle_since_s is None:
+                self.idle_since_s = now
             self.cancel_streaming()
         offered = self.offer is not None and self.offer.conn == conn
         if self.offer is not None and offered:

@@ -1,13 +1,13 @@
-"""Contexts that are gathered here for the engine that goes on with them: a peer reads and pushes into them.
+"""All prompts being assembled for this engine: its peers read and push blocks, and the engine takes them.
 
-The engine says that it expects a transfer before or after anything has come of it, takes its blocks when all
-are there, and lets go of it. While it waits, what counts is progress: of an answer that never comes it learns
-soon. Before, while the request is in its queue, the engine says that it wants the transfer: then what is
-whole stays as long as that is said again. ``prompt`` says how one is gathered.
+The engine announces with ``expect`` that it waits for a transfer, before or after data arrives; takes the
+blocks when all are present; and calls ``forget``. A transfer without progress fails within ``patience_s``.
+While the request is still queued, the engine announces ``want`` every few seconds, which keeps the complete
+prompt in the buffers.
 
-Who wants buffers that others have gets them in this order: what nobody has asked for; of what requests in the
-queue want, the last, as far as it is more than their share. Nobody else yields: whoever has nothing yet loses
-nothing but his patience.
+If buffers are short, prompts are evicted in this order: prompts that the engine has not asked for; then
+prompts that queued requests want, last in the queue first, as far as they exceed ``queue_share``. Other
+prompts are not evicted.
 """
 
 from __future__ import annotations
@@ -38,55 +38,56 @@ from .transfer_wire import (
 )
 
 MAX_REMEMBERED_EVICTIONS = 4096
-"""Transfers of which it is remembered that their buffers were given back before anybody asked for them."""
-EVICTED_UNCLAIMED = "nobody had asked for it, and others waited for its buffers"
+"""Maximum number of evicted transfers that are remembered."""
+EVICTED_UNCLAIMED = "evicted before any request asked for it: other transfers waited for its buffers"
 EVICTED_LOW_PRIORITY = "its request was among the last in the queue, and others waited for its buffers"
 ALL_PEERS_FACTOR = 4
-"""All peers together may have so many times here what one may."""
+"""Limits for all peers together, as a multiple of those for one peer."""
 MAX_SILENT_LEASES = 4
-"""So many times ``lease_s`` a peer may take to give something of a context that has its buffers, however
-often it says that it lives. A step may be long; one that hangs does not end."""
+"""Number of ``lease_s`` after which a prompt that holds buffers and receives no data fails, even if its peer
+reports progress. A step may take long, but not forever."""
 
 
 class IncomingPromptTable:
-    """All contexts that are gathered here."""
+    """All prompts of one engine."""
 
     def __init__(self, transfer_context: TransferContext) -> None:
         self.transfer_context = transfer_context
         self._prompts: dict[str, IncomingPrompt] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
-        """Transfers that are not here any more, and why."""
+        """Transfers that have been removed, with the reason."""
         self._wanted: dict[str, float] = {}
-        """Transfers that requests in the queue will expect, in that order, and until when that holds."""
+        """Transfers that queued requests will expect, in queue order, each with its deadline."""
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     @property
     def wanted(self) -> int:
-        """Transfers that requests in the engine's queue are known to want."""
+        """Number of transfers that queued requests want."""
         return len(self._wanted)
 
     # -- what the engine asks for ---------------------------------------------------
 
     def expect(self, transfer: str, now: float) -> None:
-        """The engine waits for it. Raises ``ValueError`` where it does already."""
+        """Announce that the engine waits for a transfer. Raises ``ValueError`` if it already does."""
         prompt = self._prompts.get(transfer)
         if prompt is None:
             prompt = self._prompts[transfer] = IncomingPrompt(self, transfer, now)
         if prompt.expected:
             raise ValueError(f"transfer {transfer!r} is expected already")
         prompt.expected = True
-        prompt.watch.seen(now)
+        prompt.watch.note_progress(now)
         self._wanted.pop(transfer, None)
-        if transfer in self._gone:  # it is told at once: nothing comes of it
+        if transfer in self._gone:  # report the failure at once
             prompt.state, prompt.why = PromptState.FAILED, self._gone.pop(transfer)
         self.transfer_context.buffers.renew(prompt.name, now)
         if prompt.state is not PromptState.GATHERING:
             self._event(prompt)
 
     def want(self, transfers: Sequence[str], now: float) -> None:
-        """They will be expected. Said again, that holds for another ``lease_s``."""
+        """Announce that queued requests will expect these transfers. Valid for ``lease_s``; repeat to
+        renew."""
         for transfer in transfers:
             prompt = self._prompts.get(transfer)
             if prompt is not None and prompt.expected:
@@ -96,11 +97,14 @@ class IncomingPromptTable:
                 self.transfer_context.buffers.renew(prompt.name, now)
 
     def blocks(self, transfer: str) -> list[memoryview]:
-        """The blocks of a context that is complete, in the order in which they were offered; nobody else gets
-        their slots before ``forget``. Raises ``ValueError``."""
+        """The blocks of a complete prompt, in the order of its offer. Their slots stay pinned until
+        ``forget``.
+
+        Raises ``ValueError`` if the prompt is not complete.
+        """
         prompt = self._prompts.get(transfer)
         if prompt is None or prompt.state is not PromptState.COMPLETE or prompt.offer is None:
-            raise ValueError(f"transfer {transfer!r} is not complete here, or gone")
+            raise ValueError(f"transfer {transfer!r} is not complete, or unknown")
         if not prompt.claimed:
             prompt.claimed = True
             for slot in prompt.offer.slots:
@@ -108,21 +112,22 @@ class IncomingPromptTable:
         return [self.transfer_context.memory.block(slot.index) for slot in prompt.offer.slots]
 
     def forget(self, transfer: str, now: float, why: str = "") -> None:
-        """It was taken, or is not wanted any more: peers are told ``why`` then. Nothing for what is gone."""
+        """Remove a prompt that was taken or is not needed any more; peers are sent ``why``. Ignores unknown
+        transfers."""
         self._wanted.pop(transfer, None)
         prompt = self._prompts.get(transfer)
         if prompt is None:
             return
-        prompt.expected = False  # who does not want it need not be told
-        prompt.fail(why or "it is not wanted any more", now, tell=True)
+        prompt.expected = False  # the engine needs no event about it
+        prompt.fail(why or "it is not needed any more", now, notify=True)
         if prompt.claimed and prompt.offer is not None:
             for slot in prompt.offer.slots:
                 self.transfer_context.buffers.unpin(slot)
-        self.let_go(prompt, now)
+        self.release_buffers(prompt, now)
 
     def end_all(self, why: str, now: float) -> None:
         for prompt in list(self._prompts.values()):
-            prompt.fail(why, now, tell=True)
+            prompt.fail(why, now, notify=True)
             if not prompt.claimed:
                 self.forget(prompt.transfer, now)
         self._wanted.clear()
@@ -134,18 +139,21 @@ class IncomingPromptTable:
         if prompt is not None and (
             prompt.read is not None or prompt.offer is not None or prompt.state is not PromptState.GATHERING
         ):
-            self.say(
-                conn, FailedMessage(transfer=message.transfer, index=0, reason="it is under way here already")
+            self.send(
+                conn,
+                FailedMessage(
+                    transfer=message.transfer, index=0, reason="the transfer is in progress already"
+                ),
             )
             return
         keys = message.keys
         if not keys or len(set(keys)) != len(keys):
-            why = "no blocks, or one of them twice"
-            self.say(conn, FailedMessage(transfer=message.transfer, index=0, reason=why))
+            why = "no blocks, or a duplicate block"
+            self.send(conn, FailedMessage(transfer=message.transfer, index=0, reason=why))
             return
         refused = self._refusal(conn, message.transfer, len(keys))
         if refused:
-            self.say(conn, FailedMessage(transfer=message.transfer, index=0, reason=refused))
+            self.send(conn, FailedMessage(transfer=message.transfer, index=0, reason=refused))
             return
         self._gone.pop(message.transfer, None)
         prompt = prompt or IncomingPrompt(self, message.transfer, now)
@@ -158,28 +166,28 @@ class IncomingPromptTable:
         prompt = self._prompts.get(message.transfer)
         if prompt is not None and prompt.offer is not None:
             if prompt.state is PromptState.COMPLETE and prompt.offer.keys == message.keys:
-                self.say(
+                self.send(
                     conn, CompleteMessage(transfer=message.transfer)
-                )  # offered again by one that was cut off
+                )  # the peer reconnected and offered it again
             else:
-                self.say(conn, AbortMessage(transfer=message.transfer, reason="it was offered already"))
+                self.send(conn, AbortMessage(transfer=message.transfer, reason="it was offered already"))
             return
         keys = message.keys
         if not keys or len(set(keys)) != len(keys):
-            self.say(conn, AbortMessage(transfer=message.transfer, reason="no blocks, or one of them twice"))
+            self.send(conn, AbortMessage(transfer=message.transfer, reason="no blocks, or a duplicate block"))
             return
         half = PromptOfferSide(conn, keys)
         if prompt is not None and prompt.state is not PromptState.GATHERING:
-            self.say(conn, AbortMessage(transfer=message.transfer, reason=prompt.why))
+            self.send(conn, AbortMessage(transfer=message.transfer, reason=prompt.why))
             return
         refused = self._refusal(conn, message.transfer, len(keys))
         if refused:
-            self.say(conn, AbortMessage(transfer=message.transfer, reason=refused))
+            self.send(conn, AbortMessage(transfer=message.transfer, reason=refused))
             if prompt is not None and prompt.conns() <= {conn}:
-                prompt.fail(refused, now, tell=False)
+                prompt.fail(refused, now, notify=False)
             return
         if prompt is not None and prompt.leased:
-            prompt.watch.seen(now)
+            prompt.watch.note_progress(now)
             prompt.take_offer(half, now)
             return
         if prompt is None:
@@ -187,37 +195,38 @@ class IncomingPromptTable:
             prompt = self._prompts[message.transfer] = IncomingPrompt(self, message.transfer, now)
             self.transfer_context.counts["prompts"] += 1
         prompt.offer = half
-        prompt.watch.seen(now)
+        prompt.watch.note_progress(now)
         self._lease(prompt, keys, 0, now)
 
     def data(self, conn: int, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """A layer from a peer; whether it is of a context that is gathered here at all."""
+        """Store data from a peer. Returns False if it belongs to no prompt of this table."""
         prompt = self._prompts.get(message.transfer)
         if prompt is None or prompt.offer is None or prompt.offer.conn != conn:
             return False
         if prompt.state is PromptState.GATHERING and not prompt.data(message, payload, now):
             self.transfer_context.counts["out_of_order"] += 1
-            prompt.fail("the peer sent what was not asked for", now, tell=True)
+            prompt.fail("the peer sent unexpected data", now, notify=True)
         return True
 
     def aborted(self, conn: int, message: AbortMessage, now: float) -> None:
-        """A peer does not go on with it."""
+        """Handle a peer's abort of a transfer."""
         prompt = self._prompts.get(message.transfer)
         if prompt is None or conn not in prompt.conns():
             return
-        prompt.fail(message.reason, now, tell=False)
+        prompt.fail(message.reason, now, notify=False)
 
-    def told(self, conn: int, transfer: str, done: int, now: float) -> None:
-        """A peer says that it goes on. Who waits for room is kept in line by what is done, not by words; who
-        has its buffers keeps them, while it gives something now and then, for ``MAX_SILENT_LEASES``."""
+    def on_progress(self, conn: int, transfer: str, done: int, now: float) -> None:
+        """Handle a peer's progress report. A prompt that waits for buffers is kept in the queue by completed
+        work, not by reports; one that has buffers keeps its lease, up to ``MAX_SILENT_LEASES`` without
+        data."""
         prompt = self._prompts.get(transfer)
         if prompt is None or conn not in prompt.conns() or prompt.claimed:
             return
-        if prompt.watch.told(done, now) or not prompt.waits_for_room:
+        if prompt.watch.note_counter(done, now) or not prompt.waits_for_room:
             self.transfer_context.buffers.renew(prompt.name, now)
 
     def open_transfers_on(self, conn: int) -> list[str]:
-        """Transfers for which this peer waits for us."""
+        """Transfers for which this peer waits for this engine."""
         return [
             transfer
             for transfer, prompt in self._prompts.items()
@@ -236,10 +245,11 @@ class IncomingPromptTable:
         return {conn for prompt in self._prompts.values() for conn in prompt.conns()}
 
     def lost(self, conn: int, why: str, now: float) -> None:
-        """A connection has ended. What was read here stays for a while: it may be offered by another."""
+        """Handle the end of a connection. Blocks read for the peer stay for a while, because another
+        connection may offer them."""
         for prompt in list(self._prompts.values()):
-            if prompt.let_go_of(conn, now):
-                prompt.fail(why, now, tell=False)
+            if prompt.forget_connection(conn, now):
+                prompt.fail(why, now, notify=False)
 
     def tick(self, now: float) -> None:
         done = self.transfer_context.done(now)
@@ -249,23 +259,23 @@ class IncomingPromptTable:
         for prompt in list(self._prompts.values()):
             if prompt.state is not PromptState.GATHERING:
                 continue
-            if prompt.waits_for_local_resources and prompt.watch.told(done, now, by="here"):
+            if prompt.waits_for_local_resources and prompt.watch.note_counter(done, now, by="here"):
                 self.transfer_context.buffers.renew(prompt.name, now)
                 prompt.moved_s = now
             if prompt.leased and not prompt.waits_for_room and now - prompt.moved_s >= silent_s:
                 self.transfer_context.counts["stalls"] += 1
-                self.remember(prompt, "its peer gave nothing of it")
-                prompt.fail("its peer gave nothing of it", now, tell=True)
+                self.remember(prompt, "its peer sent no data of it")
+                prompt.fail("its peer sent no data of it", now, notify=True)
                 continue
             if prompt.expected and prompt.watch.stalled(now):
                 self.transfer_context.counts["stalls"] += 1
-                prompt.fail("nothing comes of it", now, tell=True)
+                prompt.fail("it makes no progress", now, notify=True)
         self._make_room(now)
 
     # -- the link -------------------------------------------------------------------
 
     def begin(self, item: LinkItem, now: float) -> None:
-        """The link has come to a chunk that was read here."""
+        """Send a chunk whose turn on the link has come."""
         chunk: ReadChunk = item.work
         read = chunk.prompt.read
         assert read is not None
@@ -280,7 +290,7 @@ class IncomingPromptTable:
         self.transfer_context.actions.append(SendMessage(read.conn, message, payload, item.number))
 
     def finished(self, item: LinkItem, now: float) -> None:
-        """A chunk is out, or will never be."""
+        """Handle a chunk that was sent or never will be."""
         chunk: ReadChunk = item.work
         read = chunk.prompt.read
         assert read is not None
@@ -295,16 +305,19 @@ class IncomingPromptTable:
     # -- inside ---------------------------------------------------------------------
 
     def _make_room(self, now: float) -> None:
-        """While others wait for buffers, what nobody has asked for gives up its own: what was left longest
-        goes first. Sooner than those lose patience, and not at once, for the request may be on its way."""
+        """Evict prompts while other transfers wait for buffers, longest idle first. A prompt is kept for at
+        least half of ``patience_s``: its request may still be on the way, and waiting transfers must not
+        time out."""
         transfer_context = self.transfer_context
         if not transfer_context.buffers.waiting:
             return
         least_s = transfer_context.limits.patience_s / 2
         left = [
-            (prompt.rests_since_s, prompt)
+            (prompt.idle_since_s, prompt)
             for prompt in self._prompts.values()
-            if prompt.is_left and prompt.rests_since_s is not None and now - prompt.rests_since_s >= least_s
+            if prompt.is_abandoned
+            and prompt.idle_since_s is not None
+            and now - prompt.idle_since_s >= least_s
         ]
         unwanted = [each for each in left if not self._is_wanted(each[1])]
         for _, prompt in sorted(unwanted, key=lambda each: each[0]):
@@ -318,12 +331,12 @@ class IncomingPromptTable:
                     return
 
     def _is_wanted(self, prompt: IncomingPrompt) -> bool:
-        """By a request in the queue, which can take it as it is."""
+        """Whether a queued request wants the prompt and it is complete."""
         return prompt.transfer in self._wanted and prompt.state is PromptState.COMPLETE
 
     def _beyond_share(self, rest: set[str]) -> list[IncomingPrompt]:
-        """Of those at ``rest`` that requests in the queue want, what is more than their share, the last of
-        the queue first: were it the first, all would be given up just before their turn."""
+        """Prompts of ``rest`` that exceed the share of queued requests, last of the queue first. Evicting the
+        first would drop each prompt just before its turn."""
         most = self.transfer_context.limits.queue_share * self.transfer_context.limits.slots
         slots: set[int] = set()
         found: list[IncomingPrompt] = []
@@ -340,12 +353,13 @@ class IncomingPromptTable:
     def _evict(self, prompt: IncomingPrompt, why: str, now: float) -> None:
         self.transfer_context.counts["prompts_evicted"] += 1
         self.remember(prompt, why)
-        prompt.fail(why, now, tell=True)
-        self.let_go(prompt, now)
+        prompt.fail(why, now, notify=True)
+        self.release_buffers(prompt, now)
         self.transfer_context.grant(now)
 
     def remember(self, prompt: IncomingPrompt, why: str) -> None:
-        """It goes before anybody has asked for it: who does yet is told at once."""
+        """Remember the eviction of a prompt that the engine has not asked for, so that a later ``expect``
+        fails at once."""
         if prompt.expected:
             return
         self._gone[prompt.transfer] = why
@@ -353,11 +367,11 @@ class IncomingPromptTable:
             self._gone.popitem(last=False)
 
     def _refusal(self, conn: int, transfer: str, keys: int) -> str:
-        """Why a peer's next context is not taken in; empty: it is."""
+        """Reason to refuse a peer's next prompt; empty: accept it."""
         limits = self.transfer_context.limits
         contexts = {True: 0, False: 0}
         held = {True: keys, False: 0}
-        """By whether they are this peer's; what a peer has left behind is its lease's."""
+        """Keys by whether they belong to this peer. Keys of ended connections are bounded by their lease."""
         for prompt in self._prompts.values():
             halves = [half for half in (prompt.read, prompt.offer) if half is not None]
             for half in halves:
@@ -377,19 +391,19 @@ class IncomingPromptTable:
         self.transfer_context.counts["contexts_refused"] += 1
         return f"{who} may have {most_contexts} contexts of {most_keys} keys here at a time, and no more"
 
-    def let_go(self, prompt: IncomingPrompt, now: float) -> None:
-        """Its buffers are others'; it stays known as long as its engine has not ended it."""
+    def release_buffers(self, prompt: IncomingPrompt, now: float) -> None:
+        """Release the prompt's buffers. The prompt stays known until the engine has ended it."""
         self.transfer_context.release(prompt.name, now)
         self.transfer_context.reads.close(prompt.name)
         if not prompt.expected:
             self._prompts.pop(prompt.transfer, None)
 
-    def say(self, conn: int | None, message: PeerAnswer) -> None:
+    def send(self, conn: int | None, message: PeerAnswer) -> None:
         if conn is not None:
             self.transfer_context.actions.append(SendMessage(conn, message))
 
-    def tell(self, prompt: IncomingPrompt) -> None:
-        """The engine, if it waits."""
+    def notify_engine(self, prompt: IncomingPrompt) -> None:
+        """Notify the engine if it waits for the prompt."""
         if prompt.state is PromptState.COMPLETE:
             self.transfer_context.counts["prompts_complete"] += 1
         if prompt.expected:
@@ -408,8 +422,8 @@ class IncomingPromptTable:
             prompt.leased = False
             read, prompt.read = prompt.read, None
             if read is not None:
-                self.say(read.conn, FailedMessage(transfer=prompt.transfer, index=0, reason=str(error)))
+                self.send(read.conn, FailedMessage(transfer=prompt.transfer, index=0, reason=str(error)))
                 if prompt.offer is None and not prompt.expected:
                     del self._prompts[prompt.transfer]
                 return
-            prompt.fail(str(error), now, tell=True)
+            prompt.fail(str(error), now, notify=True)

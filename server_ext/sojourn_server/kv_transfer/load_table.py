@@ -1,11 +1,11 @@
-"""Bringing blocks into one's own buffers: from storage, or by a peer that reads them from storage.
+"""Loads of blocks into this engine's buffers, from storage or through a peer that reads them from storage.
 
-    waiting ── lease ──▶ filling ── all are there, or as many as will come ──▶ over ── taken ──▶ gone
+    waiting ── lease ──▶ filling ── all blocks present, or no more will come ──▶ over ── taken ──▶ gone
 
-A load ends well with as many *leading* blocks as came: what lies behind a gap is of no use. A block that is
-on its way for another load is waited for and not read again. What a peer does not bring may be read here
-instead, in the buffers that are held for it: asked for anew it would stand at the end of the line, behind
-others who hold half of what they need as well.
+A load succeeds with as many *leading* blocks as arrived, because blocks after a gap are useless. A block that
+another load is already reading is waited for and not read twice. Blocks that a peer does not bring can be
+read locally into the buffers already leased: a new lease would wait behind transfers that wait for the same
+buffers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .transfer_context import StallDetector, TransferContext
 from .transfer_link import TrafficClass
 from .transfer_wire import AbortMessage, DataMessage, FailedMessage, ReadMessage
 
-NO_WAITER = "nobody waits for it any more"
+NO_WAITER = "no load waits for it any more"
 
 
 class LoadState(Enum):
@@ -32,22 +32,21 @@ class LoadState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingPeer:
-    """Who is to read blocks, and for which transfer."""
+    """The peer that reads blocks, and the transfer it reads them for."""
 
     address: str
     transfer: str
     total: int
-    """Blocks that the transfer will have in all."""
+    """Number of blocks of the whole transfer."""
     epoch: str | None = None
-    """Whom the router meant: a peer that has started anew since is another one."""
+    """Epoch of the peer that the router chose; a restarted peer has another one."""
     or_read_locally: bool = False
-    """What it does not bring is read from storage here, unless a layer of all of it has come: from then on
-    a step may stand still for it."""
+    """Read missing blocks from storage here, unless a layer of all blocks has arrived: from then on a step
+    may wait for the rest."""
 
 
 class PeerFetch:
-    """The blocks of one load that a peer reads: the ``SlotFiller`` of its slots, a ``PeerCaller`` of the
-    peer."""
+    """The blocks of one load that a peer reads: the ``SlotFiller`` of their slots and a ``PeerCaller``."""
 
     def __init__(
         self,
@@ -73,11 +72,11 @@ class PeerFetch:
         if not self._open:
             return
         if self.peer.epoch is not None and self.peer.epoch != epoch:
-            self.fail(0, f"{self.peer.address} has started anew since it was chosen", now)
+            self.fail(0, f"{self.peer.address} has restarted since it was chosen", now)
             return
         self.conn = conn
-        self.watch.seen(now)
-        slots = [slot for slot in self.slots if slot is not None]  # some may be unwanted by now
+        self.watch.note_progress(now)
+        slots = [slot for slot in self.slots if slot is not None]  # some may have been dropped meanwhile
         self.slots = list(slots)
         self._places = {slot.index: place for place, slot in enumerate(slots)}
         self._loads.transfer_context.actions.append(
@@ -101,7 +100,7 @@ class PeerFetch:
             self._loads.end_fetch(self, NO_WAITER)
 
     def data(self, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """Take in a layer of some blocks; False: it is not what comes next."""
+        """Store one layer of some blocks. Returns False if it is not the next layer."""
         transfer_context, size = self._loads.transfer_context, self._loads.transfer_context.memory.layer_bytes
         if len(payload) != len(message.indices) * size:
             return False
@@ -109,7 +108,7 @@ class PeerFetch:
             if not 0 <= index < len(self.slots):
                 return False
             slot = self.slots[index]
-            if slot is None:  # unwanted, or given up
+            if slot is None:  # dropped or given up
                 continue
             if slot.filled != message.layer or message.layer >= transfer_context.layers:
                 return False
@@ -119,13 +118,13 @@ class PeerFetch:
                 self._close(slot)
             transfer_context.counts["bytes_fetched"] += size
             transfer_context.advance(slot, message.layer + 1, now)
-        self.watch.seen(now)
+        self.watch.note_progress(now)
         if not self._open:
             self._loads.end_fetch(self, "" if self._loads.has(self.load) else NO_WAITER)
         return True
 
     def fail(self, index: int, why: str, now: float) -> None:
-        """What has not come yet, from the block at ``index`` on, will not."""
+        """Give up the blocks from ``index`` on that have not arrived."""
         self._failing = True
         for slot in self.slots[max(0, index) :]:
             if slot is not None:
@@ -144,7 +143,7 @@ class PeerFetch:
 
 
 class BlockLoad:
-    """One context's blocks on their way here; a ``LeaseHolder`` of the lease ``name``."""
+    """The blocks of one load; the ``LeaseHolder`` of the lease ``name``."""
 
     def __init__(
         self,
@@ -166,13 +165,13 @@ class BlockLoad:
         self._peer = peer
         self._class = traffic_class
         self._instead: set[int] = set()
-        """Indices of slots that are read here because the peer did not bring them."""
+        """Indices of slots read locally because the peer did not fill them."""
         self._places: dict[int, int] = {}
-        """Index of a slot → the place of its block."""
+        """Position of a slot's block in the load, by slot index."""
         self._layers = 0
-        """Leading layers that were told to be there."""
+        """Number of leading layers reported as loaded."""
         self._lacking: list[int] = []
-        """Of each layer, how many of the first ``good`` blocks lack it."""
+        """By layer, the number of the first ``good`` blocks that lack it."""
 
     def granted(self, now: float) -> None:
         transfer_context = self._loads.transfer_context
@@ -201,7 +200,7 @@ class BlockLoad:
             return
         place = self._places[slot.index]
         if slot.filler is not None and not slot.bad:
-            return  # another who holds it sees to it
+            return  # another holder of the slot reads it again
         if self._read_instead(slot, now):
             return
         self.why = why
@@ -230,7 +229,8 @@ class BlockLoad:
         self._loads.begin_fetch(fetch, now)
 
     def _read_instead(self, slot: BufferSlot, now: float) -> bool:
-        """Whether a slot that the peer left empty is filled from storage, once."""
+        """Read a slot that the peer left empty from storage, at most once. Returns whether it is being
+        read."""
         transfer_context = self._loads.transfer_context
         if self._peer is None or not self._peer.or_read_locally or self._layers:
             return False
@@ -264,7 +264,7 @@ class LoadTable:
         self._loads: dict[str, BlockLoad] = {}
         self._fetches: dict[str, PeerFetch] = {}
         """By transfer."""
-        self._done = self._line = -1
+        self._done = self._queue = -1
 
     def __len__(self) -> int:
         return len(self._loads) + len(self._fetches)
@@ -277,12 +277,12 @@ class LoadTable:
         traffic_class: TrafficClass,
         now: float,
     ) -> int:
-        """Bring blocks here; returns of how many, which is fewer than asked for where buffers are smaller.
+        """Start a load. Returns its number of blocks, which is limited by the number of slots.
 
-        Raises ``ValueError`` for an id in use, no keys, or a key twice.
+        Raises ``ValueError`` for an id in use, no keys, or a duplicate key.
         """
         if load in self._loads:
-            raise ValueError(f"load {load!r} is under way already")
+            raise ValueError(f"load {load!r} is in progress already")
         if not keys or len(set(keys)) != len(keys):
             raise ValueError(f"load {load!r} is of {len(keys)} blocks, {len(set(keys))} of them different")
         if peer is not None and peer.transfer in self._fetches:
@@ -299,13 +299,13 @@ class LoadTable:
         return load in self._loads
 
     def blocks(self, load: str) -> list[memoryview]:
-        """The blocks of a load that is over, in order; nobody else gets their slots before ``end``.
+        """The blocks of a load that is over, in order. Their slots stay pinned until ``end``.
 
-        Raises ``ValueError`` for one that is not over, or no longer there.
+        Raises ``ValueError`` if the load is not over or unknown.
         """
         made = self._loads.get(load)
         if made is None or made.state is not LoadState.OVER:
-            raise ValueError(f"load {load!r} is {'not over' if made else 'gone, or was never there'}")
+            raise ValueError(f"load {load!r} is {'not over' if made else 'unknown'}")
         if not made.claimed:
             made.claimed = True
             for slot in made.slots:
@@ -313,22 +313,22 @@ class LoadTable:
         return [self.transfer_context.memory.block(slot.index) for slot in made.slots]
 
     def layer(self, load: str, layer: int) -> list[memoryview]:
-        """One layer of a load's blocks, once it has been told to be there. Raises ``ValueError``."""
+        """One layer of a load's blocks, after ``LayerLoaded`` for it. Raises ``ValueError``."""
         made = self._loads.get(load)
         if made is None or any(slot.filled <= layer for slot in made.slots) or not made.slots:
             raise ValueError(f"layer {layer} of load {load!r} is not there")
         return [self.transfer_context.memory.layer(slot.index, layer) for slot in made.slots]
 
     def renew(self, load: str, now: float) -> None:
-        """Its engine lives, and will take it."""
+        """Renew the load's lease: the engine still needs it."""
         made = self._loads.get(load)
         if made is not None:
             self.transfer_context.buffers.renew(made.name, now)
 
     def end(self, load: str, why: str, now: float) -> None:
-        """A load was taken, or is not wanted any more, however far it is. Nothing for one that is gone.
+        """End a load at any stage. Ignores unknown loads.
 
-        With a ``why`` the engine is told, since it did not ask for it.
+        ``why``: report ``LoadEnded`` with this reason, because the engine did not ask for the end.
         """
         made = self._loads.pop(load, None)
         if made is None:
@@ -340,7 +340,7 @@ class LoadTable:
             for slot in made.slots:
                 self.transfer_context.buffers.unpin(slot)
         self.transfer_context.release(made.name, now)
-        self.transfer_context.reads.close(load)  # what is left there is read for others
+        self.transfer_context.reads.close(load)  # its remaining reads serve other loads
         if why:
             self.transfer_context.events.append(LoadEnded(load, 0, why))
 
@@ -359,7 +359,7 @@ class LoadTable:
         self._peers.reach(fetch.peer.address, fetch, now)
 
     def end_fetch(self, fetch: PeerFetch, why: str) -> None:
-        """It has all that it will get; the peer is told ``why``, if it does not know."""
+        """End a fetch. ``why``: send the peer this reason."""
         if self._fetches.get(fetch.peer.transfer) is fetch:
             del self._fetches[fetch.peer.transfer]
             if why and fetch.conn is not None:
@@ -368,43 +368,43 @@ class LoadTable:
                 )
 
     def data(self, conn: int, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """A layer from a peer; whether it is of a fetch at all."""
+        """Store data from a peer. Returns False if it belongs to no fetch."""
         fetch = self._fetches.get(message.transfer)
         if fetch is None or fetch.conn != conn:
             return False
         if not fetch.data(message, payload, now):
             self.transfer_context.counts["out_of_order"] += 1
-            fetch.fail(0, "the peer sent what was not asked for", now)
+            fetch.fail(0, "the peer sent unexpected data", now)
             self.transfer_context.actions.append(CloseConnection(conn))
         return True
 
     def failed(self, conn: int, message: FailedMessage | AbortMessage, now: float) -> None:
         fetch = self._fetches.get(message.transfer)
         if fetch is not None and fetch.conn == conn:
-            fetch.watch.seen(now)
+            fetch.watch.note_progress(now)
             fetch.fail(message.index if isinstance(message, FailedMessage) else 0, message.reason, now)
 
-    def told(self, conn: int, transfer: str, done: int, now: float) -> None:
+    def on_progress(self, conn: int, transfer: str, done: int, now: float) -> None:
         fetch = self._fetches.get(transfer)
-        if fetch is not None and fetch.conn == conn and fetch.watch.told(done, now):
+        if fetch is not None and fetch.conn == conn and fetch.watch.note_counter(done, now):
             self.renew(fetch.load, now)
 
     def open_transfers_on(self, conn: int) -> list[str]:
-        """Transfers of which this peer is to send us something."""
+        """Transfers for which this peer still has to send data."""
         return [transfer for transfer, fetch in self._fetches.items() if fetch.conn == conn]
 
     def conns(self) -> set[int]:
         return {fetch.conn for fetch in self._fetches.values() if fetch.conn is not None}
 
     def lost(self, conn: int, why: str, now: float) -> None:
-        """A connection has ended."""
+        """Handle the end of a connection."""
         for fetch in list(self._fetches.values()):
             if fetch.conn == conn:
                 fetch.fail(0, why, now)
 
     def tick(self, now: float) -> None:
-        # Whoever waits in a line here has not been forgotten: for storage, while anything goes on, and for
-        # buffers, while those who have them get their blocks or give them back.
+        # Waiting behind others is not a stall: for storage while any read completes, for buffers while their
+        # holders receive blocks or release them.
         buffers = self.transfer_context.buffers
         done, line = (
             self.transfer_context.done(now),
@@ -412,11 +412,11 @@ class LoadTable:
         )
         for load in self._loads.values():
             filling = load.state is LoadState.FILLING and done > self._done
-            if filling or (load.state is LoadState.WAITING and line > self._line):
+            if filling or (load.state is LoadState.WAITING and line > self._queue):
                 buffers.renew(load.name, now)
-        self._done, self._line = max(done, self._done), max(line, self._line)
+        self._done, self._queue = max(done, self._done), max(line, self._queue)
         for fetch in list(self._fetches.values()):
             if fetch.conn is not None and fetch.watch.stalled(now):
                 self.transfer_context.counts["stalls"] += 1
-                # It is not told: what it has of the transfer by then is of use when that is offered.
+                # The peer is not sent an abort: blocks it has read are useful once it offers the transfer.
                 fetch.fail(0, "the peer shows no progress", now)

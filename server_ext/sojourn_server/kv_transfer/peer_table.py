@@ -1,5 +1,7 @@
-"""Connections to peers and their handshake: the dialling side sends ``HelloMessage`` and waits for an
-answer."""
+"""Connections to peers and their handshake: each side checks that both hold KV of the same kind.
+
+The side that dials sends ``HelloMessage`` and waits for the answer. No KV is sent before that.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,12 @@ _PRIVATE_FIELDS = {"model", "hash_scheme"}
 
 
 def identity_fields(identity: KvIdentity) -> dict[str, str | int]:
-    """What ``HelloMessage`` says of one's KV."""
+    """The fields of ``HelloMessage`` that describe this engine's KV."""
     return asdict(identity)
 
 
 def identity_digest(identity: KvIdentity) -> str:
-    """32 hexadecimal digits that differ where any field does, and tell none of them."""
+    """32 hexadecimal digits that differ if any field differs and reveal none of them."""
     text = json.dumps(identity_fields(identity), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -43,10 +45,10 @@ def identity_digest(identity: KvIdentity) -> str:
 def incompatibility_reason(
     ours: KvIdentity, theirs: Mapping[str, str | int], *, for_unidentified_peer: bool = False
 ) -> str | None:
-    """Why the two engines cannot exchange blocks, in words for their operator; ``None``: they can.
+    """Why two engines cannot exchange blocks, as a message for the operator; ``None``: they can.
 
-    ``for_unidentified_peer``: weights and hash scheme are not named, only that they differ: one contains a
-    path of this machine, the other a seed.
+    ``for_unidentified_peer``: leave out the values of private fields, which contain local paths and the hash
+    seed.
     """
     mine = identity_fields(ours)
     names = [*mine, *sorted(theirs.keys() - mine.keys())]
@@ -65,12 +67,12 @@ def incompatibility_reason(
 
 
 class HandshakeStage(Enum):
-    """How far a connection is."""
+    """State of a connection."""
 
     DIALLED = "dialled"
-    """We have said ``HelloMessage``."""
+    """This side has sent ``HelloMessage``."""
     ANSWERED = "answered"
-    """They are to say ``HelloMessage``."""
+    """The peer has yet to send ``HelloMessage``."""
     READY = "ready"
 
 
@@ -78,14 +80,14 @@ EXPECTED_MESSAGES: Mapping[HandshakeStage, tuple[type[WireMessage], ...]] = {
     HandshakeStage.DIALLED: (WelcomeMessage, RefusedMessage),
     HandshakeStage.ANSWERED: (HelloMessage,),
 }
-"""What may be said before a connection is ready; from then on none of it."""
+"""Messages allowed before a connection is ready, and only then."""
 MAX_KEPT_REFUSALS = 256
-"""Peers of which it is kept why they were refused."""
+"""Maximum number of refused peers whose reason is kept."""
 HANDSHAKE_MESSAGES = (HelloMessage, WelcomeMessage, RefusedMessage)
 
 
 class PeerCaller(Protocol):
-    """Who wants to reach a peer."""
+    """A transfer that needs a connection to a peer."""
 
     def reached(self, conn: int, epoch: str, now: float) -> None: ...
     def unreachable(self, why: str, now: float) -> None: ...
@@ -96,7 +98,7 @@ class _PeerConn:
     stage: HandshakeStage
     watch: StallDetector
     address: str | None = None
-    """Where it was dialled."""
+    """The address that was dialled; ``None``: the peer dialled."""
     name: str = ""
     epoch: str = ""
 
@@ -104,14 +106,14 @@ class _PeerConn:
 @dataclass(slots=True, eq=False)
 class _DialedAddress:
     dial: DialPeer
-    """The answer to an earlier one has come too late."""
+    """Identifies the newest dial: answers to earlier ones are too late."""
     watch: StallDetector
     conn: int | None = None
     callers: list[PeerCaller] = field(default_factory=list)
 
 
 class PeerTable:
-    """One connection to each address that was dialled, and those who dialled us."""
+    """One connection to each dialled address, and the connections that peers have opened."""
 
     def __init__(self, transfer_context: TransferContext, name: str, epoch: str) -> None:
         self.name = name
@@ -121,17 +123,17 @@ class PeerTable:
         self._addresses: dict[str, _DialedAddress] = {}
         self._dials = 0
         self.refusals: dict[str, str] = {}
-        """Why there is no KV between us and a peer, by its name or address: the first time."""
+        """By peer name or address, why it was first refused."""
 
     @property
     def busy(self) -> bool:
-        """Somebody waits for a connection, or for its first words."""
+        """Whether a caller waits for a connection or its handshake."""
         return any(each.callers for each in self._addresses.values()) or any(
             conn.stage is not HandshakeStage.READY for conn in self._conns.values()
         )
 
     def reach(self, address: str, caller: PeerCaller, now: float) -> None:
-        """Tell ``caller`` when there is a connection to ``address``, or that there is none."""
+        """Call ``caller`` back with a connection to ``address``, or with the reason why there is none."""
         known = self._addresses.get(address)
         if known is not None and known.conn is not None:
             conn = self._conns[known.conn]
@@ -148,9 +150,9 @@ class PeerTable:
         known.callers.append(caller)
 
     def dialled(self, dial: DialPeer, conn: int, now: float) -> None:
-        """The connection that was asked for is there."""
+        """Handle a successful dial."""
         known = self._addresses.get(dial.address)
-        if known is None or known.dial != dial:  # it took too long
+        if known is None or known.dial != dial:  # the dial was given up
             self._transfer_context.actions.append(CloseConnection(conn))
             return
         known.conn = conn
@@ -163,24 +165,24 @@ class PeerTable:
         self._transfer_context.actions.append(SendMessage(conn, hello))
 
     def dial_failed(self, dial: DialPeer, why: str, now: float) -> None:
-        """There is no connection to be had."""
+        """Handle a failed dial."""
         known = self._addresses.get(dial.address)
         if known is not None and known.dial == dial:
             self._give_up(dial.address, f"cannot reach {dial.address}: {why}", now)
 
     def accepted(self, conn: int, now: float) -> None:
-        """Somebody has dialled us."""
+        """Handle a connection opened by a peer."""
         self._conns[conn] = _PeerConn(
             HandshakeStage.ANSWERED, StallDetector(self._transfer_context.limits.patience_s, now)
         )
 
     def conns(self) -> list[int]:
-        """Every connection there is."""
+        """All connections."""
         return list(self._conns)
 
     @property
-    def strangers(self) -> int:
-        """Connections of those who dialled us and have not said who they are."""
+    def unidentified_peers(self) -> int:
+        """Number of connections opened by peers that have not identified themselves."""
         return sum(conn.stage is HandshakeStage.ANSWERED for conn in self._conns.values())
 
     def is_ready(self, conn: int) -> bool:
@@ -188,7 +190,8 @@ class PeerTable:
         return known is not None and known.stage is HandshakeStage.READY
 
     def received(self, conn: int, message: WireMessage, now: float) -> bool:
-        """A word of the handshake; False: it has no business to be said now, and the connection is to end."""
+        """Handle a handshake message. Returns False if it is not allowed now: the connection must be
+        closed."""
         known = self._conns.get(conn)
         if known is None:
             return False
@@ -231,13 +234,13 @@ class PeerTable:
         return True
 
     def lost(self, conn: int, why: str, now: float) -> None:
-        """A connection has ended; the next who wants to reach its address dials anew."""
+        """Handle the end of a connection. The next ``reach`` of its address dials again."""
         known = self._conns.pop(conn, None)
         if known is not None and known.address is not None:
             self._give_up(known.address, why, now)
 
     def tick(self, now: float) -> None:
-        """Give up what has not been answered."""
+        """Give up dials and handshakes that have timed out."""
         for address, known in list(self._addresses.items()):
             if known.conn is None and known.watch.stalled(now):
                 self._transfer_context.counts["stalls"] += 1
@@ -246,7 +249,7 @@ class PeerTable:
             if of.stage is not HandshakeStage.READY and of.watch.stalled(now):
                 self._transfer_context.counts["stalls"] += 1
                 self._transfer_context.actions.append(CloseConnection(conn))
-                self.lost(conn, "the peer has not said who it is", now)
+                self.lost(conn, "the peer has not identified itself", now)
 
     def _note_refusal(self, peer: str, why: str) -> None:
         if len(self.refusals) < MAX_KEPT_REFUSALS:

@@ -1,8 +1,8 @@
-"""Streams of bytes between peers, by address: ``unix:PATH``, ``tcp:HOST:PORT``, and what else is given.
+"""Byte streams between peers, by address: ``unix:PATH``, ``tcp:HOST:PORT``, or a transport of the caller's.
 
-A ``Transport`` is the place for another data plane. What is asked of it: that a write returns when its memory
-may be used again, and that bytes arrive in order or not at all. NVIDIA's NIXL moves registered memory by RDMA
-and would spare the copies; it is not built in, and says so where it is asked for.
+Another data plane implements ``PeerTransport``. A write must return only when its memory may be reused, and
+bytes must arrive in order or not at all. NVIDIA's NIXL (RDMA between registered memory) is not built in; its
+scheme is refused with a message.
 """
 
 from __future__ import annotations
@@ -20,34 +20,35 @@ from .transfer_actions import SendMessage
 from .transfer_wire import encode
 
 _READ_AHEAD_BYTES = 256 << 10
-"""Of each peer, twice as much lies in a buffer at most before anybody reads it."""
+"""Each connection buffers at most twice this number of bytes before they are read."""
 _MAX_UNIX_PATH = 107
-"""What fits ``struct sockaddr_un``."""
+"""Size of ``sun_path`` in ``struct sockaddr_un``, less the final zero."""
 
 
 class ByteStream(Protocol):
     """One connection."""
 
     async def read(self, count: int) -> bytes:
-        """Exactly so many bytes. Raises ``OSError`` or ``EOFError`` where the connection ends before."""
+        """Read exactly ``count`` bytes. Raises ``OSError`` or ``EOFError`` if the connection ends before
+        that."""
         ...
 
     async def write(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Send, one after the other; returns when their memory may be used again. Raises ``OSError``."""
+        """Send the parts in order; returns when their memory may be reused. Raises ``OSError``."""
         ...
 
     def close(self) -> None:
-        """End it at once, from the loop: a write that is under way ends too, well or not, and reads no memory
-        any more. Again: nothing happens."""
+        """Close at once, from the event loop. A running write ends and no longer reads its memory.
+        Idempotent."""
         ...
 
 
 class TransportListener(Protocol):
-    """A place where peers are taken in."""
+    """A listening address."""
 
     @property
     def address(self) -> str:
-        """Where to dial it; the port is the real one."""
+        """The address to dial, with the real port."""
         ...
 
     async def close(self) -> None: ...
@@ -57,26 +58,29 @@ AcceptCallback = Callable[[ByteStream], Awaitable[None]]
 
 
 class PeerTransport(Protocol):
-    """One way of reaching peers. Both calls raise ``OSError``, and ``ValueError`` for what is no address."""
+    """One kind of transport. Both calls raise ``OSError``, and ``ValueError`` for a malformed address."""
 
     async def dial(self, rest: str) -> ByteStream:
         """Connect to ``rest``, an address without its scheme."""
         ...
 
     async def listen(self, rest: str, accept: AcceptCallback) -> TransportListener:
-        """Take in who dials; ``accept`` is called with each, and runs beside."""
+        """Accept connections; ``accept`` is called with each one, concurrently."""
         ...
 
 
 class UnknownTransport(RuntimeError):
-    """The transport that an address names is not built in, or there is none of that name."""
+    """The address names a transport that is unknown or not built in."""
 
 
 def transport_for(address: str, transports: Mapping[str, PeerTransport]) -> tuple[PeerTransport, str]:
-    """The transport of an address, and the rest of it. Raises ``UnknownTransport`` and ``ValueError``."""
+    """The transport of an address, and the address without its scheme.
+
+    Raises ``UnknownTransport`` and ``ValueError``.
+    """
     scheme, colon, rest = address.partition(":")
     if not colon or not rest:
-        raise ValueError(f"{address!r} is no address; expected unix:PATH or tcp:HOST:PORT")
+        raise ValueError(f"{address!r} is not an address; expected unix:PATH or tcp:HOST:PORT")
     found = transports.get(scheme)
     if found is not None:
         return found, rest
@@ -86,11 +90,11 @@ def transport_for(address: str, transports: Mapping[str, PeerTransport]) -> tupl
             f"{address}: NIXL is not built in; use {known}, or give the traffic manager a Transport of your "
             "own by that name"
         )
-    raise UnknownTransport(f"{address}: there is no transport {scheme!r} here; use {known}")
+    raise UnknownTransport(f"{address}: unknown transport {scheme!r}; use {known}")
 
 
 def check_address(address: str) -> None:
-    """Whether an engine may be told to listen there. Raises ``ValueError`` and ``UnknownTransport``."""
+    """Raise ``ValueError`` or ``UnknownTransport`` for an address at which no engine can listen."""
     transport, rest = transport_for(address, builtin_transports())
     if isinstance(transport, UnixTransport):
         _unix_path(rest)
@@ -104,7 +108,7 @@ class SocketStream:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        # Else what ``write`` was given may lie in a buffer, by reference, after it has returned.
+        # Otherwise ``write`` returns while the transport still refers to the caller's memory.
         writer.transport.set_write_buffer_limits(high=0)
 
     async def read(self, count: int) -> bytes:
@@ -116,7 +120,7 @@ class SocketStream:
         await self._writer.drain()
 
     def close(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._writer.transport.abort()
 
 
@@ -138,7 +142,7 @@ class _SocketListener:
 
 
 class UnixTransport:
-    """Sockets of one machine, named by a path that only its owner may use."""
+    """Unix sockets, for peers on one machine. Only the owner may use the socket file."""
 
     async def dial(self, rest: str) -> ByteStream:
         return SocketStream(*await asyncio.open_unix_connection(_unix_path(rest), limit=_READ_AHEAD_BYTES))
@@ -152,7 +156,7 @@ class UnixTransport:
 
 
 class TcpTransport:
-    """Sockets between machines. Nobody is asked who he is, nothing is hidden: for a network of one's own."""
+    """TCP sockets. No authentication and no encryption: for a private network."""
 
     async def dial(self, rest: str) -> ByteStream:
         reader, writer = await asyncio.open_connection(*_host_and_port(rest), limit=_READ_AHEAD_BYTES)
@@ -186,7 +190,7 @@ def _accept_stream(
 
 
 def _set_socket_options(writer: asyncio.StreamWriter) -> None:
-    """Nothing waits for more to be sent with it, and a machine that vanished is noticed some day."""
+    """Send small messages at once, and detect peers that have vanished."""
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -199,13 +203,14 @@ def _unix_path(rest: str) -> str:
 
 
 def _remove_stale_socket(path: Path) -> None:
-    """Remove what a dead engine has left. Raises ``OSError`` where one lives there, or it is no socket."""
+    """Remove a dead engine's socket file. Raises ``OSError`` if a process listens there or it is no
+    socket."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise FileExistsError(f"{path} is there, and is no socket")
+        raise FileExistsError(f"{path} exists and is not a socket")
     probe = socket.socket(socket.AF_UNIX)
     try:
         probe.connect(str(path))
@@ -220,18 +225,18 @@ def _remove_stale_socket(path: Path) -> None:
 def _host_and_port(rest: str) -> tuple[str, int]:
     host, colon, port = rest.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{rest!r} is no host and port; expected for example 10.0.0.7:8500")
+        raise ValueError(f"{rest!r} is not a host and port; expected, for example, 10.0.0.7:8500")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 MAX_QUEUED_BYTES = 64 << 20
-"""Of messages that wait for one peer, as of a thousand long contexts offered at once. With more it is cut
-off."""
+"""Maximum bytes of messages queued for one peer, enough to offer a thousand long prompts at once. Beyond it
+the connection is closed."""
 PIECE_BYTES = 256 << 10
-"""What a peer is to take within ``patience_s``; of larger messages each piece has as long."""
+"""A peer must accept this many bytes within ``patience_s``; larger messages are sent in pieces."""
 _STALL_CHECKS = 4
-"""Times that the watch looks within that. Where this process stood still, the first look comes late, and
-whatever the socket has done meanwhile is seen before the next."""
+"""Checks per ``patience_s``. After a pause of this process, the first check comes late and resumes normally,
+so that pending socket events are handled before the next."""
 
 
 class _QueuedMessage(NamedTuple):
@@ -241,7 +246,11 @@ class _QueuedMessage(NamedTuple):
 
 
 class PeerConnection:
-    """What is to be said on a stream. Only in its loop."""
+    """Sends queued messages on one stream. Used only in its event loop.
+
+    Counts the bytes of queued messages. Payloads are not counted: the link limits how many are under way to a
+    peer.
+    """
 
     def __init__(
         self,
@@ -250,21 +259,21 @@ class PeerConnection:
         sent: Callable[[int], None],
         stalled: Callable[[], None],
     ) -> None:
-        """``sent`` is told of each item that is out, or never will be: nothing reads its memory any more.
-        ``stalled`` is told that the peer has taken nothing for ``patience_s``: it is to close the stream."""
+        """``sent`` is called for each item whose memory is no longer read, sent or not. ``stalled`` is called
+        when the peer has accepted nothing for ``patience_s``; it must close the stream."""
         self.stream = stream
         self.tasks: list[asyncio.Task[None]] = []
         self.waiting_bytes = 0
-        """Of messages that are not out."""
+        """Bytes of queued messages."""
         self._patience_s = patience_s
         self._sent = sent
         self._stalled = stalled
         self._timer: asyncio.TimerHandle
-        self._line: asyncio.Queue[_QueuedMessage | None] = asyncio.Queue()
-        """``None``: nothing more comes."""
+        self._queue: asyncio.Queue[_QueuedMessage | None] = asyncio.Queue()
+        """``None`` ends the queue."""
 
-    def say(self, action: SendMessage) -> bool:
-        """Put something into the line. False: too much waits in it already, and this does not.
+    def send(self, action: SendMessage) -> bool:
+        """Queue a message. Returns False if the queue is full.
 
         Raises ``PeerWireError`` for a message that is too long.
         """
@@ -272,32 +281,32 @@ class PeerConnection:
         if self.waiting_bytes + len(frame) > MAX_QUEUED_BYTES:
             return False
         self.waiting_bytes += len(frame)
-        self._line.put_nowait(_QueuedMessage(frame, action.payload, action.item))
+        self._queue.put_nowait(_QueuedMessage(frame, action.payload, action.item))
         return True
 
     def finish(self) -> None:
-        """``talk`` returns once what was to be said before is out."""
-        self._line.put_nowait(None)
+        """Make ``run_sender`` return once the queue is empty."""
+        self._queue.put_nowait(None)
 
-    async def talk(self) -> None:
-        """Say what is to be said, until ``finish``. Raises what the stream does."""
-        while (said := await self._line.get()) is not None:
+    async def run_sender(self) -> None:
+        """Send queued messages until ``finish``. Raises the stream's errors."""
+        while (said := await self._queue.get()) is not None:
             try:
                 for piece in _pieces([said.frame, *said.payload]):
                     await self._write(piece)
             except BaseException:
-                self.stream.close()  # before anybody hears that its memory is free
+                self.stream.close()  # before the memory is reported as free
                 raise
             finally:
                 self.waiting_bytes -= len(said.frame)
                 if said.item is not None:
                     self._sent(said.item)
 
-    def unsaid(self) -> list[int]:
-        """Empty the line, of a connection that is over; returns the items that were in it."""
+    def drain(self) -> list[int]:
+        """Empty the queue of a closed connection; returns its items."""
         items = []
-        while not self._line.empty():
-            said = self._line.get_nowait()
+        while not self._queue.empty():
+            said = self._queue.get_nowait()
             if said is not None:
                 self.waiting_bytes -= len(said.frame)
                 if said.item is not None:
@@ -305,22 +314,22 @@ class PeerConnection:
         return items
 
     async def _write(self, piece: Sequence[memoryview]) -> None:
-        self._look(_STALL_CHECKS)
+        self._run_lookup(_STALL_CHECKS)
         try:
             await self.stream.write(piece)
         finally:
             self._timer.cancel()
 
-    def _look(self, left: int) -> None:
+    def _run_lookup(self, left: int) -> None:
         if not left:
             self._stalled()
             return
         later = asyncio.get_running_loop().call_later
-        self._timer = later(self._patience_s / _STALL_CHECKS, self._look, left - 1)
+        self._timer = later(self._patience_s / _STALL_CHECKS, self._run_lookup, left - 1)
 
 
 def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes, so many at a time."""
+    """Split the parts into pieces of at most ``PIECE_BYTES``."""
     piece: list[memoryview] = []
     room = PIECE_BYTES
     for part in parts:

@@ -1,11 +1,12 @@
-"""Sending a context's blocks to the peer that is to go on with it: offered by name, sent where needed.
+"""Pushes of a prompt's blocks to the peer that continues it: all are offered by key, the needed ones are
+sent.
 
     reaching ── Welcome ──▶ offered ── Need ──▶ sending ── Complete ──▶ over
        └────────────── lost, refused, stalled, aborted ──────────────────▲
 
-The peer may have some of the blocks already, having read them from storage itself or got them with another
-push: nobody keeps account of that but the peer, and it says so. Layers go in order, as the engine computes
-them, and may be given before the peer has answered.
+The peer may already have some of the blocks, read from storage or received with another push; it answers with
+the blocks it needs. Layers are sent in the order of computation, and may be given before the peer has
+answered.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class PushState(Enum):
 
 
 class PushChunk(NamedTuple):
-    """The work of an item of the compute network: one layer of some blocks."""
+    """One layer of some blocks, as an item of the compute network's queue."""
 
     push: BlockPush
     layer: int
@@ -36,7 +37,7 @@ class PushChunk(NamedTuple):
 
 
 class BlockPush:
-    """One context on its way to a peer; a ``PeerCaller`` of it."""
+    """One prompt being sent to a peer; a ``PeerCaller``."""
 
     def __init__(
         self,
@@ -54,18 +55,18 @@ class BlockPush:
         self.watch = StallDetector(pushes.transfer_context.limits.patience_s, now)
         self.needed: dict[int, None] = {}
         self.layers: list[Sequence[memoryview]] = []
-        """What the engine has given so far, by layer."""
+        """Blocks computed so far, by layer."""
         self.in_queue: set[int] = set()
-        """Items on the link."""
+        """Items queued on the link."""
         self.over: PushEnded | None = None
-        """What the engine is told once nothing of it is under way."""
+        """The event to report once no item is under way."""
         self._pushes = pushes
         self._epoch = epoch
         self._class = traffic_class
 
     @property
     def waits_for_peer(self) -> bool:
-        """Everything that could be sent was: it is the peer's turn."""
+        """Whether everything that can be sent was sent, so that the peer must answer next."""
         if self.state is PushState.OFFERED:
             return True
         if self.state is not PushState.SENDING or self.in_queue:
@@ -76,11 +77,11 @@ class BlockPush:
         if self._pushes.find(self.transfer) is not self:
             return
         if self._epoch is not None and self._epoch != epoch:
-            self._pushes.end(self, "the peer has started anew since it was chosen", now)
+            self._pushes.end(self, "the peer has restarted since it was chosen", now)
             return
         self.conn = conn
         self.state = PushState.OFFERED
-        self.watch.seen(now)
+        self.watch.note_progress(now)
         offer = OfferMessage(transfer=self.transfer, keys=self.keys, traffic_class=self._class)
         self._pushes.transfer_context.actions.append(SendMessage(conn, offer))
 
@@ -89,23 +90,23 @@ class BlockPush:
             self._pushes.end(self, why, now)
 
     def need(self, indices: Sequence[int], now: float) -> bool:
-        """The peer needs these; False: it cannot."""
+        """Handle the peer's request for blocks. Returns False for an index that was not offered."""
         if any(not 0 <= index < len(self.keys) for index in indices):
             return False
         self.state = PushState.SENDING
-        self.watch.seen(now)
+        self.watch.note_progress(now)
         added = [index for index in dict.fromkeys(indices) if index not in self.needed]
         self.needed.update(dict.fromkeys(added))
         for layer in range(len(self.layers)):
-            self._line_up(layer, added, now)
+            self._enqueue(layer, added, now)
         return True
 
     def give(self, blocks: Sequence[memoryview], now: float) -> None:
-        """The next layer of all blocks is computed."""
+        """Add the next computed layer of all blocks."""
         self.layers.append(blocks)
-        self._line_up(len(self.layers) - 1, list(self.needed), now)
+        self._enqueue(len(self.layers) - 1, list(self.needed), now)
 
-    def _line_up(self, layer: int, indices: list[int], now: float) -> None:
+    def _enqueue(self, layer: int, indices: list[int], now: float) -> None:
         transfer_context = self._pushes.transfer_context
         size = transfer_context.memory.layer_bytes
         per = max(1, transfer_context.limits.chunk_bytes // size)
@@ -147,7 +148,8 @@ class PushTable:
         traffic_class: TrafficClass,
         now: float,
     ) -> None:
-        """Offer a context's blocks. Raises ``ValueError`` for a transfer that is open, or a key twice."""
+        """Offer a prompt's blocks. Raises ``ValueError`` for a transfer that is open, no keys, or a duplicate
+        key."""
         if transfer in self._pushes:
             raise ValueError(f"transfer {transfer!r} was offered already")
         if not keys or len(set(keys)) != len(keys):
@@ -157,7 +159,8 @@ class PushTable:
         self._peers.reach(address, push, now)
 
     def give(self, transfer: str, layer: int, blocks: Sequence[memoryview], now: float) -> bool:
-        """A layer of all blocks that were offered, unchanged until ``PushEnded``; whether it is still wanted.
+        """Give the next layer of all offered blocks. Its memory must not change until ``PushEnded``. Returns
+        whether the push is still open.
 
         Raises ``ValueError`` for a layer that is not the next, or blocks of another number or size.
         """
@@ -178,72 +181,72 @@ class PushTable:
         return True
 
     def begin(self, item: LinkItem, now: float) -> None:
-        """The link has come to a chunk."""
+        """Send a chunk whose turn on the link has come."""
         chunk: PushChunk = item.work
         push = chunk.push
-        assert push.conn is not None, "nothing is lined up before the peer has said what it needs"
+        assert push.conn is not None, "nothing is queued before the peer has answered"
         payload = [push.layers[chunk.layer][index].cast("B") for index in chunk.indices]
         self.transfer_context.actions.append(
             SendMessage(push.conn, push.message(chunk), payload, item.number)
         )
 
     def finished(self, item: LinkItem, now: float) -> None:
-        """A chunk is out, or will never be."""
+        """Handle a chunk that was sent or never will be."""
         push: BlockPush = item.work.push
         push.in_queue.discard(item.number)
-        push.watch.seen(now)
+        push.watch.note_progress(now)
         if push.over is not None and not push.in_queue:
             self.transfer_context.events.append(push.over)
         if self._pushes.get(push.transfer) is push:
             self.transfer_context.counts["bytes_pushed"] += item.nbytes
 
     def received(self, conn: int, message: NeedMessage | CompleteMessage | AbortMessage, now: float) -> bool:
-        """What a peer answers; whether it is of a push at all."""
+        """Handle a peer's answer. Returns False if it belongs to no push."""
         push = self._pushes.get(message.transfer)
         if push is None or push.conn != conn:
             return False
         if isinstance(message, NeedMessage):
             if not push.need(message.indices, now):
-                self.end(push, "the peer needs what was not offered", now, tell=True)
+                self.end(push, "the peer asked for a block that was not offered", now, notify=True)
         elif isinstance(message, CompleteMessage):
             self.end(push, "", now)
         else:
             self.end(push, message.reason, now)
         return True
 
-    def told(self, conn: int, transfer: str, done: int, now: float) -> None:
+    def on_progress(self, conn: int, transfer: str, done: int, now: float) -> None:
         push = self._pushes.get(transfer)
         if push is not None and push.conn == conn:
-            push.watch.told(done, now)
+            push.watch.note_counter(done, now)
 
     def abort(self, transfer: str, why: str, now: float) -> None:
-        """The engine does not want it any more. Nothing happens for one that is gone."""
+        """Cancel a push. Ignores unknown transfers."""
         push = self._pushes.get(transfer)
         if push is not None:
-            self.end(push, why, now, tell=True)
+            self.end(push, why, now, notify=True)
 
-    def end(self, push: BlockPush, why: str, now: float, tell: bool = False) -> None:
-        """It is over, well or because of ``why`` not; ``notify_listeners`` the peer, which does not know."""
+    def end(self, push: BlockPush, why: str, now: float, notify: bool = False) -> None:
+        """End a push; ``why`` is empty if it succeeded. ``notify``: notify the peer."""
         del self._pushes[push.transfer]
         self.transfer_context.counts["pushes_failed" if why else "pushes_complete"] += 1
         for number in list(push.in_queue):
             if self.transfer_context.compute.cancel(number):
                 push.in_queue.discard(number)
         self.transfer_context.compute.close(f"push {push.transfer}")
-        if tell and push.conn is not None:
+        if notify and push.conn is not None:
             self.transfer_context.actions.append(
                 SendMessage(push.conn, AbortMessage(transfer=push.transfer, reason=why))
             )
         push.over = PushEnded(push.transfer, not why, why)
-        if not push.in_queue:  # else the memory of what is under way is still read
+        if not push.in_queue:  # otherwise the memory is still being read
             self.transfer_context.events.append(push.over)
 
     def end_all(self, why: str, now: float) -> None:
         for push in list(self._pushes.values()):
-            self.end(push, why, now, tell=True)
+            self.end(push, why, now, notify=True)
 
     def open_transfers_on(self, conn: int) -> list[str]:
-        """Transfers that this peer hears of while they go on."""
+        """Open transfers with this peer, for progress reports."""
         return [transfer for transfer, push in self._pushes.items() if push.conn == conn]
 
     def conns(self) -> set[int]:
@@ -258,4 +261,4 @@ class PushTable:
         for push in list(self._pushes.values()):
             if push.waits_for_peer and push.watch.stalled(now):
                 self.transfer_context.counts["stalls"] += 1
-                self.end(push, "the peer shows no progress", now, tell=True)
+                self.end(push, "the peer shows no progress", now, notify=True)

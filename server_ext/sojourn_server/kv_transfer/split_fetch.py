@@ -1,9 +1,8 @@
-"""One context's blocks on their way into the buffers: a part read here, a part read by the peer.
+"""One request's stored blocks read in two parts: the first by this engine, the rest by its peer.
 
-What storage has is cut in two by the share that the router chose, the first part for this side (DualPath
-reads a request by one of the two; both is its future work). Where the peer fails before a layer of its part
-is here, that part is read here, in the same buffers: nothing is asked for while a half is held. Later, what
-came is gone on with.
+The router chooses the share of each (DualPath reads a request on one side; both sides are its future work).
+If the peer fails before a layer of its part has arrived, this engine reads that part into the same buffers,
+without a new lease. After that, the blocks that have arrived are used and the rest is computed.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class FetchPart:
-    """Some blocks of a fetch, and the load that brings them."""
+    """Consecutive blocks of a fetch, and the load that brings them."""
 
     load: LoadHandle
     first: int
-    """Place of its first block among those of the fetch."""
+    """Index of its first block in the fetch."""
     count: int
     by_peer: bool
     claimed: bool = False
 
     @property
     def good(self) -> int:
-        """Leading blocks that came, or may still come."""
+        """Leading blocks that have arrived or may still arrive."""
         outcome = self.load.outcome
         return self.count if outcome is None else min(self.count, outcome.good)
 
 
 class SplitFetch:
-    """Of a fetch. One thread at a time."""
+    """A fetch's parts. Not thread-safe."""
 
     def __init__(self, traffic: TransferManager, fetch: FetchJob) -> None:
         self.pieces: list[FetchPart] = []
@@ -47,7 +46,7 @@ class SplitFetch:
         self._name = f"{fetch.context}#{fetch.ask}"
 
     def begin(self, stored: int) -> None:
-        """Have its first ``stored`` blocks brought: those that are in the store."""
+        """Start reading the first ``stored`` blocks, which the store has."""
         fetch = self._fetch
         theirs = round(stored * fetch.decode_share) if fetch.peer else 0
         self._begin(0, stored - theirs)
@@ -56,7 +55,7 @@ class SplitFetch:
 
     @property
     def blocks(self) -> int:
-        """Leading blocks that are here or on their way."""
+        """Leading blocks that have arrived or are on their way."""
         found = 0
         for piece in self.pieces:
             if piece.first > found:
@@ -67,8 +66,8 @@ class SplitFetch:
         return found
 
     def ready(self, layerwise: bool = True) -> int | None:
-        """How many leading blocks can be streamed now; ``None``: wait. From storage a block comes whole, so
-        that its layers come all at once; from the peer the first layer is enough, if ``layerwise``."""
+        """Leading blocks that can be streamed now; ``None``: wait. Blocks from storage arrive whole. With
+        ``layerwise``, blocks from the peer can be streamed from their first layer on."""
         self._claim()
         for piece in self.pieces:
             streams = layerwise and piece.by_peer and piece.load.layers_loaded
@@ -80,18 +79,18 @@ class SplitFetch:
 
     @property
     def streamed_s(self) -> float:
-        """Over which layers came in so far, from the first to the last."""
+        """Seconds between the first and the newest layer, summed over parts."""
         return sum(piece.load.streamed_s for piece in self.pieces)
 
     def layer(self, layer: int, timeout_s: float) -> list[memoryview]:
-        """One layer of the leading blocks that have come, once it is here."""
+        """Wait for one layer and return it for the leading blocks that have arrived."""
         found: list[memoryview] = []
         for piece in self.pieces:
             views: list[memoryview] = []
             if piece.count and piece.load.wait_layer(layer, timeout_s):
                 try:
                     views = piece.load.layer(layer)[: piece.count]
-                except ValueError:  # it was given up meanwhile
+                except ValueError:  # the load was given up meanwhile
                     views = []
             found += views
             if len(views) < piece.count:
@@ -99,7 +98,7 @@ class SplitFetch:
         return found
 
     def end(self) -> None:
-        """Its buffers are others'."""
+        """End all loads and release their buffers."""
         pieces, self.pieces = self.pieces, []
         for piece in pieces:
             piece.load.end()
@@ -120,14 +119,14 @@ class SplitFetch:
             )
         try:
             load = self._traffic.load(f"{self._name}.{len(self.pieces)}", keys, peer=peer)
-        except ValueError:  # such as a transfer of that name
+        except ValueError:  # for example, the transfer is being fetched already
             if by_peer:
                 self._begin(first, end)
             return
         self.pieces.append(FetchPart(load, first, load.requested_blocks, by_peer))
 
     def _claim(self) -> None:
-        """Nobody takes back what has come."""
+        """Pin the blocks that have arrived."""
         for piece in self.pieces:
             if not piece.claimed and piece.load.outcome is not None and piece.good:
                 piece.claimed = True

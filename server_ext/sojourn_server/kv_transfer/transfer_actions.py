@@ -1,4 +1,4 @@
-"""What the core has done for it (actions), and what it tells the engine (events)."""
+"""The core's output: actions for the manager to carry out, and events for the engine."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from .transfer_wire import WireMessage
 
 
 class DialPeer(NamedTuple):
-    """Connect to a peer; answered by ``dialled`` or ``undialable``, perhaps after it has been given up."""
+    """Connect to a peer. Answered by ``dialled`` or ``dial_failed``, perhaps after the core has given it
+    up."""
 
     address: str
     number: int
-    """No other dial of this engine has it."""
+    """Unique per engine."""
 
 
 class SendMessage(NamedTuple):
-    """Say something; where ``item`` is given, ``sent`` when its bytes are out."""
+    """Send a message. With ``item``, call ``sent`` once the payload's memory is no longer read."""
 
     conn: int
     message: WireMessage
@@ -26,7 +27,7 @@ class SendMessage(NamedTuple):
 
 
 class CloseConnection(NamedTuple):
-    """End a connection once what was said before is out, or ``patience_s`` later."""
+    """Close a connection once its queued messages are sent, ``patience_s`` later at the latest."""
 
     conn: int
 
@@ -52,14 +53,15 @@ TransferAction = DialPeer | SendMessage | CloseConnection | ReadBlock | WriteBlo
 
 
 class LayerLoaded(NamedTuple):
-    """Of all blocks of a load that will come, this layer is there; layers come in order."""
+    """This layer of all blocks that the load will bring has arrived. Layers arrive in order."""
 
     load: str
     layer: int
 
 
 class LoadEnded(NamedTuple):
-    """A load is over: its first ``good`` blocks are there, and no others will be; ``why`` not, if not all."""
+    """A load is over: its first ``good`` blocks have arrived and no others will. ``why``: the reason if some
+    are missing."""
 
     load: str
     good: int
@@ -67,7 +69,8 @@ class LoadEnded(NamedTuple):
 
 
 class PushEnded(NamedTuple):
-    """Every block that was offered is at the peer, or not, and ``why``. Its memory is the engine's again."""
+    """The peer has all offered blocks, or the push has failed because of ``why``. Their memory may be
+    reused."""
 
     transfer: str
     complete: bool
@@ -75,7 +78,7 @@ class PushEnded(NamedTuple):
 
 
 class PromptTransferEnded(NamedTuple):
-    """The whole context of a transfer is in the buffers here, or never will be, and ``why``."""
+    """The whole prompt of a transfer has arrived, or never will because of ``why``."""
 
     transfer: str
     complete: bool
@@ -83,8 +86,8 @@ class PromptTransferEnded(NamedTuple):
 
 
 class BlockStoreEnded(NamedTuple):
-    """What became of a block that was to be stored: ``outcome`` is what the store said, ``failed``, or
-    ``stalled`` for one that never came to it. Its memory is free again."""
+    """A block's write has ended. ``outcome`` is a ``PutOutcome`` value, ``failed``, or ``stalled`` for a
+    write that was given up before it began. Its memory may be reused."""
 
     request: str
     key: bytes

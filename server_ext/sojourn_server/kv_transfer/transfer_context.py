@@ -1,4 +1,4 @@
-"""What the parts of the core share: links, buffers, memory, and what goes out."""
+"""State shared by the parts of the core: links, buffers, their memory, and pending actions and events."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .transfer_link import LinkItem, TrafficClass, TransferLink
 
 
 class StallDetector:
-    """Whether something still goes on: it has stalled once nothing was seen of it for ``patience_s``."""
+    """Detects a lack of progress: nothing for ``patience_s``."""
 
     def __init__(self, patience_s: float, now: float) -> None:
         self._patience_s = patience_s
         self._seen_s = now
         self._done: dict[str, int] = {}
 
-    def seen(self, now: float) -> None:
-        """There was progress."""
+    def note_progress(self, now: float) -> None:
+        """Note progress."""
         self._seen_s = now
 
-    def told(self, done: int, now: float, by: str = "peer") -> bool:
-        """Somebody says how much has been done there so far: whether that is progress, more than before."""
+    def note_counter(self, done: int, now: float, by: str = "peer") -> bool:
+        """Take a progress counter reported by ``by``. Returns whether it has grown."""
         if done <= self._done.get(by, -1):
             return False
         self._done[by] = done
@@ -38,7 +38,7 @@ class StallDetector:
 
 
 class LeaseHolder(Protocol):
-    """Who has a lease, and is told what becomes of its slots."""
+    """The holder of a lease, notified of changes to its slots."""
 
     def granted(self, now: float) -> None: ...
     def layers_advanced(self, slot: BufferSlot, before: int, now: float) -> None:
@@ -46,19 +46,19 @@ class LeaseHolder(Protocol):
         ...
 
     def lost(self, slot: BufferSlot, why: str, now: float) -> None:
-        """Nobody brings a slot's block any more."""
+        """A slot's block will not arrive."""
         ...
 
     def lease_expired(self, now: float) -> bool:
-        """The lease's time is up, and it ends; False: its blocks are being taken at this moment."""
+        """The lease has expired and ends. Returns False if its blocks are in use: it continues."""
         ...
 
 
 class SlotFiller(Protocol):
-    """Who brings blocks into slots from somewhere else than storage."""
+    """A source other than storage that fills slots."""
 
     def unwanted(self, slot: BufferSlot, now: float) -> None:
-        """Nobody holds the slot any more: it may be another block's the next moment."""
+        """No lease holds the slot any more; it may be reused at once."""
         ...
 
 
@@ -67,13 +67,13 @@ class _StorageFiller(NamedTuple):
 
 
 class _SlotRead(NamedTuple):
-    """The work of an item of the storage link."""
+    """One block's read, as an item of the storage link's queue."""
 
     slot: BufferSlot
 
 
 class TransferContext:
-    """One engine's links and buffers. ``now`` is in seconds, monotonic."""
+    """One engine's links and buffers. ``now``: seconds of a monotonic clock."""
 
     def __init__(
         self, identity: KvIdentity, limits: TransferLimits, rates: LinkRates, send_width: int = 4
@@ -105,41 +105,41 @@ class TransferContext:
         return self.memory.layers
 
     def done(self, now: float) -> int:
-        """A number that grows whenever anything goes on here."""
+        """A counter that grows with any progress of this engine."""
         moved = sum(link.moved(now) for link in (self.reads, self.writes, self.compute))
         return moved + self.buffers.released
 
     # -- leases ---------------------------------------------------------------------
 
     def lease(self, name: str, holder: LeaseHolder, keys: list[bytes], extra: int, now: float) -> None:
-        """Ask for a lease; ``holder.granted`` is called when it is there, perhaps before this returns.
+        """Request a lease. Calls ``holder.granted`` once it is granted, perhaps before this returns.
 
         Raises ``LeaseTooLarge``.
         """
-        self.buffers.ask(name, keys, extra, now)
+        self.buffers.request_lease(name, keys, extra, now)
         self._holders[name] = holder
         self.grant(now)
 
     def grant(self, now: float) -> None:
-        """Give out what leases can be had."""
+        """Grant the leases that fit."""
         while granted := self.buffers.take_granted(now):
             for name in granted:
-                if name in self._holders:  # what was granted before it may have ended it
+                if name in self._holders:  # a lease granted before it may have ended it
                     self._holders[name].granted(now)
 
     def release(self, name: str, now: float) -> None:
-        """End a lease. Who waits for room gets it at the next ``grant``."""
+        """End a lease. Waiting leases get its slots at the next ``grant``."""
         self._holders.pop(name, None)
         for slot in self.buffers.release(name):
             self._unwanted(slot, now)
 
     def drop(self, name: str, slot: BufferSlot, now: float) -> None:
-        """Give up one block of a lease."""
+        """Remove one block from a lease."""
         if self.buffers.drop(name, slot.key) is not None:
             self._unwanted(slot, now)
 
     def expire(self, now: float) -> None:
-        """End the leases whose time is up."""
+        """End expired leases."""
         for name in self.buffers.expired(now):
             holder = self._holders.get(name)
             if holder is not None and holder.lease_expired(now):
@@ -159,7 +159,8 @@ class TransferContext:
     # -- filling slots --------------------------------------------------------------
 
     def read(self, request: str, slot: BufferSlot, now: float, traffic_class: TrafficClass) -> bool:
-        """Have a slot filled from storage, unless it is or somebody does; whether it was needed."""
+        """Read a slot's block from storage, unless it is present or being filled. Returns whether a read was
+        needed."""
         if slot.filled == self.layers or slot.filler is not None:
             self.counts["blocks_merged"] += 1
             return False
@@ -168,32 +169,32 @@ class TransferContext:
         return True
 
     def stop_reading(self, slot: BufferSlot) -> None:
-        """Nobody needs a slot filled for now, though it is held; what has begun comes all the same."""
+        """Cancel the read of a slot that is still held. A read that has begun continues."""
         if isinstance(slot.filler, _StorageFiller) and self.reads.cancel(slot.filler.item):
             slot.filler = None
             self.counts["reads_cancelled"] += 1
 
     def start_reads(self, now: float) -> None:
-        """Begin reads that may begin."""
+        """Start the reads whose turn has come."""
         for item in self.reads.take(now):
             slot = item.work.slot
             self.buffers.pin(slot)
             self.actions.append(ReadBlock(item.number, slot.key, [self.memory.block(slot.index)]))
 
     def read_done(self, number: int, why: str | None, now: float) -> None:
-        """A read has come back, well or because of ``why`` not."""
+        """Handle the end of a read; ``why`` is its error, if any."""
         if why is not None:
             self._failed_reads[number] = why
         self.reads.over(number, now)
 
     def complete_reads(self, now: float) -> None:
-        """Take in the reads that are through."""
+        """Process reads that have finished."""
         for item in self.reads.finished(now):
             slot, why = item.work.slot, self._failed_reads.pop(item.number, None)
             self.buffers.unpin(slot)
             self.counts["blocks_read" if why is None else "blocks_unread"] += 1
             if not self._is_filled_by(slot, item):
-                continue  # nobody wants it any more, or it was given up before it came back
+                continue  # it is not needed any more, or was given up before
             slot.filler = None
             if why is None:
                 self.advance(slot, self.layers, now)
@@ -201,30 +202,30 @@ class TransferContext:
                 self.fail(slot, why, now)
 
     def give_up_stuck_reads(self, now: float) -> None:
-        """Fail the slots of reads that do not come back; their threads have the slots until they do.
+        """Fail the slots of reads that hang; the slots stay pinned until their threads return.
 
-        Where no thread is left that could come to them, those of reads in line behind too.
+        If no reader thread is left, fail the queued reads too.
         """
-        # Sooner than a peer that waits for it loses patience: it is told which blocks are good.
+        # Half of ``patience_s``: a peer that waits for the result must learn it before it times out itself.
         stuck = self.reads.stuck(now, self.limits.patience_s / 2)
         behind = self.reads.in_queue() if len(stuck) == self.limits.read_width else []
         for item in [*stuck, *behind]:
             slot = item.work.slot
-            if self._is_filled_by(slot, item):  # else it was given up already
+            if self._is_filled_by(slot, item):  # otherwise it was given up before
                 self.reads.cancel(item.number)
                 self.counts["stalls"] += 1
                 self.fail(slot, "storage has not answered", now)
 
     def advance(self, slot: BufferSlot, layers: int, now: float) -> None:
-        """A slot has so many layers now."""
+        """Note that a slot has this many layers, and notify its holders."""
         before, slot.filled = slot.filled, layers
         self._tell(slot, lambda holder: holder.layers_advanced(slot, before, now))
 
     def fail(self, slot: BufferSlot, why: str, now: float) -> None:
-        """Nobody brings a slot's block any more; one who holds it may see to it himself."""
+        """Note that a slot's block will not arrive; a holder may start to read it again."""
         slot.filler = None
         if slot.pins or slot.filled:
-            self.buffers.spoil(slot)
+            self.buffers.invalidate(slot)
         self._tell(slot, lambda holder: holder.lost(slot, why, now))
 
     def _tell(self, slot: BufferSlot, what: Callable[[LeaseHolder], None]) -> None:

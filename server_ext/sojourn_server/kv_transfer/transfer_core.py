@@ -1,11 +1,11 @@
-"""One engine's traffic, without any I/O: what is asked for and what comes in goes in, actions come out.
+"""The rules of one engine's KV transfers, without I/O: requests and messages in, actions and events out.
 
-            engine ── begin, offer, give, expect, store ──▶ ┌──────┐ ── actions ──▶ connections, storage
-            engine ◀── events ───────────────────────────── │ core │ ◀── received, read_done, sent, lost ──
-                                                            └──────┘ ◀── tick, at ``wake_at``
+    engine ── load, offer, give, expect, store ──▶ ┌──────┐ ── actions ──▶ connections, storage
+    engine ◀── events ──────────────────────────── │ core │ ◀── received, read_done, sent, lost ──
+                                                   └──────┘ ◀── tick, at ``wake_at``
 
 Every call takes ``now``, seconds of a monotonic clock, and may add to ``take_actions`` and ``take_events``.
-None blocks. One thread at a time.
+No call blocks. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .transfer_wire import (
 
 
 class _StoreWrite(NamedTuple):
-    """The work of an item of the link to storage."""
+    """One block's write, as an item of the storage link's queue."""
 
     request: str
     key: bytes
@@ -56,17 +56,17 @@ class _StoreWrite(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkState:
-    """One link at this moment."""
+    """State of a link."""
 
     queued_bytes: int
     queued_s: float | None
-    """Seconds until what comes now would begin; ``None``: not known. Of a link whose I/O does not come back
-    it is at least as long as that has lasted."""
+    """Seconds until a new item would begin; ``None``: not known. If the link's I/O hangs, at least the time
+    for which it has hung."""
     moved_bytes: int
 
 
 class TransferCore:
-    """The traffic manager's rules. ``epoch`` is of one life of one process, and never used again."""
+    """The transfer manager's rules. ``epoch`` identifies one run of the process and is never reused."""
 
     def __init__(
         self, identity: KvIdentity, limits: TransferLimits, rates: LinkRates, *, name: str, epoch: str
@@ -79,8 +79,8 @@ class TransferCore:
         self.prompts = IncomingPromptTable(self.transfer_context)
         self._written: dict[int, str] = {}
         self._checked_s = float("-inf")
-        self._beat_s = float("-inf")
-        self._check_s = min(limits.beat_s, limits.patience_s / 4)
+        self._reported_s = float("-inf")
+        self._check_s = min(limits.report_interval_s, limits.patience_s / 4)
 
     # -- what the engine asks for ---------------------------------------------------
 
@@ -93,29 +93,30 @@ class TransferCore:
         peer: ReadingPeer | None = None,
         traffic_class: TrafficClass = TrafficClass.KV,
     ) -> int:
-        """Bring blocks here, from storage or by a ``peer`` that reads them. Returns of how many: of no more
-        than fit the buffers.
+        """Load blocks from storage, or through a ``peer`` that reads them. Returns the number of blocks,
+        limited by the buffers.
 
-        Events: ``LayerLoaded`` of each layer, ``LoadEnded``. Then ``load_blocks`` and ``end_load``.
+        Events: ``LayerLoaded`` for each layer, then ``LoadEnded``. Call ``load_blocks`` and ``end_load``
+        after that.
         """
         count = self.loads.begin(load, keys, peer, traffic_class, now)
         self._settle(now)
         return count
 
     def load_blocks(self, load: str) -> list[memoryview]:
-        """The blocks of a load that is over, until ``end_load``. Raises ``ValueError``."""
+        """The blocks of a load that is over, valid until ``end_load``. Raises ``ValueError``."""
         return self.loads.blocks(load)
 
     def load_layer(self, load: str, layer: int) -> list[memoryview]:
-        """One layer of a load, once it was told to be here. Raises ``ValueError``."""
+        """One layer of a load, after its ``LayerLoaded``. Raises ``ValueError``."""
         return self.loads.layer(load, layer)
 
     def renew_load(self, load: str, now: float) -> None:
-        """The engine will come for it."""
+        """Renew the load's lease."""
         self.loads.renew(load, now)
 
     def end_load(self, load: str, now: float) -> None:
-        """It was taken, or is not wanted any more, however far it is."""
+        """End a load at any stage."""
         self.loads.end(load, "", now)
         self._settle(now)
 
@@ -129,12 +130,13 @@ class TransferCore:
         epoch: str | None = None,
         traffic_class: TrafficClass = TrafficClass.KV,
     ) -> None:
-        """Begin a push of a whole context; its layers follow by ``give``. Event: ``PushEnded``."""
+        """Start the push of a whole prompt; its layers follow by ``give``. Event: ``PushEnded``."""
         self.pushes.offer(transfer, address, keys, epoch, traffic_class, now)
         self._settle(now)
 
     def give(self, transfer: str, layer: int, blocks: Sequence[memoryview], now: float) -> bool:
-        """The next layer of a push, of all its blocks; whether it is still wanted. Raises ``ValueError``."""
+        """Give the next layer of all blocks of a push. Returns whether the push is still open. Raises
+        ``ValueError``."""
         wanted = self.pushes.give(transfer, layer, blocks, now)
         self._settle(now)
         return wanted
@@ -144,8 +146,10 @@ class TransferCore:
         self._settle(now)
 
     def expect(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
-        """Wait for a context that is pushed here. Event: ``PromptTransferEnded``. False: it was meant for an
-        earlier process of this engine. Raises ``ValueError`` if it is expected already."""
+        """Wait for a prompt that is pushed to this engine. Event: ``PromptTransferEnded``.
+
+        Returns False if it was meant for an earlier process. Raises ``ValueError`` if it is expected already.
+        """
         if epoch is not None and epoch != self.peers.epoch:
             self.transfer_context.counts["stale"] += 1
             return False
@@ -154,24 +158,24 @@ class TransferCore:
         return True
 
     def want(self, transfers: Sequence[str], now: float) -> None:
-        """Requests in the engine's own queue will expect these, the first first. To be said again within
-        ``lease_s``, until each is expected or ended."""
+        """Announce transfers that queued requests will expect, in queue order. Repeat within ``lease_s``
+        until each is expected or ended."""
         self.prompts.want(transfers, now)
 
     def prompt_blocks(self, transfer: str) -> list[memoryview]:
-        """The blocks of a context that is complete, until ``end_prompt``. Raises ``ValueError``."""
+        """The blocks of a complete prompt, valid until ``end_prompt``. Raises ``ValueError``."""
         return self.prompts.blocks(transfer)
 
     def end_prompt(self, transfer: str, now: float) -> None:
-        """It was taken, or is not wanted any more, however far it is."""
+        """End a prompt at any stage."""
         self.prompts.forget(transfer, now)
         self._settle(now)
 
     def store(
         self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview], now: float
     ) -> bool:
-        """Store a block; its content must not change until ``BlockStoreEnded``. False: too many blocks wait
-        already, or the store does not answer."""
+        """Write a block to the store; its content must not change until ``BlockStoreEnded``. Returns False if
+        too many blocks wait already or the store hangs."""
         if sum(part.nbytes for part in content) != self.transfer_context.memory.block_bytes:
             raise ValueError(f"a block has {self.transfer_context.memory.block_bytes} bytes")
         writes, limits = self.transfer_context.writes, self.transfer_context.limits
@@ -199,13 +203,13 @@ class TransferCore:
         self._settle(now)
 
     def received(self, conn: int, message: WireMessage, payload: memoryview, now: float) -> None:
-        """A message has come whole. ``payload`` is copied before this returns."""
+        """Handle a complete message. ``payload`` is copied before this returns."""
         if isinstance(message, HANDSHAKE_MESSAGES) or not self.peers.is_ready(conn):
             if not self.peers.received(conn, message, now):
-                self.hang_up(conn, f"{type(message).__name__} has no business here now", now)
+                self.close_connection(conn, f"{type(message).__name__} has no business here now", now)
         elif isinstance(message, DataMessage):
             if not (self.loads.data(conn, message, payload, now) or self._taken(conn, message, payload, now)):
-                self.transfer_context.counts["stray"] += 1  # sent before the peer knew
+                self.transfer_context.counts["stray"] += 1  # sent before the peer learned of the end
         elif isinstance(message, ReadMessage):
             self.prompts.read(conn, message, now)
         elif isinstance(message, OfferMessage):
@@ -221,63 +225,63 @@ class TransferCore:
             self.prompts.aborted(conn, message, now)
         elif isinstance(message, ProgressMessage):
             for transfer in message.transfers:
-                self.loads.told(conn, transfer, message.done, now)
-                self.pushes.told(conn, transfer, message.done, now)
-                self.prompts.told(conn, transfer, message.done, now)
+                self.loads.on_progress(conn, transfer, message.done, now)
+                self.pushes.on_progress(conn, transfer, message.done, now)
+                self.prompts.on_progress(conn, transfer, message.done, now)
         self._settle(now)
 
-    def hang_up(self, conn: int, why: str, now: float) -> None:
-        """End a connection on which something was said that cannot be."""
+    def close_connection(self, conn: int, why: str, now: float) -> None:
+        """Close a connection after a protocol violation."""
         self.transfer_context.counts["hung_up"] += 1
         self.transfer_context.actions.append(CloseConnection(conn))
         self.lost(conn, why, now)
 
     def stalled(self, conn: int, now: float) -> None:
-        """The peer has taken nothing of what it is sent for ``patience_s``; its connection is closed."""
+        """Handle a peer that has accepted no data for ``patience_s``; the caller closes the connection."""
         self.transfer_context.counts["stalls"] += 1
-        self.lost(conn, "the peer takes nothing", now)
+        self.lost(conn, "the peer accepts no data", now)
 
     def lost(self, conn: int, why: str, now: float) -> None:
-        """A connection has ended."""
+        """Handle the end of a connection."""
         for part in (self.peers, self.loads, self.pushes, self.prompts):
             part.lost(conn, why, now)
         self._settle(now)
 
     def sent(self, item: int, now: float) -> None:
-        """What ``Send`` gave is out of memory's reach: sent, or never will be."""
+        """Handle the end of a ``SendMessage`` item, sent or not: its memory is no longer read."""
         self.transfer_context.compute.over(item, now)
         self._settle(now)
 
     def read_done(self, item: int, why: str | None, now: float) -> None:
-        """A block was read, or not, and ``why``."""
+        """Handle the end of a read; ``why`` is its error, if any."""
         self.transfer_context.read_done(item, why, now)
         self._settle(now)
 
     def write_done(self, item: int, outcome: str, now: float) -> None:
-        """What the store said."""
+        """Handle the end of a write; ``outcome`` as in ``BlockStoreEnded``."""
         self._written[item] = outcome
         self.transfer_context.writes.over(item, now)
         self._settle(now)
 
     def close(self, now: float) -> None:
-        """The engine goes: everything that is open ends, and everybody who waits is told."""
+        """End everything and notify peers and the engine."""
         why = "the engine is closing"
         for conn in self.peers.conns():
-            self.hang_up(conn, why, now)
+            self.close_connection(conn, why, now)
         self.loads.end_all(why, now)
         self.pushes.end_all(why, now)
         self.prompts.end_all(why, now)
         self._settle(now)
 
     def tick(self, now: float) -> None:
-        """See what time has done: items that the rate lets finish, patience that is at an end, leases."""
+        """Handle the passage of time: rates, timeouts and leases."""
         if now - self._checked_s >= self._check_s:
             self._checked_s = now
             self._check(now)
         self._settle(now)
 
     def wake_at(self) -> float:
-        """When ``tick`` is to be called next; infinity: nothing is open."""
+        """Time of the next ``tick``; infinity: nothing is open."""
         transfer_context = self.transfer_context
         due = min(
             link.wake_at()
@@ -297,7 +301,7 @@ class TransferCore:
 
     @property
     def busy(self) -> bool:
-        """Anything is open, so that time matters."""
+        """Whether anything is open, so that time matters."""
         transfer_context = self.transfer_context
         return bool(
             self.peers.busy
@@ -314,7 +318,7 @@ class TransferCore:
 
     @property
     def is_clean(self) -> bool:
-        """Nothing is open, and nothing has leaked: no lease, no slot, no place in a queue."""
+        """Whether nothing is open and nothing has leaked: no lease, slot or queue entry."""
         transfer_context = self.transfer_context
         places = sum(
             link.requests
@@ -323,7 +327,7 @@ class TransferCore:
         return not self.busy and not transfer_context.buffers.used and not places
 
     def links(self, now: float) -> Mapping[str, LinkState]:
-        """The state of each link, by name."""
+        """State of each link, by name."""
         found: list[TransferLink] = [
             self.transfer_context.reads,
             self.transfer_context.writes,
@@ -339,7 +343,7 @@ class TransferCore:
         }
 
     def stats(self, now: float) -> dict[str, Any]:
-        """For people: buffers, links, what became of things."""
+        """Buffers, links and counters, for operators."""
         buffers = self.transfer_context.buffers
         return {
             "slots": buffers.slots,
@@ -361,7 +365,7 @@ class TransferCore:
     # -- inside ---------------------------------------------------------------------
 
     def _queued_s(self, link: TransferLink, now: float) -> float | None:
-        # As long as for giving up reads: from then on nothing of them is in any queue.
+        # The same time after which hanging reads are given up and leave the queue.
         hung_s = link.hung_s(now, self.transfer_context.limits.patience_s / 2)
         queued_s = link.queued_s(now)
         return max(queued_s or 0.0, hung_s, self.transfer_context.limits.patience_s) if hung_s else queued_s
@@ -378,13 +382,13 @@ class TransferCore:
         self.pushes.tick(now)
         self.prompts.tick(now)
         transfer_context.expire(now)
-        if now - self._beat_s >= transfer_context.limits.beat_s:
-            self._beat_s = now
-            self._beat(now)
+        if now - self._reported_s >= transfer_context.limits.report_interval_s:
+            self._reported_s = now
+            self._report_progress(now)
 
     def _give_up_writes(self, now: float) -> None:
-        """Behind a write that does not come back nothing is written; the engine needs its memory. What the
-        store is inside of stays with it until it returns."""
+        """Give up queued writes behind one that hangs: the engine needs their memory. The memory of the
+        hanging write stays in use until the store returns."""
         writes = self.transfer_context.writes
         if writes.stuck(now, self.transfer_context.limits.patience_s):
             self.transfer_context.counts["stalls"] += 1
@@ -395,8 +399,8 @@ class TransferCore:
                     BlockStoreEnded(item.work.request, item.work.key, "stalled")
                 )
 
-    def _beat(self, now: float) -> None:
-        """Tell each peer that what it shares with us is not forgotten, and how much goes on here."""
+    def _report_progress(self, now: float) -> None:
+        """Send each peer the open transfers shared with it and this engine's progress counter."""
         done = self.transfer_context.done(now)
         parts = (self.loads, self.pushes, self.prompts)
         for conn in sorted(self.loads.conns() | self.pushes.conns() | self.prompts.all_conns()):
@@ -407,7 +411,7 @@ class TransferCore:
                 )
 
     def _settle(self, now: float) -> None:
-        """Let everything that can go on do so."""
+        """Start and finish everything that is possible now."""
         transfer_context = self.transfer_context
         goes_on = True
         while goes_on:
@@ -426,7 +430,7 @@ class TransferCore:
                     self.pushes.begin(item, now)
 
     def _finish(self, now: float) -> bool:
-        """Take in what is through; whether anything was."""
+        """Process finished items. Returns whether there were any."""
         transfer_context = self.transfer_context
         moved = transfer_context.reads.moved_bytes
         transfer_context.complete_reads(now)

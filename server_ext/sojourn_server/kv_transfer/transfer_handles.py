@@ -1,4 +1,4 @@
-"""What the engine holds of a transfer under way: to wait for it, take its blocks, and let go of it."""
+"""Handles of open transfers: wait for a transfer, take its blocks, end it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .transfer_actions import LayerLoaded, LoadEnded, PromptTransferEnded, PushE
 
 
 class HandleOwner(Protocol):
-    """The traffic manager, as far as handles need it."""
+    """The part of ``TransferManager`` that handles use."""
 
     changed: threading.Condition
-    """Notified whenever something has happened to any of them."""
+    """Notified after every event."""
 
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call the core."""
@@ -24,15 +24,15 @@ class HandleOwner(Protocol):
 
 
 class TransferHandle:
-    """One transfer. Calls may come from any thread."""
+    """One transfer. Thread-safe."""
 
     def __init__(self, owner: HandleOwner, kind: str, name: str) -> None:
         self.kind = kind
         self.name = name
         self._owner = owner
 
-    def told(self, event: TransferEvent) -> None:
-        """Something has happened to it; under the owner's lock."""
+    def on_event(self, event: TransferEvent) -> None:
+        """Take an event. The caller holds the owner's lock."""
         raise NotImplementedError
 
     def _wait(self, until: Callable[[], bool], timeout_s: float | None) -> bool:
@@ -41,18 +41,18 @@ class TransferHandle:
 
 
 class LoadHandle(TransferHandle):
-    """Blocks on their way here."""
+    """Blocks being loaded."""
 
     def __init__(self, owner: HandleOwner, name: str, core: Any) -> None:
         super().__init__(owner, "load", name)
         self.requested_blocks = 0
-        """Of how many: of no more than fit the buffers."""
+        """Number of blocks, limited by the buffers."""
         self.outcome: LoadEnded | None = None
         self._layers = 0
         self._first_s = self._newest_s = 0.0
         self._core = core
 
-    def told(self, event: TransferEvent) -> None:
+    def on_event(self, event: TransferEvent) -> None:
         if isinstance(event, LayerLoaded):
             self._layers = event.layer + 1
             self._newest_s = time.perf_counter()
@@ -63,94 +63,96 @@ class LoadHandle(TransferHandle):
 
     @property
     def layers_loaded(self) -> int:
-        """Leading layers that are here, of all blocks that will come."""
+        """Number of leading layers that have arrived for all blocks of the load."""
         return self._layers
 
     @property
     def streamed_s(self) -> float:
-        """Seconds from the moment when its first layer was here to the newest one."""
+        """Seconds between the arrival of the first and the newest layer."""
         return self._newest_s - self._first_s
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
-        """Wait until a layer is here, or never will be; whether it is."""
+        """Wait for a layer or the end of the load. Returns whether the layer has arrived."""
         self._wait(lambda: self._layers > layer or self.outcome is not None, timeout_s)
         return self._layers > layer and (self.outcome is None or self.outcome.good > 0)
 
     def wait(self, timeout_s: float | None = None) -> LoadEnded | None:
-        """Wait until it is over; ``None``: it is not."""
+        """Wait for the end; ``None``: timed out."""
         self._wait(lambda: self.outcome is not None, timeout_s)
         return self.outcome
 
     def layer(self, layer: int) -> list[memoryview]:
-        """One layer's blocks, which are here. Raises ``ValueError``."""
+        """One layer that has arrived, by block. Raises ``ValueError``."""
         found: list[memoryview] = self._owner.do(lambda now: self._core.load_layer(self.name, layer))
         return found
 
     def blocks(self) -> list[memoryview]:
-        """The blocks that have come, until ``end``. Raises ``ValueError`` before it is over."""
+        """The blocks that have arrived, valid until ``end``. Raises ``ValueError`` before the load is
+        over."""
         found: list[memoryview] = self._owner.do(lambda now: self._core.load_blocks(self.name))
         return found
 
     def renew(self) -> None:
-        """The engine will come for it."""
+        """Renew the load's lease."""
         self._owner.do(self._core.renew_load, self.name)
 
     def end(self) -> None:
-        """It was taken, or is not wanted any more, however far it is."""
+        """End the load at any stage."""
         self._owner.do(self._core.end_load, self.name)
         self._owner.forget(self)
 
 
 class PushHandle(TransferHandle):
-    """Blocks on their way to a peer."""
+    """Blocks being sent to a peer."""
 
     def __init__(self, owner: HandleOwner, name: str, core: Any) -> None:
         super().__init__(owner, "push", name)
         self.outcome: PushEnded | None = None
         self._core = core
 
-    def told(self, event: TransferEvent) -> None:
+    def on_event(self, event: TransferEvent) -> None:
         if isinstance(event, PushEnded):
             self.outcome = event
 
     def give(self, layer: int, blocks: Sequence[memoryview]) -> bool:
-        """The next layer of all blocks; unchanged until it is over. Whether it is still wanted."""
+        """Give the next layer of all blocks, unchanged until the push is over. Returns whether it is still
+        open."""
         wanted: bool = self._owner.do(self._core.give, self.name, layer, blocks)
         return wanted
 
     def wait(self, timeout_s: float | None = None) -> PushEnded | None:
-        """Wait until it is over; ``None``: it is not."""
+        """Wait for the end; ``None``: timed out."""
         self._wait(lambda: self.outcome is not None, timeout_s)
         return self.outcome
 
     def abort(self) -> None:
-        """It is not wanted any more. Its memory is still not the engine's before it is over."""
+        """Cancel the push. Its memory stays in use until the push is over."""
         self._owner.do(self._core.abort_push, self.name)
 
 
 class PromptHandle(TransferHandle):
-    """A context that is gathered here."""
+    """A prompt being received."""
 
     def __init__(self, owner: HandleOwner, name: str, core: Any) -> None:
         super().__init__(owner, "prompt", name)
         self.outcome: PromptTransferEnded | None = None
         self._core = core
 
-    def told(self, event: TransferEvent) -> None:
+    def on_event(self, event: TransferEvent) -> None:
         if isinstance(event, PromptTransferEnded):
             self.outcome = event
 
     def wait(self, timeout_s: float | None = None) -> PromptTransferEnded | None:
-        """Wait until it is over; ``None``: it is not."""
+        """Wait for the end; ``None``: timed out."""
         self._wait(lambda: self.outcome is not None, timeout_s)
         return self.outcome
 
     def blocks(self) -> list[memoryview]:
-        """Its blocks in the order in which they were offered, until ``end``. Raises ``ValueError``."""
+        """Its blocks in the order of the offer, valid until ``end``. Raises ``ValueError``."""
         found: list[memoryview] = self._owner.do(lambda now: self._core.prompt_blocks(self.name))
         return found
 
     def end(self) -> None:
-        """It was taken, or is not wanted any more, however far it is."""
+        """End the prompt at any stage."""
         self._owner.do(self._core.end_prompt, self.name)
         self._owner.forget(self)

@@ -1,7 +1,8 @@
 """The orders of one step for the worker, and the worker's results.
 
-An *ask* is one attempt to get a request's KV from elsewhere. The planner numbers asks and never reuses a
-number; it ignores results of an ask that has ended."""
+An *ask* is one attempt to get a request's KV from storage or a peer. The planner numbers asks and never
+reuses a number; it ignores results of an ask that has ended.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""One link as a queue: by request, first come first served, at a rate.
+"""A link as a queue of items, in the order of requests, with an optional rate.
 
-Unordered threads on a device serve all requests at once, and all end late; in order, the first is done after
-its own bytes only. So there is one queue a link. What belongs to a request goes before what belongs to one
-that came later, also where it is put in later, as a push is that goes layer by layer; the link does not
-wait for it meanwhile.
+Concurrent threads would serve all requests at once, so that all end late. In order, the first request ends
+after its own bytes. Items of a request precede those of a later request, even if they are queued later, as a
+push's layers are; the link does not idle while it waits for them.
 
-A rate makes a link as slow as the one it stands for, so that one machine can show what several links do.
-Bytes are paced by the clock of the link, not by sleeps: what is late is caught up with, up to ``MAX_LAG_S``.
+A rate simulates a slower link. Items are paced by timestamps and not by sleeps: lost time is made up for, up
+to ``MAX_LAG_S``.
 
-No clock and no I/O: ``take`` says what may begin, ``over`` is told what came back, ``finished`` says what the
-rate lets be done by now.
+No clock and no I/O: ``take`` returns items to start, ``over`` reports completed I/O, ``finished`` returns the
+items that the rate allows to end.
 """
 
 from __future__ import annotations
@@ -26,19 +25,24 @@ from .transfer_limits import check_rate
 
 
 class TrafficClass(Enum):
-    """What a transfer is for."""
+    """The purpose of a transfer (DualPath §5.1).
+
+    On a network fabric, virtual lanes or hardware queues separate KV from the model's collectives, whose
+    bursts are shorter than a millisecond; software cannot. The class is sent with every transfer, for
+    transports with such lanes. Here it only orders this engine's own queue.
+    """
 
     MODEL = "model"
-    """What a forward pass waits for."""
+    """A forward pass waits for it."""
     KV = "kv"
-    """What can wait."""
+    """It can wait."""
 
 
 class TrafficClassArbiter:
-    """Strict priority for the model, but for a small share of bytes for KV so that it does not starve.
+    """Strict priority for model traffic, except for a small guaranteed share for KV.
 
-    While both wait, KV's bytes are ``kv_share`` of all, to within one item of each. What one leaves idle is
-    the other's. KV that did not wait has no claim on what it could have had.
+    While both wait, KV gets ``kv_share`` of the bytes, to within one item of each class. An idle class's
+    share goes to the other. KV accumulates no claim while it does not wait.
     """
 
     def __init__(self, kv_share: float) -> None:
@@ -50,7 +54,7 @@ class TrafficClassArbiter:
         """Bytes that KV has earned while it waited."""
 
     def take(self, heads: Mapping[TrafficClass, int]) -> TrafficClass:
-        """Who sends next; ``heads`` has the bytes of the first item of each class that waits."""
+        """The class that sends next. ``heads``: by waiting class, the bytes of its first item."""
         if TrafficClass.KV not in heads:
             self._owed = 0.0
             return TrafficClass.MODEL
@@ -64,15 +68,15 @@ class TrafficClassArbiter:
 
 
 MAX_LAG_S = 0.1
-"""Of a link that was kept from working, how much time is made up for."""
+"""Maximum idle time that a rate-limited link makes up for."""
 
 SPEED_SAMPLE_BYTES = 64 << 20
-"""Over how many of the newest bytes the speed of a link without a rate is told."""
+"""Number of newest bytes from which the speed of an unlimited link is measured."""
 
 
 @dataclass(slots=True, eq=False)
 class LinkItem:
-    """Something to be moved."""
+    """One transfer on the link."""
 
     number: int
     request: str
@@ -83,15 +87,15 @@ class LinkItem:
     peer: int | None = None
     began_s: float = 0.0
     until_s: float = 0.0
-    """Not finished before, by the rate."""
+    """Earliest end, by the rate."""
     is_held: bool = False
-    """Its turn has come, and by the rate it is not through yet: it begins when it would be."""
+    """It has the link's capacity and starts only at ``until_s``."""
     is_over: bool = False
-    """Its I/O has come back, well or not."""
+    """Its I/O has ended, with or without an error."""
 
 
 _QueueKey = tuple[TrafficClass, int | None]
-"""What of one class goes to one peer."""
+"""Class and peer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +106,7 @@ class _LinkRequest:
 
 
 class TransferLink:
-    """Items of requests, moved ``width`` at a time."""
+    """A queue of items of which ``width`` are in flight at a time."""
 
     def __init__(
         self,
@@ -115,11 +119,11 @@ class TransferLink:
         peer_width: int | None = None,
         late_s: float = float("inf"),
     ) -> None:
-        """``rate`` in bytes a second, ``None``: as fast as it goes. Raises ``ValueError`` for 0 or less.
+        """``rate``: bytes per second, ``None``: unlimited. Raises ``ValueError`` for 0 or less.
 
-        ``sends``: what begins is at its other end at once, so that with a rate it has to begin late. No more
-        than ``peer_width`` are under way to one peer, and what has not come back ``late_s`` after it should
-        have is not counted in ``width``: whoever takes nothing keeps nobody else waiting.
+        ``sends``: an item arrives as soon as it starts, so a rate must delay its start. At most
+        ``peer_width`` items are in flight to one peer. An item that is late by ``late_s`` does not count
+        towards ``width``, so that a hanging peer blocks no others.
         """
         check_rate(name, rate)
         if width < 1:
@@ -133,17 +137,17 @@ class TransferLink:
         self._share = TrafficClassArbiter(kv_share)
         self._numbers = 0
         self._requests: dict[str, _LinkRequest] = {}
-        self._lines: dict[_QueueKey, list[tuple[int, str]]] = {}
-        """Heaps of requests that may have something waiting."""
+        self._queues: dict[_QueueKey, list[tuple[int, str]]] = {}
+        """By class and peer, a heap of requests that may have queued items."""
         self._waiting: dict[int, LinkItem] = {}
         self._waiting_bytes = 0
         self._in_flight: dict[int, LinkItem] = {}
         self._busy_until_s = float("-inf")
         self._newest: deque[tuple[float, int]] = deque()
-        """Seconds and bytes of the newest items, of a link without a rate; and what they come to."""
+        """Seconds and bytes of the newest items, and their sums; only for an unlimited link."""
         self._newest_s, self._newest_bytes = 0.0, 0
         self.moved_bytes = 0
-        """Of what was finished."""
+        """Bytes of finished items."""
 
     def put(
         self,
@@ -154,10 +158,10 @@ class TransferLink:
         traffic_class: TrafficClass = TrafficClass.KV,
         peer: int | None = None,
     ) -> int:
-        """Line something up for a request, whose place is that of its first item; returns its number.
-        ``peer``: to whom it is sent."""
+        """Queue an item and return its number. Its request's place is that of the request's first item.
+        ``peer``: its destination."""
         if nbytes < 0:
-            raise ValueError(f"{nbytes} bytes cannot be moved")
+            raise ValueError(f"{nbytes} bytes is not a valid size")
         self._numbers += 1
         item = LinkItem(self._numbers, request, nbytes, work, traffic_class, now, peer)
         of = self._requests.get(request)
@@ -167,14 +171,14 @@ class TransferLink:
         line = traffic_class, peer
         items = of.items.setdefault(line, deque())
         if not items:
-            heapq.heappush(self._lines.setdefault(line, []), (of.number, request))
+            heapq.heappush(self._queues.setdefault(line, []), (of.number, request))
         items.append(item)
         self._waiting[item.number] = item
         self._waiting_bytes += nbytes
         return item.number
 
     def take(self, now: float) -> Iterator[LinkItem]:
-        """What may begin now; each must come back by ``over``."""
+        """Items to start now; each must be reported by ``over``."""
         while self._under_way(now) < self._width and (item := self._next()) is not None:
             start_s = max(self._busy_until_s, item.queued_at_s, now - MAX_LAG_S)
             item.until_s = start_s + item.nbytes / self.rate if self.rate else now
@@ -190,14 +194,14 @@ class TransferLink:
             yield item
 
     def over(self, number: int, now: float) -> None:
-        """The I/O of an item has come back."""
+        """The item's I/O has ended."""
         item = self._in_flight[number]
         item.is_over = True
         if self.rate is None:
             self._note_speed(now - item.began_s, item.nbytes)
 
     def finished(self, now: float) -> list[LinkItem]:
-        """Items that have come back and are through by the rate, in the order in which they began."""
+        """Items whose I/O has ended and that the rate allows to end, in the order of their start."""
         found = [item for item in self._in_flight.values() if item.is_over and item.until_s <= now]
         for item in found:
             del self._in_flight[item.number]
@@ -205,12 +209,12 @@ class TransferLink:
         return found
 
     def wake_at(self) -> float:
-        """When ``take`` or ``finished`` will next have something for which nothing has to happen before."""
+        """Next time at which ``take`` or ``finished`` returns something without another call."""
         flying = self._in_flight.values()
         return min((item.until_s for item in flying if item.is_over or item.is_held), default=float("inf"))
 
     def stuck(self, now: float, patience_s: float) -> list[LinkItem]:
-        """Items whose I/O should have come back so long ago. They stay in flight: their threads do too."""
+        """Items whose I/O is late by ``patience_s``. They stay in flight, as do their threads."""
         return [
             item
             for item in self._in_flight.values()
@@ -218,11 +222,11 @@ class TransferLink:
         ]
 
     def in_queue(self) -> list[LinkItem]:
-        """Items whose turn has not come, in the order in which they were put in."""
+        """Items that have not started, in the order in which they were queued."""
         return list(self._waiting.values())
 
     def cancel(self, number: int) -> bool:
-        """Take back an item that has not begun; whether it was one."""
+        """Remove an item that has not started. Returns whether there was one."""
         held = self._in_flight.get(number)
         if held is not None and held.is_held:
             del self._in_flight[number]
@@ -236,7 +240,7 @@ class TransferLink:
         return True
 
     def close(self, request: str) -> None:
-        """Nothing more is put in for a request: its place is given up once what waits has begun."""
+        """Free the request's place once its queued items have started."""
         of = self._requests.get(request)
         if of is not None:
             of.is_closed = True
@@ -244,7 +248,7 @@ class TransferLink:
 
     @property
     def waiting(self) -> int:
-        """Items that have not begun."""
+        """Number of items that have not started."""
         return len(self._waiting)
 
     @property
@@ -253,17 +257,17 @@ class TransferLink:
 
     @property
     def requests(self) -> int:
-        """Requests that have a place."""
+        """Number of requests that have a place."""
         return len(self._requests)
 
     def queued_bytes(self, now: float) -> int:
-        """Bytes that wait or are under way."""
+        """Bytes queued or in flight."""
         return self._waiting_bytes + sum(
             item.nbytes - self._done(item, now) for item in self._in_flight.values()
         )
 
     def queued_s(self, now: float) -> float | None:
-        """Seconds until what is put in now would begin; ``None``: there is a queue, and no speed is known."""
+        """Seconds until a new item would start; ``None``: there is a queue and no speed is known."""
         queued = self.queued_bytes(now)
         if not queued:
             return 0.0
@@ -272,15 +276,15 @@ class TransferLink:
         return self.seconds_for(queued)
 
     def hung_s(self, now: float, patience_s: float) -> float:
-        """Seconds that I/O which should have come back keeps the link from anything: where all of it is
-        stuck, as long as that has lasted, and at least ``patience_s`` where some is. 0: none is."""
+        """Seconds for which late I/O has blocked the link: all of the delay if no thread is left, at least
+        ``patience_s`` if some are; 0: no item is late."""
         stuck = self.stuck(now, patience_s)
         if len(stuck) < self._width:
             return patience_s if stuck else 0.0
         return max(self._hangs_s(item, now) for item in stuck)
 
     def seconds_for(self, nbytes: int) -> float | None:
-        """How long it takes for so many bytes, by its rate, else by the newest items; ``None``: not known."""
+        """Seconds for this many bytes, by the rate or the newest items; ``None``: not known."""
         if self.rate is not None:
             return nbytes / self.rate
         if self._newest_s <= 0 or not self._newest_bytes:
@@ -288,8 +292,8 @@ class TransferLink:
         return nbytes * self._newest_s / self._newest_bytes
 
     def moved(self, now: float) -> int:
-        """Bytes moved so far, those of items under way counted as the rate says: a number that shows progress
-        though one item may take seconds. It does not grow for an item whose I/O is late."""
+        """Bytes moved so far; the rate determines the part of items in flight, so that a long item shows
+        progress. Late items add nothing."""
         return self.moved_bytes + sum(self._done(item, now) for item in self._in_flight.values())
 
     def _done(self, item: LinkItem, now: float) -> int:
@@ -299,7 +303,7 @@ class TransferLink:
         return int(item.nbytes * min(1.0, max(0.0, 1.0 - (item.until_s - now) / took_s)))
 
     def _next(self) -> LinkItem | None:
-        """Take the first of what waits out of its line."""
+        """Remove the next item from the queue."""
         heads = {each: head for each in TrafficClass if (head := self._head(each)) is not None}
         if not heads:
             return None
@@ -310,9 +314,9 @@ class TransferLink:
         return item
 
     def _head(self, traffic_class: TrafficClass) -> LinkItem | None:
-        """The first of a class that may go to its peer now."""
+        """The first item of a class that its peer's width allows to start."""
         found: tuple[int, LinkItem] | None = None
-        for line in [line for line in self._lines if line[0] is traffic_class]:
+        for line in [line for line in self._queues if line[0] is traffic_class]:
             first = self._first(line)
             if first is None or (found is not None and found[0] <= first[0]):
                 continue
@@ -321,19 +325,19 @@ class TransferLink:
         return found[1] if found is not None else None
 
     def _first(self, line: _QueueKey) -> tuple[int, LinkItem] | None:
-        """The first of a line and the place of its request; forgets a line in which nothing waits."""
-        heap = self._lines[line]
+        """The first item of a queue and its request's place; removes an empty queue."""
+        heap = self._queues[line]
         while heap:
             number, request = heap[0]
             of = self._requests.get(request)
             if of is not None and of.number == number and (items := of.items.get(line)):
                 return number, items[0]
             heapq.heappop(heap)
-        del self._lines[line]
+        del self._queues[line]
         return None
 
     def _under_way(self, now: float) -> int:
-        """Items in flight, without those that are late."""
+        """Number of items in flight that are not late."""
         return sum(
             item.is_over or self._hangs_s(item, now) < self._late_s for item in self._in_flight.values()
         )
@@ -343,7 +347,7 @@ class TransferLink:
 
     @staticmethod
     def _hangs_s(item: LinkItem, now: float) -> float:
-        """For how long an item should have come back."""
+        """Seconds by which an item is late."""
         return now - max(item.began_s, item.until_s)
 
     def _leave_line(self, item: LinkItem) -> None:

@@ -1,7 +1,7 @@
-"""The traffic manager of one engine: the core, and around it a thread with sockets, and threads at the store.
+"""The transfer manager of one engine: the core, a thread with an event loop for sockets, and store threads.
 
-It is thin on purpose: it carries out the core's actions and tells it what came of them. The engine's threads
-call the core themselves, under one lock that nobody holds while anything waits.
+It carries out the core's actions and reports their results to the core; the rules are in the core. Engine
+threads call the core directly, under one lock that is never held during a wait.
 """
 
 from __future__ import annotations
@@ -51,20 +51,21 @@ from .transfer_wire import HEAD_BYTES, DataMessage, PeerWireError, decode, decod
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 CLOSE_GRACE_S = 1.0
-"""For what was to be said when the engine closes."""
+"""Seconds to send the last messages when the engine closes."""
 MAX_HANDSHAKE_BYTES = 64 << 10
-"""Of a message before it is known who speaks; no payload belongs to any."""
+"""Maximum size of a message from an unidentified peer, which may send no payload."""
 MIN_PAYLOAD_BYTES = 1 << 20
-"""Of a peer that has been let in, so much is read at once though nothing that is sent here is as large."""
+"""Payloads of this size are always accepted from an identified peer, even if this engine's own are
+smaller."""
 MAX_CONNECTIONS = 256
 MAX_UNIDENTIFIED_PEERS = 64
-"""Connections whose other end has not said yet who it is."""
+"""Maximum number of connections whose peer has not identified itself."""
 _CONNECTION_ERRORS = (OSError, EOFError)
-"""How a connection ends that somebody else has ended."""
+"""Errors of a connection that the other side has closed."""
 
 
 class TransferManager:
-    """Links, buffers and transfers of one engine. Close it, or use it as a context."""
+    """Links, buffers and transfers of one engine. A context manager."""
 
     def __init__(
         self,
@@ -78,15 +79,15 @@ class TransferManager:
         on_stored: Callable[[BlockStoreEnded], None] = lambda stored: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``store`` stays the caller's. ``serve_http`` are addresses; a port of 0 is any that is free.
+        """``store`` remains the caller's. ``listen``: addresses; port 0 selects a free port.
 
-        ``on_stored`` is told what became of each block that was to be stored, from some thread. Raises
-        ``ValueError``, ``UnknownTransport`` and ``OSError`` where it cannot listen; nothing runs then.
+        ``on_stored`` is called with the outcome of each write, from any thread. Raises ``ValueError``,
+        ``UnknownTransport``, and ``OSError`` if it cannot listen; no thread runs then.
         """
         self.epoch = secrets.token_hex(8)
         self.name = name
         self.addresses: list[str] = []
-        """Where peers dial."""
+        """Addresses for peers to dial."""
         self.core = TransferCore(store.identity, limits, rates or LinkRates(), name=name, epoch=self.epoch)
         self.changed = threading.Condition(threading.Lock())
         self._patience_s = limits.patience_s
@@ -120,7 +121,7 @@ class TransferManager:
         self._started.wait(START_TIMEOUT_S)
         if self._failed is not None or not self._started.is_set():
             self._close_lanes()
-            raise self._failed or TimeoutError("the traffic manager has not started")
+            raise self._failed or TimeoutError("the transfer manager has not started")
 
     def __enter__(self) -> TransferManager:
         return self
@@ -138,9 +139,11 @@ class TransferManager:
         peer: ReadingPeer | None = None,
         traffic_class: TrafficClass = TrafficClass.KV,
     ) -> LoadHandle:
-        """Bring blocks here, from storage or by a ``peer``, another engine. Raises ``ValueError``."""
+        """Load blocks from storage, or through a ``peer`` that reads them. Raises ``ValueError``."""
         if peer is not None and peer.address in self.addresses:
-            raise ValueError(f"{peer.address} is this engine's own address: what it reads is here already")
+            raise ValueError(
+                f"{peer.address} is this engine's own address: the engine cannot be its own peer"
+            )
         handle = LoadHandle(self, load, self.core)
         handle.requested_blocks = self._begin(
             handle, self.core.load, load, keys, peer=peer, traffic_class=traffic_class
@@ -156,7 +159,7 @@ class TransferManager:
         epoch: str | None = None,
         traffic_class: TrafficClass = TrafficClass.KV,
     ) -> PushHandle:
-        """Begin a push; its layers follow by ``give``. Raises ``ValueError``."""
+        """Start a push; its layers follow by ``give``. Raises ``ValueError``."""
         handle = PushHandle(self, transfer, self.core)
         self._begin(
             handle, self.core.offer, transfer, address, keys, epoch=epoch, traffic_class=traffic_class
@@ -164,7 +167,8 @@ class TransferManager:
         return handle
 
     def expect(self, transfer: str, *, epoch: str | None = None) -> PromptHandle:
-        """Wait for a context that is pushed here. Raises ``ValueError`` where it is expected already."""
+        """Wait for a prompt that is pushed to this engine. Raises ``ValueError`` if it is expected
+        already."""
         handle = PromptHandle(self, transfer, self.core)
         if not self._begin(handle, self.core.expect, transfer, epoch=epoch):
             handle.outcome = PromptTransferEnded(
@@ -174,28 +178,28 @@ class TransferManager:
         return handle
 
     def want(self, transfers: Sequence[str]) -> None:
-        """Requests in the engine's queue will expect these, the first first; to be said again within a
-        lease, until each is expected."""
+        """Announce transfers that queued requests will expect, in queue order; repeat within ``lease_s``
+        until each is expected."""
         self.do(self.core.want, transfers)
 
     def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
-        """Have a block stored; its content stays unchanged until ``on_stored``. False: too many wait already.
-        Raises ``ValueError``."""
+        """Write a block to the store; its content must not change until ``on_stored``. Returns False if too
+        many writes wait already. Raises ``ValueError``."""
         taken: bool = self.do(self.core.store, request, key, parent, content)
         return taken
 
     def links(self) -> Mapping[str, LinkState]:
-        """The state of each link, by name."""
+        """State of each link, by name."""
         found: Mapping[str, LinkState] = self.do(self.core.links)
         return found
 
     def stats(self) -> dict[str, Any]:
-        """For people."""
+        """Buffers, links and counters, for operators."""
         found: dict[str, Any] = self.do(self.core.stats)
         return found
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """End everything; whether every thread has ended. A thread inside a store that hangs has not."""
+        """End everything. Returns whether all threads have ended; a thread in a hanging store has not."""
         with self.changed:
             if self._closing:
                 return not self._thread.is_alive()
@@ -211,7 +215,7 @@ class TransferManager:
     # -- for handles ----------------------------------------------------------------
 
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call the core, and see to what comes of it."""
+        """Call the core and carry out the resulting actions."""
         stored: list[BlockStoreEnded] = []
         try:
             with self.changed:
@@ -233,20 +237,20 @@ class TransferManager:
     def _begin(
         self, handle: TransferHandle, what: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Any:
-        """As ``do``; the handle is told of what happens from the first moment on."""
+        """As ``do``; the handle receives all events, including those of this call."""
         name = handle.kind, handle.name
 
         def begin(now: float) -> Any:
             if self._closing:
-                raise ValueError(f"the traffic manager of {self.name} is closed")
+                raise ValueError(f"the transfer manager of {self.name} is closed")
             answer = what(*arguments, now=now, **options)
-            self._handles[name] = handle  # what has happened already is told once this returns
+            self._handles[name] = handle  # events of this call are delivered after it
             return answer
 
         return self.do(begin)
 
     def _take_out(self) -> list[BlockStoreEnded]:
-        """Under the lock: hand events to handles, and actions to the loop; returns what was stored."""
+        """With the lock held: deliver events to handles and queue actions. Returns the ended writes."""
         stored = []
         for event in self.core.take_events():
             if isinstance(event, BlockStoreEnded):
@@ -254,11 +258,11 @@ class TransferManager:
                 continue
             handle = self._handles.get(_event_target(event))
             if handle is not None:
-                handle.told(event)
+                handle.on_event(event)
                 if isinstance(event, PushEnded):
                     del self._handles[_event_target(event)]
         for action in self.core.take_actions():
-            if isinstance(action, ReadBlock):  # straight to a thread of the store: not by way of the loop
+            if isinstance(action, ReadBlock):  # directly to a store thread, not through the loop
                 self._give_read(action)
             elif isinstance(action, WriteBlock):
                 self._give_write(action)
@@ -269,7 +273,7 @@ class TransferManager:
         self.changed.notify_all()
         if not self._woken and self._loop is not None and not self._loop.is_closed():
             self._woken = True
-            with contextlib.suppress(RuntimeError):  # it has just ended
+            with contextlib.suppress(RuntimeError):  # the loop has just ended
                 self._loop.call_soon_threadsafe(self._carry_out)
         return stored
 
@@ -305,7 +309,7 @@ class TransferManager:
             for conn in conns:
                 conn.finish()
             tasks = [task for conn in conns for task in conn.tasks]
-            if tasks:  # what was said last is said, to who takes it
+            if tasks:  # let final messages be sent
                 await asyncio.wait(tasks, timeout=CLOSE_GRACE_S)
             for number in list(self._conns):
                 self._drop(number, "the engine is closing")
@@ -313,7 +317,7 @@ class TransferManager:
                 await asyncio.wait(tasks, timeout=CLOSE_GRACE_S)
 
     def _carry_out(self) -> None:
-        """In the loop: everything that the core wants done."""
+        """Run by the loop: carry out all queued actions."""
         while True:
             with self.changed:
                 self._woken = False
@@ -334,7 +338,7 @@ class TransferManager:
     def _carry_out_one(self, action: SendMessage | DialPeer | CloseConnection) -> None:
         assert self._loop is not None
         if isinstance(action, SendMessage):
-            if not self._say(action) and action.item is not None:
+            if not self._send(action) and action.item is not None:
                 self.do(self.core.sent, action.item)
         elif isinstance(action, DialPeer):
             task = self._loop.create_task(self._dial(action))
@@ -343,15 +347,16 @@ class TransferManager:
             conn = self._conns.get(action.conn)
             if conn is not None:
                 conn.finish()
-                self._loop.call_later(self._patience_s, self._drop, action.conn, "hung up on")
+                self._loop.call_later(self._patience_s, self._drop, action.conn, "closed by this side")
 
-    def _say(self, action: SendMessage) -> bool:
-        """Whether it is in the line of a connection; where there is no room for it that is cut off."""
+    def _send(self, action: SendMessage) -> bool:
+        """Queue a message on its connection. Returns False, and closes the connection, if its queue is
+        full."""
         conn = self._conns.get(action.conn)
         if conn is None:
             return False
         try:
-            if conn.say(action):
+            if conn.send(action):
                 return True
         except PeerWireError as error:
             self._drop(action.conn, str(error))
@@ -366,11 +371,11 @@ class TransferManager:
     # -- storage ----------------------------------------------------------------------
 
     def _give_read(self, action: ReadBlock) -> None:
-        lane = self._idle_readers.pop()  # there are as many as the link is wide
-        lane.give(lambda: self._read(lane, action))
+        lane = self._idle_readers.pop()  # the link's width is the number of readers
+        lane.submit(lambda: self._read(lane, action))
 
     def _give_write(self, action: WriteBlock) -> None:
-        self._writer.give(lambda: self._write(action.item, action.key, action.parent, action.content))
+        self._writer.submit(lambda: self._write(action.item, action.key, action.parent, action.content))
 
     def _read(self, lane: TransferThread, action: ReadBlock) -> int:
         why: str | None = None
@@ -378,7 +383,7 @@ class TransferManager:
             self._store.get_into(action.key, action.into)
         except OffloadError as error:
             why = str(error)
-        except Exception as error:  # whatever a store does, the core has to be answered
+        except Exception as error:  # the core needs an answer whatever a store raises
             why = f"{type(error).__name__}: {error}"
         with self.changed:
             self._idle_readers.append(lane)
@@ -413,7 +418,10 @@ class TransferManager:
 
     async def _accepted(self, stream: ByteStream) -> None:
         with self.changed:
-            full = len(self._conns) >= MAX_CONNECTIONS or self.core.peers.strangers >= MAX_UNIDENTIFIED_PEERS
+            full = (
+                len(self._conns) >= MAX_CONNECTIONS
+                or self.core.peers.unidentified_peers >= MAX_UNIDENTIFIED_PEERS
+            )
             if full:
                 self.core.transfer_context.counts["turned_away"] += 1
         if full or self._closing:
@@ -433,21 +441,21 @@ class TransferManager:
             lambda: self._stalled(number),
         )
         conn.tasks = [
-            self._loop.create_task(self._listen_to(number, conn)),
-            self._loop.create_task(self._talk_to(number, conn)),
+            self._loop.create_task(self._run_receiver(number, conn)),
+            self._loop.create_task(self._run_sender(number, conn)),
         ]
         for task in conn.tasks:
             task.add_done_callback(_raise_in_loop)
         return number
 
-    async def _listen_to(self, number: int, conn: PeerConnection) -> None:
+    async def _run_receiver(self, number: int, conn: PeerConnection) -> None:
         why = "the connection has ended"
         try:
             while number in self._conns:
                 head = decode_head(await conn.stream.read(HEAD_BYTES))
                 greets = not self.core.peers.is_ready(number)
                 if greets and (head.payload_bytes or head.message_bytes > MAX_HANDSHAKE_BYTES):
-                    raise PeerWireError("so much is not said before it is known who speaks")
+                    raise PeerWireError("the message is too large for a peer that has not identified itself")
                 if head.payload_bytes > self._max_payload_bytes:
                     raise PeerWireError(
                         f"a payload of {head.payload_bytes} bytes is too long, expected at most "
@@ -466,31 +474,32 @@ class TransferManager:
                 self.core.transfer_context.counts["not_understood"] += 1
         self._drop(number, why)
 
-    async def _talk_to(self, number: int, conn: PeerConnection) -> None:
+    async def _run_sender(self, number: int, conn: PeerConnection) -> None:
         why = "the connection has ended"
         try:
-            await conn.talk()
+            await conn.run_sender()
         except _CONNECTION_ERRORS as error:
             why = str(error) or why
         self._drop(number, why)
 
     def _stalled(self, number: int) -> None:
-        """A peer takes nothing. What is open with it ends for that reason, then its connection."""
+        """Handle a peer that accepts no data: end its transfers for that reason, then close the
+        connection."""
         if number not in self._conns:
             return
         self.do(self.core.stalled, number)
-        self._drop(number, "the peer takes nothing")
+        self._drop(number, "the peer accepts no data")
 
     def _drop(self, number: int, why: str) -> None:
-        """A connection is over: its other task ends by that, and what was to be said never will be."""
+        """Close a connection: its tasks end and its queued messages are dropped."""
         conn = self._conns.pop(number, None)
         if conn is None:
             return
         conn.stream.close()
-        unsaid = conn.unsaid()
+        unsent = conn.drain()
         conn.finish()
         self.do(self.core.lost, number, why)
-        for item in unsaid:
+        for item in unsent:
             self.do(self.core.sent, item)
 
 
@@ -504,7 +513,7 @@ def _event_target(event: TransferEvent) -> tuple[str, str]:
 
 
 def _raise_in_loop(task: asyncio.Task[None]) -> None:
-    """A mistake of ours in a task is seen, and not kept until the task is forgotten."""
+    """Report an unexpected error of a task at once, not when the task is collected."""
     if not task.cancelled() and (error := task.exception()) is not None:
         threading.excepthook(
             threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))

@@ -1,19 +1,19 @@
-"""What is asked of the paths for each request: the connector's half beside the scheduler, without any I/O.
+"""Plans the KV transfers of each request: the scheduler's side of the connector. No I/O.
 
     prefill, or whole                          decode
     ────────────────                           ──────
-                                               in the queue: its context is wanted
-    asked ── Fetch ──▶ FETCHING                asked ── Expect ──▶ EXPECTING
-      wait, without KV blocks                    wait, without KV blocks
-    first layers are here ──▶ READY            all of it is here ──▶ READY     never will be ──▶ as whole
-    has blocks ── Stream ──▶ RUNNING           has blocks ── Take ──▶ TAKING ──▶ RUNNING
-    last chunk of the prompt ── Push ──▶       each Full Block, when full ── Save ──▶
-    finished: held until the push is over      finished: what is left ── Save ──▶ held until that is given
+                                               while queued: its context is wanted
+    matched ── Fetch ──▶ FETCHING              matched ── Expect ──▶ EXPECTING
+      waits, without KV blocks                   waits, without KV blocks
+    first layers arrived ──▶ READY             all arrived ──▶ READY        failed ──▶ as whole
+    allocated ── Stream ──▶ RUNNING            allocated ── Fill ──▶ TAKING ──▶ RUNNING
+    last chunk of the prompt ── Push ──▶       each Full Block once full ── Save ──▶
+    finished: held until the push is over      finished: the rest ── Save ──▶ held until saved
 
-A request that has to wait is told so each time it is asked for, and is asked for in every step. Every ask is
-answered, by the worker's promise, so none waits for ever. Whatever fails is computed.
+vLLM asks for a waiting request again in every step. The worker answers every ask, so that no request waits
+forever. Whatever fails is computed.
 
-A request is preempted by being asked for anew: then it begins again, and what it had stored serves it.
+vLLM preempts a request by asking for it again: it then starts over, and can use the blocks it has stored.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from .transfer_request import (
 )
 
 MAX_FETCHES = 3
-"""In a row for one request. A second is needed where the device has lost, while it waited, what stood before
-what was fetched."""
+"""Consecutive fetches for one request. A second fetch is needed if the device evicted the blocks before the
+fetched ones meanwhile."""
 
 NULL_BLOCK = 0
-"""What vLLM has in a request's blocks where it keeps none, as behind a sliding window."""
+"""vLLM's placeholder for a block that it does not keep, as behind a sliding window."""
 
 
 class ExternalMatch(NamedTuple):
-    """Tokens that can be had from elsewhere."""
+    """Tokens that the connector can supply."""
 
     tokens: int | None
     """``None``: not known yet."""
-    beside: bool = False
-    """They are brought while the engine does other things, not in the step that computes the request."""
+    is_async: bool = False
+    """They are loaded beside other steps, not in the step that runs the request."""
 
 
 NO_MATCH = ExternalMatch(0)
@@ -68,29 +68,29 @@ MATCH_PENDING = ExternalMatch(None)
 
 
 class FinishOutcome(NamedTuple):
-    """What becomes of a request that has finished."""
+    """What happens to the blocks of a finished request."""
 
     hold: bool
-    """Its blocks are not free yet."""
+    """The blocks must be kept for now."""
     answer: dict[str, Any] | None
 
 
 class ScheduledRequest(NamedTuple):
-    """A request of the step that was just planned."""
+    """A request in the step being planned."""
 
     request_id: str
     tokens_after: int
-    """Computed once this step is over."""
+    """Number of its computed tokens after this step."""
 
 
 class TransferPlanner:
-    """Of one engine. One thread."""
+    """The planner of one engine. Not thread-safe."""
 
     def __init__(
         self, *, block_tokens: int, blocks_per_full: int, saves: bool = True, max_saves: int = 32
     ) -> None:
-        """``block_tokens`` are an engine block's. ``max_saves`` is how many Full Blocks of one request are
-        stored in one step: of a long prompt it takes some."""
+        """``block_tokens``: tokens of an engine block. ``max_saves``: Full Blocks of one request that one
+        step stores at most."""
         self.counts: Counter[str] = Counter()
         self._block_tokens = block_tokens
         self._per_full = blocks_per_full
@@ -99,10 +99,11 @@ class TransferPlanner:
         self._max_saves = max_saves
         self._entries: dict[str, TransferRequest] = {}
         self._asks: dict[int, str] = {}
-        """Asks that wait for an answer, and whose they are."""
+        """Open asks, each with its request."""
         self._last_ask = 0
         self._wants: Counter[str] = Counter()
-        """Contexts that requests want and have not asked for yet, and how many do."""
+        """Contexts of queued requests that have not asked for them yet, each with the number of those
+        requests."""
         self._orders = TransferJobs()
 
     def __len__(self) -> int:
@@ -110,7 +111,7 @@ class TransferPlanner:
 
     @property
     def open_fetches(self) -> int:
-        """Asks that were neither ended nor handed over to the worker."""
+        """Number of asks neither ended nor handed to the worker."""
         return sum(entry.ask != 0 for entry in self._entries.values())
 
     @property
@@ -120,56 +121,62 @@ class TransferPlanner:
     # -- what vLLM asks ---------------------------------------------------------------
 
     def arrived(self, view: RequestView) -> str | None:
-        """A new request; why what it says of its transfer is no good, so that it goes without."""
+        """Add a new request. Returns why its ``kv_transfer_params`` are invalid, if so; it is then computed
+        here."""
         self._forget(view.request_id)
         try:
             params, wrong = parse_transfer_params(view.kv_transfer_params), None
         except ValueError as error:
             params, wrong = WHOLE_REQUEST, str(error)
-        if params.part is not TransferRole.WHOLE and view.prompt_token_ids is None:
+        if params.role is not TransferRole.WHOLE and view.prompt_token_ids is None:
             params, wrong = WHOLE_REQUEST, "a prompt without tokens cannot go from engine to engine"
         entry = self._entries[view.request_id] = TransferRequest(view, params)
-        if params.part is not TransferRole.WHOLE:
+        if params.role is not TransferRole.WHOLE:
             entry.context = self._context(view, params)
-        if params.part is TransferRole.DECODE:
+        if params.role is TransferRole.DECODE:
             entry.stored = entry.saved = params.stored
             entry.waits_for_prompt = True
             if not entry.has_context_mismatch:
-                # vLLM may come to it only much later: until then somebody has to say that it is not left.
+                # The request may be queued for long; until it asks, its context must be kept in the buffers.
                 if not self._wants[params.context]:
                     orders = self._orders
                     orders.drops = [drop for drop in orders.drops if drop.context != params.context]
                     orders.wants.append(params.context)
                 self._wants[params.context] += 1
-        self.counts["unreadable" if wrong else params.part.value] += 1
+        self.counts["unreadable" if wrong else params.role.value] += 1
         return wrong
 
     def ask(self, request_id: str, computed: int) -> ExternalMatch:
-        """What can be had behind ``computed`` tokens that the device has, which are whole engine blocks."""
+        """Tokens that can be supplied after ``computed`` tokens on the device, a whole number of engine
+        blocks."""
         entry = self._entries.get(request_id)
         if entry is None:
             return NO_MATCH
-        entry.computed = 0  # it has no blocks, or not any more
+        entry.computed = 0  # it has no blocks (any more)
         if entry.phase in WAITING_PHASES:
             return MATCH_PENDING
         if entry.phase is TransferPhase.READY:
             tokens = self._ready_tokens(entry, computed)
             if tokens > 0:
-                return ExternalMatch(tokens, beside=entry.is_prompt)
+                return ExternalMatch(tokens, is_async=entry.is_prompt)
             self._end(entry)
             if tokens == 0:
                 return NO_MATCH
-        elif entry.phase in (TransferPhase.TAKING, TransferPhase.RUNNING):  # that failed, or it was preempted
+        elif entry.phase in (
+            TransferPhase.TAKING,
+            TransferPhase.RUNNING,
+        ):  # failed or preempted
             entry.fetches = 0
         if entry.waits_for_prompt:
             return self._expect(entry, computed)
         return self._fetch(entry, computed)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
-        """It has blocks: for what the device has, ``external_tokens`` behind it, and what is computed."""
+        """The request has blocks for the device's tokens, for ``external_tokens`` after them, and for those
+        to compute."""
         entry = self._entries.get(request_id)
         if entry is None or entry.phase is not TransferPhase.READY:
-            if external_tokens:  # nothing was promised
+            if external_tokens:  # a mistake of the caller: report the blocks as not filled
                 self._orders.not_filled += block_ids
             if entry is not None and not external_tokens:
                 entry.phase = TransferPhase.RUNNING
@@ -193,40 +200,40 @@ class TransferPlanner:
             entry.phase = TransferPhase.RUNNING
         self._close(entry)
 
-    def reject_fill(self, request_id: str, block_ids: Sequence[int], beside: bool) -> None:
-        """It counts on what is to come into these blocks, and nothing will: the worker is to say so."""
-        if beside:
+    def reject_fill(self, request_id: str, block_ids: Sequence[int], is_async: bool) -> None:
+        """Order the worker to report these blocks as not filled."""
+        if is_async:
             self._orders.takes.append(FillJob(0, request_id, 0, list(block_ids)))
         else:
             self._orders.not_filled += block_ids
 
     def scheduled(self, step: Sequence[ScheduledRequest], block_ids: Callable[[str], Sequence[int]]) -> None:
-        """A step is planned; these compute in it. ``block_ids`` tells a request's blocks."""
+        """A step was planned. ``block_ids`` returns a request's blocks."""
         for request_id, tokens_after in step:
             entry = self._entries.get(request_id)
             if entry is None:
                 continue
             prompt_tokens = entry.view.num_prompt_tokens
-            if entry.params.part is TransferRole.PREFILL:
+            if entry.params.role is TransferRole.PREFILL:
                 if not entry.pushed and tokens_after >= prompt_tokens:
                     self._push(entry, block_ids)
             elif self._saves:
                 entry.computed = min(tokens_after, entry.view.num_tokens)
-                entry.sure = entry.saved
+                entry.saved_before_step = entry.saved
                 self._save(entry, block_ids)
 
     def take_jobs(self) -> TransferJobs:
-        """What the worker has to do with the step that was just planned."""
+        """The worker's orders for the step just planned."""
         orders, self._orders = self._orders, TransferJobs()
         return orders
 
     def take_results(self, reports: TransferResults) -> None:
-        """What has come of earlier orders."""
+        """Take the results of earlier orders."""
         for ask, blocks in reports.ready.items():
             entry = self._answered(ask)
             if entry is not None:
                 self.counts["blocks_found"] += blocks
-                # Blocks before them were found on the device: whether the store has those is not known.
+                # Blocks before ``first`` were on the device; the store may lack them.
                 if entry.first <= entry.stored:
                     entry.stored = max(entry.stored, entry.first + blocks)
                 self._ready(entry, blocks)
@@ -243,8 +250,8 @@ class TransferPlanner:
                 self.counts["saves_put_off"] += 1
 
     def finished(self, request_id: str, well: bool, block_ids: Sequence[int] = ()) -> FinishOutcome:
-        """It has ended, and will not be asked for again; ``well``: with an answer. What of it is not stored
-        yet is stored from ``block_ids``, which are held for that."""
+        """The request has finished. ``well``: with an answer, so that its unsaved blocks are stored from
+        ``block_ids``."""
         entry = self._entries.get(request_id)
         if entry is None:
             return FinishOutcome(False, None)
@@ -262,7 +269,7 @@ class TransferPlanner:
         return FinishOutcome(True, transfer_answer_params(entry.params, entry.context, entry.stored))
 
     def abandon(self) -> None:
-        """Something of ours has failed: ask for nothing more. What is promised or held already stays so."""
+        """Start nothing more after an error of sojourn's own. Promised and held blocks stay as they are."""
         for entry in self._entries.values():
             if entry.phase in WAITING_PHASES:
                 self._end(entry)
@@ -284,18 +291,18 @@ class TransferPlanner:
         return bytes(entry.view.block_hashes[(index + 1) * self._per_full - 1])
 
     def _keys(self, entry: TransferRequest, first: int, tokens: int) -> list[bytes]:
-        """Keys of the Full Blocks from ``first`` on that ``tokens`` fill."""
+        """Keys of the Full Blocks from ``first`` on that ``tokens`` tokens fill."""
         hashed = len(entry.view.block_hashes) // self._per_full
         return [self._key(entry, index) for index in range(first, min(tokens // self._full_tokens, hashed))]
 
     def _ready_end(self, entry: TransferRequest) -> int:
-        """Tokens up to the end of what is ready."""
+        """Number of tokens up to the end of what is ready."""
         if entry.is_prompt:
             return entry.view.num_prompt_tokens
         return (entry.first + entry.blocks) * self._full_tokens
 
     def _ready_tokens(self, entry: TransferRequest, computed: int) -> int:
-        """Of what is ready, the tokens behind ``computed``; below 0: there is a gap between the two."""
+        """Ready tokens after ``computed``; negative: there is a gap before them."""
         if entry.first * self._full_tokens > computed:
             return -1
         return max(0, self._ready_end(entry) - computed)
@@ -303,8 +310,8 @@ class TransferPlanner:
     def _expect(self, entry: TransferRequest, computed: int) -> ExternalMatch:
         if entry.has_context_mismatch:
             entry.waits_for_prompt = False
-            # It was made of other tokens, by the name that the prefill engine gave it. Another request may
-            # wait for it, as of several prompts that were sent as one: where none does, its lease ends it.
+            # The name shows that the context was made of other tokens. Another request may wait for it, for
+            # example if several prompts were sent as one; if not, its lease expires.
             self.counts["prompts_foreign"] += 1
             return self._fetch(entry, computed)
         if entry.view.num_prompt_tokens <= computed:
@@ -321,7 +328,7 @@ class TransferPlanner:
         if entry.fetches >= MAX_FETCHES:
             return NO_MATCH
         first = computed // self._full_tokens
-        # One token at least is computed: its logits are asked for.
+        # At least one token is computed, for its logits.
         keys = self._keys(entry, first, entry.view.num_tokens - 1)
         if not keys:
             return NO_MATCH
@@ -330,7 +337,7 @@ class TransferPlanner:
         entry.first, entry.is_prompt = first, False
         params = entry.params
         fetch = FetchJob(entry.ask, keys)
-        if params.part is TransferRole.PREFILL and not entry.pushed:
+        if params.role is TransferRole.PREFILL and not entry.pushed:
             fetch = fetch._replace(
                 decode_share=params.decode_share,
                 peer=params.peer,
@@ -371,14 +378,14 @@ class TransferPlanner:
             entry.saved = place + 1
 
     def _late(self, entry: TransferRequest, ids: Sequence[int]) -> list[SaveJob]:
-        """What is not known to be stored of a request that has ended."""
-        first = max(min(entry.sure, entry.saved), entry.stored)
+        """Blocks of a finished request that are not known to be stored."""
+        first = max(min(entry.saved_before_step, entry.saved), entry.stored)
         end = min(self._full(entry), len(ids) // self._per_full)
         saves = [self._save_of(entry, place, ids, []) for place in range(first, end)]
         return [save for save in saves if NULL_BLOCK not in save.block_ids]
 
     def _full(self, entry: TransferRequest) -> int:
-        """Full Blocks of it that are full once the last planned step is over."""
+        """Number of its Full Blocks that are full after the last planned step."""
         return min(entry.computed // self._full_tokens, len(entry.view.block_hashes) // self._per_full)
 
     def _save_of(self, entry: TransferRequest, place: int, ids: Sequence[int], before: list[int]) -> SaveJob:
@@ -407,17 +414,17 @@ class TransferPlanner:
             return
         self._end(entry)
         if not entry.is_prompt:
-            entry.fetches = MAX_FETCHES  # the store has been asked, and would say so again
+            entry.fetches = MAX_FETCHES  # the store would give the same answer again
 
     def _end(self, entry: TransferRequest) -> None:
-        """What it asked for is not wanted any more."""
+        """End the request's ask."""
         if entry.ask and not self._take_back(entry.ask):
             self._orders.ends.append(entry.ask)
         self._close(entry)
         entry.phase = TransferPhase.NEW
 
     def _take_back(self, ask: int) -> bool:
-        """Whether the worker has not heard of an ask, and never will."""
+        """Cancel an order that the worker has not received. Returns whether there was one."""
         orders = self._orders
         for fetch in orders.fetches:
             if fetch.ask == ask:
@@ -442,17 +449,17 @@ class TransferPlanner:
         self._drop(entry)
 
     def _drop(self, entry: TransferRequest) -> None:
-        """Let go of a context that it will not ask for."""
+        """Release a context that the request will not ask for."""
         if entry.waits_for_prompt:
             self._wants_no_more(entry)
             self._order_drop(ExpectJob(0, entry.params.context, entry.params.epoch))
 
     def _order_drop(self, expect: ExpectJob) -> None:
-        if not self._wants[expect.context]:  # else another request in the queue sees to it
+        if not self._wants[expect.context]:  # otherwise another queued request needs it
             self._orders.drops.append(expect._replace(ask=0))
 
     def _wants_no_more(self, entry: TransferRequest) -> None:
-        """It asks, or never will."""
+        """The request has asked for its context, or never will."""
         entry.waits_for_prompt = False
         if not entry.has_context_mismatch:
             context = entry.params.context

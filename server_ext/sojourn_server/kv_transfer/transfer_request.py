@@ -1,4 +1,19 @@
-"""What the planner knows of one request."""
+"""A request's ``kv_transfer_params``, written by the router, and the planner's state of a request.
+
+To the prefill engine::
+
+    {"do_remote_decode": true, "transfer": ID, "peer": ADDRESS, "decode_share": 0.0, "epoch": EPOCH}
+
+``peer`` is the address of the decode engine's transfer manager, ``epoch`` (optional) identifies the run of
+that engine. ``decode_share`` is the share of the stored blocks that the decode engine reads: 0, the prefill
+engine reads all; 1, the decode engine does. The prefill engine's answer is sent to the decode engine::
+
+    {"do_remote_prefill": true, "transfer": ID, "context": NAME, "epoch": EPOCH, "stored": 12}
+
+``context`` identifies the transfer *and* its tokens, so that KV of other tokens is never used. ``stored``:
+leading Full Blocks that the store already has. Unknown keys are ignored, because vLLM adds some. vLLM itself
+reads ``do_remote_prefill`` and ``do_remote_decode``.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +25,24 @@ from enum import Enum
 from typing import Any, Protocol
 
 MAX_TRANSFER_BYTES = 200
-"""The wire's bound on names, less what ``context_name`` adds."""
+"""The wire's limit for names, less what ``context_name`` adds."""
 MAX_CONTEXT_BYTES = MAX_TRANSFER_BYTES + 33
 
 
 class TransferRole(Enum):
-    """What an engine has to do with a request."""
+    """This engine's part of a request."""
 
     WHOLE = "whole"
-    """All of it: no other engine is involved."""
+    """All of it: no other engine takes part."""
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferParams:
-    """What a request says, checked."""
+    """Validated ``kv_transfer_params``."""
 
-    part: TransferRole = TransferRole.WHOLE
+    role: TransferRole = TransferRole.WHOLE
     transfer: str = ""
     peer: str = ""
     decode_share: float = 0.0
@@ -40,7 +55,7 @@ WHOLE_REQUEST = TransferParams()
 
 
 def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
-    """Raises ``ValueError``, which says what is wrong and what was expected."""
+    """Validate ``kv_transfer_params``. Raises ``ValueError`` with what was expected."""
     given = given or {}
     prefill, decode = given.get("do_remote_decode"), given.get("do_remote_prefill")
     for name, value in (("do_remote_decode", prefill), ("do_remote_prefill", decode)):
@@ -58,7 +73,7 @@ def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
             raise ValueError(f"stored is {stored!r}; expected a number of blocks")
         context = _text(given, "context", MAX_CONTEXT_BYTES)
         return TransferParams(
-            part=TransferRole.DECODE, transfer=transfer, epoch=epoch, context=context, stored=stored
+            role=TransferRole.DECODE, transfer=transfer, epoch=epoch, context=context, stored=stored
         )
     share = given.get("decode_share", 0.0)
     if not isinstance(share, int | float) or isinstance(share, bool) or not math.isfinite(share):
@@ -67,12 +82,12 @@ def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
         raise ValueError(f"decode_share is {share!r}; expected 0 to 1")
     peer = _text(given, "peer", 4096)
     return TransferParams(
-        part=TransferRole.PREFILL, transfer=transfer, peer=peer, decode_share=float(share), epoch=epoch
+        role=TransferRole.PREFILL, transfer=transfer, peer=peer, decode_share=float(share), epoch=epoch
     )
 
 
 def transfer_answer_params(params: TransferParams, context: str, stored: int) -> dict[str, Any]:
-    """What the prefill engine answers."""
+    """The prefill engine's answer."""
     answer: dict[str, Any] = {
         "do_remote_prefill": True,
         "transfer": params.transfer,
@@ -85,17 +100,17 @@ def transfer_answer_params(params: TransferParams, context: str, stored: int) ->
 
 
 def context_name(transfer: str, last_key: bytes, tail: Sequence[int], tokens: int) -> str:
-    """The name under which a prompt goes from engine to engine: other prompts have other names.
+    """Name of a prompt between engines; different prompts have different names.
 
-    ``last_key`` is the chain hash of its last whole engine block, which tells all tokens up to there, and
-    ``tail`` the tokens behind it.
+    ``last_key`` is the chain hash of its last whole engine block, which identifies all tokens up to there;
+    ``tail`` are the tokens after it.
     """
     text = f"{last_key.hex()} {','.join(map(str, tail))} {tokens}"
     return f"{transfer}.{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 def tail_key(context: str) -> bytes:
-    """The key of a prompt's last Full Block where that is not full: nobody else has it, and no store."""
+    """Key of a prompt's last, partial Full Block. It is unique to the transfer, and never stored."""
     return hashlib.blake2b(f"tail of {context}".encode(), digest_size=32).digest()
 
 
@@ -106,18 +121,18 @@ def _text(given: Mapping[str, Any], name: str, max_bytes: int) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name} is no text that can be sent") from None
+        raise ValueError(f"{name} is not valid UTF-8 text") from None
     return value
 
 
 class RequestView(Protocol):
-    """A request, as far as the planner looks at it: what vLLM's has."""
+    """The attributes of vLLM's request that the planner reads."""
 
     @property
     def request_id(self) -> str: ...
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output, so far."""
+        """Tokens of prompt and output so far."""
         ...
 
     @property
@@ -126,7 +141,7 @@ class RequestView(Protocol):
     def prompt_token_ids(self) -> Sequence[int] | None: ...
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Chain hashes of its engine blocks that are full."""
+        """Chain hashes of its full engine blocks."""
         ...
 
     @property
@@ -134,15 +149,15 @@ class RequestView(Protocol):
 
 
 class TransferPhase(Enum):
-    """What a request does."""
+    """State of a request."""
 
     NEW = "new"
     FETCHING = "fetching"
     EXPECTING = "expecting"
     READY = "ready"
-    """What it waited for is here, and it waits for blocks."""
+    """Its KV has arrived; it waits for blocks."""
     TAKING = "taking"
-    """Its blocks are being filled beside the computing."""
+    """Its blocks are being filled beside other steps."""
     RUNNING = "running"
 
 
@@ -151,36 +166,35 @@ WAITING_PHASES = (TransferPhase.FETCHING, TransferPhase.EXPECTING)
 
 @dataclass(slots=True, eq=False)
 class TransferRequest:
-    """What is known of one request."""
+    """The planner's state of one request."""
 
     view: RequestView
     params: TransferParams
     context: str = ""
     phase: TransferPhase = TransferPhase.NEW
     ask: int = 0
-    """Of phases that wait or are ready."""
+    """The open ask, 0: none."""
     first: int = 0
-    """Full Block at which what is fetched begins."""
+    """Index of the first Full Block fetched."""
     blocks: int = 0
-    """Full Blocks that are ready."""
+    """Number of Full Blocks that are ready."""
     is_prompt: bool = False
-    """What is ready was pushed here, and not fetched."""
+    """The ready blocks were pushed to this engine, not fetched."""
     fetches: int = 0
-    """In a row."""
+    """Consecutive fetches so far."""
     waits_for_prompt: bool = False
-    """A context is pushed here that was not asked for yet."""
+    """Its context is pushed to this engine, and it has not asked for it yet."""
     pushed: bool = False
     saved: int = 0
-    """Leading Full Blocks of which nothing is to be stored any more."""
+    """Leading Full Blocks that need not be saved any more."""
     stored: int = 0
-    """Leading Full Blocks that were found in the store."""
-    sure: int = 0
-    """What ``saved`` was before the last step: of that step's blocks it is not known yet whether they were
-    taken."""
+    """Leading Full Blocks known to be in the store."""
+    saved_before_step: int = 0
+    """``saved`` before the last step, whose saves the store may still refuse."""
     computed: int = 0
-    """Tokens of it whose KV is in its blocks when the last planned step is over."""
+    """Tokens with KV in the request's blocks after the last planned step."""
 
     @property
     def has_context_mismatch(self) -> bool:
-        """The context that it was told of is of other tokens than its own."""
+        """Whether the context was made of other tokens than the request's."""
         return self.context != self.params.context

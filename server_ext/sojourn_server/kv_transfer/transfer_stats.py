@@ -1,8 +1,8 @@
-"""Answers another process of this machine how the traffic goes, without waking whoever computes.
+"""How an engine's KV transfers perform: times of its steps, status of its manager, and a local stats server.
 
-An engine's worker may be asked by the engine itself, as it is told what to compute. But vLLM's workers look
-for more to do for a whole second after each such call, without a pause; asked once a second, a worker with
-nothing to do keeps a core busy. So it is asked once in that way, and from then on here.
+vLLM's worker processes spin for a second after each call from the engine, so that polling one through vLLM
+every second would keep a core busy. A worker is called once for the address of its ``StatsServer``, and read
+there from then on.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class TransferStepTimes:
-    """Seconds, of one step or summed over many."""
+    """Seconds, for one step or summed over many."""
 
     waited_s: float = 0.0
-    """Computing stood still until a layer of what is loaded had come."""
+    """The forward pass waited for a layer to arrive."""
     copied_s: float = 0.0
-    """It stood still while layers that had come were copied into blocks."""
+    """The forward pass waited while arrived layers were copied into blocks."""
     streamed_s: float = 0.0
-    """Over which layers came in, from a load's first layer to its last, summed over loads. What is read from
-    storage here comes in whole blocks, all layers at once, and adds nothing."""
+    """Between the arrival of a load's first and last layer, summed over loads. Blocks read from local storage
+    arrive whole and add nothing."""
     gathered_s: float = 0.0
-    """Over which layers were copied out of blocks to be pushed, beside the computing."""
+    """Layers were copied out of blocks for pushes, beside the forward pass."""
     push_waited_s: float = 0.0
-    """Steps stood still at their end until that was done."""
+    """Steps waited at their end for these copies."""
 
     def add(self, other: TransferStepTimes) -> None:
         for field in fields(self):
@@ -54,30 +54,30 @@ class TransferStepTimes:
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 1.0
-"""Most that an answer may take, for who asks and who is asked."""
+"""Timeout of an answer, on both sides."""
 _MAX_ANSWER_BYTES = 1 << 20
 
 
 class StatsUnavailable(OSError):
-    """Nobody answers there, or not with what was asked for."""
+    """The server does not answer, or not with an object."""
 
 
 class StatsServer:
-    """A thread that answers each connection with a JSON document, and ends it.
+    """A thread that answers each connection with a JSON document and closes it.
 
-    Its socket lies in a folder that is its user's alone, and goes with it.
+    Its socket is in a temporary folder that only its user can access, and is removed with it.
     """
 
     def __init__(
         self, told: Callable[[], dict[str, Any] | None], *, answer_s: float = ANSWER_TIMEOUT_S
     ) -> None:
-        """``told`` is called on the thread; ``None``: there is nothing to tell. Raises ``OSError`` where no
-        socket can be had."""
+        """``told`` is called by the thread and returns the document. Raises ``OSError`` if no socket can be
+        opened."""
         self._told = told
         self._answer_s = answer_s
         self._folder = tempfile.mkdtemp(prefix="sojourn-paths-")
         self.address = os.path.join(self._folder, "told")
-        """Whom to ``fetch_stats``."""
+        """Address for ``fetch_stats``."""
         self._over = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -91,10 +91,10 @@ class StatsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering."""
         self._over = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # what waits in accept() comes back
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept()
         self._thread.join(2 * self._answer_s)
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -110,13 +110,13 @@ class StatsServer:
                     asker.settimeout(self._answer_s)
                     asker.sendall(json.dumps(self._told()).encode())
                 except OSError:
-                    pass  # it did not wait
+                    pass  # the client has gone
                 except Exception:
-                    logger.exception("sojourn: what was asked of the paths could not be told")
+                    logger.exception("sojourn: the status of KV transfers could not be sent")
 
 
 def fetch_stats(address: str) -> dict[str, Any] | None:
-    """What a teller tells. Raises ``StatsUnavailable``."""
+    """Read a server's document. Raises ``StatsUnavailable``."""
     told = bytearray()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
@@ -137,17 +137,16 @@ def fetch_stats(address: str) -> dict[str, Any] | None:
 
 
 UNKNOWN_BLOCK_S = 0.0
-"""What a Full Block takes where that is not known: a link that was given no rate has a speed once it has
-moved something."""
+"""``block_s`` of a link without a rate that has moved nothing yet."""
 
 
 def transfer_manager_stats(traffic: TransferManager, counts: Mapping[str, int]) -> dict[str, Any]:
-    """How an engine's traffic goes; ``counts`` are its worker's, beside the manager's own.
+    """Status of an engine's transfers. ``counts``: the worker's counters, added to the manager's.
 
-    ``addresses`` and ``epoch`` are what peers need; ``links`` by name, each with ``queued_bytes``,
-    ``queued_s`` and ``moved_bytes``; ``received_bytes`` came from peers; ``block_s`` is what the link from
-    storage takes for a Full Block. ``queued_s`` is ``None`` where there is a queue and no speed is known: 0
-    would say that nothing waits. ``kv`` is equal for engines that take each other's KV.
+    ``addresses`` and ``epoch`` are for peers. ``links``, by name: ``queued_bytes``, ``queued_s`` and
+    ``moved_bytes``; ``queued_s`` is ``None`` if there is a queue and no speed is known. ``received_bytes``:
+    from peers. ``block_s``: seconds to read a Full Block from storage. ``kv``: equal for engines that can
+    exchange KV.
     """
     told: dict[str, Any] = traffic.do(lambda now: _numbers(traffic, now))
     told["counts"] = dict(sorted({**told["counts"], **counts}.items()))

@@ -1,15 +1,14 @@
-"""The connector's half beside the model: carries out each step's orders with the traffic manager.
+"""Carries out the orders of each step with the transfer manager: the model's side of the connector.
 
-    begin_step       orders come in; reads and pushes begin
+    begin_step       takes the orders; reads and pushes begin
     wait_for_layer   returns once this step's streams have filled a layer
-    save_layer       a layer is computed: what is pushed of it goes out beside the next one's computing
-    end_step         copies of this step are made; what became full is given to the store
-    take_*           what has come of it all
+    save_layer       a layer is computed: its pushes are sent while the next layer is computed
+    end_step         copies this step's new Full Blocks and hands them to the store
+    take_*           results
 
-Every method is called by the thread that runs the model. Beside it work two threads for looking into the
-store, which wait for disks, one that gathers what is pushed, and one that fills blocks of requests that do
-not compute yet. None of the methods raises, unless ``strict``: an error ends what it was about, and that is
-computed.
+The thread that runs the model calls every method. Other threads look up blocks in the store, gather layers
+for pushes, and fill blocks of requests that are not running yet. No method raises unless ``strict``: after an
+error the affected KV is computed.
 """
 
 from __future__ import annotations
@@ -34,10 +33,11 @@ if TYPE_CHECKING:
     from .transfer_manager import TransferManager
 
 MANAGER_TIMEOUT_S = 30.0
-"""The traffic manager says sooner that something has failed; one that says nothing for so long is dead."""
+"""The transfer manager reports failures much sooner; without an answer for this time it is considered
+dead."""
 
 WANT_INTERVAL_S = 0.5
-"""How often it is said again what requests in the queue want: well within a lease."""
+"""Interval of announcing the contexts of queued requests, well within a lease."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,30 +52,30 @@ class _ActiveStream:
 
 @dataclass(slots=True, eq=False)
 class _ActivePush:
-    """One prompt on its way out."""
+    """One prompt being pushed."""
 
     order: transfer_jobs.PushJob
     handle: PushHandle | None
     lock: threading.Lock = field(default_factory=threading.Lock)
-    spoiled: bool = False
-    """What it would send was made of blocks that were not filled."""
+    invalid: bool = False
+    """It depends on blocks that were not filled."""
     given: int = 0
-    """Layers on their way, or beyond."""
+    """Number of layers handed to the sending thread."""
 
     @property
     def over(self) -> bool:
         return self.handle is None or self.handle.outcome is not None
 
-    def spoil(self) -> None:
+    def invalidate(self) -> None:
         with self.lock:
-            if not self.spoiled:
-                self.spoiled = True
+            if not self.invalid:
+                self.invalid = True
                 if self.handle is not None:
                     self.handle.abort()
 
 
 class TransferWorker:
-    """Of one engine's worker."""
+    """Transfers of one worker."""
 
     def __init__(
         self,
@@ -92,12 +92,12 @@ class TransferWorker:
     ) -> None:
         """``leading`` returns how many leading blocks the store has; it may block. ``slots``: Full Blocks
         that fit the buffers. ``log`` receives sojourn's own errors; ``strict`` raises them, for tests.
-        ``layerwise`` false: a request computes only when all its layers have arrived, to measure the benefit
-        of layerwise loading; it may change at any time. ``patience_s``: how long the store may take to answer
-        for a few blocks, and how long it may accept none of the blocks held for it."""
+        ``layerwise``: False makes a request wait for all its layers, to measure the benefit of layerwise
+        loading; it may change at any time. ``patience_s``: how long the store may take to answer for a few
+        blocks, and how long it may accept none of the blocks held for it."""
         self.counts: Counter[str] = Counter()
         self.times = TransferStepTimes()
-        """Of all steps so far."""
+        """Sum over all steps."""
         self.layerwise = layerwise
         self._traffic = traffic
         self._leading = leading
@@ -107,22 +107,22 @@ class TransferWorker:
         self._strict = strict
         self._clock = clock
         self._lock = threading.Lock()
-        """Over what other threads change: ``_fetchings``, ``_looking``, ``_look_began_s``, ``_store_hangs``,
-        ``_accept_stream``, ``_not_filled``."""
-        self._looking: dict[int, float] = {}
-        """Asks that wait for the store to be looked into, and until when."""
-        self._look_began_s: float | None = None
-        """When the store was last asked for something that it has not answered."""
+        """Guards ``_fetchings``, ``_lookups``, ``_lookup_began_s``, ``_store_hangs``, ``_taken`` and
+        ``_not_filled``, which other threads change."""
+        self._lookups: dict[int, float] = {}
+        """Deadlines of asks that wait for a lookup in the store."""
+        self._lookup_began_s: float | None = None
+        """Start of the running lookup; ``None``: no lookup runs."""
         self._store_hangs = False
-        """It has not for so long that nobody is to wait for it."""
+        """The running lookup has taken too long: no ask waits for the store any more."""
         self._fetchings: dict[int, SplitFetch] = {}
-        self._unready: set[int] = set()
+        self._open_fetches: set[int] = set()
         """Asks whose fetch has not been answered."""
         self._prompts: dict[int, PromptHandle] = {}
-        self._unsure: set[int] = set()
-        """Asks whose context is waited for."""
+        self._open_expects: set[int] = set()
+        """Asks that wait for a context."""
         self._wanted: dict[str, None] = {}
-        """Contexts that requests in the queue will ask for, in that order."""
+        """Contexts that queued requests will ask for, in queue order."""
         self._wants_said_s = float("-inf")
         self._taken: set[str] = set()
         self._not_filled: set[int] = set()
@@ -136,7 +136,7 @@ class TransferWorker:
         self._reports = TransferResults()
         self._step_times = TransferStepTimes()
         self._new_times = TransferStepTimes()
-        self._look_lane = TransferThread("paths-look")
+        self._lookup_lane = TransferThread("paths-look")
         self._give_lane = TransferThread("paths-give")
         self._take_lane = TransferThread("paths-take")
         self._patience_s = patience_s
@@ -148,7 +148,7 @@ class TransferWorker:
     # -- a step -----------------------------------------------------------------------
 
     def begin_step(self, step: TransferJobs) -> None:
-        """Before the forward pass, if there is one."""
+        """Take a step's orders, before its forward pass if it has one."""
         self._bad = set()
         self._streams, self._step_pushes = [], []
         self._takes = step.takes
@@ -161,26 +161,26 @@ class TransferWorker:
             self._do("let go of a context", self._drop, drop)
         for request in step.aborts:
             if request in self._pushes:
-                self._do("end a push", self._pushes[request].spoil)
+                self._do("end a push", self._pushes[request].invalidate)
         for fetch in step.fetches:
             with self._lock:
                 hangs = self._store_hangs
                 if not hangs:
-                    self._looking[fetch.ask] = self._clock() + MANAGER_TIMEOUT_S
+                    self._lookups[fetch.ask] = self._clock() + MANAGER_TIMEOUT_S
             if hangs:
                 self._reports.ready[fetch.ask] = 0
                 self.counts["looks_given_up"] += 1
                 continue
-            self._unready.add(fetch.ask)
-            self._look_lane.give(lambda fetch=fetch: self._look(fetch))  # type: ignore[misc]
+            self._open_fetches.add(fetch.ask)
+            self._lookup_lane.submit(lambda fetch=fetch: self._run_lookup(fetch))  # type: ignore[misc]
         for expect in step.expects:
-            self._unsure.add(expect.ask)
+            self._open_expects.add(expect.ask)
             self._do("expect a context", self._expect, expect)
         self._do("keep contexts", self._send_wants, bool(step.wants))
         for order in step.streams:
             with self._lock:
                 split_fetch = self._fetchings.pop(order.ask, None)
-            self._unready.discard(order.ask)
+            self._open_fetches.discard(order.ask)
             self._streams.append(_ActiveStream(order.ask, split_fetch, order.skip, order.block_ids))
         for push in step.pushes:
             made = _ActivePush(push, None)
@@ -190,7 +190,7 @@ class TransferWorker:
         self._held.update(step.holds)
 
     def wait_for_layer(self, name: str) -> None:
-        """The forward pass has come to a layer: it returns when what is streamed into it is there."""
+        """The forward pass has reached a layer: returns once this step's streams have filled it."""
         if not self._streams and not self._bad:
             return
         layer = self._kv.index.get(name)
@@ -209,7 +209,7 @@ class TransferWorker:
         if self._bad:
             for push in self._step_pushes:
                 if not self._bad.isdisjoint(push.order.block_ids):
-                    self._do("end a push", push.spoil)
+                    self._do("end a push", push.invalidate)
 
     def save_layer(self, name: str) -> None:
         """The forward pass has computed a layer."""
@@ -217,27 +217,27 @@ class TransferWorker:
         if layer is None:
             return
         for push in self._step_pushes:
-            if not push.spoiled and push.handle is not None and push.given == layer:
+            if not push.invalid and push.handle is not None and push.given == layer:
                 push.given += 1
-                self._give_lane.give(lambda push=push, layer=layer: self._give(push, layer))  # type: ignore[misc]
+                self._give_lane.submit(lambda push=push, layer=layer: self._give(push, layer))  # type: ignore[misc]
 
     def end_step(self) -> None:
-        """After the forward pass, or where there was none: blocks may be others' when it returns."""
+        """The step is over, with or without a forward pass. Its blocks may be reused when this returns."""
         if self._step_pushes:
             began_s = time.perf_counter()
             self._wait_for_lane(self._give_lane)
             self._step_times.push_waited_s += time.perf_counter() - began_s
         for push in self._step_pushes:
-            if push.given < len(self._kv):  # a pass that left layers out, and will not come to them
-                self._do("end a push", push.spoil)
+            if push.given < len(self._kv):  # the forward pass has skipped layers
+                self._do("end a push", push.invalidate)
         for stream in self._streams:
             if stream.split_fetch is not None:
                 self._do("let go of blocks", stream.split_fetch.end)
         self._reports.stored.update(self._saving.end_step(self._bad))
         for take in self._takes:
             prompt = self._prompts.pop(take.ask, None)
-            self._unsure.discard(take.ask)
-            self._take_lane.give(lambda take=take, prompt=prompt: self._take(take, prompt))  # type: ignore[misc]
+            self._open_expects.discard(take.ask)
+            self._take_lane.submit(lambda take=take, prompt=prompt: self._take(take, prompt))  # type: ignore[misc]
         self._streams, self._step_pushes, self._takes = [], [], []
         if self._step_times:
             times, self._step_times = self._step_times, TransferStepTimes()
@@ -247,7 +247,7 @@ class TransferWorker:
     # -- what has come of it ------------------------------------------------------------
 
     def take_sent(self) -> set[str]:
-        """Requests that are held, and need not be any more."""
+        """Requests whose blocks need not be held any more."""
         sent = {
             request
             for request in self._held
@@ -259,7 +259,7 @@ class TransferWorker:
         return sent
 
     def take_received(self) -> set[str]:
-        """Requests whose blocks have been filled beside the computing, or never will be."""
+        """Requests whose blocks have been filled beside other steps, or never will be."""
         with self._lock:
             taken, self._taken = self._taken, set()
         return taken
@@ -274,56 +274,56 @@ class TransferWorker:
         return found
 
     def take_results(self) -> TransferResults:
-        """For the planner."""
+        """Results for the planner."""
         with self._lock:
-            looked = [(ask, self._fetchings[ask]) for ask in self._unready if ask in self._fetchings]
+            looked = [(ask, self._fetchings[ask]) for ask in self._open_fetches if ask in self._fetchings]
             now_s = self._clock()
-            began_s = self._look_began_s
+            began_s = self._lookup_began_s
             if began_s is not None and now_s - began_s >= self._patience_s:
-                self._store_hangs = True  # whoever stands behind that look would wait as long
-            hung = [ask for ask, end_s in self._looking.items() if self._store_hangs or end_s <= now_s]
+                self._store_hangs = True  # lookups queued behind it would wait as long
+            hung = [ask for ask, end_s in self._lookups.items() if self._store_hangs or end_s <= now_s]
             for ask in hung:
-                del self._looking[ask]
-        for ask in hung:  # what it finds is let go of when it comes back, if ever
-            self._unready.discard(ask)
+                del self._lookups[ask]
+        for ask in hung:  # a late answer is dropped
+            self._open_fetches.discard(ask)
             self._reports.ready[ask] = 0
             self.counts["looks_given_up"] += 1
         for ask, split_fetch in looked:
             blocks = self._do("look at a fetch", split_fetch.ready, self.layerwise, otherwise=0)
             if blocks is not None:
-                self._unready.discard(ask)
+                self._open_fetches.discard(ask)
                 self._reports.ready[ask] = blocks
-        for ask in list(self._unsure):
+        for ask in list(self._open_expects):
             blocks = self._do("look at a context", self._gathered, ask, otherwise=0)
             if blocks is not None:
-                self._unsure.discard(ask)
+                self._open_expects.discard(ask)
                 self._reports.prompts[ask] = blocks
         reports, self._reports = self._reports, TransferResults()
         return reports
 
     def take_times(self) -> TransferStepTimes:
-        """Of the steps since the last call."""
+        """Times of the steps since the last call."""
         times, self._new_times = self._new_times, TransferStepTimes()
         return times
 
     @property
     def open_operations(self) -> int:
-        """Asks, pushes and holds that have not been ended, here or in other threads."""
+        """Number of open asks, pushes and holds."""
         with self._lock:
-            found = len(self._looking) + len(self._fetchings) + len(self._taken)
+            found = len(self._lookups) + len(self._fetchings) + len(self._taken)
         found += len(self._wanted)
         return found + len(self._prompts) + len(self._pushes) + len(self._held) + len(self._saving)
 
     def close(self) -> None:
-        """The engine ends."""
-        for lane in (self._look_lane, self._give_lane, self._take_lane):
+        """Stop all threads."""
+        for lane in (self._lookup_lane, self._give_lane, self._take_lane):
             lane.close()
         self._saving.close()
 
     # -- asks -------------------------------------------------------------------------
 
-    def _look(self, fetch: transfer_jobs.FetchJob) -> int:
-        """In its own thread: see what the store has, and have it brought here."""
+    def _run_lookup(self, fetch: transfer_jobs.FetchJob) -> int:
+        """Run by the lookup thread: find stored blocks and start to read them."""
         stored = 0
         try:
             stored = self._stored(fetch)
@@ -331,9 +331,9 @@ class TransferWorker:
             self._log("look into the store", error)
         finally:
             with self._lock:
-                self._look_began_s, self._store_hangs = None, False
+                self._lookup_began_s, self._store_hangs = None, False
         with self._lock:
-            if fetch.ask not in self._looking:  # nobody waits for it any more
+            if fetch.ask not in self._lookups:  # the ask has ended
                 return 0
         split_fetch = SplitFetch(self._traffic, fetch)
         try:
@@ -341,7 +341,7 @@ class TransferWorker:
         except Exception as error:
             self._log("begin a fetch", error)
         with self._lock:
-            wanted = self._looking.pop(fetch.ask, None) is not None
+            wanted = self._lookups.pop(fetch.ask, None) is not None
             if wanted:
                 self._fetchings[fetch.ask] = split_fetch
         if not wanted:
@@ -349,14 +349,14 @@ class TransferWorker:
         return 0
 
     def _stored(self, fetch: transfer_jobs.FetchJob) -> int:
-        """Leading blocks that the store has, of as many as fit the buffers."""
+        """Number of leading blocks that the store has, limited by the buffers."""
         stored = 0
         keys = fetch.keys[: self._slots]
         for at in range(0, len(keys), LOOKUP_BATCH_KEYS):
             with self._lock:
-                if fetch.ask not in self._looking:
+                if fetch.ask not in self._lookups:
                     break
-                self._look_began_s = self._clock()
+                self._lookup_began_s = self._clock()
             some = keys[at : at + LOOKUP_BATCH_KEYS]
             here = self._leading(some)
             stored += here
@@ -365,7 +365,7 @@ class TransferWorker:
         return stored
 
     def _send_wants(self, more: bool) -> None:
-        """While the engine takes steps its queue is served: what is in it is not left."""
+        """Announce the contexts of queued requests while the engine takes steps."""
         now_s = self._clock()
         if self._wanted and (more or now_s - self._wants_said_s >= WANT_INTERVAL_S):
             self._wants_said_s = now_s
@@ -379,7 +379,7 @@ class TransferWorker:
             self.counts["prompts_twice"] += 1
 
     def _gathered(self, ask: int) -> int | None:
-        """Full Blocks of a context that is whole; 0: it never will be, ``None``: wait."""
+        """Number of Full Blocks of a complete context; 0: it will never be complete; ``None``: wait."""
         prompt = self._prompts.get(ask)
         if prompt is None:
             return 0
@@ -394,14 +394,14 @@ class TransferWorker:
         self._wanted.pop(drop.context, None)
         try:
             self._traffic.expect(drop.context, epoch=drop.epoch).end()
-        except ValueError:  # another request waits for it, and sees to it
+        except ValueError:  # another request waits for it and ends it
             self.counts["prompts_twice"] += 1
 
     def _end(self, ask: int) -> None:
-        self._unready.discard(ask)
-        self._unsure.discard(ask)
+        self._open_fetches.discard(ask)
+        self._open_expects.discard(ask)
         with self._lock:
-            self._looking.pop(ask, None)
+            self._lookups.pop(ask, None)
             split_fetch = self._fetchings.pop(ask, None)
         prompt = self._prompts.pop(ask, None)
         if split_fetch is not None:
@@ -420,7 +420,7 @@ class TransferWorker:
         return filled
 
     def _take(self, take: transfer_jobs.FillJob, prompt: PromptHandle | None) -> int:
-        """In its own thread: fill a request's blocks with a context that is here."""
+        """Run by a thread of its own: fill a request's blocks with a complete context."""
         filled: list[int] = []
         try:
             if prompt is not None:
@@ -448,19 +448,19 @@ class TransferWorker:
             self.counts["pushes_refused"] += 1
 
     def _give(self, push: _ActivePush, layer: int) -> int:
-        """In its own thread: copy a layer and send it."""
+        """Run by a thread of its own: copy a layer and send it."""
         try:
             began_s = time.perf_counter()
             blocks = self._kv.gather(layer, push.order.block_ids)
-            self._step_times.gathered_s += time.perf_counter() - began_s  # the step waits for this lane
+            self._step_times.gathered_s += time.perf_counter() - began_s  # the step waits for this thread
             with push.lock:
-                if push.spoiled or push.handle is None:
+                if push.invalid or push.handle is None:
                     return 0
                 push.handle.give(layer, blocks)
             return len(blocks) * self._kv.layer_bytes
         except Exception as error:
             self._failed("send a layer", error)
-            self._do("end a push", push.spoil)
+            self._do("end a push", push.invalidate)
             return 0
 
     # -- errors -------------------------------------------------------------------------
@@ -488,5 +488,5 @@ class TransferWorker:
             done.set()
             return 0
 
-        lane.give(tell)
+        lane.submit(tell)
         done.wait(MANAGER_TIMEOUT_S)

@@ -17,7 +17,7 @@ from ..kv_offload.offload_jobs import OffloadJobs, OffloadResults, OffloadStats
 from ..kv_offload.offload_planner import OffloadPlanner
 from .compat import KVConnectorRole
 from .kv_connector import KVConnector, MatchedTokens, StepOrders, StepReport
-from .kv_offload_settings import KVOffloadSettings
+from .kv_connector_settings import KVOffloadSettings
 
 if TYPE_CHECKING:
     from ..kv_offload.cpu_device_backend import ByteArray

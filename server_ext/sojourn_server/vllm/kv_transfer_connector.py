@@ -16,8 +16,8 @@ from ..kv_transfer.transfer_jobs import TransferJobs, TransferResults
 from ..kv_transfer.transfer_planner import ScheduledRequest, TransferPlanner
 from .compat import KVConnectorRole, KVConnectorStats
 from .kv_connector import KVConnector, MatchedTokens, StepOrders
+from .kv_connector_settings import KVTransferSettings
 from .kv_transfer_member import KVTransferMember, reachable_address
-from .kv_transfer_settings import KVTransferSettings
 from .plugin_settings import SettingsError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
         found = self.planner.ask(request.request_id, computed)
-        return found.tokens, MatchedTokens(computed, found.beside)
+        return found.tokens, MatchedTokens(computed, found.is_async)
 
     def _allocated(
         self, request: Request, block_ids: list[int], match: MatchedTokens, external_tokens: int

@@ -14,7 +14,7 @@ import socket
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ..kv_transfer import transfer_stats
-from .kv_transfer_settings import KVTransferSettings
+from .kv_connector_settings import KVTransferSettings
 
 if TYPE_CHECKING:
     from collections import Counter

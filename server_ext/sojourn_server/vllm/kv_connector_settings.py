@@ -1,0 +1,462 @@
+"""Settings of both KV connectors: ``kv_connector_extra_config``, checked against the engine.
+
+``SojournConnector``, for host memory and disk:
+
+host_bytes           host memory for blocks
+disk, disk_bytes     directory of the blocks on disk, and its budget
+disk_name            name of this engine's store there; stores with other names are read too
+max_stage_wait_s     maximum wait of a request for the disk, as in ``TierLimits``
+
+``PathsConnector``, for a shared store and other engines:
+
+listen               address of this engine's transfer manager: unix:PATH or tcp:HOST:PORT
+store                directory that all engines of the fleet share
+store_layout         "sojourn" (default): one store per engine, which all engines read;
+                     "vllm-fs": the one folder of vLLM's own fs tier
+store_name           name of this engine's store ("sojourn" only)
+store_bytes          budget of this engine's store ("sojourn" only)
+buffer_bytes         host memory for blocks being transferred
+storage_read_rate, storage_write_rate, compute_rate
+                     bytes per second; default: unlimited
+block_tokens         tokens of a Full Block; default: 64
+save                 false: store nothing
+read_width, patience_s, lease_s
+                     as in ``TransferLimits``
+waiting_write_bytes  memory for copies of blocks that wait to be stored; default: 256 MiB
+role                 "prefill" or "decode": the engine's part in a gateway's pairs; default: none
+node                 machine whose storage link this engine uses; default: the host's name
+keep_on_reset        true: a reset of vLLM's own prefix cache, as before a measurement, does not mean new
+                     weights; only one that includes connectors (reset_external) ends transfers
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..kv_offload.block_file import HEADER_BYTES, KvIdentity
+from ..kv_offload.block_store import FULL_BLOCK_TOKENS, BlockStore, blocks_per_full
+from ..kv_offload.disk_planner import MAX_STAGE_WAIT_S, TierLimits
+from ..kv_offload.disk_store import DiskStore
+from ..kv_offload.shared_store import SharedStore, SiblingStores
+from ..kv_offload.store_folder import is_store_name
+from ..kv_offload.vllm_fs_store import VllmFsLayout, VllmFsStore
+from ..kv_transfer.peer_transport import UnknownTransport, check_address
+from ..kv_transfer.transfer_limits import (
+    MAX_WAITING_WRITE_BYTES,
+    LinkRates,
+    TransferLimits,
+    waiting_write_limit,
+)
+from ..launch.machine_memory import read_memory
+from .compat import running_vllm
+from .kv_identity import dtype_identity, hash_identity, layer_specs, model_identity
+from .plugin_settings import SettingsError
+
+if TYPE_CHECKING:
+    from .compat import KVCacheConfig, KVCacheSpec, VllmConfig
+
+LAYOUTS = ("sojourn", "vllm-fs")
+ROLES = ("prefill", "decode")
+_STORE_NAME = "letters, digits, '.', '_' and '-', at most 64"
+_RATES = ("storage_read_rate", "storage_write_rate", "compute_rate")
+_OFFLOAD_OPTIONS = ("host_bytes", "disk", "disk_bytes", "disk_name", "max_stage_wait_s")
+_TRANSFER_OPTIONS = (
+    "listen", "store", "store_layout", "store_name", "store_bytes", "buffer_bytes", *_RATES, "block_tokens",
+    "save", "read_width", "patience_s", "lease_s", "waiting_write_bytes", "role", "node", "keep_on_reset",
+)  # fmt: skip
+
+
+class ConnectorOptions:
+    """``kv_connector_extra_config``, read option by option. Each call raises ``SettingsError`` for a wrong
+    value, with what was expected."""
+
+    def __init__(self, given: dict[str, Any], known: Collection[str]) -> None:
+        self._given = dict(given)
+        for name in self._given:
+            if name not in known:
+                raise SettingsError(f"unknown connector setting {name!r}; expected {', '.join(known)}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._given
+
+    def text(self, name: str, expected: str) -> str:
+        value = self._given.get(name)
+        if not isinstance(value, str) or not value:
+            raise self._wrong(name, expected)
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._given.get(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, "true or false")
+        return value
+
+    def whole(self, name: str, default: int | None = None, *, flag: str = "", unit: str = "") -> int:
+        """A whole number of at least 1. ``flag``: the option of ``sojourn serve``, for the message."""
+        value = self._given.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._wrong(name, f"a whole number{unit}, at least 1", flag)
+        return value
+
+    def size(self, name: str, at_least: int, what: str, *, flag: str) -> int:
+        """A number of bytes that holds at least one block: ``at_least`` bytes, called ``what``."""
+        value = self.whole(name, flag=flag, unit=" of bytes")
+        if value < at_least:
+            raise self._wrong(name, f"at least {what}, {at_least}", flag)
+        return value
+
+    def number(self, name: str, default: float | None, expected: str) -> float | None:
+        value = self._given.get(name, default)
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self._wrong(name, expected)
+        return value
+
+    def choice(self, name: str, choices: Sequence[str], default: str | None) -> str | None:
+        value = self._given.get(name, default)
+        if value is not None and value not in choices:
+            raise self._wrong(name, " or ".join(choices))
+        return value
+
+    def store_name(self, name: str, expected: str, *, flag: str = "") -> str:
+        value = self._given.get(name)
+        if not isinstance(value, str) or not is_store_name(value):
+            raise self._wrong(name, expected, flag)
+        return value
+
+    def _wrong(self, name: str, expected: str, flag: str = "") -> SettingsError:
+        named = f"{name} ({flag})" if flag else name
+        return SettingsError(f"{named} is {self._given.get(name)!r}; expected {expected}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVConnectorSettings:
+    """What both connectors' settings have in common: the engine's KV."""
+
+    blocks: int
+    """Blocks on the device, including vLLM's null block."""
+    block_tokens: int
+    """Tokens of an engine block."""
+    identity: KvIdentity
+    """Of the blocks in the store: engine blocks (host memory and disk) or Full Blocks (transfers)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVOffloadSettings(KVConnectorSettings):
+    """Settings of ``SojournConnector``."""
+
+    host_slots: int
+    disk: str | None
+    disk_bytes: int
+    disk_name: str | None
+    """Name of this engine's store, if it reads other engines' stores beside it."""
+    max_stage_wait_s: float
+
+    @classmethod
+    def read(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KVOffloadSettings:
+        """Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
+        options = ConnectorOptions(vllm_config.kv_transfer_config.kv_connector_extra_config, _OFFLOAD_OPTIONS)
+        has_tensors = bool(kv_cache_config.kv_cache_tensors)
+        _check_engine(vllm_config, kv_cache_config, check_async=has_tensors)
+        on_disk = "disk" in options
+        identity = _identity(vllm_config, kv_cache_config, 1, sure=on_disk)
+        host_bytes = options.size("host_bytes", identity.block_bytes, "one block", flag="--kv-host-gib")
+        _check_memory("host_bytes (--kv-host-gib)", host_bytes, has_tensors)
+        disk, disk_bytes, name = None, 0, None
+        if on_disk:
+            disk = options.text("disk", "a directory")
+            _check_hash_seed()
+            disk_bytes = options.size("disk_bytes", identity.block_bytes, "one block", flag="--kv-disk-gib")
+        if "disk_name" in options:
+            name = options.store_name("disk_name", f"a disk, and {_STORE_NAME}", flag="--kv-disk-name")
+            parallel = vllm_config.parallel_config
+            if parallel.data_parallel_size > 1:  # all ranks are given the same name
+                name = f"{name}.{parallel.data_parallel_rank}"
+            if disk is None or not is_store_name(name):
+                raise SettingsError(
+                    f"disk_name (--kv-disk-name) is {name!r}; expected a disk, and {_STORE_NAME}"
+                )
+        wait_s = options.number("max_stage_wait_s", MAX_STAGE_WAIT_S, "seconds, at least 0")
+        if wait_s is None or not 0 <= wait_s < float("inf"):
+            raise SettingsError(f"max_stage_wait_s is {wait_s!r}; expected seconds, at least 0")
+        return cls(
+            blocks=kv_cache_config.num_blocks,
+            block_tokens=identity.block_tokens,
+            identity=identity,
+            host_slots=host_bytes // identity.block_bytes,
+            disk=disk,
+            disk_bytes=disk_bytes,
+            disk_name=name,
+            max_stage_wait_s=float(wait_s),
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers."""
+        return self.identity.block_bytes
+
+    @property
+    def disk_blocks(self) -> int:
+        """Number of blocks' files that fit ``disk_bytes``."""
+        return self.disk_bytes // (self.block_bytes + HEADER_BYTES) if self.disk is not None else 0
+
+    def limits(self) -> TierLimits:
+        """The planner's limits."""
+        return TierLimits(
+            host_slots=self.host_slots,
+            disk_blocks=self.disk_blocks,
+            max_stage_wait_s=self.max_stage_wait_s,
+            shared=self.disk_name is not None,
+        )
+
+    def open_disk(self, block_bytes: int, layers: int) -> tuple[DiskStore | None, SiblingStores | None]:
+        """Open this engine's store on disk and the stores beside it, for the engine's actual KV tensors.
+
+        Raises ``OffloadError`` if the store is in use or for another model.
+        """
+        if self.disk is None:
+            return None, None
+        identity = replace(self.identity, block_bytes=block_bytes, layers=layers)
+        store = DiskStore.open(self.disk, identity, budget_bytes=self.disk_bytes, name=self.disk_name)
+        return store, SiblingStores(store.path, identity) if self.disk_name is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferSettings(KVConnectorSettings):
+    """Settings of ``PathsConnector``."""
+
+    listen: str
+    store: str
+    store_name: str
+    store_bytes: int
+    save: bool
+    per_full: int
+    """Engine blocks per Full Block."""
+    limits: TransferLimits
+    rates: LinkRates
+    fs_layout: VllmFsLayout | None
+    """Layout of vLLM's folder, if that is the store."""
+    longest_blocks: int
+    """Full Blocks of the longest prompt that the engine accepts."""
+    role: str | None
+    """One of ``ROLES``; ``None``: the engine takes part in no pair."""
+    node: str
+    keep_on_reset: bool
+
+    @classmethod
+    def read(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KVTransferSettings:
+        """Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
+        options = ConnectorOptions(
+            vllm_config.kv_transfer_config.kv_connector_extra_config, _TRANSFER_OPTIONS
+        )
+        _check_engine(vllm_config, kv_cache_config, check_async=True)
+        _check_transfers(vllm_config, kv_cache_config)
+        _check_hash_seed()
+        block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        full_tokens = options.whole("block_tokens", FULL_BLOCK_TOKENS)
+        try:
+            per_full = blocks_per_full(block_tokens, full_tokens)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        identity = _identity(vllm_config, kv_cache_config, per_full)
+        fs_layout, name, store_bytes = None, "", 0
+        if options.choice("store_layout", LAYOUTS, LAYOUTS[0]) == "vllm-fs":
+            for only in ("store_name", "store_bytes"):
+                if only in options:
+                    raise SettingsError(f"{only} is for store_layout sojourn; vLLM's folder has no budget")
+            fs_layout = _fs_layout(vllm_config, kv_cache_config, per_full)
+        else:
+            name = options.store_name("store_name", f"{_STORE_NAME}, different for each engine")
+            store_bytes = options.size(
+                "store_bytes", identity.block_bytes, "a Full Block of this model", flag="--kv-store-gib"
+            )
+        listen = options.text("listen", "unix:PATH or tcp:HOST:PORT")
+        try:
+            check_address(listen)
+        except (ValueError, UnknownTransport) as error:
+            raise SettingsError(f"listen: {error}") from error
+        return cls(
+            listen=listen,
+            store=options.text("store", "a directory"),
+            store_name=name,
+            store_bytes=store_bytes,
+            save=options.flag("save", True),
+            block_tokens=block_tokens,
+            per_full=per_full,
+            blocks=kv_cache_config.num_blocks,
+            identity=identity,
+            limits=_transfer_limits(options, identity, bool(kv_cache_config.kv_cache_tensors)),
+            rates=_rates(options),
+            fs_layout=fs_layout,
+            longest_blocks=-(-vllm_config.model_config.max_model_len // full_tokens),
+            role=options.choice("role", ROLES, None),
+            node=options.text("node", "a machine's name") if "node" in options else socket.gethostname(),
+            keep_on_reset=options.flag("keep_on_reset", False),
+        )
+
+    @property
+    def buffers_short_bytes(self) -> int:
+        """Value of ``buffer_bytes`` that the longest prompt needs; 0: the buffers are large enough."""
+        short = self.limits.slots < self.longest_blocks
+        return self.longest_blocks * self.identity.block_bytes if short else 0
+
+    def open_store(self) -> BlockStore:
+        """Open the store. Raises ``OffloadError`` if it is in use or for another model."""
+        if self.fs_layout is not None:
+            return VllmFsStore(self.store, self.identity, self.fs_layout)
+        return SharedStore.open(
+            self.store, self.identity, name=self.store_name, budget_bytes=self.store_bytes
+        )
+
+
+def _check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, check_async: bool) -> None:
+    """Raise ``SettingsError`` for an engine that neither connector supports."""
+    groups = len(kv_cache_config.kv_cache_groups)
+    if groups != 1:
+        raise SettingsError(
+            f"this model has {groups} groups of KV caches, as for sliding windows or state-space layers; the "
+            "KV connectors support models with one"
+        )
+    workers = vllm_config.parallel_config.world_size
+    if workers != 1:
+        raise SettingsError(f"{workers} workers share this model; the KV connectors support one")
+    if check_async and vllm_config.scheduler_config.async_scheduling:
+        # A failed load would be known only after the next step was planned on top of it, and vLLM takes back
+        # only the step that loads.
+        raise SettingsError(
+            "steps are scheduled ahead of each other; the KV connectors need one at a time: "
+            "--no-async-scheduling"
+        )
+
+
+def _check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise ``SettingsError`` for an engine that cannot exchange KV with others."""
+    for each in layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec):
+        kept = _partial_retention(each)
+        if kept:
+            raise SettingsError(
+                f"this model's layers keep KV of {kept}; transfers support layers that keep KV of all tokens"
+            )
+    if vllm_config.lora_config is not None:
+        # The block hashes contain an adapter's name, not its weights: another engine may have other weights.
+        raise SettingsError(
+            "adapters are enabled (--enable-lora); their KV is identified by their names and not by their "
+            "weights, so transfers do not support them"
+        )
+    if vllm_config.speculative_config is not None:
+        raise SettingsError("transfers do not support speculative decoding (--speculative-config)")
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_role != "kv_both":
+        raise SettingsError(
+            f"kv_role is {transfer.kv_role!r}; expected 'kv_both': each engine sends and receives"
+        )
+    if transfer.kv_load_failure_policy != "recompute":
+        raise SettingsError(
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}; expected 'recompute': otherwise "
+            "a block that cannot be read fails its request"
+        )
+
+
+def _check_hash_seed() -> None:
+    if os.environ.get("PYTHONHASHSEED") in (None, "random"):
+        raise SettingsError(
+            "stored blocks are found by hashes that differ between processes unless PYTHONHASHSEED is set: "
+            "set it to 0 for every engine, as `sojourn serve` does"
+        )
+
+
+def _check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
+    """Compare a size with the machine's memory; the simulator's engines have neither."""
+    memory = read_memory()
+    if has_tensors and given_bytes > memory.total_bytes:
+        raise SettingsError(
+            f"{name} is {given_bytes}; expected at most what {memory.owner} has, {memory.total_bytes}"
+        )
+
+
+def _partial_retention(spec: KVCacheSpec) -> str:
+    """The tokens whose KV a layer keeps, if not all; empty: all."""
+    from .compat import FullAttentionSpec, MLAAttentionSpec
+
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        return f"another kind ({type(spec).__name__})"
+    if spec.sliding_window is not None:
+        return f"a sliding window of {spec.sliding_window} tokens"
+    if spec.attention_chunk_size is not None:
+        return f"a chunk of {spec.attention_chunk_size} tokens"
+    return ""
+
+
+def _identity(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full: int, *, sure: bool = True
+) -> KvIdentity:
+    """The identity of blocks of ``per_full`` engine blocks; ``sure`` as for ``model_identity``."""
+    group = kv_cache_config.kv_cache_groups[0]
+    spec, layers = group.kv_cache_spec, len(group.layer_names)
+    # The simulator has no tensors, but its spec has their size.
+    sizes = [tensor.size for tensor in kv_cache_config.kv_cache_tensors]
+    engine_bytes = sum(sizes) // kv_cache_config.num_blocks if sizes else spec.page_size_bytes * layers
+    return KvIdentity(
+        model=model_identity(vllm_config, sure=sure),
+        kv_dtype=dtype_identity(vllm_config, spec),
+        block_tokens=spec.block_size * per_full,
+        block_bytes=engine_bytes * per_full,
+        layers=layers,
+        hash_scheme=hash_identity(vllm_config, spec.block_size),
+        vllm_version=running_vllm(),
+    )
+
+
+def _fs_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full: int) -> VllmFsLayout:
+    """The layout of vLLM's fs tier for this engine with ``blocks_per_chunk`` of ``per_full``."""
+    from .compat import build_offloading_config
+
+    config = build_offloading_config(vllm_config, kv_cache_config)
+    if config.canonical_layout:
+        raise SettingsError("vLLM would use its canonical layout, which differs from Full Blocks")
+    replicated = bool(config.replicated_layout)
+    return VllmFsLayout(
+        model_name=config.model.name,
+        dtype=str(config.model.dtype),
+        engine_block_tokens=config.cache.tokens_per_hash,
+        blocks_per_file=per_full,
+        layer_names=list(config.groups[0].layer_names),
+        parallel_agnostic=bool(config.parallel.is_parallelism_agnostic or replicated),
+        extra={"replicated_layout": True} if replicated else {},
+    )
+
+
+def _transfer_limits(options: ConnectorOptions, identity: KvIdentity, has_tensors: bool) -> TransferLimits:
+    buffer_bytes = options.size(
+        "buffer_bytes",
+        identity.block_bytes,
+        "a Full Block of this model",
+        flag="--kv-buffer-gib",
+    )
+    _check_memory("buffer_bytes (--kv-buffer-gib)", buffer_bytes, has_tensors)
+    limits: dict[str, Any] = {
+        name: options.number(name, None, "seconds") for name in ("patience_s", "lease_s") if name in options
+    }
+    if "patience_s" in limits:
+        limits["report_interval_s"] = limits["patience_s"] / 4
+    if "read_width" in options:
+        limits["read_width"] = options.whole("read_width")
+    waiting_bytes = options.whole("waiting_write_bytes", MAX_WAITING_WRITE_BYTES)
+    limits["max_waiting_writes"] = waiting_write_limit(waiting_bytes, identity.block_bytes)
+    try:
+        return TransferLimits(slots=buffer_bytes // identity.block_bytes, **limits)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def _rates(options: ConnectorOptions) -> LinkRates:
+    rates = {name.removesuffix("_rate"): options.number(name, None, "bytes per second") for name in _RATES}
+    try:
+        return LinkRates(**rates)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
