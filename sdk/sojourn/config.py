@@ -11,7 +11,7 @@ from functools import lru_cache
 from urllib.parse import urlsplit
 
 from .errors import ConfigError
-from .ids import MAX_ID_BYTES
+from .ids import id_problem
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
@@ -173,9 +173,8 @@ def checked_id(field: str, value: str | None) -> str | None:
     """Return ``value`` where the wire accepts it as an id. Raises ``ConfigError``."""
     if value is None:
         return None
-    size = len(value.encode("utf-8", "replace"))
-    if not 0 < size <= MAX_ID_BYTES:
-        raise ConfigError(f"{field} has {size} bytes; expected 1 to {MAX_ID_BYTES}")
+    if (problem := id_problem(value)) is not None:
+        raise ConfigError(f"{field} {problem}")
     return value
 
 

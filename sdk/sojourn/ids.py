@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NewType
 
 ProgramId = NewType("ProgramId", str)
@@ -15,3 +16,21 @@ CallId = NewType("CallId", str)
 
 MAX_ID_BYTES = 256
 """Longest id accepted on the wire, in bytes of UTF-8 (the limit vLLM's router uses)."""
+
+_CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f]")
+
+
+def id_problem(value: str) -> str | None:
+    """Return what is wrong with an id and what the wire expects; ``None`` for an id that it accepts.
+
+    Control characters are refused because paths of URLs and lines of logs cannot hold them.
+    """
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:
+        return "holds lone surrogates, which UTF-8 cannot encode"
+    if not 0 < size <= MAX_ID_BYTES:
+        return f"has {size} bytes; expected 1 to {MAX_ID_BYTES}"
+    if not value.isprintable() and (found := _CONTROL.search(value)) is not None:
+        return f"has the control character {found.group()!r}; expected none"
+    return None

@@ -18,7 +18,7 @@ from . import runtime
 from .advice import NO_ADVICE, Advice, advice
 from .aeg import Aeg
 from .errors import ArgumentError
-from .ids import MAX_ID_BYTES, ProgramId
+from .ids import ProgramId, id_problem
 from .program import (
     ExecutionContext,
     Program,
@@ -276,9 +276,5 @@ def _check_id(field: str, value: str | None) -> None:
         return
     if not isinstance(value, str):
         raise ArgumentError(f"{field} is {value!r}; expected a string")
-    try:
-        size = len(value.encode())
-    except UnicodeEncodeError:
-        raise ArgumentError(f"{field} holds lone surrogates, which UTF-8 cannot encode") from None
-    if not 0 < size <= MAX_ID_BYTES:
-        raise ArgumentError(f"{field} has {size} bytes; expected 1 to {MAX_ID_BYTES}")
+    if (problem := id_problem(value)) is not None:
+        raise ArgumentError(f"{field} {problem}")

@@ -7,14 +7,16 @@ under ``vllm_xargs.agentic_context``, since vLLM allows only flat values there.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from enum import Enum
 
 import msgspec
 
 from .events import AnyEvent, Event
 from .hints import AgenticContext
-from .ids import MAX_ID_BYTES
+from .ids import id_problem
 
 WIRE_VERSION = 1
 EVENTS_PATH = "/sojourn/v1/events"
@@ -91,19 +93,69 @@ def encode(message: object) -> bytes:
 
 
 def decode_batch(data: bytes) -> EventBatch:
-    """Decode and bound a batch; single events are decoded later by ``decode_event``."""
+    """Decode and bound a batch; single events are decoded later by ``decode_event``.
+
+    An event that breaks JSON's rules for text or numbers, or is nested too deeply, stays one bad event.
+    """
     if len(data) > MAX_BATCH_BYTES:
         raise WireError(f"batch of {len(data)} bytes; at most {MAX_BATCH_BYTES} are accepted")
     try:
         batch = _batch_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not an event batch: {error}") from error
+        try:
+            batch = _decode_around_bad_events(data)
+        except (ValueError, RecursionError):
+            raise WireError(f"not an event batch: {error}") from error
     if batch.v != WIRE_VERSION:
         raise WireError(f"wire version {batch.v} is not spoken here; expected {WIRE_VERSION}")
     if len(batch.events) > MAX_BATCH_EVENTS:
         raise WireError(f"{len(batch.events)} events in one batch; at most {MAX_BATCH_EVENTS} are accepted")
     _check_id("emitter", batch.emitter)
     return batch
+
+
+_MAX_DEPTH = 32
+"""Deepest nesting in a batch with a bad event. A graph, the deepest event, has 7 levels in a batch."""
+_MAX_BRACKETS = 32 * 1024
+"""Strings and brackets examined in such a batch; 1,024 ordinary events have fewer."""
+_BRACKETS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
+
+
+def _decode_around_bad_events(data: bytes) -> EventBatch:
+    """Decode with Python's parser, which also reads what JSON forbids: half a surrogate pair, bytes that are
+    not UTF-8, ``NaN``. ``decode_event`` refuses such an event. Raises ``ValueError``."""
+    text = data.decode("utf-8", "surrogateescape")
+    try:
+        document = json.loads(text)
+    except RecursionError:
+        document = json.loads(_without_deep_values(text))
+    if not isinstance(document, dict) or not isinstance(document.get("events"), list):
+        raise ValueError("no events")
+    if len(document["events"]) > MAX_BATCH_EVENTS:
+        raise ValueError("too many events")
+    events = [msgspec.Raw(json.dumps(event).encode()) for event in document["events"]]
+    batch = msgspec.convert({**document, "events": []}, EventBatch)
+    return msgspec.structs.replace(batch, events=events)
+
+
+def _without_deep_values(text: str) -> str:
+    """Replace each value that lies too deep by ``NaN``, which no event may have. Raises ``ValueError``."""
+    kept: list[str] = []
+    depth = start = end = 0
+    for count, token in enumerate(_BRACKETS.finditer(text)):
+        if count > _MAX_BRACKETS:
+            raise ValueError("too many values")
+        bracket = text[token.start()]
+        if bracket in "[{":
+            if depth == _MAX_DEPTH:
+                start = token.start()
+            depth += 1
+        elif bracket in "]}":
+            depth -= 1
+            if depth == _MAX_DEPTH:
+                kept += (text[end:start], "NaN")
+                end = token.end()
+    return "".join([*kept, text[end:]])
 
 
 def decode_event(raw: bytes | msgspec.Raw) -> AnyEvent:
@@ -163,6 +215,5 @@ def decode_outcomes(data: bytes) -> OutcomeBatch:
 
 
 def _check_id(field: str, value: str) -> None:
-    size = len(value.encode("utf-8", "replace"))
-    if not 0 < size <= MAX_ID_BYTES:
-        raise WireError(f"{field} has {size} bytes; expected 1 to {MAX_ID_BYTES}")
+    if (problem := id_problem(value)) is not None:
+        raise WireError(f"{field} {problem}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 
-from .ids import MAX_ID_BYTES, CallId, ProgramId
+from .ids import CallId, ProgramId, id_problem
 from .wire import MAX_EVENT_NAME_BYTES
 
 
@@ -42,13 +42,13 @@ _SHORT = 64
 
 
 def call_id_of(text: object) -> CallId:
-    """Return the id as the wire accepts it. A long one is hashed, so that start and stop still match."""
-    if type(text) is str and 0 < len(text) <= _SHORT and text.isascii():
+    """Return the id as the wire accepts it. Others are hashed, so that start and stop still match."""
+    if type(text) is str and 0 < len(text) <= _SHORT and text.isascii() and text.isprintable():
         return CallId(text)
     value = _encodable(text)
     if not value:
         return new_call_id()
-    if len(value) > MAX_ID_BYTES // 4 and len(value.encode()) > MAX_ID_BYTES:
+    if id_problem(value) is not None:
         from hashlib import sha256
 
         return CallId("h-" + sha256(value.encode()).hexdigest())

@@ -39,7 +39,6 @@ MALFORMED: dict[str, bytes] = {
     "events is an object": b'{"v":1,"emitter":"e","events":{}}',
     "too many events": json.dumps(events_of(MAX_BATCH_EVENTS + 1)).encode(),
     "not utf-8": b'{"v":1,"emitter":"\xff","events":[]}',
-    "not utf-8 inside an event": b'{"v":1,"emitter":"e","events":[{"type":"heartbeat","program_id":"\xff"}]}',
     "utf-16": json.dumps(BATCH).encode("utf-16"),
     "deep": b'{"v":1,"emitter":"e","events":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "gzip": b"\x1f\x8b\x08\x00" + b"\x00" * 20,
@@ -60,6 +59,30 @@ def test_one_bad_event_is_the_engines_to_judge(client: TestClient, engine: Scrip
     batch = {**BATCH, "events": [{"type": "nonsense"}, {"tool": "x" * (MAX_EVENT_NAME_BYTES + 1)}]}
     assert client.post("/sojourn/v1/events", json=batch).status_code == 200
     assert len(engine.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b'"program_id":"p\\ud800"',
+        b'"program_id":"p\xff"',
+        b'"program_id":"p\\n","\xff":1',
+        b'"program_id":"p","seq":-1,"x":' + b"[" * 900 + b"]" * 900,
+    ],
+)
+def test_a_bad_event_is_refused_and_the_others_reach_the_engine(
+    client: TestClient, engine: ScriptedEngine, bad: bytes
+) -> None:
+    good = b'{"type":"heartbeat","program_id":"q","seq":1,"later":[7]}'
+    body = b'{"v":1,"emitter":"e","events":[{"type":"heartbeat","seq":2,%s},%s]}' % (bad, good)
+    answer = client.post("/sojourn/v1/events", content=body)
+    assert answer.status_code == 200, answer.text
+    refused, _ = answer.json()["outcomes"]
+    assert refused["outcome"] == "rejected"
+    assert refused["reason"]
+    [(_, payload)] = engine.calls
+    [batch] = json.loads(payload)
+    assert batch["events"] == [None, {"type": "heartbeat", "program_id": "q", "seq": 1}]
 
 
 @pytest.mark.parametrize("length", [MAX_BATCH_BYTES + 1, int("9" * 50)])

@@ -98,10 +98,27 @@ def test_of_one_tenant_alone_nothing_is_changed() -> None:
     )
 
 
-@pytest.mark.parametrize("event", [b'"text"', b"{", b'{"program_id": 3}', b"[]", b"{}"])
-def test_what_is_no_event_stays_what_it_is(event: bytes) -> None:
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'"text"',
+        b"{",
+        b'{"program_id": 3}',
+        b"{}",
+        b'{"type":"program_end","program_id":"bob/p\xff","seq":1}',
+        b'{"type":"program_end","program_id":"bob/p\\ud800","seq":1}',
+        b'{"type":"later_kind","program_id":"bob/p","seq":1}',
+    ],
+)
+def test_what_cannot_be_renamed_is_not_passed_on(event: bytes) -> None:
+    assert ProgramIdMapper(["a", "b"]).event("a", msgspec.Raw(event)) is None
+
+
+def test_only_what_the_gateway_reads_is_passed_on() -> None:
+    """A key with byte 0xFF had an event passed on with the ids that the client gave."""
+    event = b'{"type":"program_end","program_id":"bob/p","seq":1,"program_id_2":"bob/p","\xff":1}'
     named = ProgramIdMapper(["a", "b"]).event("a", msgspec.Raw(event))
-    assert bytes(named).replace(b" ", b"") == event.replace(b" ", b"")
+    assert json.loads(bytes(named or b"")) == {"type": "program_end", "program_id": "a/bob/p", "seq": 1}
 
 
 # -- requests ---------------------------------------------------------------------
@@ -168,6 +185,43 @@ async def test_events_that_have_no_room_beside_longer_ids_go_their_own_way() -> 
             assert "events" not in told(fakes[0])["sojourn"] or told(fakes[0])["sojourn"]["events"] == []
             assert told(fakes[0])["program_id"] == "alice/p"
         await until(lambda: len(fakes[0].of("alice/p")) >= len(events))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b'"program_id":"bob/p","\xff":1',
+        b'"program_id":"bob/p","x":' + b"[" * 900 + b"]" * 900,
+        b'"program_id":"bob/p","\\ud800":1',
+        b'"program_id":"bob/p\xff"',
+    ],
+    ids=["bytes", "depth", "escape", "id"],
+)
+async def test_an_event_that_cannot_be_renamed_ends_nobodys_program_and_loses_no_other(bad: bytes) -> None:
+    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
+        for key in TENANTS:
+            await it.chat("p", key=key)
+        body = b'{"v":1,"emitter":"e","events":[{"type":"program_end","seq":1,%s},%s]}'
+        async with it.http.post(
+            f"{it.url}/sojourn/v1/events",
+            data=body % (bad, json.dumps(TOOL).encode()),
+            headers={"Authorization": "Bearer ka"},
+        ) as answer:
+            assert answer.status == 200, await answer.text()
+            outcomes = (await answer.json())["outcomes"]
+        assert outcomes[0]["outcome"] in ("missing", "rejected")
+        assert outcomes[0]["reason"]
+        assert outcomes[1]["outcome"] == "applied"
+        assert fakes[0].of("alice/p") == ["tool_start"]
+        assert fakes[0].of("bob/p") == []
+        assert it.gateway.routing_backend.home("bob", "p") is not None
+
+
+async def test_an_event_in_a_hint_that_cannot_be_renamed_is_left_out() -> None:
+    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
+        later = {"type": "later_kind", "program_id": "bob/p", "seq": 2}
+        assert (await it.chat(key="ka", **hint("p", later, TOOL))).status == 200
+        assert told(fakes[0])["sojourn"]["events"] == [{**TOOL, "program_id": "alice/p"}]
 
 
 # -- events and moves -------------------------------------------------------------

@@ -13,7 +13,16 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 
 import msgspec
-from sojourn.wire import WIRE_VERSION, EventBatch, EventOutcome, OutcomeBatch, encode
+from sojourn.wire import (
+    WIRE_VERSION,
+    EventBatch,
+    EventOutcome,
+    Outcome,
+    OutcomeBatch,
+    WireError,
+    decode_event,
+    encode,
+)
 
 from .engine_rpc import EngineError, EngineRpc, EngineUnavailableError
 from .response_merging import merge_event_answers
@@ -33,6 +42,10 @@ MAX_WAITING_EVENTS = 16 * 1024
 """Most events in the queue. Beyond that the client with the most waiting events is refused."""
 REFUSAL_DELAY_S = 1.0
 """Time before a refusal is answered, so that a client that repeats at once does not keep the server busy."""
+
+MAX_BRACKETS = 32
+"""Most brackets of a bad event that the engine gets: a deeper one might stop it from reading the call."""
+_NO_EVENT = msgspec.Raw(b"null")
 
 ClientKey = tuple[str, str]
 """Host and connection of a client. Hosts share the engine's time equally, and the connections of a host
@@ -197,14 +210,21 @@ class EventIntake:
                 await self._sleep(pause_s)
 
     async def _call(self, parts: list[tuple[_Submission, list[msgspec.Raw]]]) -> None:
-        batches = [EventBatch(v=WIRE_VERSION, emitter=one.emitter, events=part) for one, part in parts]
+        readable = [[_engine_event(raw) for raw in part] for _, part in parts]
+        batches = [
+            EventBatch(v=WIRE_VERSION, emitter=one.emitter, events=[event for event, _ in events])
+            for (one, _), events in zip(parts, readable, strict=True)
+        ]
         answers = await self._engine.call(EVENT_BATCHES_OPERATION, encode(batches).decode("utf-8"))
         outcomes, busy_s = merge_event_answers(answers)
         self._credit_s -= busy_s
-        for (submission, part), found in zip(parts, outcomes, strict=True):
+        for (submission, part), events, found in zip(parts, readable, outcomes, strict=True):
             if len(found) != len(part):
                 raise EngineError(f"events: {len(found)} outcomes for {len(part)} events")
-            submission.outcomes += found
+            submission.outcomes += [
+                EventOutcome(outcome=Outcome.REJECTED, reason=problem) if problem else outcome
+                for (_, problem), outcome in zip(events, found, strict=True)
+            ]
             if len(submission.outcomes) == len(submission.events) and not submission.done.done():
                 submission.done.set_result(None)
 
@@ -219,6 +239,24 @@ class EventIntake:
 
 class _Shed(Exception):
     """The batch lost its place to those of clients with fewer events waiting."""
+
+
+def _engine_event(raw: msgspec.Raw) -> tuple[msgspec.Raw, str]:
+    """An event as the engine gets it, encoded anew so that it cannot spoil the call for other events.
+
+    For an event that cannot be read the second value says why, where the engine gets a stand-in; a harmless
+    one goes to the engine, whose outcome names its program.
+    """
+    try:
+        return msgspec.Raw(encode(decode_event(raw))), ""
+    except WireError as error:
+        sent = bytes(raw)
+        try:
+            msgspec.json.decode(sent)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return _NO_EVENT, str(error)
+        harmless = sent.count(b"[") + sent.count(b"{") <= MAX_BRACKETS
+        return (raw, "") if harmless else (_NO_EVENT, str(error))
 
 
 def _waiting(queue: deque[_Submission]) -> int:

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Query
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from sojourn.ids import MAX_ID_BYTES
+from sojourn.ids import id_problem
 from sojourn.wire import MAX_BATCH_BYTES, WIRE_VERSION, WireError, decode_batch, encode
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -64,8 +64,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
 
     async def query_id(op: str, **name: str) -> list[Any]:
         (text,) = name.values()
-        fits = 0 < len(text.encode("utf-8", "replace")) <= MAX_ID_BYTES
-        return await query(op, **name) if fits else []
+        return await query(op, **name) if id_problem(text) is None else []
 
     @router.post("/events")
     async def post_events(request: Request) -> Response:
@@ -73,12 +72,10 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
         body = await read_body(request, MAX_BATCH_BYTES)
         try:
             batch = decode_batch(body)
-            body.decode("utf-8")
-        except (WireError, UnicodeDecodeError) as error:
-            reason = str(error) if isinstance(error, WireError) else "not UTF-8"
+        except WireError as error:
             raise ApiError(
                 400,
-                reason,
+                str(error),
                 f'send {{"v": {WIRE_VERSION}, "emitter": ID, "events": [...]}}; '
                 f"{PREFIX}/capabilities lists what is understood",
             ) from None

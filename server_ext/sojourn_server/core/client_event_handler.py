@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
-from sojourn.ids import MAX_ID_BYTES
+from sojourn.ids import MAX_ID_BYTES, id_problem
 from sojourn.wire import (
     MAX_BATCH_EVENTS,
     EventOutcome,
@@ -59,7 +59,7 @@ class ClientEventHandler:
         ours = context.sojourn if context is not None else None
         if ours is None or not ours.events or not ours.emitter:
             return []
-        if len(ours.emitter.encode("utf-8", "replace")) > MAX_ID_BYTES:
+        if id_problem(ours.emitter) is not None:
             return []
         return self._fold(ours.emitter, ours.events[:MAX_BATCH_EVENTS], now)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sojourn.hints import AgenticContext
-from sojourn.ids import MAX_ID_BYTES, ProgramId
+from sojourn.ids import ProgramId, id_problem
 from sojourn.wire import Outcome, WireError, decode_context
 
 CONTEXT_KEY = "agentic_context"
@@ -57,6 +57,6 @@ def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> Reque
 
 
 def _checked_session_id(session_id: str | None) -> ProgramId | None:
-    if not isinstance(session_id, str) or not 0 < len(session_id.encode("utf-8", "replace")) <= MAX_ID_BYTES:
+    if not isinstance(session_id, str) or id_problem(session_id) is not None:
         return None
     return ProgramId(session_id)

@@ -84,9 +84,10 @@ class EventForwarder:
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
         onwards: dict[str, _EngineBatch] = {}
         over: list[tuple[int, ProgramEnd]] = []
-        for place, raw in enumerate(batch.events):
+        for place, sent in enumerate(batch.events):
             try:
-                event = decode_event(raw)
+                event = decode_event(sent)
+                raw = msgspec.Raw(encode(event))  # only what was read goes to an engine
             except WireError as error:
                 outcomes[place] = EventOutcome(outcome=Outcome.REJECTED, reason=str(error))
                 continue
@@ -123,8 +124,8 @@ class EventForwarder:
 
     # -- events in requests ------------------------------------------------------------
 
-    def named(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw:
-        """An event with the engine's names."""
+    def named(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw | None:
+        """An event with the engine's names; ``None``: it cannot be read."""
         return self.names.event(tenant, raw)
 
     def home(self, tenant: str, program_id: str) -> str | None:
@@ -304,7 +305,12 @@ class EventForwarder:
     def _numbered(self, tenant: str, event: dict[str, Any]) -> msgspec.Raw:
         # Sent by the gateway itself: engines drop a number that they have seen from the same emitter.
         self._seq += 1
-        return self.named(tenant, msgspec.Raw(encode({**event, "seq": self._seq - 1})))
+        return self._renamed(tenant, msgspec.Raw(encode({**event, "seq": self._seq - 1})))
+
+    def _renamed(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw:
+        named = self.names.event(tenant, raw)
+        assert named is not None, "it was read before"
+        return named
 
     def _sender_for(self, url: str) -> OrderedSender:
         speaker = self._senders.get(url)
@@ -325,7 +331,7 @@ class EventForwarder:
         speaker = self._senders.get(url)
         if speaker is not None:
             await speaker.silence()  # earlier events of these programs arrive first
-        events = [self.named(tenant, raw) for _, _, raw in to.events]
+        events = [self._renamed(tenant, raw) for _, _, raw in to.events]
         onwards = EventBatch(v=batch.v, emitter=batch.emitter, events=events, dropped=batch.dropped)
         answered = await post_all(self._post, url, onwards, authorization)
         for (place, event, _), outcome in zip(to.events, answered, strict=True):

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 from sojourn.events import AnyEvent
 from sojourn.hints import AgenticContext
-from sojourn.ids import MAX_ID_BYTES
+from sojourn.ids import id_problem
 from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, EventBatch, WireError, decode_event
 
 from .generation_request import with_hint
@@ -25,8 +25,8 @@ class PiggybackTarget(Protocol):
         """Record an event that travels in a request to its program's replica; returns the record."""
         ...
 
-    def named(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw:
-        """An event with the engine's names."""
+    def named(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw | None:
+        """An event with the engine's names; ``None``: it cannot be read."""
         ...
 
     def home(self, tenant: str, program_id: str) -> str | None:
@@ -62,9 +62,7 @@ class PiggybackedEvents:
         own = context.sojourn
         self._emitter = own.emitter if own is not None else None
         # Engines reject events without an emitter, and batches above this size.
-        counts = (
-            self._emitter is not None and 0 < len(self._emitter.encode("utf-8", "replace")) <= MAX_ID_BYTES
-        )
+        counts = self._emitter is not None and id_problem(self._emitter) is None
         self._events: list[tuple[msgspec.Raw, AnyEvent | None]] = [
             (raw, _read(raw)) for raw in (own.events if own is not None and counts else ())
         ][:MAX_BATCH_EVENTS]
@@ -103,7 +101,8 @@ class PiggybackedEvents:
         if leaving and self._emitter is not None:
             batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=leaving)
             self._forwarder.forward(batch, self._tenant, self._authorization)
-        return with_events(body, [self._forwarder.named(self._tenant, raw) for raw, _ in staying])
+        named = [self._forwarder.named(self._tenant, raw) for raw, _ in staying]
+        return with_events(body, [event for event in named if event is not None])
 
     def _belongs_to(self, event: AnyEvent, replica_id: str) -> bool:
         program_id = event.program_id

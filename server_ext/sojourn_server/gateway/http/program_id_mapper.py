@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import msgspec
 from sojourn.ids import MAX_ID_BYTES
-from sojourn.wire import MAX_CONTEXT_BYTES
+from sojourn.wire import MAX_CONTEXT_BYTES, WireError, decode_event, encode
 
 from .generation_request import GenerationRequest, members_of, with_names
 from .program_event_records import Key, TenantBoundedCache
@@ -31,7 +31,6 @@ _ID_FIELDS = (*PROGRAM_ID_FIELDS, "evictor")
 _NO_EVENTS = b',"events":[]'
 _HASH_MARK = "#"
 """Marks a digest of a long id; quoted names do not contain it."""
-_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class ProgramIdMapper:
@@ -72,16 +71,19 @@ class ProgramIdMapper:
         with self._lock:
             return (tenant, self._cut.get((tenant, program_id)) or program_id)
 
-    def event(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw:
-        """An event in the engines' form; anything else stays as it is."""
+    def event(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw | None:
+        """An event in the engines' form; ``None``: it cannot be read, and an engine might read it.
+
+        Only fields that the gateway knows are passed on, because others might name programs."""
         if not self.apart:
             return raw
         try:
-            event = _members.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return raw
-        self._rename(tenant, event)
-        return msgspec.Raw(msgspec.json.encode(event))
+            event = decode_event(raw)
+            named = {name: getattr(event, name, None) for name in PROGRAM_ID_FIELDS}
+            of = {name: self.of(tenant, value) for name, value in named.items() if value is not None}
+            return msgspec.Raw(encode(msgspec.structs.replace(event, **of)))
+        except WireError:
+            return None
 
     def request(self, tenant: str, body: bytes, question: GenerationRequest) -> tuple[bytes, bool]:
         """A request's body in the engines' form, and whether the events in its hint still fit; otherwise they
@@ -98,7 +100,8 @@ class ProgramIdMapper:
             own = members_of(hint["sojourn"]) if bytes(hint.get("sojourn", b"")).startswith(b"{") else {}
             if "events" in own:
                 events = msgspec.json.decode(own["events"], type=list[msgspec.Raw])
-                own["events"] = _raw([self.event(tenant, raw) for raw in events])
+                named = [self.event(tenant, raw) for raw in events]
+                own["events"] = _raw([event for event in named if event is not None])
                 hint["sojourn"] = _raw(own)
                 if len(msgspec.json.encode(hint)) > MAX_CONTEXT_BYTES:
                     fits = False
