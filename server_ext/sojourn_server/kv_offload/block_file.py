@@ -205,7 +205,7 @@ def read_parent(files: FileSystem, path: Path, key: bytes, identity: bytes) -> b
 
 
 def write_file(files: FileSystem, path: Path, content: Sequence[memoryview], *, fsync: bool) -> None:
-    """Write a new file in the place of any there is. Raises ``OSError`` and leaves what was written."""
+    """Write a file, replacing any existing one. Raises ``OSError`` and leaves what was written."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         fd = files.open(path, flags)

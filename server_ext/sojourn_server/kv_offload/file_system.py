@@ -1,13 +1,13 @@
-"""The operating system's files as a store uses them: no links, and only folders that nobody else can change.
+"""File operations of a store: no links are followed, and only folders that no other user can change are used.
 
-Below the root of a store every folder is opened by name in the folder above it, with ``O_NOFOLLOW``, and
-every file in the folder that was opened so. A link that somebody planted, or exchanges for a folder at any
-moment, therefore leads nowhere. A new file is made with ``O_EXCL``. KV decides what a model answers, so a
-folder below the root must belong to this user and be writable by this user alone.
+Below a store's root each folder is opened by name in its parent, with ``O_NOFOLLOW``, and each file in its
+folder. A link, also one that replaces a folder at any moment, is therefore never followed. New files are
+created with ``O_EXCL``. KV determines a model's answers, so every folder below the root must belong to this
+user and be writable by this user only.
 
-The root may be a folder such as ``/tmp``, or a volume that the machine's administrator made: its names may
-change, and what is found below is checked again each time. Only a root of another user than that
-administrator, in which further users may exchange names, is refused.
+The root may be a folder such as ``/tmp`` or a volume that the machine's administrator made: names in it may
+change, and everything below is checked on each access. A root of another user, in which further users may
+rename folders, is refused.
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ from typing import NamedTuple, Protocol
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-"""Not to wait for the writer of a pipe that lies in a file's place; on files it has no effect."""
+"""``O_NONBLOCK``: do not wait for the writer of a pipe in a file's place; no effect on files."""
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class FileEntry(NamedTuple):
-    """One name in a folder. Links are neither files nor folders: no store makes any."""
+    """One name in a folder. A link is neither a file nor a folder: no store creates links."""
 
     name: str
     is_file: bool
     is_folder: bool
     size: int
-    """Bytes; 0 for what is no file."""
+    """Bytes; 0 if it is not a file."""
     mtime_ns: int
 
 
 class FileSystem(Protocol):
-    """All that a store asks of the operating system; the place to inject faults. Raises ``OSError``."""
+    """All file operations of a store; tests inject faults here. Raises ``OSError``."""
 
     def confine(self, root: Path, *, private: bool = True) -> None:
-        """Follow no link below ``root``, a path without links; ``private``: believe only folders of ours."""
+        """Follow no links below ``root``, itself a path without links. ``private``: use only this user's
+        folders."""
         ...
 
     def open(self, path: Path, flags: int) -> int: ...
     def close(self, fd: int) -> None: ...
     def size(self, fd: int) -> int: ...
     def readv(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Bytes read, from where the last read ended; may be fewer than asked for, 0 at the end."""
+        """Read from the current position; returns the number of bytes, which may be less than asked for and
+        is 0 at the end."""
         ...
 
     def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Bytes written, which may be fewer than given."""
+        """Write; returns the number of bytes, which may be less than given."""
         ...
 
     def fsync(self, fd: int) -> None: ...
@@ -62,7 +64,7 @@ class FileSystem(Protocol):
 
     def unlink(self, path: Path) -> None: ...
     def mkdir(self, path: Path, *, parents: bool) -> None:
-        """No error where it is there."""
+        """Make a folder. No error if it exists."""
         ...
 
     def set_mtime(self, path: Path, mtime_ns: int) -> None: ...
@@ -70,10 +72,10 @@ class FileSystem(Protocol):
 
 
 class LocalFileSystem:
-    """The file system itself. Prompts can be told from KV, so files and folders are their owner's alone."""
+    """The local file system. KV reveals prompts, so only the owner may access files and folders."""
 
     def __init__(self, root: Path | None = None) -> None:
-        """``root`` as for ``confine``; without one only the last part of a path may not be a link."""
+        """``root`` as for ``confine``; without one, only the last part of a path may not be a link."""
         self._root = root
         self._private = True
 
@@ -147,11 +149,11 @@ class LocalFileSystem:
         with self._folder(path.parent) as above, contextlib.suppress(FileExistsError):
             os.mkdir(path.name, mode, dir_fd=above)
         with self._folder(path):
-            pass  # what is there already must be a folder, and ours
+            pass  # an existing entry must be this user's folder
 
     @contextlib.contextmanager
     def _folder(self, path: Path) -> Iterator[int]:
-        """A descriptor of the folder, reached from the root without following a link."""
+        """A descriptor of the folder, opened from the root without following links."""
         root = self._root
         if root is None or not path.is_relative_to(root):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -214,7 +216,7 @@ def _check_own(status: os.stat_result, path: Path) -> None:
 
 
 def _check_root(status: os.stat_result, path: Path) -> None:
-    """Refuse a folder of some user in which further users may exchange names."""
+    """Refuse a folder of a user in which further users may rename entries."""
     if status.st_uid in (0, os.geteuid()) or status.st_mode & stat.S_ISVTX or not status.st_mode & _BY_OTHERS:
         return
     raise PermissionError(
