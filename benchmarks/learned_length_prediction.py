@@ -121,7 +121,7 @@ def answers(
     recording: Path, requests: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, list[Answer]], list[int]]:
     """Predictions of each predictor for the second half, by when answers ended; and all lengths."""
-    from sojourn_server.recording.recording_reader import RecordingReader
+    from sojourn_server.recording.recording_file import RecordingReader
 
     number_of: dict[int, int] = {}
     guesses: dict[int, list[tuple[int, tuple[float, ...]]]] = defaultdict(list)

@@ -10,11 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.aeg import END
 from sojourn.ids import ProgramId
-from sojourn_server.programs.context_statistics import ToolOutputTokens
 from sojourn_server.programs.execution_history import SlidingMax
-from sojourn_server.programs.hint_reliability import HintReliability
-from sojourn_server.programs.program_state import ProgramState
-from sojourn_server.programs.workflow_history import MAX_STEPS, REPLY_STEP, WorkflowHistory, prompt_type
+from sojourn_server.programs.program_state import HintReliability, ProgramState
+from sojourn_server.programs.workflow_history import (
+    MAX_STEPS,
+    REPLY_STEP,
+    ToolOutputTokens,
+    WorkflowHistory,
+    prompt_type,
+)
 
 
 def program(agent_type: str | None = "coder", name: str = "p") -> ProgramState:

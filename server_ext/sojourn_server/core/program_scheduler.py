@@ -598,7 +598,8 @@ class ProgramScheduler:
         return self.preset.order.promoted_s(self._requests.waiting(request_state, self._now_s, leased=leased))
 
     def _current_score(self, program_id: ProgramId) -> tuple[float, ...]:
-        return self.owner_score(self.owner_standing(program_id))
+        # Not the overridden questions: a recording holds those of the engine only.
+        return ProgramScheduler.owner_score(self, ProgramScheduler.owner_standing(self, program_id))
 
     def _with_predictions(
         self, running: Sequence[RunningRequestView], now: float

@@ -1,7 +1,6 @@
-"""What is remembered of tools, programs and queues, in bounded memory (Continuum §4.1, §4.2, §5.1).
+"""Histories of tools, programs and queues, in bounded memory (Continuum §4.1, §4.2, §5.1).
 
-Plain containers: no clock, no I/O, no lock. Whoever observes hands in the
-measured number; whoever asks gets an answer from a sorted list.
+Plain containers: no clock, no I/O, no lock.
 """
 
 from __future__ import annotations
@@ -13,20 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MAX_SAMPLES = 20_000
-"""Durations kept of all tools together."""
+"""Maximum number of durations kept of all tools together."""
 
 HISTORY_VERSION = 1
 """Version of the documents that ``snapshot`` writes and ``restore`` reads."""
 
 
 class ToolHistory:
-    """S and S[f]: how long tool calls took, in seconds (Continuum §4.2, §5.1).
+    """S and S[f]: durations of tool calls, in seconds (Continuum §4.2, §5.1).
 
-    For each tool the newest ``max_samples_per_tool`` durations are kept, and of
-    the tools the ``max_tools`` that were observed last. S is the newest
-    ``MAX_SAMPLES`` durations of any tool, so that a flood of invented tool names
-    costs O(log) each and cannot push known durations out of it faster than
-    real calls would. Raises ``ValueError`` for limits below 1.
+    It keeps the newest ``max_samples_per_tool`` durations of each of the ``max_tools`` tools observed last. S
+    is the newest ``MAX_SAMPLES`` durations of any tool. A flood of invented tool names costs O(log) each and
+    displaces durations no faster than real calls. Raises ``ValueError`` for limits below 1.
     """
 
     def __init__(self, max_samples_per_tool: int = 1000, max_tools: int = 512) -> None:
@@ -36,27 +33,23 @@ class ToolHistory:
             )
         self._max_samples = max_samples_per_tool
         self._max_tools = max_tools
-        self._tools: OrderedDict[str, _DurationSamples] = OrderedDict()
-        self._all = _DurationSamples()
+        self._tools: OrderedDict[str, SortedWindow] = OrderedDict()
+        self._all = SortedWindow(MAX_SAMPLES)
 
     def observe(self, key: str, duration_s: float) -> None:
-        """Remember that one call of tool ``key`` took ``duration_s`` seconds.
+        """Add a call of tool ``key`` that took ``duration_s`` seconds.
 
         Raises ``ValueError`` for a duration that is negative, infinite or not a number.
         """
         duration_s = _seconds(duration_s)
         samples = self._tools.get(key)
         if samples is None:
-            samples = self._tools[key] = _DurationSamples()
+            samples = self._tools[key] = SortedWindow(self._max_samples)
             if len(self._tools) > self._max_tools:
                 self._tools.popitem(last=False)
         else:
             self._tools.move_to_end(key)
-        if len(samples.ordered) == self._max_samples:
-            samples.drop_oldest()
         samples.add(duration_s)
-        if len(self._all.ordered) == MAX_SAMPLES:
-            self._all.drop_oldest()
         self._all.add(duration_s)
 
     def count(self, key: str | None = None) -> int:
@@ -66,7 +59,7 @@ class ToolHistory:
     def durations(self, key: str | None = None) -> Sequence[float]:
         """The durations of ``key`` (``None``: of all tools) in seconds, ascending.
 
-        A live view, not a copy: read it at once, keep nothing of it, change nothing in it.
+        A live view, not a copy: read it at once; do not keep or change it.
         """
         if key is None:
             return self._all.ordered
@@ -76,7 +69,7 @@ class ToolHistory:
     def probability_within(self, tau_s: float, key: str | None = None) -> float:
         """P(τ, f): the share of recorded calls that took at most ``tau_s`` seconds (Continuum §4.2).
 
-        0.0 where nothing is recorded.
+        0.0 without recorded calls.
         """
         ordered = self.durations(key)
         return bisect_right(ordered, tau_s) / len(ordered) if ordered else 0.0
@@ -84,8 +77,7 @@ class ToolHistory:
     def probability_within_given(self, tau_s: float, elapsed_s: float, key: str | None = None) -> float:
         """P(T ≤ t + τ | T > t): that a call running for ``elapsed_s`` ends in ``tau_s`` seconds more.
 
-        0.0 where no recorded call lasted longer than ``elapsed_s``: nothing then
-        speaks for an end, and what nobody expects back is not worth memory.
+        0.0 if no recorded call lasted longer than ``elapsed_s``.
         """
         ordered = self.durations(key)
         ended = bisect_right(ordered, elapsed_s)
@@ -94,7 +86,7 @@ class ToolHistory:
         return (bisect_right(ordered, elapsed_s + max(0.0, tau_s)) - ended) / (len(ordered) - ended)
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it as a JSON-able document, tools and samples oldest first."""
+        """Return all of it as a JSON-able document, tools and samples oldest first."""
         return {
             "version": HISTORY_VERSION,
             "tools": {key: list(samples.arrivals) for key, samples in self._tools.items()},
@@ -105,26 +97,23 @@ class ToolHistory:
     def restore(
         cls, document: Mapping[str, Any], max_samples_per_tool: int = 1000, max_tools: int = 512
     ) -> ToolHistory:
-        """The history a ``snapshot`` was taken of, cut to these limits, oldest out.
-
-        Raises ``ValueError`` with the reason where the document is not such a snapshot.
-        """
+        """Restore a ``snapshot``, cut to these limits, oldest out. Raises ``ValueError`` if it is none."""
         history = cls(max_samples_per_tool, max_tools)
         tools = _checked(document, "tools", dict)
         for key, durations in list(tools.items())[-max_tools:]:
             if not isinstance(key, str) or not isinstance(durations, list):
                 raise ValueError(f"tool history: entry {key!r} is not a list of durations")
             if durations:
-                history._tools[key] = _DurationSamples(
-                    _seconds(value) for value in durations[-max_samples_per_tool:]
+                history._tools[key] = SortedWindow(
+                    max_samples_per_tool, map(_seconds, durations[-max_samples_per_tool:])
                 )
         newest = _checked(document, "newest", list)
-        history._all = _DurationSamples(_seconds(value) for value in newest[-MAX_SAMPLES:])
+        history._all = SortedWindow(MAX_SAMPLES, map(_seconds, newest[-MAX_SAMPLES:]))
         return history
 
 
 class TurnHistory:
-    """How many turns finished programs had, for the memoryfulness of the workload (Continuum §4.1).
+    """Numbers of turns of finished programs, for the memoryfulness of the workload (Continuum §4.1).
 
     The newest ``max_programs`` finished programs count.
     """
@@ -138,7 +127,7 @@ class TurnHistory:
         self._pairs = self._x = self._y = self._xx = self._yy = self._xy = 0
 
     def observe(self, total_turns: int) -> None:
-        """Remember that a program finished after ``total_turns`` turns; none at all adds nothing.
+        """Add a program that finished after ``total_turns`` turns; 0 adds nothing.
 
         Raises ``ValueError`` for a negative number.
         """
@@ -152,18 +141,18 @@ class TurnHistory:
         self._add(total_turns, +1)
 
     def count(self) -> int:
-        """Finished programs that are remembered."""
+        """Number of remembered programs."""
         return len(self._turns)
 
     def mean_turns(self) -> float:
-        """Turns of a finished program, on average; 0.0 where none is remembered."""
+        """Mean turns of finished programs; 0.0 without any."""
         return self._pairs / len(self._turns) if self._turns else 0.0
 
     def memoryfulness(self) -> float:
         """η = −Corr(k, N−k) over the pairs k = 1..N of every finished program, in [-1, 1].
 
-        1.0 where it cannot be told (fewer than two pairs, or no variance): the
-        paper's cold start assumes a fully memoryful workload (§4.2).
+        1.0 with fewer than two pairs or no variance: the paper's cold start assumes a fully memoryful
+        workload (§4.2).
         """
         var_x = self._pairs * self._xx - self._x * self._x
         var_y = self._pairs * self._yy - self._y * self._y
@@ -174,12 +163,12 @@ class TurnHistory:
         return max(-1.0, min(1.0, -correlation))
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it as a JSON-able document, oldest program first."""
+        """Return all of it as a JSON-able document, oldest program first."""
         return {"version": HISTORY_VERSION, "turns": list(self._turns)}
 
     @classmethod
     def restore(cls, document: Mapping[str, Any], max_programs: int = 1000) -> TurnHistory:
-        """The history a ``snapshot`` was taken of. Raises ``ValueError`` for anything else."""
+        """Restore a ``snapshot``. Raises ``ValueError`` for anything else."""
         history = cls(max_programs)
         for turns in _checked(document, "turns", list)[-max_programs:]:
             if not isinstance(turns, int) or isinstance(turns, bool):
@@ -188,7 +177,7 @@ class TurnHistory:
         return history
 
     def _add(self, n: int, sign: int) -> None:
-        """Sums over k = 1..n in closed form, so that an observation costs the same for any n."""
+        """Sums over k = 1..n in closed form: O(1) for any n."""
         self._pairs += sign * n
         self._x += sign * (n * (n + 1) // 2)
         self._y += sign * (n * (n - 1) // 2)
@@ -218,22 +207,22 @@ class SlidingMean:
         return len(self._values)
 
     def values(self) -> list[float]:
-        """The window, oldest first: observed anew in this order they give the same mean."""
+        """The window, oldest first."""
         return list(self._values)
 
     def mean(self) -> float:
         """The mean, 0.0 when empty (the paper initialises T as zero)."""
         if self._mean is None:
-            # Summed afresh, once per change: a running sum would keep the rounding error of large values.
+            # A running sum would keep the rounding error of large values.
             self._mean = math.fsum(self._values) / len(self._values)
         return self._mean
 
 
 class SlidingMax:
-    """The largest of the newest ``window`` values, in steps: it moves only when the true one has left
-    ``[value / factor, value]``, so that what was computed with it holds for a while.
+    """Approximate maximum of the newest ``window`` values.
 
-    ``changes`` counts the moves.
+    It moves only when the true maximum leaves ``[value / factor, value]``, so that keys computed with it stay
+    valid. ``changes`` counts the moves.
     """
 
     def __init__(self, window: int = 1000, factor: float = 1.5) -> None:
@@ -243,7 +232,7 @@ class SlidingMax:
         self._factor = factor
         self._seen = 0
         self._falling: deque[tuple[int, float]] = deque()
-        """Values that are larger than all after them, each with its number."""
+        """Values that are larger than all later ones, with their numbers."""
         self.value = 0.0
         self.changes = 0
 
@@ -259,12 +248,12 @@ class SlidingMax:
             self._falling.popleft()
         largest = self._falling[0][1]
         if largest > self.value or largest * self._factor < self.value:
-            # Up in strides too: a maximum that grows by a little each turn would move every time.
+            # Upward in steps too: a slowly growing maximum would otherwise move every time.
             self.value = largest * math.sqrt(self._factor)
             self.changes += 1
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it as a JSON-able document."""
+        """Return all of it as a JSON-able document."""
         return {
             "version": HISTORY_VERSION,
             "seen": self._seen,
@@ -275,7 +264,7 @@ class SlidingMax:
 
     @classmethod
     def restore(cls, document: Any, window: int = 1000, factor: float = 1.5) -> SlidingMax:
-        """What a ``snapshot`` was taken of. Raises ``ValueError`` for anything else."""
+        """Restore a ``snapshot``. Raises ``ValueError`` for anything else."""
         sliding = cls(window, factor)
         falling = _checked(document, "falling", list)
         sliding._seen, sliding.changes = _checked(document, "seen", int), _checked(document, "changes", int)
@@ -287,27 +276,62 @@ class SlidingMax:
         return sliding
 
 
-class _DurationSamples:
-    """One tool's durations twice: as they came, to know the oldest, and sorted, to answer."""
+class BranchReuseRate:
+    """Share of the blocks of abandoned branches that were reused and not evicted; old outcomes fade.
 
-    __slots__ = ("arrivals", "ordered")
+    Eviction counts as no reuse, so a low share stays low until memory is ample for a while. ``share`` moves
+    in steps of at least ``stride``, so that keys computed with it stay valid; ``changes`` counts the moves.
+    """
 
-    def __init__(self, durations: Iterable[float] = ()) -> None:
-        self.arrivals: deque[float] = deque(durations)
-        self.ordered: list[float] = sorted(self.arrivals)
+    def __init__(
+        self, *, at_first: float = 0.5, weight: float = 4096.0, window: float = 65536.0, stride: float = 0.05
+    ) -> None:
+        """``at_first`` counts as ``weight`` outcomes; beyond ``window`` outcomes all weights are halved."""
+        if not (0 <= at_first <= 1 and weight > 0 and window > weight and 0 < stride < 1):
+            raise ValueError(
+                f"at_first {at_first}, weight {weight}, window {window}, stride {stride}; "
+                "expected at_first and stride within 0 to 1, and 0 < weight < window"
+            )
+        self._reused = at_first * weight
+        self._outcomes = weight
+        self._window = window
+        self._stride = stride
+        self._seen = (0, 0)
+        self.share = at_first
+        self.changes = 0
 
-    def add(self, duration_s: float) -> None:
-        self.arrivals.append(duration_s)
-        insort(self.ordered, duration_s)
+    def observe(self, reused: int, evicted: int) -> None:
+        """Take in the total numbers of reused and of evicted blocks."""
+        if (reused, evicted) == self._seen:
+            return
+        self._reused += reused - self._seen[0]
+        self._outcomes += reused - self._seen[0] + evicted - self._seen[1]
+        self._seen = (reused, evicted)
+        while self._outcomes > self._window:
+            self._reused *= 0.5
+            self._outcomes *= 0.5
+        share = self._reused / self._outcomes
+        if abs(share - self.share) >= self._stride:
+            self.share = share
+            self.changes += 1
 
-    def drop_oldest(self) -> float:
-        oldest = self.arrivals.popleft()
-        _discard(self.ordered, oldest)
-        return oldest
 
+class SortedWindow:
+    """The newest ``most`` values, in order of arrival and sorted."""
 
-def _discard(ordered: list[float], value: float) -> None:
-    del ordered[bisect_right(ordered, value) - 1]
+    __slots__ = ("_most", "arrivals", "ordered")
+
+    def __init__(self, most: int, values: Iterable[float] = ()) -> None:
+        self._most = most
+        self.arrivals: deque[Any] = deque(values, most)
+        self.ordered: list[Any] = sorted(self.arrivals)
+
+    def add(self, value: float) -> None:
+        """Take in one value; the oldest leaves a full window."""
+        if len(self.arrivals) == self._most:
+            del self.ordered[bisect_right(self.ordered, self.arrivals.popleft()) - 1]
+        self.arrivals.append(value)
+        insort(self.ordered, value)
 
 
 def _seconds(value: object) -> float:

@@ -1,26 +1,24 @@
-"""How long the answers of agents have been, in bounded memory: to judge their next ones by (Tetris §2.2).
+"""Lengths of agents' outputs, in bounded memory, to predict the next ones (Tetris §2.2).
 
-Plain containers like ``history``: no clock, no I/O. A key is who wrote and what
-it wrote after: the agent's type and the tool whose result the prompt ends with.
+Plain containers: no clock, no I/O. A key is the agent's type and the tool whose result the prompt ends with.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .execution_history import SlidingMean
+from .execution_history import SlidingMean, SortedWindow
 
 LENGTHS_VERSION = 1
 """Version of the documents that ``snapshot`` writes and ``restore`` reads."""
 
 MAX_OUTPUT_TOKENS = 2**53
-"""No output is longer: beyond, a float no longer tells two lengths apart."""
+"""Maximum output length: floats are exact up to here."""
 
 LengthKey = tuple[str | None, str | None]
-"""Agent type, and the tool just called; ``None`` where either is not known."""
+"""Agent type, and the tool just called; ``None``: unknown."""
 
 ALL_OUTPUTS: LengthKey = (None, None)
 
@@ -28,9 +26,9 @@ ALL_OUTPUTS: LengthKey = (None, None)
 class OutputLengthHistory:
     """Tokens of finished outputs, by key.
 
-    Each output counts under its key, its agent type and for all; of each the newest ``max_samples`` are kept,
-    so that an agent which changes its habits is believed soon, and of the keys the ``max_keys`` observed
-    last, so that invented names cost bounded memory. Raises ``ValueError`` for limits below 1.
+    Each output counts under its key, its agent type and for all. The newest ``max_samples`` of each are kept,
+    and the ``max_keys`` keys observed last, so that invented names cost bounded memory. Raises
+    ``ValueError`` for limits below 1.
     """
 
     def __init__(self, max_samples: int = 500, max_keys: int = 512) -> None:
@@ -38,24 +36,24 @@ class OutputLengthHistory:
             raise ValueError(f"limits are {max_samples} samples, {max_keys} keys; expected ≥ 1 each")
         self._max_samples = max_samples
         self._max_keys = max_keys
-        self._windows: OrderedDict[LengthKey, _LengthWindow] = OrderedDict()
-        self._all = _LengthWindow(max_samples)
+        self._windows: OrderedDict[LengthKey, SortedWindow] = OrderedDict()
+        self._all = SortedWindow(max_samples)
 
     def observe(self, agent_type: str | None, tool: str | None, tokens: int) -> None:
-        """Remember an output of ``tokens`` tokens. Raises ``ValueError`` for less than one."""
+        """Add an output of ``tokens`` tokens. Raises ``ValueError`` for less than one."""
         _whole(tokens)
         self._all.add(tokens)
         if tool is not None:
             self._window((agent_type, tool)).add(tokens)
-        # The type after the tool, so that of the two it is forgotten later.
+        # The type after the tool, so that it is forgotten later.
         if agent_type is not None:
             self._window((agent_type, None)).add(tokens)
 
     def known(self, agent_type: str | None, tool: str | None, least: int) -> Sequence[int]:
-        """Lengths in tokens, ascending, of the narrowest of: this key, this agent type, all, that has at
-        least ``least``; empty where none has.
+        """Lengths in tokens, ascending, of the first of: this key, this agent type, all, that has at least
+        ``least``; else empty.
 
-        A live view, not a copy: read it at once, keep nothing of it, change nothing in it.
+        A live view, not a copy: read it at once; do not keep or change it.
         """
         for key in ((agent_type, tool), (agent_type, None)):
             window = self._windows.get(key)
@@ -64,11 +62,11 @@ class OutputLengthHistory:
         return self._all.ordered if len(self._all.ordered) >= least else ()
 
     def count(self) -> int:
-        """Outputs remembered of all keys together."""
+        """Number of remembered outputs."""
         return len(self._all.ordered)
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it as a JSON-able document, keys and lengths oldest first."""
+        """Return all of it as a JSON-able document, keys and lengths oldest first."""
         return {
             "version": LENGTHS_VERSION,
             "keys": [[*key, list(window.arrivals)] for key, window in self._windows.items()],
@@ -77,12 +75,11 @@ class OutputLengthHistory:
 
     @classmethod
     def restore(cls, document: Any, max_samples: int = 500, max_keys: int = 512) -> OutputLengthHistory:
-        """What a ``snapshot`` was taken of, cut to these limits, oldest out. Raises ``ValueError`` for
-        anything else."""
+        """Restore a ``snapshot``, cut to these limits, oldest out. Raises ``ValueError`` if it is none."""
         lengths = cls(max_samples, max_keys)
         if not isinstance(document, Mapping) or document.get("version") != LENGTHS_VERSION:
             raise ValueError(f"output lengths: expected a document of version {LENGTHS_VERSION}")
-        lengths._all.add(*_samples(document.get("newest")))
+        lengths._all = SortedWindow(max_samples, _samples(document.get("newest")))
         keys = document.get("keys")
         if not isinstance(keys, list):
             raise ValueError("output lengths: field 'keys' is missing or not a list")
@@ -92,15 +89,17 @@ class OutputLengthHistory:
                     agent_type,
                     tool,
                 ) != ALL_OUTPUTS:
-                    lengths._window((agent_type, tool)).add(*_samples(samples))
+                    window = lengths._window((agent_type, tool))
+                    for tokens in _samples(samples):
+                        window.add(tokens)
                 case _:
                     raise ValueError(f"output lengths: {entry!r} is not an agent type, a tool and lengths")
         return lengths
 
-    def _window(self, key: LengthKey) -> _LengthWindow:
+    def _window(self, key: LengthKey) -> SortedWindow:
         window = self._windows.get(key)
         if window is None:
-            window = self._windows[key] = _LengthWindow(self._max_samples)
+            window = self._windows[key] = SortedWindow(self._max_samples)
             if len(self._windows) > self._max_keys:
                 self._windows.popitem(last=False)
         else:
@@ -109,8 +108,11 @@ class OutputLengthHistory:
 
 
 class HintErrors:
-    """By how much hints of output lengths were off, by agent type: of the newest ``window`` of each of the
-    ``max_types`` types that were heard of last. Raises ``ValueError`` for limits below 1."""
+    """Errors of hinted output lengths by agent type.
+
+    It keeps the newest ``window`` errors of each of the ``max_types`` types observed last. Raises
+    ``ValueError`` for limits below 1.
+    """
 
     def __init__(self, window: int = 64, max_types: int = 512) -> None:
         if window < 1 or max_types < 1:
@@ -133,18 +135,17 @@ class HintErrors:
         errors.observe(off)
 
     def mean(self, agent_type: str, least: int) -> float | None:
-        """Their mean; ``None`` of less than ``least``."""
+        """Mean error of a type; ``None`` with less than ``least``."""
         errors = self._types.get(agent_type)
         return errors.mean() if errors is not None and errors.count() >= least else None
 
     def snapshot(self) -> dict[str, list[float]]:
-        """All of it as a JSON-able document, types and errors oldest first."""
+        """Return all of it as a JSON-able document, types and errors oldest first."""
         return {agent_type: errors.values() for agent_type, errors in self._types.items()}
 
     @classmethod
     def restore(cls, document: Any, window: int = 64, max_types: int = 512) -> HintErrors:
-        """What a ``snapshot`` was taken of, cut to these limits, oldest out. Raises ``ValueError`` for
-        anything else."""
+        """Restore a ``snapshot``, cut to these limits, oldest out. Raises ``ValueError`` if it is none."""
         restored = cls(window, max_types)
         if not isinstance(document, Mapping):
             raise ValueError(f"hint errors: a {type(document).__name__}; expected an object")
@@ -156,24 +157,6 @@ class HintErrors:
                     raise ValueError(f"hint errors: entry {agent_type!r} holds {off!r}; expected a number")
                 restored.observe(agent_type, off)
         return restored
-
-
-class _LengthWindow:
-    """The newest lengths twice: as they came, to know the oldest, and sorted, to answer."""
-
-    __slots__ = ("_most", "arrivals", "ordered")
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.arrivals: deque[int] = deque()
-        self.ordered: list[int] = []
-
-    def add(self, *lengths: int) -> None:
-        for tokens in lengths:
-            if len(self.arrivals) == self._most:
-                del self.ordered[bisect_right(self.ordered, self.arrivals.popleft()) - 1]
-            self.arrivals.append(tokens)
-            insort(self.ordered, tokens)
 
 
 def _samples(values: Any) -> Iterable[int]:

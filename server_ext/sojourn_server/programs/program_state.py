@@ -1,22 +1,34 @@
-"""What is known of one program. Mutated only by ``ProgramTable`` and the steward; read by views."""
+"""What is known of one program. ``ProgramTable`` and ``core`` change it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sojourn.ids import CallId, EmitterId, ProgramId
 
-from .hint_reliability import HintReliability
 from .program_status import ProgramStatus
 
 SEQ_WINDOW = 1024
-"""How far a sequence number may lag behind the newest before it counts as seen."""
+"""Sequence numbers that lag further behind the newest count as seen."""
 _FULL_MASK = (1 << SEQ_WINDOW) - 1
+HALF_LIFE = 20.0
+"""Number of outcomes after which the weight of an older one is halved."""
+MIN_OUTCOMES = 5.0
+"""With fewer outcomes, hints count as reliable."""
+MAX_ERROR_RATIO = 1.25
+"""Maximum ratio of the hints' error to that of a constant prediction."""
+ERROR_SLACK = 0.05
+"""Absolute slack of that comparison, for small sums."""
+CHANCE_ERROR = 0.25
+"""Mean squared error of a coin toss."""
+
+_DECAY = 0.5 ** (1.0 / HALF_LIFE)
 
 
 @dataclass(slots=True)
 class RunningTool:
-    """A tool call that has begun and not yet ended."""
+    """A tool call in progress."""
 
     key: str
     """History key, e.g. ``bash:pytest``."""
@@ -24,21 +36,21 @@ class RunningTool:
     """On the engine's clock."""
     expected_s: float | None = None
     name: str = ""
-    """As the framework knows it, e.g. ``bash``."""
+    """The framework's name, e.g. ``bash``."""
     tool_class: str | None = None
-    """The finer class the client told, e.g. ``pytest``."""
+    """The client's finer class, e.g. ``pytest``."""
 
 
 @dataclass(slots=True)
 class SequenceWindow:
-    """Which sequence numbers of one emitter were seen, in bounded memory."""
+    """Seen sequence numbers of one emitter, in bounded memory."""
 
     newest: int = -1
     mask: int = 0
-    """Bit i is set where ``newest - i`` was seen: a few hundred bytes, whatever a client numbers."""
+    """Bit i is set if ``newest - i`` was seen."""
 
     def admit(self, seq: int) -> bool:
-        """True the first time ``seq`` is shown; False for repeats and for what is too old to tell."""
+        """True the first time for each ``seq``; False for repeats and for numbers behind the window."""
         ahead = seq - self.newest
         if ahead > 0:
             kept = (self.mask << ahead) & _FULL_MASK if ahead < SEQ_WINDOW else 0
@@ -49,6 +61,54 @@ class SequenceWindow:
             return False
         self.mask |= bit
         return True
+
+
+class HintReliability:
+    """Whether programs continued after their turns as their hints said.
+
+    Decayed squared errors of declared probabilities, and of the plain share of turns with a successor.
+    """
+
+    __slots__ = ("base_error", "came_back", "declared", "error", "weight")
+
+    def __init__(self) -> None:
+        self.weight = self.came_back = self.declared = self.error = self.base_error = 0.0
+
+    def observe(self, declared: float | None, came_back: bool) -> None:
+        """A program returned after its turn, or ended. ``declared``: its hinted probability of return."""
+        outcome = float(came_back)
+        if declared is not None:
+            share = (self.came_back + 0.5) / (self.weight + 1.0)
+            self.error = self.error * _DECAY + (declared - outcome) ** 2
+            self.base_error = self.base_error * _DECAY + (share - outcome) ** 2
+            self.declared = self.declared * _DECAY + 1.0
+        self.weight = self.weight * _DECAY + 1.0
+        self.came_back = self.came_back * _DECAY + outcome
+
+    @property
+    def hints_reliable(self) -> bool:
+        """For many programs: whether hints are no worse than a constant prediction."""
+        return self.weight < MIN_OUTCOMES or self.error <= self.base_error * MAX_ERROR_RATIO + ERROR_SLACK
+
+    @property
+    def no_worse_than_chance(self) -> bool:
+        """For one program. A constant prediction would be too strict: only its last turn has no successor."""
+        return self.declared < MIN_OUTCOMES or self.error <= self.declared * CHANCE_ERROR
+
+    def numbers(self) -> list[float]:
+        """Return all of it, for ``restored``."""
+        return [self.weight, self.came_back, self.declared, self.error, self.base_error]
+
+    @classmethod
+    def restored(cls, numbers: Sequence[float]) -> HintReliability:
+        """Restore ``numbers``. Raises ``ValueError`` for anything else."""
+        if len(numbers) != 5 or not all(isinstance(n, (int, float)) and 0 <= n < 1e9 for n in numbers):
+            raise ValueError(f"credit: {list(numbers)[:6]!r}; expected five numbers ≥ 0")
+        credit = cls()
+        credit.weight, credit.came_back, credit.declared, credit.error, credit.base_error = map(
+            float, numbers
+        )
+        return credit
 
 
 @dataclass(slots=True)
@@ -65,80 +125,80 @@ class ProgramState:
     name: str | None = None
     agent_type: str | None = None
     tenant: str | None = None
-    """On whose behalf it runs, as the client declares; not authenticated."""
+    """The client's declared tenant; not authenticated."""
     node: str | None = None
     graph_hash: str | None = None
-    """The graph it follows, which ``GraphStore`` may have forgotten."""
+    """Its execution graph; ``GraphStore`` may have forgotten it."""
     prompt_type: str | None = None
-    """How its first prompt began, as a name: stands for the agent's type where the client names none."""
+    """Name of the first tokens of its first prompt: its type if the client names none."""
     steps: list[str] = field(default_factory=list)
-    """What its turns called, newest last (``workflows``); without the last one while its tool runs."""
+    """Steps of its turns, newest last (``WorkflowHistory``), without the turn whose tool still runs."""
     steps_begin: bool = True
-    """``steps`` begin where the program began."""
+    """``steps`` contains its first step."""
     reused_share: float = 1.0
-    """Of a turn's cached context the share that the next prompt began with, as a moving average."""
+    """Share of its cached context that the next prompt reuses; a moving average."""
     cached_blocks: int = 0
-    """Full blocks that its last turn left in the prefix cache, those it shares among them."""
+    """Full blocks that its last turn left in the prefix cache, shared ones included."""
     last_turn_s: float | None = None
-    """When its last turn ended, whatever came since."""
+    """When its last turn ended."""
     turn_node: str | None = None
     """Graph node that the request of its last turn named."""
     turn_steps_left: float | None = None
     """Turns that this request expected to follow."""
     turn_final: bool = False
-    """It said that none follows."""
+    """That request was declared the last."""
     goes_on: float | None = None
-    """Probability that another turn follows its last; ``None`` where nothing is known."""
+    """Probability that another turn follows; ``None``: unknown."""
     p_reuse: float | None = None
-    """``goes_on`` times the share of its next prompt that its context is; ``None`` where nothing is known."""
+    """``goes_on`` times the share of its next prompt that its context covers; ``None``: unknown."""
     tier: str | None = None
-    """What ``goes_on`` was taken from (``policy.foresight``)."""
+    """Source of ``goes_on`` (``policies.workflow``)."""
     pending_declaration: tuple[str, float] | None = None
-    """Its agent type then, and what its hints alone gave to another turn, until that is known."""
+    """Agent type and hinted probability of another turn, until the outcome is known."""
     credit: HintReliability | None = None
-    """What its own hints have been worth so far."""
+    """Reliability of its own hints."""
     prefetch_at_s: float | None = None
-    """When to begin to bring its prefix back; ``None`` where nothing is planned."""
+    """Start of its planned prefetch; ``None``: none is planned."""
     expected_steps_left: float | None = None
-    """Turns the client expected to follow its last one."""
+    """Turns that the client expects after its last one."""
     turns: int = 0
     """Turns finished."""
     first_prompt_tokens: int = 0
     context_tokens: int = 0
     """Prompt plus output of the last finished turn."""
     peak_tokens: int = 0
-    """The most that this was after any turn."""
+    """Maximum of ``context_tokens``."""
     live_requests: set[str] = field(default_factory=set)
     tools: dict[CallId, RunningTool] = field(default_factory=dict)
     pending_tool: str | None = None
     """Tool key parsed from the last output; its gap runs from ``gap_started_s``."""
     ranked: bool = False
-    """Its rank is its first request's; an announcement alone gives no place in line."""
+    """Its first request has given it its rank; an announcement does not."""
     gap_leased: bool = False
-    """It has had a lease since its last turn: no second one in the same gap."""
+    """It has had a lease in this gap: no second one follows."""
     gap_reported: bool = False
-    """The client reported this gap's durations, so the inferred one is not recorded."""
+    """The client reported this gap's duration, so the inferred one is not recorded."""
     gap_started_s: float | None = None
     gap_inferred_s: float | None = None
-    """When a request last closed a gap that no event had reported: later news of that gap count no more."""
+    """When a request last ended an unreported gap: later events of that gap are ignored."""
     hinted_ttl_s: float | None = None
-    """What the client asked for its last turn, bounded."""
+    """The client's time-to-live for its last turn, bounded."""
     attained_s: float = 0.0
     """Seconds that its finished requests ran; of parallel ones the longest chain (Autellix, Algorithm 1)."""
     waited_s: float = 0.0
     """Seconds that its finished requests waited in the engine's queue."""
     turns_at_last_end: int | None = None
-    """Turns at the last end that was learned from, so that one end is not learned twice."""
+    """Turns at the last end that was learned, so that no end is learned twice."""
     last_contact_s: float = 0.0
     heartbeats: bool = False
-    """The client promised heartbeats, so its silence means something."""
+    """The client promised heartbeats."""
     seen: dict[EmitterId, SequenceWindow] = field(default_factory=dict)
 
     def reset_for_reuse(self) -> None:
-        """Its id is used again after its end: nothing of its last life holds for the new one.
+        """Reset the state of an ended program whose id is used again.
 
-        What was declared since its end stays, since it was declared for what begins now; so does the length
-        of its old context, which the ledger holds the new prompt against.
+        Declarations since its end stay, since they are about the new program. So does the length of its old
+        context, which the ledger compares with the new prompt.
         """
         self.turns = self.first_prompt_tokens = self.peak_tokens = self.cached_blocks = 0
         self.turns_at_last_end = self.gap_started_s = self.last_turn_s = self.pending_tool = None

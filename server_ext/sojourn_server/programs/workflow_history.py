@@ -1,13 +1,13 @@
-"""What agents of each type do next, as far as the server has seen it (SAGA §3.2–3.3), in bounded memory.
+"""What agents of each type have done next (SAGA §3.2–3.3), in bounded memory.
 
-A *step* is one LLM turn, named by the tool its output called. Of every program its
-steps are noted; when it ends, its type learns from them. The type is what the
-client calls it, or the hash of how its first prompt begins: agents of one kind
-share a system prompt. Plain containers: no clock, no I/O, no lock.
+A *step* is one LLM turn, named by the tool that its output called. A program collects its steps; when it
+ends, its type learns from them. The type is the client's name for it, or a hash of the first tokens of its
+first prompt: agents of one kind share a system prompt. Plain containers: no clock, no I/O, no lock.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -16,29 +16,31 @@ from sojourn.aeg import END, START
 from sojourn.learning.run_trace import ProgramRun
 from sojourn.learning.transitions import MAX_KINDS, ORDER, Transitions
 
-from .context_statistics import ToolOutputTokens
 from .execution_history import SlidingMax
-from .hint_reliability import HintReliability
-from .program_state import ProgramState
+from .program_state import HintReliability, ProgramState
 
 REPLY_STEP = "(reply)"
 """Step of a turn that called no tool."""
 MAX_STEPS = 256
-"""Steps noted of one program; of a longer one is learned in pieces."""
+"""Maximum number of steps kept of a program; a longer one is learned in pieces."""
 MAX_UNCONFIRMED_TYPES = 4096
-"""Types known by a prompt alone of which one program was seen: a second one makes them a type to learn."""
+"""Maximum number of types known by the prompt of a single program. A second program confirms the type."""
+
+OBSERVATIONS_VERSION = 1
+NEWEST_WEIGHT = 0.2
+"""Weight of the newest answer in the moving average."""
 
 Successors = tuple[tuple[str, float], ...]
-"""Steps that may follow, each with its probability, likeliest first; ``sojourn.aeg.END`` may be one."""
+"""Possible next steps with their probabilities, likeliest first; ``sojourn.aeg.END`` may be one."""
 
 
 class WorkflowHistory:
-    """Agent types, what follows what in them, and what their declarations are worth."""
+    """Steps of each agent type, and the reliability of its hints."""
 
     def __init__(self, transitions: Transitions | None = None) -> None:
         self.transitions = transitions if transitions is not None else Transitions()
         self.observations = ToolOutputTokens()
-        """How many tokens a tool's answer adds to the prompt: n̂_obs (SAGA §4.1)."""
+        """Tokens that a tool's answer adds to the prompt: n̂_obs (SAGA §4.1)."""
         self.gaps_s = SlidingMax()
         """τ_max: the longest time between two turns, seconds."""
         self.context_blocks = SlidingMax()
@@ -49,7 +51,7 @@ class WorkflowHistory:
     # -- what happens ------------------------------------------------------------
 
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
-        """The request after a turn is here: that turn's step is known now, and what its tool answered."""
+        """The request after a turn has arrived: learn the turn's step and the length of its tool's answer."""
         self.gaps_s.observe(gap_s)
         self._judge(program, came_back=True)
         if prompt_tokens >= program.context_tokens:
@@ -60,9 +62,9 @@ class WorkflowHistory:
             program.steps, program.steps_begin = program.steps[-ORDER:], False
 
     def over(self, program: ProgramState, *, ended: bool, turn_open: bool) -> None:
-        """The program has ended; not ``ended``: it was broken off, which does not say where it would have.
+        """The program is over. ``ended``: it came to its own end and was not cancelled.
 
-        ``turn_open``: its last turn was not followed by a request, so that its step has not been noted.
+        ``turn_open``: no request followed its last turn, so the turn's step is not in ``steps`` yet.
         """
         steps = [*program.steps, step_name(program.pending_tool)] if turn_open else program.steps
         if ended:
@@ -70,32 +72,32 @@ class WorkflowHistory:
         program.pending_declaration = None
         if steps:
             self._learn(program, steps, ends=ended)
-        # Whoever comes back after all goes on from here.
+        # If the program returns after all, it continues from here.
         program.steps, program.steps_begin = steps[-ORDER:], False
 
     # -- what is asked -------------------------------------------------------------
 
     def tasks(self, program: ProgramState) -> int:
-        """Finished programs of this one's type, however long ago."""
+        """Number of finished programs of its type."""
         return self.transitions.finished(agent_type_name(program))
 
     def successors(self, program: ProgramState) -> Successors:
-        """What followed such steps as its last ones in programs of its type."""
+        """Steps that followed its last ones in programs of its type."""
         past = [*program.steps[-ORDER:], step_name(program.pending_tool)]
         return tuple(self.transitions.predict(agent_type_name(program), past[-ORDER:]))
 
     def hints_reliable(self, program: ProgramState) -> bool:
-        """Whether what was declared of this program and of its type has been worth it so far."""
+        """Whether hints of this program and of its type have been reliable so far."""
         if program.credit is not None and not program.credit.no_worse_than_chance:
             return False
         credit = self._credits.get(agent_type_name(program))
         return credit is None or credit.hints_reliable
 
     def overlap(self, program: ProgramState) -> float:
-        """Share of its next prompt that its cached context will be.
+        """Share of its next prompt that its cached context will cover.
 
         SAGA's estimate for a chain, n / (n + n̂_obs), times the share of its context that the next prompt
-        kept so far: less than all of it where a parent's branches part (§4.1).
+        reused so far. It is below 1 where branches of a parent diverge (§4.1).
         """
         tokens = float(program.context_tokens)
         if tokens <= 0:
@@ -106,7 +108,7 @@ class WorkflowHistory:
     # -- saved ---------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it as a JSON-able document of its own."""
+        """Return all of it as a JSON-able document."""
         return {
             "transitions": self.transitions.snapshot(),
             "observations": self.observations.snapshot(),
@@ -118,7 +120,7 @@ class WorkflowHistory:
 
     @classmethod
     def restore(cls, document: Any) -> WorkflowHistory:
-        """What a ``snapshot`` was taken of. Raises ``ValueError`` with the reason for anything else."""
+        """Restore a ``snapshot``. Raises ``ValueError`` for anything else."""
         if not isinstance(document, dict):
             raise ValueError("workflows: not an object")
         workflows = cls(Transitions.restore(document.get("transitions")))
@@ -137,7 +139,7 @@ class WorkflowHistory:
     # -- inside --------------------------------------------------------------------
 
     def _judge(self, program: ProgramState, *, came_back: bool) -> None:
-        """Hold what was declared against what came, under the type that it was declared for."""
+        """Compare the declared probability with the outcome, for the type that it was declared for."""
         name, declared = (
             program.pending_declaration
             if program.pending_declaration is not None
@@ -162,7 +164,7 @@ class WorkflowHistory:
     def _learn(self, program: ProgramState, steps: Sequence[str], *, ends: bool) -> None:
         name = agent_type_name(program)
         if not program.agent_type and not self.transitions.runs(name) and name not in self._unconfirmed_types:
-            # Chats that have nothing in common are a type each: they must not push out those that are many.
+            # Each unrelated chat is a type of its own. These must not displace types of many programs.
             self._unconfirmed_types[name] = None
             if len(self._unconfirmed_types) > MAX_UNCONFIRMED_TYPES:
                 self._unconfirmed_types.popitem(last=False)
@@ -172,20 +174,63 @@ class WorkflowHistory:
         self.transitions.learn(name, ProgramRun(path=path, begins=program.steps_begin, ends=ends))
 
 
+class ToolOutputTokens:
+    """Tokens that a tool's answer adds to the next prompt: a moving average for each tool and one for all."""
+
+    def __init__(self, max_tools: int = 512) -> None:
+        if max_tools < 1:
+            raise ValueError(f"max_tools is {max_tools}; expected ≥ 1")
+        self._max_tools = max_tools
+        self._tools: OrderedDict[str, float] = OrderedDict()
+        self._all: float | None = None
+
+    def observe(self, tool: str, tokens: float) -> None:
+        """One call of ``tool`` added ``tokens``. Raises ``ValueError`` unless finite and ≥ 0."""
+        tokens = _tokens(tokens)
+        self._all = _updated_average(self._all, tokens)
+        self._tools[tool] = _updated_average(self._tools.get(tool), tokens)
+        self._tools.move_to_end(tool)
+        if len(self._tools) > self._max_tools:
+            self._tools.popitem(last=False)
+
+    def expected(self, tool: str) -> float:
+        """Tokens that a call of ``tool`` adds. For an unknown tool: of all tools; 0.0 without any."""
+        return self._tools.get(tool, self._all if self._all is not None else 0.0)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all of it as a JSON-able document, least recently seen tool first."""
+        return {"version": OBSERVATIONS_VERSION, "tools": dict(self._tools), "all": self._all}
+
+    @classmethod
+    def restore(cls, document: Any, max_tools: int = 512) -> ToolOutputTokens:
+        """Restore a ``snapshot``. Raises ``ValueError`` for anything else."""
+        if not isinstance(document, dict) or document.get("version") != OBSERVATIONS_VERSION:
+            raise ValueError(f"tokens per tool: not a document of version {OBSERVATIONS_VERSION}")
+        tools = document.get("tools")
+        if not isinstance(tools, dict):
+            raise ValueError("tokens per tool: field 'tools' is missing or not an object")
+        restored = cls(max_tools)
+        for tool, tokens in list(tools.items())[-max_tools:]:
+            restored._tools[str(tool)] = _tokens(tokens)
+        if document.get("all") is not None:
+            restored._all = _tokens(document["all"])
+        return restored
+
+
 def agent_type_name(program: ProgramState) -> str:
-    """The agent type, as the client calls it or as its prompt begins; programs of neither are one type."""
+    """The agent type: the client's name, else its prompt's; without both the empty string."""
     return program.agent_type or program.prompt_type or ""
 
 
 def step_name(tool: str | None) -> str:
-    """The step of a turn that called ``tool``; no tool can be taken for the end of a program, or for none."""
+    """The step of a turn that called ``tool``. Tools with a reserved name get a suffix."""
     if not tool:
         return REPLY_STEP
     return f"{tool} (tool)" if tool in (START, END, REPLY_STEP) else tool
 
 
 def prompt_type(block_hashes: Sequence[Any], block_size: int) -> str | None:
-    """A name for agents whose prompts begin alike: the hash of the first 64 tokens, in whole blocks.
+    """Name of the agents with this prompt: the hash of its first 64 tokens, in whole blocks.
 
     ``None`` for a prompt of less than one block.
     """
@@ -194,3 +239,15 @@ def prompt_type(block_hashes: Sequence[Any], block_size: int) -> str | None:
         return None
     told = block_hashes[place]
     return f"prompt:{told.hex()[:16] if isinstance(told, bytes) else told}"
+
+
+def _updated_average(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + NEWEST_WEIGHT * (value - mean)
+
+
+def _tokens(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r} is not a number of tokens")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{value} tokens; expected a finite number ≥ 0")
+    return float(value)

@@ -32,12 +32,19 @@ agent types, tenants and graph node names of clients. It holds no text, no argum
 
 from __future__ import annotations
 
-from .call_recorder import RecordSink
 from .record_format import RECORD_SHAPES
-from .recording_file import MAX_RECORDING_BYTES, RecordingFile, encode_record
-from .recording_header import RECORDING_VERSION, RecordingHeader
-from .recording_reader import RecordedCall, RecordingError, RecordingReader, canonical_line
-from .recording_scheduler import RecordingScheduler
+from .recording_file import (
+    MAX_RECORDING_BYTES,
+    RECORDING_VERSION,
+    RecordedCall,
+    RecordingError,
+    RecordingFile,
+    RecordingHeader,
+    RecordingReader,
+    canonical_line,
+    encode_record,
+)
+from .recording_scheduler import RecordingScheduler, RecordSink
 
 __all__ = [
     "MAX_RECORDING_BYTES",
