@@ -1,6 +1,6 @@
-"""What the SDK would tell the server of a simulated program: its context with each request, and its events.
+"""Hints of a simulated client: the context of each request, and client events.
 
-Nothing else crosses from client to server: no length, duration or turn that is still to come.
+The server receives nothing else: no length, duration or turn of the future.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from sojourn.learning.transitions import Transitions
 from sojourn_server.traces.trace_schema import TraceToolRun
 
 AGENT_NODE = "agent"
-"""The one node of an agent that calls the model and its tools in turn."""
+"""Node name of an agent without a workflow graph: one loop of model and tool calls."""
 
 
 class ClientHistory:
-    """Shared by all clients of one run."""
+    """Statistics of finished programs, as the SDK learns them; shared by all clients of a run."""
 
     def __init__(self) -> None:
         self._transitions = Transitions()
 
     def steps_left(self, agent_type: str, turn: int) -> float | None:
-        """Turns expected after the ``turn``-th, from 1 on; ``None`` where too few programs have ended."""
+        """Expected turns after turn ``turn`` (from 1); ``None`` with too few finished programs."""
         return self._transitions.turns_left(agent_type, turns=turn, node=AGENT_NODE)
 
     def over(self, agent_type: str, turns: int) -> None:
-        """A program has ended after so many turns."""
+        """Record that a program ended after ``turns`` turns."""
         self._transitions.learn(
             agent_type,
             ProgramRun(
@@ -41,14 +41,14 @@ class ClientHistory:
 
 
 BATCH_LINGER_S = 0.005
-"""The emitter waits so long for further events (``sojourn.emitter``, ``linger_s``)."""
+"""Time that the emitter waits for further events (``linger_s`` of ``sojourn.emitter``)."""
 EVENT_SEND_DELAY_S = POLL_EVERY_S / 2 + BATCH_LINGER_S
-"""How long an event lies before it is sent: half of what the emitter sleeps between two looks, on average.
-A request of the program that leaves earlier takes it along."""
+"""Mean delay before an event is sent: half of the emitter's poll interval, plus the linger time. An earlier
+request of the same program carries the event."""
 
 
 class ClientHints:
-    """One client of one program."""
+    """Hints of one simulated program."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ClientHints:
         self._step = 0
 
     def context(self) -> dict[str, Any]:
-        """Further fields of the next request's ``agentic_context``."""
+        """Additional fields of the next request's ``agentic_context``."""
         self._step += 1
         context: dict[str, Any] = {"step_id": str(self._step)}
         if self._parent_id is not None:
@@ -81,32 +81,32 @@ class ClientHints:
         return context
 
     def happened(self, events: Iterable[dict[str, Any]], now: float) -> bool:
-        """Queue events to be sent; whether there were none in the queue."""
+        """Queue events to be sent. Returns whether the queue was empty."""
         was_empty = not self._unsent
         self._unsent += [(now, event) for event in events]
         return was_empty
 
     def pop_unsent(self, now: float) -> list[dict[str, Any]]:
-        """Remove and return what is unsent, oldest first, each with its age."""
+        """Remove and return all unsent events, oldest first, each with its age."""
         taken, self._unsent = self._unsent, []
         return [{**event, "age_s": round(now - at_s, 6)} for at_s, event in taken]
 
     def program_start(self) -> dict[str, Any]:
-        """The program begins."""
+        """Event: the program begins."""
         return self._event("program_start", **self._parent())
 
     def program_end(self) -> dict[str, Any]:
-        """The program is over."""
+        """Event: the program is over."""
         if self._history is not None and self._agent_type is not None:
             self._history.over(self._agent_type, self._step)
         return self._event("program_end", status="ok")
 
     def tool_start(self, call_id: str, run: TraceToolRun) -> dict[str, Any]:
-        """A tool call begins."""
+        """Event: a tool call begins."""
         return self._event("tool_start", call_id=call_id, tool=run.name, tool_class=run.cmd)
 
     def tool_stop(self, call_id: str, duration_s: float) -> dict[str, Any]:
-        """A tool call has ended."""
+        """Event: a tool call has ended."""
         return self._event("tool_stop", call_id=call_id, duration_s=duration_s, status="ok")
 
     def _parent(self) -> dict[str, Any]:

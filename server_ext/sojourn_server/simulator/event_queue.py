@@ -10,7 +10,7 @@ from typing import Any
 
 
 class VirtualClock:
-    """Seconds since the simulation began. Call it to read it, as one would ``time.monotonic``."""
+    """Virtual seconds since the start of the simulation. Callable, like ``time.monotonic``."""
 
     __slots__ = ("now_s",)
 
@@ -21,14 +21,14 @@ class VirtualClock:
         return self.now_s
 
     def advance_to(self, at_s: float) -> None:
-        """Go on to ``at_s``. Raises ``ValueError`` for a time that has passed."""
+        """Set the time to ``at_s``. Raises ``ValueError`` for a time in the past."""
         if at_s < self.now_s:
             raise ValueError(f"time cannot go back from {self.now_s} s to {at_s} s")
         self.now_s = at_s
 
 
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...], "deque[Event] | None", bool]
-"""(virtual seconds, sequence number, callback, its arguments, line that it heads, background)"""
+"""(virtual seconds, sequence number, callback, its arguments, FIFO that the event heads, background)"""
 
 
 class EventQueue:
@@ -50,9 +50,9 @@ class EventQueue:
         self._foreground_events += not background
 
     def in_line(self, line: deque[Event], at_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Schedule behind every event of ``line``; ``at_s`` must not be before theirs.
+        """Schedule after every event of the FIFO ``line``; ``at_s`` must not be before theirs.
 
-        Only the first event of a line is in the heap: a small heap stays in the processor's cache.
+        The heap holds only the first event of each FIFO: a small heap stays in the processor's cache.
         """
         self._count = count = self._count + 1
         event = (at_s, count, call, args, line, False)
@@ -83,7 +83,7 @@ class EventQueue:
         return ran
 
     def run_due_events(self, now: float) -> None:
-        """Run all events due by ``now``, those that they schedule included, and set the time to ``now``."""
+        """Run all events due by ``now``, including those they schedule, and set the time to ``now``."""
         self.run_until(now)
         self.now_s = now
 

@@ -1,4 +1,4 @@
-"""One number of a run at several values, under every policy: what a larger tier would buy."""
+"""Parameter sweeps: one number of a run at several values, under every policy."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from .simulation_run import (
 )
 
 HOST_MEMORY_POLICIES_HINT = "host memory among them, such as lru-offload or continuum+host"
-"""What a policy is to have where nobody has host memory, in the words of a message."""
+"""Part of an error message: the policies that have host memory."""
 
 
 class SweepError(ValueError):
-    """What is asked for cannot be swept; the text says what is wrong and what was expected."""
+    """Invalid sweep; the message says what is wrong and what is expected."""
 
 
 class SweepParameter(NamedTuple):
-    """A number of ``RunSpec`` that can be swept."""
+    """A field of ``RunSpec`` that can be swept."""
 
     name: str
     option: str
-    """Of ``sojourn simulate``, for one value."""
+    """Name of the single-value option of ``sojourn simulate``."""
     meaning: str
-    """With its unit, for an axis."""
+    """Axis label, with unit."""
     whole: bool = False
     zero: bool = False
-    """0 is a value too."""
+    """Whether 0 is allowed."""
 
     @property
     def expected(self) -> str:
-        """What a value must be, in words."""
+        """Description of a valid value."""
         number = "a whole number" if self.whole else "a finite number"
         return f"{number} of 0 or more" if self.zero else f"{number} above 0"
 
@@ -62,21 +62,21 @@ SWEEP_PARAMETERS = {
         SweepParameter("replicas", "replicas", "replicas behind a gateway", whole=True),
     )
 }
-"""Those in which more costs more, or is more work: only of them a curve says what to buy."""
+"""Fields whose larger values cost more, or are more work."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSweep:
-    """A field and its values, in the order in which they were named."""
+    """A field and its values, in the given order."""
 
     field: SweepParameter
     values: tuple[float, ...]
 
     def specs(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
-        """Each of ``specs``, a policy each, at every value: values outermost, policies in their order.
+        """Each of ``specs`` at every value: values outermost, policies in their order.
 
-        A policy that the field does not touch has the same specification at all values, so that
-        ``run_suite`` runs it once. Raises ``SweepError`` where it touches none, and ``PolicyError``.
+        A policy that does not use the field has the same specification at all values, and ``run_suite`` runs
+        it once. Raises ``SweepError`` if no policy uses the field, and ``PolicyError``.
         """
         if not any(self._affects(spec) for spec in specs):
             named = ", ".join(spec.policy for spec in specs)
@@ -85,7 +85,7 @@ class ParameterSweep:
         return [self._at(spec, value) for value in self.values for spec in specs]
 
     def label(self, spec: RunSpec) -> str:
-        """What progress bars call a run: ``RunSpec.label`` does not tell the values apart."""
+        """Name of a run in progress bars; ``RunSpec.label`` is the same for all values."""
         if not self._affects(spec):
             return spec.policy
         return f"{spec.policy} @ {self.field.name} {getattr(spec, self.field.name):g}"
@@ -101,7 +101,7 @@ class ParameterSweep:
 
 
 def read_sweep(text: str) -> ParameterSweep:
-    """From ``NAME=V1,V2,…``. Raises ``SweepError`` naming the part that is wrong."""
+    """Parse ``NAME=V1,V2,…``. Raises ``SweepError`` naming the invalid part."""
     name, equals, listed = text.partition("=")
     name = name.strip()
     field = SWEEP_PARAMETERS.get(name)
@@ -125,11 +125,11 @@ def read_sweep(text: str) -> ParameterSweep:
 
 
 def kv_bytes_per_token(spec: RunSpec) -> int | None:
-    """Bytes of KV that a token takes on all devices of ``spec`` together; ``None``: its profile does not say.
+    """KV bytes of a token on all devices of ``spec`` together; ``None`` if the profile does not state it.
 
     Raises ``LatencyProfileError``.
     """
-    # Without host memory: an engine profile that does not tell what it needs is no error here.
+    # Without host memory: here an engine profile need not know its bandwidth.
     _, shape = device_for_run(spec, cpu_ratio=0.0)
     return shape.kv_bytes_per_token or None
 
@@ -141,4 +141,4 @@ def _parse_number(text: str, field: SweepParameter) -> float | None:
         return None
     if not 0 <= value < math.inf or (value == 0 and not field.zero):
         return None
-    return abs(value)  # there is a -0
+    return abs(value)  # abs() turns -0 into 0

@@ -1,8 +1,7 @@
-"""Parity: a steward built from a tape's header and told the tape's facts must answer as the recorded one did.
+"""Parity: a scheduler rebuilt from a recording must give the recorded answers to the recorded events.
 
-This is what makes the lab's figures figures of the engine: the same objects,
-told the same things at the same times, decide the same. Nothing here imports
-the engine; what it answered in between is on the tape.
+Parity makes simulated results valid for the engine: the same objects decide the same for the same input. No
+module here imports the engine; its answers are in the recording.
 """
 
 from __future__ import annotations
@@ -34,24 +33,24 @@ from .recording_player import RecordingPlayer
 
 @dataclass(frozen=True, kw_only=True)
 class ParityDifference:
-    """Where a replay first answered otherwise."""
+    """First difference between a recording and its replay."""
 
     line: int
-    """Of the tape, counted from 1, which is the header."""
+    """Line of the recording, counted from 1, the header."""
     at_s: float | None
-    """On the engine's clock; None where the record has no time of its own."""
+    """Time on the engine's clock; None for a record without a time."""
     op: str
     meaning: str
     where: str
-    """Which part of the record, e.g. ``answer.ttl_s`` or ``decisions.0.reason``."""
+    """Part of the record, e.g. ``answer.ttl_s`` or ``decisions.0.reason``."""
     recorded: Any
     replayed: Any
     record: str
     """The recorded line."""
     before: tuple[str, ...]
-    """The last lines that tell of the same program."""
+    """Last recorded lines of the same program."""
     raised: str | None = None
-    """What the replay raised, where it did."""
+    """Exception of the replay, if any."""
 
     def __str__(self) -> str:
         at = f" at {self.at_s!r} s" if self.at_s is not None else ""
@@ -68,7 +67,8 @@ class ParityDifference:
 def first_difference(
     wanted: RecordedCall, made: bytes, before: Sequence[RecordedCall], raised: Exception | None
 ) -> ParityDifference:
-    """``made`` came out where ``wanted`` was recorded; ``before`` tell of the same program."""
+    """Describe the difference between ``made`` and the recorded ``wanted``; ``before`` are earlier records of
+    the program."""
     parts = msgspec.json.decode(made)
     parts += [None] * (6 - len(parts))
     op, now, facts, answer, decisions, orders = parts
@@ -106,7 +106,7 @@ def _record_text(record: RecordedCall) -> str:
 
 
 def _with_field_names(values: Any, names: Sequence[str]) -> Any:
-    """A list whose places have names as an object."""
+    """Turn a list into an object with the given field names."""
     if isinstance(values, list) and len(names) > 1 and len(values) <= len(names):
         return dict(zip(names, values, strict=False))
     return values
@@ -117,7 +117,7 @@ def _decisions(decisions: Sequence[Any]) -> list[Any]:
 
 
 def _first_differing_leaf(where: str, old: Any, new: Any) -> tuple[str, Any, Any] | None:
-    """The first place at which two JSON values differ, numbers by kind and sign of zero too."""
+    """First place where two JSON values differ, including number type and sign of zero."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(key for key in new if key not in old)]:
             found = _first_differing_leaf(f"{where}.{key}", old.get(key), new.get(key))
@@ -136,45 +136,45 @@ def _first_differing_leaf(where: str, old: Any, new: Any) -> tuple[str, Any, Any
 __all__ = ["ParityDifference", "ParityReport", "RecordingError", "replay_recording"]
 
 RECENT_RECORDS = 4000
-"""Records looked through for what was last known of the program at which a difference was found."""
+"""Number of records searched for earlier records of a program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityReport:
-    """What came of telling a tape's facts to a second steward."""
+    """Result of replaying a recording."""
 
     path: str
     preset: str
     versions: dict[str, str]
-    """Of sojourn, the engine and Python, when the tape was made."""
+    """Versions of sojourn, the engine and Python at recording time."""
     records: int
-    """Compared, the difference included."""
+    """Number of compared records, the difference included."""
     span_s: float
-    """Seconds of the engine's clock that they cover."""
+    """Seconds of the engine's clock from the first to the last compared record."""
     decisions: dict[str, int]
     """Reproduced entries of the decision log, by kind."""
     answers: dict[str, int]
-    """Reproduced answers, by the kind of record."""
+    """Reproduced answers, by kind of record."""
     evictions: int
-    """Blocks reported as reused."""
+    """Number of evicted blocks in the recording."""
     ended: str | None
-    """Why the tape ends; None where it just stops."""
+    """Recorded reason for the end; None if the recording stops without an end record."""
     difference: ParityDifference | None
-    """The first one; what would follow from it is not looked at."""
+    """The first difference; the replay stops there."""
     wall_s: float
 
     @property
     def identical(self) -> bool:
-        """Every decision and every answer was reproduced exactly."""
+        """Whether every decision and every answer was reproduced exactly."""
         return self.difference is None
 
     @property
     def total_decisions(self) -> int:
-        """Entries of the decision log that were reproduced."""
+        """Number of reproduced entries of the decision log."""
         return sum(self.decisions.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, with ``identical`` and the difference in words."""
+        """JSON-able form, with ``identical`` and the text of the difference."""
         return {
             "tape": self.path,
             "identical": self.identical,
@@ -214,11 +214,10 @@ class ParityReport:
 
 
 def replay_recording(path: str | Path, *, allow_unfinished: bool = False) -> ParityReport:
-    """Tell a steward what the tape says, and compare what it makes of it, up to the first difference.
+    """Replay a recording and compare decisions and answers, up to the first difference.
 
-    Raises ``RecordingError`` where the file is missing, damaged, unfinished (unless
-    ``allow_unfinished``) or of another version: a tape that cannot be believed
-    is no finding about the policy.
+    Raises ``RecordingError`` if the file is missing, damaged, unfinished (unless ``allow_unfinished``) or of
+    another version: such a file says nothing about the policy.
     """
     reader = RecordingReader(path, allow_unfinished=allow_unfinished)
     started = time.perf_counter()
@@ -241,12 +240,12 @@ def replay_recording(path: str | Path, *, allow_unfinished: bool = False) -> Par
 
 @dataclass(slots=True)
 class _ComparingSink:
-    """A ``RecordSink`` that compares what is made with what was recorded."""
+    """A ``RecordSink`` that compares each record with the recorded one."""
 
     full: bool = False
     expected: deque[RecordedCall] = field(default_factory=deque)
     found: tuple[RecordedCall, bytes] | None = None
-    """The first record that came out differently, and how."""
+    """The first record that differs: (recorded, replayed)."""
     failure: Exception | None = None
 
     def write(self, record: tuple[Any, ...]) -> None:
@@ -268,7 +267,7 @@ class _ComparingSink:
 
 
 class _ParityReplay:
-    """One steward, told one tape."""
+    """Replay of one recording."""
 
     def __init__(self, reader: RecordingReader) -> None:
         self._reader = reader
@@ -289,11 +288,11 @@ class _ParityReplay:
 
     @property
     def span_s(self) -> float:
-        """From the first record that has a time to the last."""
+        """Seconds from the first record with a time to the last."""
         return self._last_s - self._first_s if self._first_s is not None else 0.0
 
     def run(self) -> ParityDifference | None:
-        """Everything in order, up to the first difference."""
+        """Replay all records in order, up to the first difference."""
         for record in self._reader.records():
             found = self._one(record)
             if found is not None:
@@ -314,7 +313,7 @@ class _ParityReplay:
         try:
             call()
         except Exception as error:
-            raised = error  # the recorded one may have raised the same: then its answer says so
+            raised = error  # a recorded call may have raised the same; its answer then shows it
         if self._sink.failure is not None:
             raise RecordingError(f"{where}: {self._sink.failure!r:.200}") from self._sink.failure
         if self._sink.found is not None:

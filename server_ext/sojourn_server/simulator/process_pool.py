@@ -1,8 +1,7 @@
-"""Tasks side by side, each in a process of its own.
+"""Runs tasks in parallel, each in a process of its own.
 
-Not ``concurrent.futures``: an interrupted pool waits for what is running, and
-what is running here may take minutes; and its option of a fresh process for
-every task is new in Python 3.11.
+``concurrent.futures`` does not fit: an interrupted pool waits for running tasks, which may take minutes, and
+a fresh process per task needs Python 3.11.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from typing import Any, NamedTuple, TypeVar
 
 Task = TypeVar("Task")
 ReportCallback = Callable[[Any], None]
-"""Sends something on its way from a task to ``on_report``."""
+"""Sends a progress report from a task to ``on_report``."""
 
 _ENVIRONMENT = {
-    # Libraries would otherwise start a thread a core each, and two workers fight for two cores.
+    # Libraries would otherwise start one thread per core in each worker.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -36,11 +35,11 @@ _REPORTED, _RETURNED, _RAISED = "reported", "returned", "raised"
 
 
 class WorkerDiedError(RuntimeError):
-    """A process ended without an answer; the text says of which task and how."""
+    """A process ended without an answer; the message names the task and the exit."""
 
 
 class _RemoteTraceback(Exception):
-    """Shows the traceback of the other process as the cause of what it raised."""
+    """Shows the worker's traceback as the cause of its exception."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
@@ -62,16 +61,17 @@ def run_in_processes(
     on_done: Callable[[int, Any], None] = lambda number, answer: None,
     preload: Sequence[str] = (),
 ) -> list[Any]:
-    """``work(task, report)`` for every task, at most ``processes`` at a time; answers in the tasks' order.
+    """Run ``work(task, report)`` for every task, at most ``processes`` at a time; answers in the order of
+    tasks.
 
-    ``work`` is a function of a module; tasks, reports and answers are pickled. The callbacks run in the
-    caller's thread, with the task's number; ``on_done`` is given its answer too. Each process is made anew:
-    what one task loads another cannot see, and its memory is given back. Where the system can fork, it is
-    forked from one that has imported ``preload`` and done nothing else, so that what takes seconds to import
-    does so once for all tasks of the caller's process; the first call decides what that is.
+    ``work`` is a module-level function; tasks, reports and answers are pickled. Callbacks run in the caller's
+    thread with the task's number; ``on_done`` also gets the answer. Each task has a fresh process: modules
+    loaded by one task are invisible to the others, and its memory is freed. If the system can fork, processes
+    fork from a server that has imported only ``preload``; slow imports then happen once for all tasks. The
+    first call in a process fixes ``preload``.
 
-    Raises what a task raises, and ``WorkerDiedError``; whatever the exception, the other processes are ended
-    before it gets out.
+    Raises the exception of a task, and ``WorkerDiedError``. All other processes are ended before any
+    exception leaves.
     """
     context = _process_context(preload)
     answers: list[Any] = [None] * len(tasks)
@@ -86,7 +86,7 @@ def run_in_processes(
                 running[ours] = _RunningProcess(number, process)
                 with _deferred_sigint(), _worker_environment():
                     process.start()
-                theirs.close()  # else its end would never be seen
+                theirs.close()  # else EOF would never be seen
                 on_start(number, task)
             for connection in wait(list(running)):
                 assert isinstance(connection, Connection)
@@ -126,7 +126,7 @@ def _process_context(preload: Sequence[str]) -> Any:
 
 @contextmanager
 def _worker_environment() -> Iterator[None]:
-    """What a process that is started meanwhile finds in its environment, before it imports anything."""
+    """Environment of the worker processes, set before they import anything."""
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(_ENVIRONMENT)
     try:
@@ -141,16 +141,16 @@ def _worker_environment() -> Iterator[None]:
 
 @contextmanager
 def _deferred_sigint() -> Iterator[None]:
-    """Ctrl-C goes to every process of the terminal, but only the parent has something to say: a process that
-    is made meanwhile never hears of it, and the parent does when that is done."""
+    """Defer Ctrl-C while a process starts. The terminal sends SIGINT to every process; a new process ignores
+    it, and the parent handles it afterwards."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    # The first process also starts multiprocessing's tracker, which would let the signal through again.
+    # The first process also starts multiprocessing's tracker, which would unblock the signal again.
     resource_tracker.ensure_running()
     heard: list[int] = []
-    # The mask is what the new process inherits. It is this thread's only: another one, such as that of a
-    # progress bar, would still take the signal and have the handler called here.
+    # The new process inherits the mask. The mask covers this thread only: another thread, such as that of a
+    # progress bar, would still receive the signal and run the handler here.
     mine = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number)) if mine else None
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -174,11 +174,11 @@ def _run_task(work: Callable[[Any, ReportCallback], Any], task: Any, connection:
             kind, what = _RAISED, (_picklable_error(error), traceback.format_exc())
         connection.send((kind, what))
     except BrokenPipeError:
-        pass  # the parent is gone, and nobody else wants to know
+        pass  # the parent has ended
 
 
 def _picklable_error(error: Exception) -> Exception:
-    """The exception, or one like it where it would not survive the way to another process."""
+    """The exception, or a ``RuntimeError`` with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""Imported before vLLM: keeps it from saying what it thinks of this machine, which is not the one played."""
+"""Silences vLLM's log messages about this machine, which is not the simulated one. Import it before vLLM."""
 
 import logging
 

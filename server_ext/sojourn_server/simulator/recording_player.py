@@ -1,4 +1,4 @@
-"""Turns the records of a recording into the calls that they stand for, one method a kind of record."""
+"""Turns records of a recording into scheduler calls, one method per kind of record."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SchedulerCall = Callable[[], Any]
 
 
 class RecordingPlayer:
-    """Turns records into calls of one scheduler; ``call`` makes none of them itself."""
+    """Converts records into calls of one scheduler. ``call`` returns a call and does not make it."""
 
     def __init__(self, program_scheduler: RecordingScheduler) -> None:
         self.program_scheduler = program_scheduler
         self._request_ids: dict[int, str] = {}
-        """Of requests in the engine, by the number they arrived with."""
+        """Requests in the engine, by arrival number."""
         self._programs: dict[int, str] = {}
-        """Of all requests that a program sent."""
+        """Program of each request, by arrival number."""
 
     def call(self, record: RecordedCall) -> SchedulerCall:
         """The recorded call. Raises ``ValueError``, ``TypeError`` or ``LookupError`` for invalid facts."""
@@ -31,7 +31,7 @@ class RecordingPlayer:
         return make(record.now, *record.facts)
 
     def program_of(self, record: RecordedCall) -> str | None:
-        """The program that a record belongs to, if it is one."""
+        """The program of a record; ``None`` if it has none."""
         shape = record_format.RECORD_SHAPES[record.op]
         told = dict(zip(shape.facts, record.facts, strict=True))
         if "request" in told:

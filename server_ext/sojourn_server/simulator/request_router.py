@@ -1,4 +1,4 @@
-"""What stands before the engine: a router may hold requests back, the open door hands each on at once."""
+"""Routers in front of simulated engines: which waiting requests enter now."""
 
 from __future__ import annotations
 
@@ -11,60 +11,59 @@ UNLIMITED_S = 1e9
 
 
 class RoutableRequest(NamedTuple):
-    """A request that waits at the door."""
+    """A request that waits at the router."""
 
     request_id: str
     program_id: str
     prompt_tokens: int
     since_s: float
-    """When it came to the door."""
+    """Time of its arrival at the router."""
     turn: int
     """From 0."""
 
 
 class RoutedProgramView(NamedTuple):
-    """A program, as a router sees it that all of its requests and answers go through."""
+    """A program, as seen by a router through which all its requests and answers pass."""
 
     program_id: str
     state: str
-    """``reasoning``: in the engine. ``waiting``: its request stands at the door. ``acting``: between two
-    turns. ``over``: its last turn has just finished; said once, later views leave it out."""
+    """``reasoning``: its request is in the engine. ``waiting``: its request is at the router. ``acting``:
+    between two turns. ``over``: its last turn has just finished; shown once."""
     context_tokens: int
     """Prompt and output of its last finished turn; 0 before the first."""
     since_s: float
-    """In this state since."""
+    """Start of this state."""
     turns: int
-    """Turns finished."""
+    """Number of finished turns."""
     arrived_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRouterView:
-    """What is known at the door now; nothing of the future."""
+    """What a router knows now; nothing of the future."""
 
     waiting: tuple[RoutableRequest, ...]
     """In order of arrival."""
     programs: tuple[RoutedProgramView, ...]
     capacity_tokens: int
-    """KV tokens the device holds."""
+    """Tokens of the device's KV pool."""
     host_capacity_tokens: int = 0
 
 
 class RequestRouter(Protocol):
-    """Which waiting requests go on to the engine now.
+    """Selects the waiting requests that enter the engine now.
 
-    It may remember what it saw and did, and drops no request: what it does not
-    let in now it is shown again.
+    A router may keep state. It drops no request: a request that it does not admit is in the next view.
     """
 
     is_open: bool
-    """True: every request goes on at once and ``select_requests`` need not be asked."""
+    """True: every request enters at once, and ``select_requests`` is not called."""
     tick_s: float
-    """It is asked at least so often, in virtual seconds; ``inf``: only when something happened."""
+    """Longest interval between two calls in virtual seconds; ``inf``: only on events."""
 
     def select_requests(self, view: RequestRouterView, now: float) -> Sequence[str]:
-        """Ids of waiting requests that go on now, in this order. Asked after every arrival, every finish,
-        every program's end and every tick."""
+        """Ids of waiting requests that enter now, in this order. Called after every arrival, finished turn,
+        program end and tick."""
         ...
 
 
@@ -77,7 +76,7 @@ class ClusterRouter(RequestRouter, Protocol):
 
 
 class PassThroughRouter:
-    """No router at all."""
+    """Admits every request at once."""
 
     is_open = True
     tick_s = float("inf")

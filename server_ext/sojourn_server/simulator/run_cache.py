@@ -1,4 +1,4 @@
-"""Finished runs in a folder, so that a long suite that was interrupted goes on where it stopped."""
+"""Cache of finished runs in a folder: an interrupted suite continues where it stopped."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _PACKAGES = (
     "core", "gateway", "kv_offload", "kv_transfer", "launch", "metrics", "models", "policies", "predictors",
     "profiling", "programs", "recording", "routing", "simulator", "traces", "vllm",
 )  # fmt: skip
-"""What a run depends on."""
+"""Packages that influence the result of a run."""
 
 
 class RunOutcome(msgspec.Struct, kw_only=True):
-    """What one run gave."""
+    """Result of one run."""
 
     log: RunLog
     orders: dict[str, EvictionReplayResult] = msgspec.field(default_factory=dict)
-    """By eviction order, where the run's accesses were recorded and replayed."""
+    """Replay results by eviction order, if the run recorded its block accesses."""
     sent_s: list[float] = msgspec.field(default_factory=list)
-    """Of each request of the access log, when its client sent it."""
+    """Send time of each request of the access log."""
 
 
 class _CachedRun(msgspec.Struct, kw_only=True):
@@ -41,19 +41,19 @@ class _CachedRun(msgspec.Struct, kw_only=True):
 
 
 class RunCache:
-    """A folder of outcomes, one file a run.
+    """A folder of outcomes, one file per run.
 
-    A run of other code, or of a trace, preset or profile that has changed since, counts as absent. Only the
-    modules of a preset of the user's own are not looked at.
+    An entry is valid only for the same code and the same trace, preset and profile files. Modules of a user's
+    preset are not checked.
     """
 
     def __init__(self, folder: str | Path, code: str | None = None) -> None:
-        """``code`` stands for the code that makes the runs; default: ``code_digest()``."""
+        """``code`` identifies the code that makes the runs; default: ``code_digest()``."""
         self._folder = Path(folder)
         self._code = code if code is not None else code_digest()
 
     def get(self, spec: RunSpec) -> RunOutcome | None:
-        """What ``spec`` gave before; ``None`` where it was not run, or by other code, or cannot be read."""
+        """The cached outcome of ``spec``; ``None`` if there is no valid entry."""
         try:
             kept = msgspec.msgpack.decode(gzip.decompress(self._path(spec).read_bytes()), type=_CachedRun)
         except (OSError, EOFError, zlib.error, msgspec.DecodeError):
@@ -61,7 +61,7 @@ class RunCache:
         return kept.outcome if (kept.spec, kept.made_of) == (asdict(spec), self._made_of(spec)) else None
 
     def put(self, spec: RunSpec, outcome: RunOutcome) -> None:
-        """Keep it. Raises ``OSError``."""
+        """Store an outcome. Raises ``OSError``."""
         kept = _CachedRun(spec=asdict(spec), made_of=self._made_of(spec), outcome=outcome)
         data = gzip.compress(msgspec.msgpack.encode(kept), compresslevel=6, mtime=0)
         write_atomically({self._path(spec): data})
@@ -72,9 +72,9 @@ class RunCache:
         return self._folder / f"{told}-{hashlib.sha256(key).hexdigest()[:12]}.msgpack.gz"
 
     def _made_of(self, spec: RunSpec) -> str:
-        """The code, and the files that the specification names."""
+        """Digest of the code and of the files that the specification names."""
         digest = hashlib.sha256(self._code.encode())
-        # Behind a routing's name and a slash stands what may be a file too.
+        # With replicas the part behind ROUTING/ may be a file too.
         engines = spec.policy.partition("/")[2] if spec.replicas is not None else None
         for name in (spec.workload, spec.policy, engines, spec.hardware, spec.model):
             if name and Path(name).is_file():
@@ -83,7 +83,7 @@ class RunCache:
 
 
 def code_digest(package: Path | None = None) -> str:
-    """Changes with any file of ours that a run depends on; ``package`` holds the rooms, this one's else."""
+    """Digest of all source files that a run depends on. ``package`` is the root of our packages."""
     here = package if package is not None else Path(__file__).parents[1]
     digest = hashlib.sha256()
     for room in _PACKAGES:

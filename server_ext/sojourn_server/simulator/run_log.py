@@ -1,4 +1,4 @@
-"""What a simulation records: the life of every turn, of every program and of the engine; virtual seconds."""
+"""Log of a simulation: every turn, every program, and the engines. Times are virtual seconds."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ class TurnLog(msgspec.Struct, kw_only=True):
 
     program_id: str
     turn: int
-    """From 0."""
+    """Number of the turn, from 0."""
     submitted_s: float
-    """The client sent it."""
+    """Time at which the client sent it."""
     entered_s: float | None = None
-    """It reached the engine: later than sent where a router held it back."""
+    """Time of its arrival at the engine; later than ``submitted_s`` if a router held it back."""
     admitted_s: float | None = None
-    """It first got blocks."""
+    """Time at which it first got blocks."""
     first_token_s: float | None = None
     finished_s: float | None = None
     prompt_tokens: int
     output_tokens: int
     generated_tokens: int = 0
-    """Output tokens so far, where it has not finished; a finished one has made ``output_tokens``."""
+    """Output tokens so far of an unfinished turn."""
     known_tokens: int = 0
-    """Leading prompt tokens that this program or its group had computed before, in whole blocks."""
+    """Leading prompt tokens that this program or its group computed before, in whole blocks."""
     device_tokens: int = 0
     """Prompt tokens found in device memory when first admitted."""
     host_tokens: int = 0
-    """Prompt tokens brought back from host memory."""
+    """Prompt tokens loaded from host memory."""
     computed_tokens: int = 0
-    """Tokens computed as prefill, those after a preemption included."""
+    """Tokens computed as prefill, including those after a preemption."""
     regenerated: dict[str, int] = msgspec.field(default_factory=dict)
-    """Tokens computed again, by cause: ``evicted``, ``preempted``; finer where the adapter knows."""
+    """Recomputed tokens by cause: ``evicted``, ``preempted``, or finer causes known to the adapter."""
     preemptions: int = 0
     preempted_before_first_token_s: float = 0.0
-    """Virtual seconds that it waited to be taken up again, before it had made a token."""
+    """Virtual seconds between preemption and resumption, before the first token."""
     preempted_after_s: float = 0.0
-    """The same, in mid-answer."""
+    """Virtual seconds between preemption and resumption, after the first token."""
     evictor: str | None = None
-    """Program that took its first missing block, where the adapter knows."""
+    """Program that evicted its first missing block, if the adapter knows it."""
     evicted_score: tuple[float, ...] | None = None
-    """Its program's place in the eviction order then, lowest first, where the policy has such an order."""
+    """Eviction key of its program at that time, lowest first, if the policy has one."""
     optimum_tokens: int | None = None
-    """Tokens that Bélády's order of eviction would have computed again for it, on this run's own accesses:
-    the least for all programs together, not for each. ``None``: these were not recorded, or host memory was
-    used."""
+    """Tokens that Bélády's eviction order would have recomputed for it on this run's accesses. The order
+    minimises the sum over all programs, not each turn. ``None``: accesses were not recorded, or host memory
+    was used."""
     goes_on: float | None = None
-    """Probability that another turn would follow, as the policy saw it when this one ended."""
+    """Probability of another turn, as predicted by the policy at the end of this one."""
     tool: str | None = None
-    """What runs after it."""
+    """Tool that runs after it."""
     gap_s: float = 0.0
-    """Client-side seconds until the next turn; of the last turn 0."""
+    """Client-side seconds until the next turn; 0 for the last."""
     replica: str | None = None
-    """The engine that computed it, of several; ``None``: there is one, or none has begun yet."""
+    """The engine that computed it; ``None`` with a single engine, or before it started."""
     recalls: int = 0
-    """How often a gateway took it back from an engine before its first token."""
+    """Number of times a gateway withdrew it from an engine before its first token."""
 
     @property
     def request_id(self) -> str:
-        """Its name in the engine: the program's, a slash, and the turn's number."""
+        """Request id in the engine: program id, slash, number of the turn."""
         return f"{self.program_id}/{self.turn}"
 
     @property
@@ -72,35 +72,35 @@ class ProgramLog(msgspec.Struct, kw_only=True):
 
     program_id: str
     trace_id: str
-    """``program_id`` of the trace line it plays; several programs may play one."""
+    """``program_id`` of the trace line; several programs may replay one line."""
     parent: str | None = None
     arrived_s: float
     finished_s: float | None = None
     turns_total: int
     turns: list[TurnLog] = msgspec.field(default_factory=list)
     cut: bool = False
-    """Ended before a turn that would not have fitted the context or the pool."""
+    """Ended early: the next turn would not have fitted the context or the pool."""
     tenant: str | None = None
-    """On whose behalf it ran, where the workload says so."""
+    """Tenant of the program, if the workload has tenants."""
     expected_s: float | None = None
-    """What it would take alone on an empty engine, its tools included; ``None``: not worked out."""
+    """Completion time alone on an empty engine, tools included; ``None``: not computed."""
 
     @property
     def completion_s(self) -> float | None:
-        """From arrival to the last token; ``None`` where it has not finished."""
+        """Seconds from arrival to the last token; ``None`` if unfinished."""
         return None if self.finished_s is None else self.finished_s - self.arrived_s
 
 
 class OccupancySample(msgspec.Struct, kw_only=True):
-    """Who holds the KV memory at one moment, in blocks."""
+    """Use of the KV memory at one moment, in blocks."""
 
     at_s: float
     running: int
-    """Held by running requests."""
+    """Blocks of running requests."""
     idle: int
-    """Cached or leased contexts of programs that are in a tool."""
+    """Cached or leased blocks of programs that run a tool."""
     other: int
-    """Cached contexts of programs that are over or wait."""
+    """Cached blocks of programs that are over or waiting."""
     free: int
     host: int = 0
     programs_waiting: int = 0
@@ -115,23 +115,23 @@ class ReplicaLog(msgspec.Struct, kw_only=True):
     replica: str
     steps: int
     busy_s: float
-    """Virtual seconds in which its device computed."""
+    """Virtual seconds of computation."""
 
 
 REPLICA_STEP_OFFSET = 1 << 40
-"""Between the step numbers of two engines of a run: no preemption of one seems to follow another's."""
+"""Offset between the step numbers of two engines of a run; larger than any step number."""
 
 
 class RunLog(msgspec.Struct, kw_only=True):
-    """One policy on one workload.
+    """Log of one policy on one workload.
 
-    Of several engines, sizes are those of each; steps, copies and seconds in schedulers are summed up, and
-    ``busy_s`` is the mean.
+    With several engines, sizes are per engine; steps, copies and scheduler seconds are sums; ``busy_s`` is
+    the mean.
     """
 
     policy: str
     programs_wanted: int
-    """Programs at once (closed loop), or arrivals in all (open loop)."""
+    """Concurrent programs (closed loop), or number of arrivals (open loop)."""
     hardware: str
     model: str
     trace: str
@@ -150,21 +150,21 @@ class RunLog(msgspec.Struct, kw_only=True):
     steps: int = 0
     virtual_s: float = 0.0
     busy_s: float = 0.0
-    """Virtual seconds in which the device computed."""
+    """Virtual seconds of computation."""
     copied_to_host_bytes: int = 0
     copied_to_device_bytes: int = 0
     copied_to_disk_bytes: int = 0
     copied_from_disk_bytes: int = 0
-    """To host memory."""
+    """Bytes read from disk to host memory."""
     hook_failures: int = 0
-    """Errors of ours that the adapter swallowed; anything but 0 is a defect."""
+    """Errors that the adapter caught; anything but 0 is a defect."""
     refused_hints: int = 0
-    """Events that the server did not take; anything but 0 is a defect."""
+    """Client events that the server rejected; anything but 0 is a defect."""
     scheduler_s: float = 0.0
     """Wall seconds inside the scheduler's own calls."""
     wall_s: float = 0.0
     notes: list[str] = msgspec.field(default_factory=list)
     replicas: list[ReplicaLog] = msgspec.field(default_factory=list)
-    """Engines behind a gateway; empty: one engine by itself."""
+    """Engines behind a gateway; empty for a single engine."""
     routes: dict[str, int] = msgspec.field(default_factory=dict)
-    """Requests that the gateway sent, by the reason for where."""
+    """Requests sent by the gateway, by routing reason."""

@@ -1,7 +1,7 @@
-"""The clients' side: programs that come and go, their tools, their events, and the router they go through.
+"""Simulated clients: programs, their tools, their client events, and the router in front of the engines.
 
-What a program will do next is known here and nowhere else. A server is told what
-a client would tell it, when it would.
+Only this module knows the future of a program. A server receives what a real client would send, when it would
+send it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .workloads.arrival_processes import ArrivalProcess
 from .workloads.program_plans import ProgramPlan
 
 GATEWAY_EMITTER = "gateway"
-"""Emitter of events that the gateway sends, not a client."""
+"""Emitter name of events that the gateway sends."""
 
 ACCEPTED_OUTCOMES = ("applied", "deferred")
-"""Outcomes of events that did what they say; a ``tool_start`` may come after its request, as on a network."""
+"""Outcomes of valid events; ``deferred``: a ``tool_start`` may overtake its request, as on a network."""
 
 
 @dataclass(slots=True)
 class ActiveProgram:
-    """A program that runs."""
+    """A running program."""
 
     plan: ProgramPlan
     life: ProgramLog
@@ -38,17 +38,17 @@ class ActiveProgram:
     hints: ClientHints | None
     turn: int = 0
     family: int = 1
-    """Of a root: programs of its family that still run, itself included."""
+    """Of a root: number of programs of its tree that still run, itself included."""
     children: list[ProgramPlan] = field(default_factory=list)
     hashes: list[Any] = field(default_factory=list)
-    """Of the blocks its last turn left."""
+    """Hashes of the blocks of its last turn."""
     state: str = "waiting"
     since_s: float = 0.0
     context_tokens: int = 0
 
 
 class RequestInTransit(NamedTuple):
-    """A request on its way to an engine."""
+    """A request between client and engine."""
 
     active: ActiveProgram
     life: TurnLog
@@ -56,9 +56,9 @@ class RequestInTransit(NamedTuple):
     known: list[Any]
     """Hashes of its leading blocks."""
     events: list[dict[str, Any]]
-    """They ride along."""
+    """Events that it carries."""
     context: dict[str, Any] | None
-    """Further fields of its hint."""
+    """Additional fields of its hint."""
 
 
 class SimulatedClients:
@@ -77,7 +77,7 @@ class SimulatedClients:
         call_s: float = 0.0,
         with_hints: bool = False,
     ) -> None:
-        """``standalone``: one engine that is no replica of a cluster; logs do not name it."""
+        """``standalone``: a single engine outside a cluster; logs do not name it."""
         self._event_queue = event_queue
         self._loop = loop
         self._request_router: Any = request_router
@@ -109,7 +109,7 @@ class SimulatedClients:
         self._arrivals: Iterable[tuple[float, ProgramPlan]] = ()
 
     def begin(self) -> None:
-        """Schedule the first arrival."""
+        """Schedule the first arrival and the router's ticks."""
         self._arrivals = iter(self._loop.initial())
         self._next_arrival()
         if self._request_router.tick_s != float("inf"):
@@ -124,7 +124,7 @@ class SimulatedClients:
     # -- programs -------------------------------------------------------------------
 
     def _next_arrival(self) -> None:
-        """Only the next one is in the queue: an endless loop has no last."""
+        """Schedule one arrival at a time: an endless loop has no last one."""
         arrival = next(iter(self._arrivals), None)
         if arrival is not None:
             at_s, plan = arrival
@@ -194,7 +194,7 @@ class SimulatedClients:
         self._route_request(RoutableRequest(request_id, plan.instance_id, len(prompt), now, turn))
 
     def _route_request(self, request: RoutableRequest) -> None:
-        """A request comes to the door."""
+        """Hand a request to the router."""
         if self._request_router.is_open:
             self._enter(request.request_id)
         else:
@@ -245,7 +245,7 @@ class SimulatedClients:
     ) -> None:
         active, life, prompt, known, riding, context = sent
         self._tell(sim_replica, self._unsent_events.pop(life.program_id, []))
-        if not attempt:  # a request that is sent again has delivered its events
+        if not attempt:  # a recalled request has delivered its events already
             self._tell(sim_replica, riding)
         request_id = engine_request_id(life.request_id, attempt)
         turn = sim_replica.account.live[request_id] = InFlightTurn(
@@ -254,7 +254,7 @@ class SimulatedClients:
         turn.request = sim_replica.engine.add(
             request_id,
             prompt,
-            # Clients do not know the length of an answer, so the request does not state it.
+            # A client does not know the length of an answer, so the request does not state it.
             max_tokens=sim_replica.engine.options.max_model_len - len(prompt),
             program_id=active.plan.instance_id if active.hints is not None else None,
             context=context,
@@ -264,7 +264,7 @@ class SimulatedClients:
         self.outputs.say(turn.request.output_token_ids, active.plan.tool_runs(life.turn))
 
     def _recall(self, request_id: str) -> None:
-        """Take a request without a first token back from its engine; it waits again."""
+        """Withdraw a request without a first token from its engine; it waits again."""
         sent = self._submitted[request_id]
         attempt = self._attempts[request_id]
         self._attempts[request_id] = attempt + 1
@@ -282,10 +282,10 @@ class SimulatedClients:
         return self._attempts.get(request_id) != attempt
 
     def first_token(self, turn: InFlightTurn) -> None:
-        """An answer has begun."""
+        """Handle the first token of an answer."""
 
     def answered(self, turn: InFlightTurn) -> None:
-        """A request has its answer: its tools run, or its program is over."""
+        """Handle a finished turn: start its tools, or end its program."""
         now = self._event_queue.now_s
         self._submitted.pop(turn.life.request_id)
         self._attempts.pop(turn.life.request_id, None)
@@ -309,7 +309,7 @@ class SimulatedClients:
         self._query_router()
 
     def _begin_child(self, child: ProgramPlan, parent: ActiveProgram) -> None:
-        (parent.root or parent).family -= 1  # it was counted when it was promised
+        (parent.root or parent).family -= 1  # counted when its parent began
         self._begin(child, parent)
 
     def _send_tool_events(self, active: ActiveProgram, number: int, gap_s: float) -> None:
@@ -330,7 +330,7 @@ class SimulatedClients:
         self._gone(active)
 
     def _gone(self, active: ActiveProgram) -> None:
-        """A program is over, or has given up."""
+        """End a program, finished or rejected."""
         now = self._event_queue.now_s
         active.state, active.since_s = "over", now
         del self.active[active.plan.instance_id]
@@ -344,7 +344,7 @@ class SimulatedClients:
                 at_s, plan = following
                 self._event_queue.at(max(now, at_s), lambda: self._begin(plan, None))
         self._query_router(over=active)
-        if active.hints is None:  # otherwise its last event still needs the engine's name
+        if active.hints is None:  # otherwise the last event still needs the engine's name
             self._forget(active.plan.instance_id)
 
     def _forget(self, program_id: str) -> None:
@@ -352,18 +352,18 @@ class SimulatedClients:
         self._unsent_events.pop(program_id, None)
 
     def _say(self, hints: ClientHints, *events: dict[str, Any]) -> None:
-        """Something happens on a program's side; the server hears of it later."""
+        """Queue client events; they are sent after the emitter's delay."""
         now = self._event_queue.now_s
         if events and hints.happened(events, now):
             self._event_queue.at(now + EVENT_SEND_DELAY_S, lambda: self._send(hints))
 
     def _send(self, hints: ClientHints) -> None:
         events = hints.pop_unsent(self._event_queue.now_s)
-        if events:  # else a request took them along meanwhile
+        if events:  # else a request has carried them
             self._after_call_delay(lambda: self._heard(events))
 
     def _heard(self, events: list[dict[str, Any]]) -> None:
-        """Events of one program have reached the server."""
+        """Deliver events of one program to its engine."""
         program_id = events[0]["program_id"]
         replica = self._names[0] if self._standalone else self._homes.get(program_id)
         if replica is None:
@@ -381,11 +381,11 @@ class SimulatedClients:
                 self._log.refused_hints += 1
 
     def _release(self, program_id: str, replica: str) -> None:
-        """Tell a program's former engine that the program will not reuse its KV there."""
+        """Notify a program's former engine that the program will not reuse its KV there."""
         if not self._with_hints:
             return
         self._gateway_event_seq += 1
-        # Cancelled: histories must not learn the length of such a program.
+        # Status cancelled: histories must not learn from such a program.
         event = {
             "type": "program_end",
             "program_id": program_id,
@@ -436,7 +436,7 @@ class SimulatedClients:
 
 
 def agent_type_of(plan: ProgramPlan, *, is_child: bool = False) -> str:
-    """The agent type that a client states, with a default for traces without types."""
+    """The agent type in the client's hints, with a default for traces without types."""
     return plan.agent_type or ("sub-agent" if is_child else "agent")
 
 

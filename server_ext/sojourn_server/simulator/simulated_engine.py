@@ -1,7 +1,6 @@
-"""vLLM's own scheduler and KV manager without a model: plan a step, make up its tokens, take them in.
+"""vLLM's scheduler and KV manager without a model: schedule a step, generate its tokens, apply its results.
 
-What a test, a benchmark and later the simulator share. Imports vllm; nothing
-outside the lab, the tests and the benchmarks imports this.
+Used by the simulator, tests and benchmarks. Imports vllm.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from . import vllm_offload_transfers
 
 DUMMY_TOKEN = 7
 STOP_TOKEN = 2
-"""Ends an output, whatever its request's ``max_tokens``."""
+"""Ends an output, whatever the ``max_tokens`` of its request."""
 
 TokenSource = Callable[[Request], int]
-"""The next output token of a request that has all it needs to make one."""
+"""Returns the next output token of a request."""
 
 _LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,16 +63,15 @@ _LLAMA_8B = {
     "rope_theta": 500000.0,
     "hidden_act": "silu",
 }
-"""Shape of Llama-3.1-8B; only the scheduler sees it, and only its lengths. Its context grows to what is asked
-for: other models take more."""
+"""Shape of Llama-3.1-8B. Only the scheduler reads it, for its lengths. The context limit grows as needed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedEngineOptions:
-    """Shape of a bare engine."""
+    """Options of a simulated engine."""
 
     blocks: int = 64
-    """KV blocks, the null block included, as vLLM counts them."""
+    """KV blocks, vLLM's null block included."""
     block_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -81,25 +79,25 @@ class SimulatedEngineOptions:
     asynchronous: bool = False
     scheduling_policy: str = "fcfs"
     host_blocks: int = 0
-    """Blocks that a connector may keep in host memory; 0: no connector."""
+    """Blocks of host memory for a connector; 0: no connector."""
     own_tiers: bool = False
-    """The connector is ours; by default the engine's own."""
+    """Use sojourn's connector instead of vLLM's."""
     disk_blocks: int = 0
-    """Blocks that our connector may keep on disk, below host memory; 0: no disk."""
+    """Blocks of disk below host memory, for sojourn's connector; 0: no disk."""
     sojourn: dict[str, Any] | None = None
-    """Sojourn's settings; None is the engine's untouched scheduler class, and nothing of ours is loaded."""
+    """Sojourn's settings. None: vLLM's own scheduler class, and no code of sojourn is loaded."""
 
 
 @dataclass(slots=True)
 class EngineStepResult:
-    """What one step did."""
+    """Result of one step."""
 
     planned: SchedulerOutput
     finished: list[str] = field(default_factory=list)
 
 
 class SimulatedEngine:
-    """One scheduler with a made-up model. ``clock`` is what sojourn's adapter reads."""
+    """One vLLM scheduler without a model. Sojourn's adapter reads ``clock``."""
 
     def __init__(
         self,
@@ -141,10 +139,9 @@ class SimulatedEngine:
         arrival_s: float = 0.0,
         known_hashes: Sequence[BlockHash] = (),
     ) -> Request:
-        """Hand in a request; ``context`` are further fields of its ``agentic_context``.
+        """Add a request; ``context`` are additional fields of its ``agentic_context``.
 
-        ``known_hashes`` are those of its leading blocks, where an earlier request had the same: they are
-        not worked out again.
+        ``known_hashes`` are hashes of its leading blocks, computed for an earlier request.
         """
         extra = None
         if program_id is not None:
@@ -166,12 +163,12 @@ class SimulatedEngine:
         return request
 
     def plan(self) -> SchedulerOutput:
-        """What the next step computes."""
+        """Schedule the next step."""
         return self.scheduler.schedule()
 
     def take_in(self, planned: SchedulerOutput, copies: KVConnectorOutput | None = None) -> list[str]:
-        """Take in a step's results: a token for every request whose prompt is through, and the copies
-        that have ended. Returns ids of the requests that finished."""
+        """Apply the results of a step: one token for every request with a complete prompt, and finished
+        copies. Returns ids of finished requests."""
         ids = list(planned.num_scheduled_tokens)
         requests = self.scheduler.requests
         tokens = []
@@ -191,14 +188,14 @@ class SimulatedEngine:
         return [o.request_id for b in outputs.values() for o in b.outputs if o.finish_reason is not None]
 
     def step(self) -> EngineStepResult:
-        """Plan a step and take its results in at once."""
+        """Schedule a step and apply its results."""
         planned = self.plan()
         if not planned.total_num_scheduled_tokens:
             return EngineStepResult(planned)
         return EngineStepResult(planned, self.take_in(planned))
 
     def run(self, *, max_steps: int = 10_000) -> int:
-        """Step until nothing is left or nothing moves any more; returns the steps taken."""
+        """Step until all requests have finished, at most ``max_steps`` times; returns the number of steps."""
         for steps in range(max_steps):
             if not self.scheduler.has_unfinished_requests():
                 return steps
@@ -206,7 +203,7 @@ class SimulatedEngine:
         return max_steps
 
     def abort(self, request_id: str) -> None:
-        """The client of a request has gone."""
+        """Abort a request."""
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def tell(self, *events: dict[str, Any], emitter: str = "test") -> list[dict[str, Any]]:
@@ -215,12 +212,12 @@ class SimulatedEngine:
         return list(json.loads(self.scheduler.sojourn_call("events", batch))["outcomes"])
 
     def ask(self, operation: str, **arguments: Any) -> Any:
-        """One of sojourn's operations."""
+        """Call one of sojourn's operations."""
         return json.loads(self.scheduler.sojourn_call(operation, json.dumps(arguments)))
 
     def hash_blocks(self, request: Request) -> list[BlockHash]:
-        """Chained hashes of the request's new full blocks. Not vLLM's: Python's own hash of a tuple of
-        numbers is as repeatable, and ten times cheaper."""
+        """Chained hashes of the request's new full blocks. Python's hash of a tuple of integers is as
+        repeatable as vLLM's, and ten times faster."""
         size = self.options.block_size
         done = len(request.block_hashes)
         added: list[BlockHash] = []
@@ -247,7 +244,7 @@ def _scheduler_class(options: SimulatedEngineOptions, clock: Callable[[], float]
 def _engine_vllm_config(options: SimulatedEngineOptions, page_bytes: int) -> VllmConfig:
     cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=True)
     config = VllmConfig(
-        # The engine's own: whoever changes it changes no other engine of the process.
+        # A copy: changes to it affect no other engine of the process.
         model_config=copy.copy(_model_config(options.max_model_len)),
         scheduler_config=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,

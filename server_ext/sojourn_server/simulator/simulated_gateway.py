@@ -30,15 +30,15 @@ from .workloads.arrival_processes import ArrivalProcess
 from .workloads.program_plans import ProgramPlan
 
 SLO_FACTOR = 1.5
-"""A program is in time that takes at most so many times what it would take alone (SAGA §9.1)."""
+"""Deadline of a program as a multiple of its completion time alone (SAGA §9.1)."""
 
 
 def isolated_completion_s(plan: ProgramPlan, latency: LatencyModel, max_batched_tokens: int) -> float:
-    """Seconds from a program's arrival to its last token if nobody else were there, its tools included.
+    """Seconds from a program's arrival to its last token, alone on an empty engine, tools included.
 
-    Each prompt is computed but for what an earlier turn of the program left, in chunks of
-    ``max_batched_tokens``; then a token a step. Sub-agents are programs of their own. Steps that decode are
-    not worked out one by one: the first, the middle and the last are, weighed as Simpson's rule does.
+    Prefill covers what no earlier turn of the program computed, in chunks of ``max_batched_tokens``; decoding
+    adds one token per step. Sub-agents count as programs of their own. Decode time is an integral over three
+    steps (first, middle, last) by Simpson's rule.
     """
     total_s = 0.0
     for turn, lengths in enumerate(plan.plans):
@@ -51,7 +51,7 @@ def isolated_completion_s(plan: ProgramPlan, latency: LatencyModel, max_batched_
 
 
 def _prefill_s(latency: LatencyModel, found_tokens: int, prompt_tokens: int, chunk: int) -> float:
-    # At least the last token of a prompt is computed: there must be something to sample from.
+    # At least the last token of a prompt is computed.
     context, total_s = min(found_tokens, prompt_tokens - 1), 0.0
     while context < prompt_tokens:
         new = min(chunk, prompt_tokens - context)
@@ -95,16 +95,16 @@ def _token_s(latency: LatencyModel, context: int) -> float:
 
 
 DEFAULT_TENANT = "lab"
-"""On whose behalf programs run of which the workload does not say it."""
+"""Tenant of programs whose workload has no tenants."""
 TICK_INTERVAL_S = 0.1
-"""How often a core that steals, or gives out shares, is told that time goes by (SAGA §5.2, §6.2)."""
+"""Interval of ticks for a core that steals requests or divides capacity (SAGA §5.2, §6.2)."""
 PREFIX_CHUNK_TOKENS = 256
-"""Of a prompt, what one hash of its beginning is of."""
+"""Prompt tokens per prefix hash."""
 MAX_WAITING_REQUESTS = 1_000_000
 
 
 class SimulatedGateway:
-    """One routing core. Nobody is refused for want of room or patience, as no baseline refuses anybody."""
+    """One routing core. It rejects no request for lack of capacity or patience, like the baselines."""
 
     def __init__(self, preset: ClusterPreset) -> None:
         self.core = build_routing_core(
@@ -121,8 +121,7 @@ class SimulatedGateway:
         self.reads_prefixes = preset.routing.reads_prefixes
 
     def saw(self, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float) -> None:
-        """A program has ended before the run begins: its turns, its longest context, and the seconds that it
-        took, with its tools and these alone."""
+        """Record a program that ended before the run: turns, longest context, seconds in all and in tools."""
         program = RoutedProgram(
             (DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
         )
@@ -130,7 +129,7 @@ class SimulatedGateway:
         self.core.expected.ended(program, took_s)
 
     def seen(self, replica: str, options: SimulatedEngineOptions, now: float) -> list[AnyRoutingAction]:
-        """An engine says that it is there."""
+        """Register an engine."""
         size = options.block_size
         return self.core.take(
             routing_events.ReplicaRegistered(
@@ -155,7 +154,7 @@ class SimulatedGateway:
         prefix: tuple[int, ...],
         now: float,
     ) -> list[AnyRoutingAction]:
-        """A request has come. ``deadline_s`` is its program's, on the run's clock."""
+        """Handle a new request. ``deadline_s`` is the deadline of its program, in virtual seconds."""
         return self.core.take(
             routing_events.RequestReceived(
                 request.request_id,
@@ -172,24 +171,24 @@ class SimulatedGateway:
         )
 
     def began(self, request_id: str, replica: str, now: float) -> list[AnyRoutingAction]:
-        """Its first token is there."""
+        """Handle the first token of a request."""
         return self.core.take(routing_events.FirstByteSent(request_id, replica), now)
 
     def ended(self, request_id: str, replica: str, output_tokens: int, now: float) -> list[AnyRoutingAction]:
-        """It is answered."""
+        """Handle the end of a request."""
         return self.core.take(routing_events.RequestFinished(request_id, output_tokens, replica), now)
 
     def program_ended(self, program_id: str, tenant: str | None, now: float) -> list[AnyRoutingAction]:
-        """Its client says so. All clients do: a gateway is told what a server with hints is."""
+        """Handle the end of a program. All simulated clients report it."""
         return self.core.take(routing_events.ProgramEnded(program_id, tenant or DEFAULT_TENANT), now)
 
     def tick(self, now: float) -> list[AnyRoutingAction]:
-        """Time has gone by."""
+        """Handle a tick."""
         return self.core.take(routing_events.Tick(), now)
 
 
 class GatewayRouterStub:
-    """Stands in for a router: the routing core takes requests one by one instead of views."""
+    """Replaces a router: the routing core handles requests one by one instead of views."""
 
     is_open = False
 
@@ -229,7 +228,7 @@ class GatewayClients(SimulatedClients):
         self._do(self._gateway.began(turn.life.request_id, turn.life.replica, self._event_queue.now_s))
 
     def answered(self, turn: InFlightTurn) -> None:
-        # The core comes first: the client's next request then finds the freed capacity.
+        # The core first: the client's next request then finds the freed capacity.
         life = turn.life
         replica = self._bound.pop(life.request_id)
         self._do(self._gateway.ended(life.request_id, replica, life.output_tokens, self._event_queue.now_s))
@@ -292,7 +291,7 @@ class GatewayClients(SimulatedClients):
 
 
 def prefix_hashes(prompt: Sequence[int]) -> tuple[int, ...]:
-    """Chained hashes of a prompt's pieces; the last, shorter one is left out."""
+    """Chained hashes of a prompt's chunks, without the last incomplete one."""
     chain = 0
     found = []
     for start in range(0, len(prompt) - PREFIX_CHUNK_TOKENS + 1, PREFIX_CHUNK_TOKENS):

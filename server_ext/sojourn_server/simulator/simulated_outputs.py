@@ -19,10 +19,9 @@ from sojourn_server.traces.trace_schema import TraceToolRun
 
 
 class SimulatedOutputs:
-    """Stands in for the adapter's ``ToolCallReader``: made-up tokens decode to nothing.
+    """Replaces the adapter's ``ToolCallReader``: simulated tokens decode to no text.
 
-    It is asked when an output is complete, and then says what stands in it: which
-    tools are called, not how long they will take.
+    It returns the tool calls of a finished output, not their durations.
     """
 
     def __init__(self) -> None:
@@ -30,23 +29,23 @@ class SimulatedOutputs:
         """By identity of the request's list of output tokens, which lives as long as the request."""
 
     def say(self, token_ids: Sequence[int], runs: Sequence[TraceToolRun]) -> None:
-        """This output, once it is complete, will call these tools."""
+        """Set the tool calls of an output."""
         self._calls[id(token_ids)] = tuple(ParsedToolCall(run.name, run.cmd) for run in runs)
 
     def forget(self, token_ids: Sequence[int]) -> None:
-        """Its request has left the engine."""
+        """Remove an output whose request has left the engine."""
         self._calls.pop(id(token_ids), None)
 
     def read(self, token_ids: Sequence[int]) -> tuple[ParsedToolCall, ...]:
-        """The tool calls in an output."""
+        """The tool calls of an output."""
         return self._calls.get(id(token_ids), ())
 
 
 TrueLengthLookup = Callable[[str], int]
-"""Tokens of the whole output of a request, by its id."""
+"""Returns the total output tokens of a request, by its id."""
 
 MEAN_ABSOLUTE_NORMAL = sqrt(2 / pi)
-"""Mean |x| of a normal x, in deviations."""
+"""Mean |x| of a normally distributed x, in standard deviations."""
 
 _NORMAL_SCORES = tuple(
     NormalDist().inv_cdf((point + 0.5) / QUANTILE_POINTS) for point in range(QUANTILE_POINTS)
@@ -55,7 +54,7 @@ _NORMAL_SCORES = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OraclePredictor:
-    """Knows. The limit of what any prediction is worth."""
+    """Knows the exact length: the upper bound of what a prediction is worth."""
 
     length: TrueLengthLookup
     predicts: bool = True
@@ -67,13 +66,13 @@ class OraclePredictor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisyPredictor:
-    """Knows, but for an error, of every output that has begun: what is left times e^x, x normal with mean 0.
+    """Knows the length of an output that has begun, up to an error: remaining tokens times e^x, x normal,
+    mean 0.
 
-    It stands for a network that reads hidden states: of a request that waits there are none, so ``unseen``
-    is asked. ``error`` is what such a network's error is measured as, mean |ln(actual ÷ predicted)|. That
-    of a request is drawn from its id, and anew each time its output has doubled, as errors at tokens that
-    are near each other are alike. It says how sure it is as a calibrated predictor would: its equally
-    likely lengths scatter by as much.
+    It models a predictor that reads hidden states. A waiting request has none; ``unseen`` predicts it.
+    ``error`` is the mean |ln(actual ÷ predicted)|, as such predictors are measured. The error of a request
+    depends on its id and is drawn again each time its output has doubled: errors at neighbouring tokens are
+    correlated. The predicted quantiles have the same spread, as for a calibrated predictor.
     """
 
     length: TrueLengthLookup

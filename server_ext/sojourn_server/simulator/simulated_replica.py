@@ -1,4 +1,4 @@
-"""One vLLM engine of a simulation: its inbox, its step under way, and when it must run next."""
+"""One vLLM engine of a simulation: its inbox, its current step, and its next due time."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 NEVER_S = float("inf")
 
 IDLE_POLL_S = 0.05
-"""Interval at which an engine retries while it has requests and can run none of them."""
+"""Retry interval of an engine with requests of which none can run."""
 
 
 @dataclass(slots=True)
 class ReplicaStepCounts:
-    """What one engine did."""
+    """Counters of one engine."""
 
     steps: int = 0
     busy_s: float = 0.0
     scheduler_s: float = 0.0
-    """Wall seconds inside the scheduler's own calls."""
+    """Wall seconds in the scheduler's own calls."""
     preemption_steps: list[int] = field(default_factory=list)
     blocked_since_s: float | None = None
-    """Since when it has had requests and could run none of them; ``None``: it has none, or runs."""
+    """Time since which it has requests but can run none; ``None`` otherwise."""
 
 
 class SimulatedReplica:
-    """An engine as the simulation's loop drives it.
+    """An engine, driven by the simulation loop.
 
-    ``due_s`` is the time at which it must run next: the end of its step; while nothing can run, the end of a
-    copy or the next poll (a lease may end); ``inf`` while it has nothing to do.
+    ``due_s`` is the time of its next action: the end of its step; if nothing can run, the end of a copy or
+    the next poll (a lease may end); ``inf`` if it is idle.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class SimulatedReplica:
         self._on_first_token = on_first_token
         self._on_finished = on_finished
         self._planned: Any = None
-        """Of the step it is in; ``None``: it is in none."""
+        """Scheduler output of the current step; ``None`` between steps."""
         self.is_computing = False
-        """Whether that step computes anything, rather than only copying."""
+        """Whether the current step computes anything, besides copies."""
         self._first: list[InFlightTurn] = []
         self._recalled_ids: list[str] = []
 
@@ -87,15 +87,15 @@ class SimulatedReplica:
         self._inbox.append(message)
 
     def cancel(self, request_id: str) -> InFlightTurn | None:
-        """Withdraw a request: it is aborted before the engine does anything else. ``None`` if it has not
-        reached the engine."""
+        """Withdraw a request: it is aborted before the engine's next action. ``None`` if it has not reached
+        the engine."""
         if request_id not in self.account.live:
             return None
         self._recalled_ids.append(request_id)
         return self.account.recalled(request_id, self._clock.now_s)
 
     def deliver(self) -> None:
-        """Take in the queued messages in their order."""
+        """Deliver the queued messages in order."""
         while self._inbox:
             self._inbox.popleft()()
 
@@ -115,7 +115,7 @@ class SimulatedReplica:
         planned, self._planned = self._planned, None
         self._abort_recalled()
         for turn in self._first:
-            # One's first token may have another taken back that makes its own in the same step.
+            # The first token of one request may recall another one of the same step.
             if turn.request.request_id in self.account.live:
                 turn.life.first_token_s = now
                 self._on_first_token(self, turn)

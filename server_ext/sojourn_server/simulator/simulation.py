@@ -1,9 +1,8 @@
-"""The simulation loop: one virtual clock, one event queue, and N engines that step on their own.
+"""The simulation loop: one virtual clock, one event queue, and N engines that step independently.
 
-Due client events come first, then the results of steps that end now; then engines begin their next steps,
-and the clock moves to the next due time. An engine plans with vLLM's own scheduler; the latency model gives
-the duration of a step. Policies see what a server would: requests when they arrive, events when clients
-send them.
+The loop runs due client events, then ends the steps that end now, then begins new steps, and moves the clock
+to the next due time. An engine schedules with vLLM's own scheduler; the latency model gives the duration of a
+step. Policies see what a server would: requests when they arrive, events when clients send them.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from .workloads.arrival_processes import ArrivalProcess
 from .workloads.program_plans import ProgramPlan
 
 STALL_TIMEOUT_S = 3600.0
-"""Virtual seconds without progress after which a run is given up."""
+"""Virtual seconds without progress after which a run is aborted."""
 CLUSTER_STALL_CHECK_PASSES = 4096
-"""Passes of the loop between two checks of a cluster for a stall; a standalone engine is checked in each."""
+"""Iterations of the loop between two stall checks of a cluster; a standalone engine is checked in each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
-    """Length of a run and what it records. Seconds are virtual."""
+    """Length of a run and what it records, in virtual seconds."""
 
     until_s: float | None = None
     """End of the run; ``None``: when all programs have finished."""
     samples: int = 200
     """Occupancy samples over the whole run; 0: none."""
     outputs_contain_tool_calls: bool = True
-    """A finished output names the tools it calls, as a real model's does. False: servers learn of tools
-    from client events only."""
+    """A finished output contains its tool calls, as a real one does. False: servers learn of tools from
+    client events only."""
     oracle: bool = False
-    """The policy knows the length of each output instead of its own predictor's estimate."""
+    """The policy knows the length of each output."""
     prediction_error: float | None = None
-    """The policy gets the length of outputs that have begun with this error: mean |ln(actual ÷ told)|."""
+    """The policy knows the length of running outputs with this error: mean |ln(actual ÷ predicted)|."""
     max_virtual_s: float = 30 * 86400.0
     """Limit of a run without ``until_s``; reaching it adds a note."""
 
@@ -57,8 +56,8 @@ class Simulation:
     """One policy on one workload. Call ``run()`` once.
 
     ``engines`` are pairs of an engine and its host memory (or ``None``), all of one shape. ``front`` is the
-    gateway's routing core or a router. ``standalone``: a single engine that is no replica of a cluster. Its
-    logs name no replica, and client events that fall into a step run at its end, each with its own time.
+    gateway's routing core or a router. ``standalone``: a single engine outside a cluster. Its logs name no
+    replica, and client events during a step run at its end, each with its own time.
     """
 
     def __init__(
@@ -125,8 +124,8 @@ class Simulation:
             install_scripted_outputs(sim_replica.engine, sim_replica.account, self._clients.outputs, options)
 
     def saw(self, programs: Iterable[ProgramPlan]) -> None:
-        """Let clients and the gateway learn from programs that ended before the run, each as if alone.
-        Call it before ``run``."""
+        """Let clients and gateway learn from programs that ended before the run, each as if alone. Call it
+        before ``run``."""
         for plan in programs:
             kind = self._clients.saw(plan)
             if isinstance(self._front, SimulatedGateway):
@@ -166,7 +165,7 @@ class Simulation:
             next_s = self._next_s()
             if not (self._standalone and self._replicas_in_step):
                 next_s = min(event_queue.next_s(), next_s)
-            # A step under way may end after the end of the run; nothing else goes beyond it.
+            # A step may end after the end of the run; no other event does.
             clock.advance_to(next_s if self._replicas_in_step else min(end_s, next_s))
             passes += 1
             if passes % 256 == 0 and time.perf_counter() - shown > 0.2:
@@ -202,7 +201,7 @@ class Simulation:
         numbers = {self._numbers[replica] for replica in mail}
         numbers.update(self._numbers[sim_replica.replica] for sim_replica in over if sim_replica.due_s <= now)
         if len(self._sim_replicas) == 1 and not over:
-            # A single engine that can run nothing looks again after every event.
+            # A single engine that can run nothing retries after every event.
             numbers.add(0)
         mail.clear()
         for number in sorted(numbers):
@@ -255,7 +254,7 @@ class Simulation:
         self._event_queue.at(every_s, sample, background=True)
 
     def _sample(self) -> OccupancySample:
-        """Mean occupancy of a replica: the pool size in the log is that of one replica."""
+        """Mean occupancy of a replica: the pool size in the log is per replica."""
         active = self._clients.active
         acting = [program for program in active.values() if program.state == "acting"]
         held = 0
@@ -320,16 +319,16 @@ class Simulation:
 def install_scripted_outputs(
     engine: SimulatedEngine, account: TokenAccounting, outputs: SimulatedOutputs, options: SimulationOptions
 ) -> None:
-    """Make ``engine`` emit the outputs that ``account`` has for its requests.
+    """Make ``engine`` emit the outputs that ``account`` holds for its requests.
 
-    With tool calls in the outputs the adapter, if there is one, reads them from
-    ``outputs``; an oracle or an error rate in ``options`` replaces its predictor.
+    With tool calls in outputs, the adapter (if any) reads them from ``outputs``; an oracle or a prediction
+    error in ``options`` replaces its predictor.
     """
 
     def next_token(request: Any) -> int:
         output = account.live[request.request_id].output
         index = request.num_output_tokens
-        # The last token is never computed, hence in no block: it may be another one than the prompt's.
+        # The last token is never computed, hence in no block: it may differ from the prompt's.
         return output[index] if index + 1 < len(output) else STOP_TOKEN
 
     def output_tokens(request_id: str) -> int:
@@ -351,7 +350,7 @@ def install_scripted_outputs(
 
 
 HASH_STRIDE = 8
-"""Of a long context every eighth block is looked up: eviction takes runs of blocks."""
+"""Only every eighth block of a context is looked up: eviction takes runs of blocks."""
 
 
 def sample_occupancy(
@@ -363,7 +362,7 @@ def sample_occupancy(
     acting: int,
     running: int,
 ) -> OccupancySample:
-    """A sample. ``contexts`` are the block hashes of programs that are in a tool."""
+    """Sample the KV memory of an engine. ``contexts`` are block hashes of programs that run a tool."""
     pool = engine.pool
     total = pool.num_gpu_blocks - 1
     unused = pool.get_num_free_blocks()
@@ -385,13 +384,13 @@ def sample_occupancy(
 
 
 def count_host_blocks(engine: SimulatedEngine) -> int:
-    """Blocks in host memory, those on their way included; 0 without a host cache."""
+    """Blocks in host memory, including those being copied; 0 without host memory."""
     connector = engine.scheduler.connector
     if connector is None:
         return 0
     if engine.options.own_tiers:
         return len(connector.planner.host)
-    # vLLM has no public count: chunks handed out so far, less those given back (kv_offload/cpu/manager.py).
+    # vLLM has no public counter: allocated chunks minus freed ones (kv_offload/cpu/manager.py).
     manager = connector.scheduler.manager
     return int(manager._num_allocated_chunks - len(manager._free_list))
 

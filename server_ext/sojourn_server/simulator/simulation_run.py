@@ -1,4 +1,4 @@
-"""From a specification to what happened: one policy on one workload, in a process of its own."""
+"""One simulation from a specification: one policy on one workload."""
 
 from __future__ import annotations
 
@@ -23,75 +23,74 @@ if TYPE_CHECKING:
     from .workloads.program_plans import PlaybackOptions, ProgramPlanner
 
 UNBOUNDED_HOST_TOKENS = 40_000_000
-"""Host memory of ``free-io``, in tokens of KV: what 500 long contexts take. A run that fills it says so."""
+"""Host memory of ``free-io`` in KV tokens, enough for 500 long contexts. A run that fills it adds a note."""
 
 HISTORY_SEED = 1_000_003
-"""Between the seeds of a run and of the programs seen before it."""
+"""Distance between the seed of a run and that of earlier programs."""
 
 OCCUPANCY_SAMPLES = 200
-"""Looks at the occupancy of a run."""
+"""Occupancy samples of a run."""
 UNBOUNDED_OCCUPANCY_SAMPLES = 20
-"""The same, where a look goes through millions of blocks."""
+"""Occupancy samples of a run with millions of blocks."""
 
 DEFAULT_MODEL = "llama-3.1-8b"
-"""Where no model is named and the hardware brings none."""
+"""Model if neither the user nor the hardware profile names one."""
 
 DISK_POLICIES_HINT = "tiers of ours among them, such as continuum+host or mori"
-"""What a policy is to have where nobody has a disk, in the words of a message."""
+"""Part of an error message: the policies that have a disk."""
 
 OnProgress = Callable[[str, float, int], None]
 """(label, virtual seconds, programs finished)"""
 
 
 class SimulatorError(ValueError):
-    """A simulation cannot be set up; the text says what is wrong and what was expected."""
+    """Invalid simulation setup; the message says what is wrong and what is expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """One policy on one workload. Plain data: it travels to the process that runs it."""
+    """One policy on one workload. Plain data that can be pickled."""
 
     policy: str
-    """With ``replicas``, a cluster's: see ``cluster.policies.find_cluster_policy``."""
+    """With ``replicas``, the name of a cluster policy: see ``find_cluster_policy``."""
     workload: str
     """A trace file, or ``synthetic:NAME``."""
     hardware: str = "a100-80gb"
-    """A profile's name, or a file."""
+    """Name of a hardware profile, or a file."""
     model: str | None = None
-    """A model's name, or a file; ``None``: the one that an engine profile was measured with, else
-    ``DEFAULT_MODEL``."""
+    """Name of a model, or a file; ``None``: that of the engine profile, else ``DEFAULT_MODEL``."""
     tp: int = 1
     cpu_ratio: float = 1.0
     """Host memory for KV as a multiple of the device's KV memory, for policies that use it."""
     disk_ratio: float = 0.0
-    """Disk for KV as a multiple of the device's KV memory, for policies with tiers of ours; 0: none."""
+    """Disk for KV as a multiple of the device's KV memory, for policies with sojourn's tiers; 0: none."""
     replicas: int | None = None
-    """Engines behind a gateway, each on hardware of its own; ``None``: one, by itself."""
+    """Engines behind a gateway, each on hardware of its own; ``None``: a single engine."""
     programs: int = 40
-    """At once (closed loop); in all (open loop). Of all replicas together."""
+    """Concurrent programs (closed loop) or arrivals (open loop), over all replicas."""
     rate_per_s: float | None = None
-    """Poisson arrivals a second: an open loop. ``None``: closed."""
+    """Poisson arrivals per second: an open loop. ``None``: a closed loop."""
     until_s: float | None = 3600.0
     seed: int = 0
     max_gap_s: float | None = None
-    """Longer idle times are cut to this."""
+    """Upper limit of idle times."""
     human_gaps: bool = True
-    """Keep the time people took."""
+    """Keep the response times of people."""
     pool_tokens: int | None = None
-    """Tokens of KV on the device; ``None``: what fits beside the weights, or was measured."""
+    """KV tokens on the device; ``None``: as measured, or as many as fit beside the weights."""
     max_model_len: int | None = None
-    """The engine's longest context; ``None``: the model's own. vLLM refuses to start where the pool does not
-    hold one such request."""
+    """Longest context of the engine; ``None``: the model's. vLLM requires that the pool holds one such
+    request."""
     max_context_tokens: int | None = None
-    """Programs end before a turn that needs more; ``None``: at the engine's longest context."""
+    """Programs end before a turn with more tokens; ``None``: the engine's longest context."""
     record_accesses: bool = False
     seen: int = 0
-    """Programs of a synthetic workload, made with another seed, that the gateway before ``replicas`` and its
-    clients have seen end before the run: how long agents of each type run, and how far they grow."""
+    """Number of programs, made with another seed, that gateway and clients have seen end before the run. They
+    teach the turns and context sizes of each agent type. Synthetic workloads with ``replicas`` only."""
 
     @property
     def label(self) -> str:
-        """What progress bars and tables call it."""
+        """Name in progress bars and tables."""
         load = f"{self.rate_per_s:g}/s" if self.rate_per_s is not None else str(self.programs)
         return (
             f"{self.policy} @ {load}"
@@ -102,7 +101,7 @@ class RunSpec:
 
 @dataclass(slots=True)
 class RunResult:
-    """What one run gave."""
+    """Result of one run."""
 
     spec: RunSpec
     log: RunLog
@@ -124,7 +123,7 @@ def run_simulation(spec: RunSpec, on_progress: OnProgress = lambda label, now, f
 
 
 def engine_policy(spec: RunSpec) -> SimulatorPolicy:
-    """What runs in the engine, or in each of several. Raises ``PolicyError``."""
+    """The policy of each engine. Raises ``PolicyError``."""
     if spec.replicas is None:
         return find_policy(spec.policy)
     from .simulator_policies import find_cluster_policy
@@ -133,7 +132,7 @@ def engine_policy(spec: RunSpec) -> SimulatorPolicy:
 
 
 def policy_name(spec: RunSpec) -> str:
-    """What logs and tables call the policy. Raises ``PolicyError``."""
+    """The policy's name in logs and tables. Raises ``PolicyError``."""
     if spec.replicas is None:
         return find_policy(spec.policy).name
     from .simulator_policies import find_cluster_policy
@@ -142,9 +141,9 @@ def policy_name(spec: RunSpec) -> str:
 
 
 def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
-    """Read what ``specs`` name, without running it. Returns what the user should know of it.
+    """Check ``specs`` without running them. Returns notes for the user.
 
-    Raises as ``run`` does, before any time is spent.
+    Raises like ``run_simulation``.
     """
     from .workloads.program_plans import PlaybackOptions
 
@@ -188,16 +187,15 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
 
 
 def workload_program_ids(spec: RunSpec) -> list[str]:
-    """Ids of the workload's programs, in its order. Raises ``TraceError``."""
+    """Ids of the workload's programs, in order. Raises ``TraceError``."""
     from .workloads.arrival_processes import load_programs
 
     return [program.program_id for program in load_programs(spec.workload, spec.seed)]
 
 
 def first_program_ids(spec: RunSpec) -> list[str]:
-    """Ids, in the trace, of the programs that come whatever the policy does: of an open loop all there will
-    be, of a closed loop those that begin it. Sub-agents stand behind their parents. Raises as ``run``.
-    """
+    """Trace ids of the programs that arrive under every policy: all of an open loop, the first ones of a
+    closed loop. Sub-agents follow their parents. Raises like ``run_simulation``."""
     _, shape = device_for_run(spec, cpu_ratio=0.0)
     coming = [plan for _, plan in _arrival_process(spec, _context_fitting_pool(shape)).initial()][::-1]
     found: dict[str, None] = {}
@@ -228,7 +226,7 @@ def _program_planner(spec: RunSpec, options: PlaybackOptions) -> ProgramPlanner:
 
 
 def device_for_run(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, DeviceShape]:
-    """The device of a run with so much host memory for KV, as a multiple of its own. Raises
+    """Latency model and shape of a run's device; ``cpu_ratio`` as in ``RunSpec``. Raises
     ``LatencyProfileError``."""
     from .latency.latency_selection import DeviceOptions, is_engine_profile, load_latency_model
 
@@ -244,7 +242,7 @@ def device_for_run(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, Devic
 
 
 def uses_cpu_ratio(policy: SimulatorPolicy) -> bool:
-    """Whether ``RunSpec.cpu_ratio`` changes anything: for who has host memory, and not without end."""
+    """Whether ``RunSpec.cpu_ratio`` has an effect: for policies with limited host memory."""
     return policy.host_cache and policy.limit is not UpperBound.FREE_IO
 
 
@@ -254,7 +252,7 @@ def uses_disk_ratio(policy: SimulatorPolicy) -> bool:
 
 
 def _cpu_ratio(spec: RunSpec, policy: SimulatorPolicy) -> float:
-    """An engine profile may not tell what host memory needs: only who has some and pays for it must know."""
+    """The ratio, or 0 if unused: an engine profile need not have the bandwidths that host memory requires."""
     return spec.cpu_ratio if uses_cpu_ratio(policy) else 0.0
 
 
@@ -281,7 +279,7 @@ def _check_history(spec: RunSpec) -> None:
 
 
 def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> int:
-    """What the engine would refuse is refused here too."""
+    """Blocks of the disk; rejects what the engine would reject."""
     if not uses_disk_ratio(policy) or not spec.disk_ratio:
         return 0
     if not 0 <= spec.disk_ratio < float("inf"):
@@ -298,8 +296,8 @@ def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> 
 
 
 def _context_fitting_pool(shape: DeviceShape) -> DeviceShape:
-    """With no context longer than the pool: a request that fills it alone is the longest that can run."""
-    # vLLM's null block is one of the pool's.
+    """Limit the context to the pool: the longest runnable request fills the pool alone."""
+    # vLLM's null block is part of the pool.
     usable = (shape.kv_pool_tokens // shape.block_size - 1) * shape.block_size
     if usable < shape.block_size:
         raise SimulatorError(
@@ -310,7 +308,7 @@ def _context_fitting_pool(shape: DeviceShape) -> DeviceShape:
 
 
 def _longest_turn(spec: RunSpec, shape: DeviceShape) -> int:
-    """Where programs are cut, in tokens. Every policy gets the same cuts."""
+    """Context limit of programs in tokens. It is the same for every policy."""
     return min(shape.max_context_tokens, spec.max_context_tokens or shape.max_context_tokens)
 
 
@@ -377,7 +375,7 @@ def _new_run_log(spec: RunSpec, shape: DeviceShape, engine: SimulatedEngine) -> 
 def _host_transfers(
     policy: SimulatorPolicy, shape: DeviceShape, latency: LatencyModel, engine: SimulatedEngine
 ) -> Any:
-    """The copies of an engine's host memory; ``None`` where it has none."""
+    """Transfers of an engine's host memory; ``None`` without host memory."""
     if not engine.options.host_blocks:
         return None
     from .vllm_offload_transfers import VllmOffloadTransfers
@@ -393,7 +391,7 @@ def _host_transfers(
         host = VllmOffloadTransfers(latency, block_bytes)
     adapter = getattr(engine.scheduler, "sojourn", None)
     if adapter is not None:
-        # What an engine would take from its profile: how soon a token comes back from host memory.
+        # An engine takes this from its profile: seconds per token loaded from host memory.
         per_block_s = latency.copy_s(block_bytes, to_host=False)
         adapter.program_scheduler.pool.host_s_per_token = per_block_s / shape.block_size
     return host
@@ -473,7 +471,7 @@ def _simulate_cluster(
         latency,
         loop,
         log,
-        # A look goes through every block of every engine.
+        # A sample visits every block of every engine.
         _simulation_options(
             spec, policy, max(UNBOUNDED_OCCUPANCY_SAMPLES, OCCUPANCY_SAMPLES // spec.replicas)
         ),

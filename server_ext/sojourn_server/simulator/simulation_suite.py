@@ -1,7 +1,6 @@
-"""Many runs, side by side in processes, and their figures in one list.
+"""Runs many simulations in parallel and collects their metrics.
 
-Each run has a process of its own: what one policy loads (an adapter, a
-connector) another cannot see.
+Each run has a process of its own: modules that one policy loads (adapter, connector) are invisible to others.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ OnProgress = Callable[[int, float, int], None]
 
 @dataclass(slots=True)
 class SuiteResult:
-    """Rows in the order asked for, and the logs behind them."""
+    """Rows in the requested order, and their logs."""
 
     rows: list[RunRow] = field(default_factory=list)
     logs: list[RunLog] = field(default_factory=list)
     orders: list[dict[str, int]] = field(default_factory=list)
-    """Of each row, the tokens that every order of eviction computes again on stock's accesses under the same
-    load; empty where these were not recorded."""
+    """Per row: tokens that each eviction order recomputes on the accesses of ``stock`` under the same load;
+    empty if these were not recorded."""
 
 
 PRELOAD_MODULES = (
@@ -45,12 +44,12 @@ PRELOAD_MODULES = (
     "sojourn_server.simulator.simulated_engine",
     "sojourn_server.simulator.simulation",
 )
-"""What takes most of a run's start to import: vLLM and torch. Nothing of the adapter: stock must not load
-that."""
+"""Slow imports of a run: vLLM and torch. Without the adapter, which ``stock`` must not load."""
 
 
 def planned_runs(specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """The runs that ``specs`` need. ``belady`` has no run of its own: it needs the accesses of the stock run.
+    """The runs that ``specs`` need. ``belady`` has no run of its own: it uses the accesses of the ``stock``
+    run.
 
     Raises ``PolicyError``.
     """
@@ -79,11 +78,11 @@ def run_suite(
     on_progress: OnProgress = lambda number, now, finished: None,
     on_done: Callable[[int], None] = lambda number: None,
 ) -> SuiteResult:
-    """Run ``plan(specs)`` on ``processes`` processes (default: one a core); numbers are places in that plan.
+    """Run ``planned_runs(specs)`` in ``processes`` processes (default: one per core); numbers are places in
+    that list.
 
-    With ``kept``, runs found there are not run again, and each is put there when it has ended. ``name`` is
-    what errors call a run.
-    Raises what ``run`` raises, and ``WorkerDiedError``; the other runs are then given up.
+    ``kept`` provides finished runs and stores new ones. ``name`` gives the name of a run in errors. Raises
+    like ``run_simulation``, and ``WorkerDiedError``; other runs are then aborted.
     """
     planned = planned_runs(specs)
     outcomes: dict[RunSpec, RunOutcome] = {}
@@ -116,7 +115,7 @@ def run_suite(
 
 
 def _run_in_process(spec: RunSpec, report: ReportCallback) -> bytes:
-    import_module(PRELOAD_MODULES[0])  # where a process is not forked from one that has it
+    import_module(PRELOAD_MODULES[0])  # needed where processes are not forked
     result = run_simulation(spec, lambda label, now, finished: report((now, finished)))
     return msgspec.msgpack.encode(_run_outcome(result.log, result.accesses))
 
@@ -124,10 +123,10 @@ def _run_in_process(spec: RunSpec, report: ReportCallback) -> bytes:
 def _run_outcome(log: RunLog, accesses: AccessLog | None) -> RunOutcome:
     if accesses is None:
         return RunOutcome(log=log)
-    # Other orders than the optimum are compared on stock's accesses only.
+    # Other orders are compared on the accesses of ``stock`` only.
     orders = compare_eviction_orders(accesses, None if log.policy == "stock" else ())
     turns = {turn.request_id: turn for program in log.programs for turn in program.turns}
-    # What comes back from host memory is nobody's to compute again, and the optimum knows of no host.
+    # Tokens loaded from host memory are not recomputed, and the optimum has no host memory.
     if not log.host_blocks:
         for request, tokens in zip(
             accesses.requests, orders[OPTIMAL_ORDER].regenerated_by_request, strict=True

@@ -1,4 +1,10 @@
-"""Policies that the simulator compares, by name: baselines, presets, upper bounds, and those of clusters."""
+"""Policies of the simulator by name: baselines, presets, upper bounds, and cluster policies.
+
+Baselines with a preset receive the same client events as Sojourn's policies, including the end of a program,
+and then free its blocks; the systems of their papers know it too. ``stock``, alone or behind a router or with
+host memory, keeps blocks until they are reused. The preset ``known-ends`` is ``stock`` plus program ends: a
+policy's own gain is what it gains over ``known-ends``.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +30,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """How one baseline is built."""
+    """Definition of one baseline."""
 
     name: str
     paper: str
-    """The paper or source it follows, with its sections."""
+    """Paper or source, with sections."""
     leaves_out: str
     preset: str | None = None
     """Sojourn's preset; ``None``: the untouched scheduler class."""
     request_router: type[RequestRouter] | None = None
-    """The router before the engine; ``None``: none."""
+    """Router in front of the engine; ``None``: none."""
     host_cache: bool = False
-    """The engine's own offloading connector is on: everything is written through to host memory, LRU."""
+    """vLLM's offloading connector is on: all blocks are written to host memory, LRU."""
 
 
 _ALL = (
@@ -117,44 +123,44 @@ _ALL = (
 )
 
 BASELINES: dict[str, Baseline] = {baseline.name: baseline for baseline in _ALL}
-"""By name, in the order in which tables show them."""
+"""By name, in the order of tables."""
 
 
 class UpperBound(str, Enum):
-    """Not a policy: what memory could buy. ``belady`` bounds the tokens that any order of eviction computes
-    again on the stock run's accesses; under the others none are. Their times are no bounds: they serve in
-    order of arrival, and another order may give a shorter mean time to the first token, or to completion."""
+    """Not a policy: what memory could buy. ``belady`` bounds the tokens that any eviction order recomputes on
+    the accesses of the ``stock`` run; the others recompute none. Their times are no bounds: they serve in
+    order of arrival, and another order may have a shorter mean TTFT or completion time."""
 
     BELADY = "belady"
-    """Offline: the fewest tokens that must be computed again on the stock run's accesses."""
+    """Offline: the fewest recomputed tokens on the accesses of the ``stock`` run."""
     FREE_IO = "free-io"
-    """Everything is found again in a host memory without end, over a link that takes no time."""
+    """Unlimited host memory, with transfers that take no time."""
     UNLIMITED = "unlimited"
-    """The untouched engine with a KV pool that is never full."""
+    """vLLM's own scheduler with an unlimited KV pool."""
 
 
 class PolicyError(ValueError):
-    """There is no such policy; the text names the nearest."""
+    """Unknown policy; the message names the nearest one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatorPolicy:
-    """How to build one policy's engine."""
+    """How to build the engine of one policy."""
 
     name: str
     preset: str | None = None
-    """Sojourn's preset; ``None``: the untouched scheduler class, and nothing of ours in the process."""
+    """Sojourn's preset; ``None``: vLLM's own scheduler class, without code of sojourn."""
     preset_file: str | None = None
-    """A TOML file in its place."""
+    """Path of a preset file, instead of ``preset``."""
     request_router: type[RequestRouter] = PassThroughRouter
     host_cache: bool = False
-    """The engine has host memory below the device, by its own offloading connector or by ours."""
+    """The engine has host memory, through vLLM's connector or sojourn's."""
     own_tiers: bool = False
-    """Ours."""
+    """It is sojourn's connector."""
     oracle: bool = False
-    """It knows how long each output will be."""
+    """The policy knows the length of each output."""
     prediction_error: float | None = None
-    """It knows how long each output that runs will be, but for so much: mean |ln(actual ÷ predicted)|."""
+    """The policy knows the length of running outputs with this error: mean |ln(actual ÷ predicted)|."""
     limit: UpperBound | None = None
     paper: str = ""
     leaves_out: str = ""
@@ -169,9 +175,8 @@ class SimulatorPolicy:
 
     @property
     def eviction_order(self) -> str | None:
-        """The name under which ``lab.limits`` replays the order in which it reuses blocks; ``None``: it has
-        none there, or what it loses is not a matter of that order alone: it holds requests back, keeps
-        contexts for a time, or finds them again in host memory."""
+        """Name of the eviction order in ``limits``. ``None`` if it has none there, or if its losses depend on
+        more than the order: admission control, retention, or host memory."""
         if self.limit is not None or self.host_cache or not self.request_router.is_open:
             return None
         preset = self._preset()
@@ -193,23 +198,27 @@ UPPER_BOUNDS = {
 
 
 HOST_SUFFIX = "+host"
-"""After a preset's name: with our tiers below the device. Presets that place programs in them have them."""
+"""Suffix of a preset: with sojourn's tiers below the device. Presets with a placement policy have them
+anyway."""
 ORACLE_SUFFIX = "+oracle"
-"""After a preset's name: it is told how long each output will be, in place of its own predictor's answers."""
+"""Suffix of a preset: it knows the length of each output."""
 
 
 ERROR_SUFFIX_PATTERN = re.compile(r"\+erring=(\d*\.?\d+)$")
-"""After a preset's name: of requests that run it is told so too, but is off by as much on average."""
+"""Suffix of a preset: it knows the length of running outputs with this mean error."""
 
 
 def policy_names() -> list[str]:
-    """All names that ``find_policy`` knows, baselines first."""
+    """All names of ``find_policy``, baselines first."""
     return list(dict.fromkeys([*BASELINES, *preset_names(), *(limit.value for limit in UpperBound)]))
 
 
 def find_policy(name: str) -> SimulatorPolicy:
-    """Raises ``PolicyError`` for an unknown name. A preset's name with ``+host``, ``+oracle`` or
-    ``+erring=0.5`` behind it is one too, and so is the path of a preset, a TOML file."""
+    """The policy ``name``. Raises ``PolicyError`` for an unknown name.
+
+    ``name`` is a baseline, an upper bound, a preset, or the path of a preset file (TOML). Presets may end in
+    ``+host``, ``+oracle`` or ``+erring=0.5``.
+    """
     prediction_error = ERROR_SUFFIX_PATTERN.search(name)
     if prediction_error is not None and _is_preset(name[: prediction_error.start()]):
         policy = find_policy(name[: prediction_error.start()])
@@ -261,7 +270,7 @@ def find_policy(name: str) -> SimulatorPolicy:
 
 
 def _is_preset(name: str) -> bool:
-    """Whether it is one of ours or somebody's own, whatever stands behind its name."""
+    """Whether the name without suffixes is a shipped preset or a preset file."""
     plain = name.replace(HOST_SUFFIX, "").replace(ORACLE_SUFFIX, "")
     return plain in preset_names() or plain.endswith(".toml")
 
@@ -285,15 +294,15 @@ def _policy_from_file(name: str) -> SimulatorPolicy:
 
 
 DEFAULT_ROUTING = "prefix-affinity"
-"""Before engines whose policy is named alone: what vLLM's and SGLang's routers do."""
+"""Routing of an engine policy without one, as in vLLM's and SGLang's routers."""
 
 ROUTERS: dict[str, Callable[[int], ClusterRouter]] = {"thunderagent": ThunderAgentRouter}
-"""Routers that do without our gateway, by name; called with the number of engines."""
+"""Routers instead of the gateway, by name; called with the number of engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPolicy:
-    """How to build one policy's engines, and what stands before them."""
+    """How to build the engines and the front of one cluster policy."""
 
     routing: str
     """A cluster preset, or one of ``ROUTERS``."""
@@ -301,30 +310,30 @@ class ClusterPolicy:
 
     @property
     def name(self) -> str:
-        """``ROUTING/ENGINE``, as tables show it."""
+        """``ROUTING/ENGINE``, as in tables."""
         return f"{self.routing}/{self.engine.name}"
 
     def front(self, replicas: int) -> SimulatedGateway | ClusterRouter:
-        """What stands before so many engines, made anew."""
+        """A new router or gateway for so many engines."""
         router = ROUTERS.get(self.routing)
         if router is not None:
             return router(replicas)
-        from .simulated_gateway import SimulatedGateway  # loads the routing core; names do not need it
+        from .simulated_gateway import SimulatedGateway  # loads the routing core, which names do not need
 
         return SimulatedGateway(load_cluster_preset(self.routing))
 
 
 def routing_names() -> list[str]:
-    """What may stand before the slash."""
+    """Valid routing names."""
     return [*cluster_preset_names(), *ROUTERS]
 
 
 def find_cluster_policy(name: str) -> ClusterPolicy:
     """``ROUTING/ENGINE``, or one of them.
 
-    A routing alone takes the engines that its preset is made for; an engine's policy alone, a TOML file
-    too, stands behind ``DEFAULT_ROUTING``, or behind the router that it brings. What names both is a routing.
-    Raises ``PolicyError`` with the nearest name.
+    A routing alone uses the engine policy of its preset. An engine policy alone, or a TOML file, uses
+    ``DEFAULT_ROUTING`` or its own router. A name that is both is a routing. Raises ``PolicyError`` with the
+    nearest name.
     """
     routing, slash, engine = name.partition("/")
     if routing in routing_names():

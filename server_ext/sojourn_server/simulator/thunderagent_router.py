@@ -1,27 +1,27 @@
-"""ThunderAgent's router: whole programs are paused and resumed so that their contexts fit the device.
+"""ThunderAgent's router: pauses and resumes whole programs so that their contexts fit the device.
 
 Follows the public router (ThunderAgent-org/ThunderAgent at a7eef77 of March 2026: ``scheduler/router.py``,
-``backend/state.py``, ``wiki/Scheduler.md``) with its defaults, for one backend or several. What the paper
-(arXiv 2602.13692) and the code do differently follows the code.
+``backend/state.py``, ``wiki/Scheduler.md``) with its defaults, for one backend or several. Where paper (arXiv
+2602.13692) and code differ, this follows the code.
 
-- A program is *active* on a backend (counted against its device, its requests go there at once) or *paused*
-  (its requests wait, and it is on none). A context counts in full while its program acts.
-- A new program becomes active at once where nobody is paused and some backend has room for it: of those the
-  one with the fewest tokens; else it is paused.
-- Every 5 s: first resume, then pause. Chosen to be resumed are, as far as all backends together have room,
-  programs with a request waiting, then new ones, then those still in a tool; the smallest first within
-  each. They are placed the largest first, each on the backend with the most room left, wherever it was
-  before; whom that does not hold stays paused. Paused are, on each backend until the rest fits, acting
-  programs, the smallest first; then reasoning ones, the smallest first, which are marked and stay until
-  their turn is over.
-- Whoever has waited for half an hour goes on regardless: where it was before, or if it is new where the
-  fewest programs are.
+- A program is *active* on a backend (it counts against the device, its requests pass at once) or *paused*
+  (its requests wait). The full context counts while a program runs a tool.
+- A new program becomes active at once if no program is paused and a backend has capacity for it: the one with
+  the fewest tokens. Otherwise it is paused.
+- Every 5 s: first resume, then pause. Resume selects, up to the capacity of all backends together, programs
+  with a waiting request, then new ones, then those in a tool; the smallest first within each group. The
+  selected programs are placed the largest first, each on the backend with the most capacity left; a program
+  that does not fit stays paused. Pause selects, on each backend until the rest fits, acting programs, the
+  smallest first, then reasoning ones, the smallest first; the latter are marked and pause at the end of their
+  turn.
+- After half an hour a waiting program resumes regardless: on its former backend, or a new one on the backend
+  with the fewest programs.
 
-Left out: tokens that programs share, which the router takes from each backend's metrics; counting tokens from
-characters, since here they are known; counting output while it
-is generated, so a turn's output counts from its end; ``--use-acting-token-decay``, off by default. At that
-revision the loop that pauses does not subtract what it has already marked, and so marks every reasoning
-program once no acting one is left; its documentation says otherwise and later revisions subtract. So do we.
+Left out: tokens that programs share, which the router reads from each backend's metrics; estimating tokens
+from characters, since they are known here; counting output during generation (output counts from the end of a
+turn); ``--use-acting-token-decay``, off by default. At that revision the pause loop does not subtract what it
+has marked, and so marks every reasoning program once no acting one is left. Its documentation and later
+revisions subtract; so does this.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ BUFFER_TOKENS = 100
 """Kept free for each active program (``BUFFER_PER_PROGRAM``)."""
 
 CHECK_EVERY_S = 5.0
-"""``--scheduler-interval``."""
+"""Check interval (``--scheduler-interval``)."""
 
 FORCE_RESUME_AFTER_S = 1800.0
-"""After so long a waiting request goes on though nothing has room (``_wait_for_resume``)."""
+"""Longest wait of a request before it passes without capacity (``_wait_for_resume``)."""
 
 
 @dataclass(slots=True)
 class _RoutedProgram:
-    """A program, as the router books it."""
+    """State of a program in the router."""
 
     program_id: str
     tokens: int = 0
     steps: int = 0
-    """Requests that have arrived."""
+    """Number of requests so far."""
     reasoning: bool = False
     paused: bool = False
     marked: bool = False
-    """It will be paused when its turn is over."""
+    """To be paused at the end of its turn."""
     request_id: str | None = None
     """Its newest request."""
     backend: int | None = None
-    """Where it is active, or was when it was paused; ``None``: it never was."""
+    """Its backend, or the last one before it was paused; ``None``: it was never active."""
 
     @property
     def needs_tokens(self) -> int:
@@ -64,7 +64,7 @@ class _RoutedProgram:
 
 
 class ThunderAgentRouter:
-    """The router before untouched engines of the same size. Raises ``ValueError`` for fewer than one."""
+    """Router for vLLM engines of the same size. Raises ``ValueError`` for less than one."""
 
     is_open = False
     tick_s = CHECK_EVERY_S
@@ -92,7 +92,7 @@ class ThunderAgentRouter:
         resumed += self._force_resume(view.waiting, now)
         place = {program_id: number for number, program_id in enumerate(resumed)}
         going = [request for request in view.waiting if not self._programs[request.program_id].paused]
-        # Those whom nothing held back were here first.
+        # Requests of programs that were not paused come first.
         going.sort(key=lambda request: place.get(request.program_id, -1))
         return [request.request_id for request in going]
 
@@ -127,14 +127,14 @@ class ThunderAgentRouter:
             known = self._programs[request.program_id] = _RoutedProgram(request.program_id)
         if known.request_id == request.request_id:
             return
-        if known.reasoning and not known.paused:  # the end of the turn before came at the same moment
+        if known.reasoning and not known.paused:  # the end of the turn before has the same time
             self._turn_over(known, known.tokens)
         known.request_id = request.request_id
         known.steps += 1
         known.reasoning = True
         known.tokens = request.prompt_tokens
         if known.steps == 1:
-            # A new program is not among the active yet: neither it nor its buffer counts against itself.
+            # A new program is not active yet: neither it nor its buffer counts against itself.
             known.paused = True
             others_paused = any(k.paused for k in self._programs.values() if k is not known)
             if not others_paused:
@@ -149,7 +149,7 @@ class ThunderAgentRouter:
         return capacity_tokens - sum(known.needs_tokens for known in self._active(backend))
 
     def _begin(self, known: _RoutedProgram, capacity_tokens: int) -> None:
-        """A new program goes where it fits and the fewest tokens are."""
+        """Activate a new program on the backend with the fewest tokens of those where it fits."""
         fitting = [b for b in self._backends if self._remaining(capacity_tokens, b) >= known.needs_tokens]
         if fitting:
             known.backend = min(fitting, key=lambda b: sum(other.tokens for other in self._active(b)))
@@ -208,7 +208,7 @@ class ThunderAgentRouter:
 
 
 def _pause_priority(known: _RoutedProgram) -> int:
-    """0: comes back and waits. 1: new (a second request has not been seen). 2: in a tool."""
+    """0: returned and waiting. 1: new (no second request yet). 2: in a tool."""
     if known.steps == 1:
         return 1
     return 0 if known.reasoning else 2

@@ -1,9 +1,8 @@
-"""Our own tiers with copies that take virtual time: the planner is the engine's, the mover is made up here.
+"""Sojourn's tiers with transfers in virtual time: the planner is the engine's, the transfers are simulated.
 
-What a step overwrites is saved before it begins; what it loads comes layer by
-layer while it computes, so a step ends no sooner than its last layer has come and
-been computed. Each direction is one lane, first come first served: to and from the
-device, to and from a disk that is a set of keys.
+A step saves what it overwrites before it begins. Loads arrive layer by layer during the step, so a step ends
+after its last layer has arrived and is computed. Each direction is one FIFO: to and from the device, to and
+from the disk, which is a set of keys.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ if TYPE_CHECKING:
     from .latency.latency_model import LatencyModel
 
 LAYERS = 32
-"""Of a step's time, the share of the layer that is computed after the last load has come."""
+"""The last layer, 1/32 of a step, is computed after the last load has arrived."""
 
 _DISK_BLOCKS = "lab_disk_blocks"
-"""Of the connector's settings: what ``SimulatedTierConnector`` takes."""
+"""Setting of ``SimulatedTierConnector``."""
 
 
 class _FileTransfer(NamedTuple):
-    """A spill or a stage under way."""
+    """A running spill or stage."""
 
     done_s: float
     job: int
@@ -39,7 +38,7 @@ class _FileTransfer(NamedTuple):
 
 
 class _DiskTransferLane:
-    """Jobs between host memory and disk in one direction, one after the other."""
+    """Transfers between host memory and disk in one direction, one after the other."""
 
     def __init__(self, latency: LatencyModel, block_bytes: int, *, to_disk: bool) -> None:
         self._latency = latency
@@ -58,23 +57,23 @@ class _DiskTransferLane:
             self._jobs.append(_FileTransfer(self._free_s, job, files))
 
     def take_done(self, now: float) -> Iterable[_FileTransfer]:
-        """Those that have ended by ``now``, in the order of their ends. Each is given out once."""
+        """Yield the jobs that have ended by ``now``, in order; each once."""
         while self._jobs and self._jobs[0].done_s <= now:
             yield self._jobs.popleft()
 
     def next_done_s(self) -> float:
-        """When the first of them ends; ``inf`` where none is under way."""
+        """End of the first job; ``inf`` if there is none."""
         return self._jobs[0].done_s if self._jobs else float("inf")
 
 
 class TierTransfers:
-    """The copies of one engine. All times are virtual seconds."""
+    """Transfers of one engine, in virtual seconds."""
 
     def __init__(self, latency: LatencyModel, block_bytes: int) -> None:
         self._latency = latency
         self._block_bytes = block_bytes
         self._stores: dict[int, float] = {}
-        """Of each store under way, when it ends; in the order of their ends."""
+        """End of each running store, in order of ends."""
         self._to_host_free_s = 0.0
         self._to_device_free_s = 0.0
         self._loaded_s = 0.0
@@ -86,15 +85,15 @@ class TierTransfers:
         self.to_device_bytes = 0
 
     def loads(self, orders: StepOrders[OffloadJobs]) -> Iterable[tuple[str, int]]:
-        """Requests that load something in this step, and how many blocks."""
+        """Requests with loads in this step, and the number of blocks."""
         return [(request_id, len(copies)) for request_id, copies in orders.jobs.loads.items()]
 
     def begin_step(self, orders: StepOrders[OffloadJobs], now: float) -> float:
-        """Start the copies a step asks for. Returns when the step may begin."""
+        """Start the transfers of a step. Returns the time at which the step may begin."""
         jobs = orders.jobs
         begins_s = max([now, *(self._stores[job] for job in jobs.awaited if job in self._stores)])
         if jobs.saves:
-            # The lane is not waited for: it is the forward pass that must not write before.
+            # The step does not wait for the whole FIFO: only the forward pass must not write earlier.
             begins_s += self._copy_s(len(jobs.saves), to_host=True)
         blocks = sum(len(copies) for copies in jobs.loads.values())
         if blocks:
@@ -103,19 +102,19 @@ class TierTransfers:
         for job, copies in jobs.stores.items():
             took_s = self._copy_s(len(copies), to_host=True)
             self._stores[job] = self._to_host_free_s = max(begins_s, self._to_host_free_s) + took_s
-        # A file is deleted in no time; what this step spills may be of the same key.
+        # Deletion takes no time; a spill of this step may have the same key.
         self._on_disk.difference_update(jobs.drops)
-        # What this step saves is in host memory when it begins, and may be written from there.
+        # Blocks that this step saves are in host memory when it begins, and may be spilled.
         self._to_disk.begin(jobs.spills, begins_s)
         self._from_disk.begin(jobs.stages, begins_s)
         return begins_s
 
     def step_end_s(self, began_s: float, took_s: float) -> float:
-        """When a step that computes for so long is over."""
+        """End of a step that computes for ``took_s``."""
         return max(began_s + took_s, self._loaded_s + took_s / LAYERS if self._loaded_s > began_s else 0.0)
 
     def finished(self, now: float) -> KVConnectorOutput | None:
-        """Copies done by ``now`` that were not reported before, as the worker would report them."""
+        """Transfers done by ``now`` and not reported before, in the worker's form."""
         for job in [job for job, done_s in self._stores.items() if done_s <= now]:
             del self._stores[job]
             self._results.stored[job] = CopyResult.MOVED
@@ -133,23 +132,23 @@ class TierTransfers:
         return KVConnectorOutput(kv_connector_worker_meta=StepReport(results))
 
     def next_done_s(self) -> float:
-        """When the next copy ends; ``inf`` where none is under way."""
+        """End of the next transfer; ``inf`` if there is none."""
         stored_s = next(iter(self._stores.values()), float("inf"))
         return min(stored_s, self._to_disk.next_done_s(), self._from_disk.next_done_s())
 
     @property
     def to_disk_bytes(self) -> int:
-        """Bytes that were to be written so far."""
+        """Bytes of all writes so far."""
         return self._to_disk.moved_bytes
 
     @property
     def from_disk_bytes(self) -> int:
-        """Bytes that were to be read so far."""
+        """Bytes of all reads so far."""
         return self._from_disk.moved_bytes
 
     @property
     def has_unsubmitted(self) -> bool:
-        """Nothing waits here for the next step: orders wait in the planner."""
+        """Always false: orders wait in the planner."""
         return False
 
     def _copy_s(self, blocks: int, *, to_host: bool) -> float:
@@ -162,20 +161,19 @@ class TierTransfers:
 
 
 class SimulatedTierConnector(SojournConnector):
-    """Beside the scheduler, with a disk that is a number of blocks: no folder, so nothing of it outlives the
-    run, and hashes may differ from start to start."""
+    """Scheduler side, with a disk of a number of blocks: no files, so hashes may differ between processes."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        # No operator can set this: it is taken out before the settings are read.
+        # Not a user setting: removed before the settings are read.
         disk_blocks = vllm_config.kv_transfer_config.kv_connector_extra_config.pop(_DISK_BLOCKS)
         super().__init__(vllm_config, role, kv_cache_config)
         self.planner = OffloadPlanner(replace(self.settings.limits(), disk_blocks=disk_blocks))
 
 
 def tier_transfer_config(host_blocks: int, page_bytes: int, disk_blocks: int = 0) -> KVTransferConfig:
-    """The engine's settings for our tiers with so many blocks of host memory and of disk; 0: no disk."""
+    """vLLM's configuration for sojourn's tiers with so many blocks of host memory and of disk; 0: no disk."""
     settings: dict[str, Any] = {"host_bytes": host_blocks * page_bytes}
     connector = SojournConnector
     if disk_blocks:

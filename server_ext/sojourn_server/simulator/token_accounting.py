@@ -1,8 +1,7 @@
-"""What each request was spared and what it cost, counted from the scheduler's own decisions.
+"""Counts the cached, computed and recomputed tokens of each request from scheduler outputs.
 
-The same rule for every policy, the untouched engine included: it looks at what
-is scheduled, never into an adapter, but for the reason of a loss, which only an
-adapter knows.
+The same rule holds for every policy and for ``stock``: it reads scheduler outputs. Only the cause of a loss
+comes from the adapter.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MOVED_CAUSE = "moved"
-"""Cause of computing again what another engine of the cluster has computed, and this one never has."""
+"""Cause of recomputing what only another engine of the cluster has computed."""
 
 
 @dataclass(slots=True)
@@ -28,44 +27,44 @@ class InFlightTurn:
 
     life: TurnLog
     output: list[int]
-    """Token ids it is made to generate."""
+    """Token ids that it generates."""
     prefill_until: int = 0
-    """Tokens that count as prefill: all it had when it was last admitted."""
+    """Tokens that count as prefill: all tokens at its last admission."""
     admitted: bool = False
     computed: int = 0
     """Tokens whose KV it holds."""
     had: int = 0
-    """Tokens in full blocks that it gave up when it was last preempted."""
+    """Tokens in full blocks that it lost at its last preemption."""
     reached: int = 0
-    """The most tokens whose KV it ever held."""
+    """Maximum of ``computed``."""
     preempted_s: float | None = None
-    """Since when it waits to be taken up again; ``None``: it does not."""
+    """Time of its preemption while it waits to resume; else ``None``."""
     loading_tokens: int = 0
-    """Tokens on their way from host memory, or come since it was last admitted."""
+    """Tokens being loaded from host memory, or loaded since its last admission."""
     hashes: list[bytes] = field(default_factory=list)
-    """Of the full blocks it left behind."""
+    """Hashes of the full blocks at its end."""
     request: Any = None
 
 
 class TokenAccounting:
-    """Everything computed, found and lost, of one engine.
+    """Computed, cached and lost tokens of one engine.
 
-    ``elsewhere`` are the hashes of all blocks that any engine of a cluster has ever computed; the accounts of
-    its engines share it. Without it this engine is all there is.
+    ``elsewhere`` are hashes of all blocks that any engine of a cluster has computed, shared by the engines.
+    ``None``: a single engine.
     """
 
     def __init__(self, block_size: int, elsewhere: set[bytes] | None = None) -> None:
         self._block_size = block_size
         self._computed: set[bytes] = set()
-        """Hashes of all blocks that were ever computed: what an endless cache would hold."""
+        """Hashes of all blocks that were ever computed: the content of an unlimited cache."""
         self._elsewhere = elsewhere
         self.live: dict[str, InFlightTurn] = {}
 
     def step(
         self, planned: SchedulerOutput, requests: dict[str, Request], now: float
     ) -> tuple[StepWork, list[InFlightTurn]]:
-        """Take in a planned step. Returns its work, and whose first token it makes."""
-        # A set: sorted, so that the same run is the same run.
+        """Account for a scheduled step. Returns its work, and the requests that get their first token."""
+        # It is a set: sorted for repeatable runs.
         for request_id in sorted(planned.preempted_req_ids or ()):
             self._preempted(requests[request_id], now)
         for new in planned.scheduled_new_reqs:
@@ -118,8 +117,8 @@ class TokenAccounting:
         from_host = min(turn.loading_tokens, computed)
         turn.loading_tokens = 0
         if turn.admitted:
-            # What it had and does not find again it computes again. What it had not come to yet when it was
-            # preempted was counted when it was first admitted; others may have computed some of that since.
+            # It recomputes what it had and does not find again. Tokens that it had not reached at its
+            # preemption were counted at its first admission; others may have computed some of them since.
             lost = max(0, turn.had - computed)
             if lost:
                 _add_loss(life, "preempted", lost)
@@ -140,8 +139,8 @@ class TokenAccounting:
         life.host_tokens += from_host
 
     def _known(self, request: Request, computed: set[bytes]) -> int:
-        """Leading blocks of a prompt that were computed before. The engine never takes a whole prompt from
-        its cache: the last token is computed, to have something to sample from."""
+        """Leading blocks of a prompt that were computed before. vLLM always computes the last token of a
+        prompt."""
         usable = (request.num_tokens - 1) // self._block_size
         known = 0
         for block_hash in request.block_hashes[:usable]:
@@ -151,7 +150,7 @@ class TokenAccounting:
         return known
 
     def loading(self, request_id: str, blocks: int) -> None:
-        """Blocks of a waiting request are on their way from host memory."""
+        """Account for blocks of a waiting request that are being loaded from host memory."""
         turn = self.live.get(request_id)
         if turn is not None:
             turn.loading_tokens += blocks * self._block_size
@@ -167,21 +166,21 @@ class TokenAccounting:
         self._note(request.block_hashes[:full])
 
     def finished(self, request_id: str, now: float) -> InFlightTurn:
-        """A request has left the engine, with everything it computed."""
+        """Account for a finished request and its blocks."""
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         request = turn.request
         turn.life.finished_s = now
         turn.life.output_tokens = request.num_output_tokens
-        # Its last token was sampled, and never computed.
+        # The last token was sampled and never computed.
         full = (request.num_tokens - 1) // self._block_size
         turn.hashes = list(request.block_hashes[:full])
         self._note(turn.hashes)
         return turn
 
     def recalled(self, request_id: str, now: float) -> InFlightTurn:
-        """A gateway takes a request back before it has made a token: what it computed was for nothing, and
-        is known from now on. Its engine is to abort it before it takes anything in."""
+        """Account for a request that a gateway withdraws before its first token: its computed blocks are lost
+        work, and known from now on. The engine aborts it before its next action."""
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         self._note(turn.request.block_hashes[: turn.computed // self._block_size])
@@ -192,7 +191,7 @@ class TokenAccounting:
         return turn
 
     def cut_off(self, now: float) -> None:
-        """The run ends. What requests were to compute again, and had not come to, was not computed again."""
+        """End the run. Tokens that requests had not yet recomputed do not count as recomputed."""
         for turn in self.live.values():
             _end_preemption(turn, now)
             turn.life.generated_tokens = turn.request.num_output_tokens
@@ -201,7 +200,7 @@ class TokenAccounting:
                 _subtract_loss(turn.life, "preempted", turn.had - turn.computed)
 
     def _note(self, hashes: Iterable[bytes]) -> None:
-        """These blocks have been computed."""
+        """Add computed blocks."""
         hashes = list(hashes)
         self._computed.update(hashes)
         if self._elsewhere is not None:
@@ -209,7 +208,7 @@ class TokenAccounting:
 
     @staticmethod
     def _reduce_losses(life: TurnLog, tokens: int) -> None:
-        """So many tokens at the end of what was known were not computed again after all."""
+        """Subtract tokens that were not recomputed after all, from the end of the known ones."""
         moved = min(max(0, tokens), life.regenerated.get(MOVED_CAUSE, 0))
         _subtract_loss(life, MOVED_CAUSE, moved)
         _subtract_loss(life, "evicted", tokens - moved)
@@ -238,8 +237,8 @@ def _subtract_loss(life: TurnLog, cause: str, tokens: int) -> None:
 
 
 def annotate_from_scheduler(life: TurnLog, program_scheduler: Any) -> None:
-    """Of a finished turn, what only an adapter's steward knows: whether its program goes on, and why what was
-    lost is gone."""
+    """Add to a finished turn what only sojourn's scheduler knows: the probability of another turn, and causes
+    of losses."""
     life.goes_on = program_scheduler.continuation_probability(life.program_id)
     if life.regenerated.get("evicted"):
         records = program_scheduler.turns_of(life.program_id)
@@ -248,8 +247,8 @@ def annotate_from_scheduler(life: TurnLog, program_scheduler: Any) -> None:
 
 
 def _split_losses_by_cause(life: TurnLog, record: Any) -> None:
-    """Split a turn's ``evicted`` tokens by the causes an adapter's ledger gives, as far as they go, and note
-    who took them."""
+    """Split a turn's ``evicted`` tokens by the causes in the adapter's ledger, as far as they are known, and
+    note the evicting program."""
     life.evictor = getattr(record, "evictor", None)
     score = getattr(record, "evicted_score", None)
     life.evicted_score = None if score is None else tuple(map(float, score))

@@ -1,11 +1,9 @@
-"""vLLM's own offloading connector with copies that take virtual time.
+"""vLLM's offloading connector with transfers in virtual time.
 
-The scheduler's half is the engine's: which blocks are stored, when, where they
-are found again and what is evicted from host memory (least recently used). Only
-the worker's half, the copies themselves, is made up here, with its order of
-events: stores begin with the step after the one that computed them, loads with
-the step that asks for them, blocks about to be reused are waited for. Each
-direction is one lane, first come first served, as one DMA engine a direction is.
+The scheduler side is vLLM's: which blocks are stored, when, where they are found, and what host memory evicts
+(LRU). Only the worker side, the transfers, is simulated, in the worker's order: stores begin with the step
+after the one that computed them, loads with the step that orders them, and a step waits for stores of blocks
+that it overwrites. Each direction is one FIFO, like one DMA engine per direction.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from .latency.latency_model import LatencyModel
 
 _ALIGNMENT_BYTES = 4096
-"""The connector rounds a chunk up to this; see ``transfer_config``."""
+"""The connector rounds a chunk up to this; see ``vllm_offload_transfer_config``."""
 
 
 class _Transfer(NamedTuple):
@@ -36,7 +34,7 @@ class _Transfer(NamedTuple):
 
 
 class VllmOffloadTransfers:
-    """The copies of one engine. All times are virtual seconds."""
+    """Transfers of one engine, in virtual seconds."""
 
     def __init__(self, latency: LatencyModel, block_bytes: int) -> None:
         self._latency = latency
@@ -48,19 +46,19 @@ class VllmOffloadTransfers:
         self._load_lane_free_s = 0.0
         self.to_host_bytes = 0
         self.to_device_bytes = 0
-        self.to_disk_bytes = self.from_disk_bytes = 0  # it has none
+        self.to_disk_bytes = self.from_disk_bytes = 0  # it has no disk
 
     def loads(self, metadata: OffloadingConnectorMetadata) -> Iterable[tuple[str, int]]:
-        """Requests that load something in this step, and how many blocks."""
+        """Requests with loads in this step, and the number of blocks."""
         return [(job.req_id, len(job.dst_spec.block_ids)) for job in metadata.load_jobs.values()]
 
     def step_end_s(self, began_s: float, took_s: float) -> float:
-        """When a step that computes for so long is over: requests that load are in no step."""
+        """End of a step that computes for ``took_s``: requests that load are in no step."""
         return began_s + took_s
 
     def begin_step(self, metadata: OffloadingConnectorMetadata, now: float) -> float:
-        """Start the copies a step asks for. Returns when the step may begin: it waits for stores of
-        blocks that it, or a load, is about to overwrite."""
+        """Start the transfers of a step. Returns the time at which the step may begin: after stores of blocks
+        that it, or a load, overwrites."""
         for job_id in metadata.jobs_to_flush or ():
             job = metadata.store_jobs.pop(job_id, None)
             if job is not None:
@@ -87,7 +85,7 @@ class VllmOffloadTransfers:
         self._stores.append(_Transfer(job_id, job.req_id, self._store_lane_free_s))
 
     def finished(self, now: float) -> KVConnectorOutput | None:
-        """Copies done by ``now`` that were not reported before, as the worker would report them."""
+        """Transfers done by ``now`` and not reported before, in the worker's form."""
         metadata = OffloadingWorkerMetadata()
         for copy in self._take_done(self._stores, now):
             metadata.mark_completed(copy.job_id)
@@ -100,7 +98,7 @@ class VllmOffloadTransfers:
         return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=metadata)
 
     def next_done_s(self) -> float:
-        """When the next copy ends; ``inf`` where none is under way."""
+        """End of the next transfer; ``inf`` if there is none."""
         return min((lane[0].done_s for lane in (self._stores, self._loads) if lane), default=float("inf"))
 
     @property
@@ -115,11 +113,10 @@ class VllmOffloadTransfers:
 
 
 def vllm_offload_transfer_config(host_blocks: int, page_bytes: int) -> KVTransferConfig:
-    """vLLM's connector settings for ``host_blocks`` blocks of host memory; ``page_bytes`` is the block size
-    in the engine's KV cache specification.
+    """vLLM's configuration for ``host_blocks`` blocks of host memory; ``page_bytes`` is the block size in the
+    KV cache specification.
 
-    Outputs are kept too, not prompts alone as vLLM's connector does by default: an agent's next prompt has
-    its last output in it.
+    Outputs are stored too, unlike in vLLM's default: the next prompt of an agent contains its last output.
     """
     chunk_bytes = -(-page_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     return KVTransferConfig(
