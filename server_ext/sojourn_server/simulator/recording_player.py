@@ -93,7 +93,7 @@ class RecordingPlayer:
     def step(self, now: float, tokens: int, seconds: float, requests: int) -> SchedulerCall:
         return self._handle(ev.StepCompleted(tokens, seconds, requests), now)
 
-    def room(self, now: float, need: Any, freed_blocks: dict[str, int] | None) -> SchedulerCall:
+    def room(self, now: float, need: Any, freed_blocks: dict[ProgramId, int] | None) -> SchedulerCall:
         return self._handle(ev.BlocksNeeded(ReclaimRequest(**need), freed_blocks), now)
 
     def enter(self, now: float, request: int, *rest: Any) -> SchedulerCall:

@@ -219,7 +219,8 @@ class SimulatedClients:
         """The engine for a request that the router has just admitted."""
         if self._standalone:
             return self._names[0]
-        return self._names[self._request_router.replica_of(self._submitted[request_id].life.program_id)]
+        number: int = self._request_router.replica_of(self._submitted[request_id].life.program_id)
+        return self._names[number]
 
     def _after_call_delay(self, what: Callable[[], None]) -> None:
         """Requests and events arrive in the order in which they were sent."""

@@ -232,7 +232,7 @@ class SimulatedEngine:
         return added
 
 
-def _scheduler_class(options: SimulatedEngineOptions, clock: Callable[[], float]) -> type:
+def _scheduler_class(options: SimulatedEngineOptions, clock: Callable[[], float]) -> Any:
     if options.sojourn is None:
         return AsyncScheduler if options.asynchronous else Scheduler
     from ..vllm.scheduler import SojournAsyncScheduler, SojournScheduler

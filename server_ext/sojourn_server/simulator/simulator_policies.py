@@ -227,13 +227,12 @@ def find_policy(name: str) -> SimulatorPolicy:
             name=policy.name + prediction_error.group(),
             prediction_error=float(prediction_error.group(1)),
         )
-    for end, changed in (
-        (HOST_SUFFIX, {"host_cache": True, "own_tiers": True}),
-        (ORACLE_SUFFIX, {"oracle": True}),
-    ):
-        if name.endswith(end) and _is_preset(name.removesuffix(end)):
-            policy = find_policy(name.removesuffix(end))
-            return replace(policy, name=policy.name + end, **changed)
+    if name.endswith(HOST_SUFFIX) and _is_preset(name.removesuffix(HOST_SUFFIX)):
+        policy = find_policy(name.removesuffix(HOST_SUFFIX))
+        return replace(policy, name=policy.name + HOST_SUFFIX, host_cache=True, own_tiers=True)
+    if name.endswith(ORACLE_SUFFIX) and _is_preset(name.removesuffix(ORACLE_SUFFIX)):
+        policy = find_policy(name.removesuffix(ORACLE_SUFFIX))
+        return replace(policy, name=policy.name + ORACLE_SUFFIX, oracle=True)
     if name.endswith(".toml"):
         return _policy_from_file(name)
     if name in BASELINES:

@@ -1,1 +1,1 @@
-"""How long a step or a copy would take: roofline from data sheets, or fitted to a live engine."""
+"""Latency models of steps and copies: roofline from data sheets, or fitted to a live engine."""

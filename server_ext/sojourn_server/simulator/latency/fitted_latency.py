@@ -1,4 +1,4 @@
-"""Seconds of a step as a live engine took them: the costs that ``sojourn profile`` fitted."""
+"""Step latency of a live engine: the costs that ``sojourn profile`` fitted."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .latency_profiles import DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S, Lat
 class FittedLatency:
     """A ``LatencyModel``: step + token·tokens + pair·pairs + kv_token·kv_tokens_read + request·requests.
 
-    A plane through what was measured: good between the measured points (the profile's samples tell by how
-    much), optimistic where the engine changes its regime, such as a batch far larger than any measured.
-    ``costs.call_s``, what the API server adds to each request, is in no step; see ``FittedLatency.call_s``.
+    A linear fit of the measurements: good between the measured points (the profile's samples show how good),
+    optimistic beyond them, such as for a much larger batch. No step contains ``costs.call_s``, the API
+    server's share of each request.
     """
 
     costs: StepCosts
     device_to_host_bytes_per_s: float | None
-    """``None``: not measured, and a copy raises."""
+    """``None``: not measured; a copy raises."""
     host_to_device_bytes_per_s: float | None
 
     @classmethod
     def of(cls, profile: EngineProfile) -> FittedLatency:
-        """From a profile; one of version 1 does if it has decode points. Raises ``LatencyProfileError``."""
+        """From a profile; version 1 requires decode points. Raises ``LatencyProfileError``."""
         return cls(
             profile.steps if profile.steps is not None else _step_costs_from_curves(profile),
             profile.device_to_host_bytes_per_s,
@@ -39,7 +39,7 @@ class FittedLatency:
         return self.costs.call_s
 
     def step_s(self, work: StepWork) -> float:
-        """Seconds of one step; an empty one costs a step's fixed share."""
+        """Seconds of one step; an empty step has only its fixed cost."""
         step_s, token_s, pair_s, kv_token_s, request_s, _ = self.costs
         return (
             step_s
@@ -50,7 +50,7 @@ class FittedLatency:
         )
 
     def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
-        """Seconds of one copy. Raises ``LatencyProfileError`` where its bandwidth was not measured."""
+        """Seconds of one copy. Raises ``LatencyProfileError`` if its bandwidth was not measured."""
         if kv_bytes <= 0:
             return 0.0
         rate = self.device_to_host_bytes_per_s if to_host else self.host_to_device_bytes_per_s
@@ -62,12 +62,12 @@ class FittedLatency:
         return kv_bytes / rate
 
     def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
-        """Seconds to write or read files of so many bytes, on a drive that was not measured but is usual."""
+        """Seconds to write or read files of so many bytes, on a typical drive (not measured)."""
         return max(0, kv_bytes) / (DISK_WRITE_BYTES_PER_S if to_disk else DISK_READ_BYTES_PER_S)
 
 
 def _step_costs_from_curves(profile: EngineProfile) -> StepCosts:
-    """Version 1: a quadratic prefill curve, and decode seconds over context for one request at a time."""
+    """Version 1: a quadratic prefill curve, and decode seconds over context for single requests."""
     if not profile.decode_points:
         raise LatencyProfileError(
             "the engine profile holds no decode measurement (version 1); measure again with sojourn profile"

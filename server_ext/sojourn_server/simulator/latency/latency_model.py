@@ -1,4 +1,4 @@
-"""What one engine step computes, summed over its requests: all that a latency model sees."""
+"""Interface of latency models: the work of one engine step, and the shape of a device."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from typing import NamedTuple, Protocol
 
 
 class StepWork(NamedTuple):
-    """One step. A request adds n new tokens to a context of c tokens whose KV is there already."""
+    """One step. A request adds n new tokens to a context of c tokens with KV."""
 
     requests: int
     """Requests in the step."""
     tokens: int
-    """Σ n: tokens that go through the weights."""
+    """Σ n: tokens through the weights."""
     prefill_tokens: int
-    """Of ``tokens`` those of requests that add more than one."""
+    """Those of ``tokens`` from requests that add more than one."""
     attention_pairs: int
     """Σ n·c + n·(n+1)/2: query-key pairs."""
     prefill_attention_pairs: int
-    """Of ``attention_pairs`` those of requests that add more than one token."""
+    """Those of ``attention_pairs`` from requests that add more than one token."""
     kv_tokens_read: int
     """Σ c + n: tokens whose KV is read."""
     sampled: int
-    """Requests that yield a token."""
+    """Requests that sample a token."""
 
 
 class LatencyModel(Protocol):
-    """Seconds of device time. Plain objects: the same work takes the same time, always."""
+    """Seconds of device time. Deterministic: the same work takes the same time."""
 
     @property
     def call_s(self) -> float:
-        """What lies between client and scheduler and is in no step: HTTP, tokenising. Once a request."""
+        """Seconds per request between client and scheduler: HTTP, tokenising. Part of no step."""
         ...
 
     def step_s(self, work: StepWork) -> float:
@@ -37,21 +37,21 @@ class LatencyModel(Protocol):
         ...
 
     def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
-        """A copy of KV between device and host memory, alone on its lane."""
+        """A copy of KV between device and host memory, alone on its link."""
         ...
 
     def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
-        """The same between host memory and disk."""
+        """A copy of KV between host memory and disk."""
         ...
 
 
 class DeviceShape(NamedTuple):
-    """What an engine on this hardware with this model looks like to the scheduler."""
+    """The scheduler's view of an engine: hardware, model and limits."""
 
     hardware: str
     model: str
     kv_bytes_per_token: int
-    """Of all devices together."""
+    """On all devices together."""
     kv_pool_tokens: int
     """Tokens of KV that fit beside the weights."""
     max_context_tokens: int
@@ -59,4 +59,4 @@ class DeviceShape(NamedTuple):
     max_num_batched_tokens: int
     block_size: int
     host_kv_tokens: int = 0
-    """Tokens of KV that fit in the host memory set aside; 0: no offload."""
+    """KV tokens in host memory; 0: no offload."""

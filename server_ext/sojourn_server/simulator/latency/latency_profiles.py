@@ -1,4 +1,12 @@
-"""Hardware profiles and model shapes: TOML files, shipped by name or the user's own by path."""
+"""Hardware profiles and model shapes: TOML files, shipped by name or the user's own by path.
+
+A hardware profile has one table per constant::
+
+    [memory_bandwidth_bytes_per_s]
+    value = 2.039e12
+    source = "NVIDIA A100 80GB data sheet: 2,039 GB/s"
+    estimate = true        # only if the value was chosen, not published or measured
+"""
 
 from __future__ import annotations
 
@@ -20,21 +28,21 @@ SHIPPED_PROFILES = Path(__file__).parent / "profiles"
 
 
 class LatencyProfileError(ValueError):
-    """A profile is missing or wrong; the text names file and field, and what was expected."""
+    """A missing or invalid profile; the message names file and field, and the expected value."""
 
 
 def shipped_profile_names(kind: str) -> list[str]:
-    """Names of the profiles of a ``kind`` (``hardware`` or ``models``) that come with sojourn, sorted."""
+    """Names of the shipped profiles of a ``kind`` (``hardware`` or ``models``), sorted."""
     return sorted(path.stem for path in (SHIPPED_PROFILES / kind).glob("*.toml"))
 
 
 def is_profile_path(name: str) -> bool:
-    """Whether ``name`` means a file of the user's rather than a shipped profile."""
+    """Whether ``name`` is a file of the user's, not a shipped profile."""
     return name.endswith(".toml") or "/" in name or Path(name).is_file()
 
 
 def find_profile_file(name: str, kind: str) -> Path:
-    """The file of a shipped profile or of the user's own. Raises ``LatencyProfileError``."""
+    """The file of a shipped or user profile. Raises ``LatencyProfileError``."""
     if is_profile_path(name):
         path = Path(name)
         if not path.is_file():
@@ -54,7 +62,7 @@ def find_profile_file(name: str, kind: str) -> Path:
 
 
 def read_profile_toml(path: Path) -> dict[str, Any]:
-    """The document. Raises ``LatencyProfileError``."""
+    """The TOML document. Raises ``LatencyProfileError``."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -64,7 +72,7 @@ def read_profile_toml(path: Path) -> dict[str, Any]:
 
 
 def reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str]) -> None:
-    """A misspelt field would silently keep its default: refuse it."""
+    """Reject misspelt fields, which would silently keep their defaults."""
     for key in found:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
@@ -82,14 +90,14 @@ def parse_number(path: Path, where: str, value: Any, *, least: float = 0.0, most
 
 
 def parse_integer(path: Path, where: str, value: Any, *, least: int = 1) -> int:
-    """A whole number ≥ least."""
+    """An integer ≥ least."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a whole number ≥ {least}")
     return value
 
 
 def parse_text(path: Path, where: str, value: Any) -> str:
-    """A string that is not empty."""
+    """A non-empty string."""
     if not isinstance(value, str) or not value.strip():
         raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a text")
     return value
@@ -102,7 +110,7 @@ DISK_WRITE_BYTES_PER_S = 3.5e9
 DISK_SOURCE = (
     "one PCIe 4 drive, Samsung PM9A3 (U.2) as announced: 6.5 GB/s read, 3.5 GB/s written in sequence"
 )
-"""Of a profile that says nothing of a disk, and of engine profiles, which measure none."""
+"""Disk of engine profiles, and of hardware profiles without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,31 +120,31 @@ class HardwareProfile:
     name: str
     title: str
     memory_bytes: float
-    """What CUDA reports as total, less than what the data sheet rounds to."""
+    """Total memory as CUDA reports it, less than the rounded data sheet value."""
     bf16_flops_per_s: float
     """Dense tensor-core peak."""
     memory_bandwidth_bytes_per_s: float
     linear_efficiency: float
-    """Of the FLOP peak: all of a layer but attention, for many tokens."""
+    """Fraction of the FLOP peak: all of a layer except attention, with many tokens."""
     expert_efficiency: float
-    """The same for the experts of a mixture: grouped GEMMs over few tokens each."""
+    """Fraction of the FLOP peak: experts of a mixture, grouped GEMMs over few tokens each."""
     attention_efficiency: float
-    """Of the FLOP peak: prefill attention, causal pairs counted once."""
+    """Fraction of the FLOP peak: prefill attention, causal pairs counted once."""
     weight_read_efficiency: float
-    """Of the bandwidth peak: GEMMs of few tokens, which only read weights."""
+    """Fraction of the bandwidth peak: GEMMs of few tokens, bound by reading weights."""
     kv_read_efficiency: float
-    """Of the bandwidth peak: decode attention over a paged KV cache."""
+    """Fraction of the bandwidth peak: decode attention over a paged KV cache."""
     layer_overhead_s: float
-    """A layer's small kernels at one token: what remains when the work goes to nothing."""
+    """Small kernels of a layer: its time as the work goes to zero."""
     step_overhead_s: float
-    """Between two steps: scheduling, input preparation and sampling that the device waits for."""
+    """Device idle time between two steps: scheduling, input preparation and sampling."""
     request_overhead_s: float
-    """The same, for each request in the step."""
+    """Device idle time between two steps per request."""
     host_to_device_bytes_per_s: float
     """Pinned memory, one device, one direction at a time."""
     device_to_host_bytes_per_s: float
     copy_overhead_s: float
-    """Before the first byte of a copy."""
+    """Latency of a copy before its first byte."""
     all_reduce_bytes_per_s: float
     """Bus bandwidth of an all-reduce of many bytes over NVLink (NCCL's convention: 2·(n-1)/n·bytes/time)."""
     all_reduce_overhead_s: float
@@ -144,12 +152,12 @@ class HardwareProfile:
     max_num_seqs: float
     """vLLM's default for the API server on this device."""
     max_num_batched_tokens: float
-    """The same."""
+    """vLLM's default for the API server on this device."""
     disk_read_bytes_per_s: float = DISK_READ_BYTES_PER_S
-    """Of the machine, however many devices are in it; files of a block each, one after the other."""
+    """Per machine, whatever its number of devices; files of one block each, one after the other."""
     disk_write_bytes_per_s: float = DISK_WRITE_BYTES_PER_S
     sources: tuple[tuple[str, str], ...] = ()
-    """(constant, where it is from)"""
+    """(constant, its source)"""
     estimates: tuple[str, ...] = ()
     """Constants whose value was chosen, not published or measured."""
 
@@ -165,17 +173,17 @@ _OPTIONAL = frozenset(
     for field in fields(HardwareProfile)
     if field.name in _CONSTANTS and field.default is not MISSING
 )
-"""Profiles from before there were disks do without."""
+"""Constants that older profiles lack."""
 
 
 def load_hardware_profile(name: str) -> HardwareProfile:
-    """A shipped profile by name, or the user's own from a TOML file. Raises ``LatencyProfileError``."""
+    """A shipped hardware profile by name, or the user's own TOML file. Raises ``LatencyProfileError``."""
     path = find_profile_file(name, "hardware")
     return parse_hardware_profile(read_profile_toml(path), path)
 
 
 def parse_hardware_profile(document: dict[str, Any], path: Path) -> HardwareProfile:
-    """A profile's document; ``path`` is for messages. Raises ``LatencyProfileError``."""
+    """Parse a hardware profile; ``path`` is for messages. Raises ``LatencyProfileError``."""
     if document.get("version") != HARDWARE_VERSION:
         raise LatencyProfileError(
             f"{path}: version is {document.get('version')!r}; expected {HARDWARE_VERSION}"
@@ -220,42 +228,42 @@ class ModelShape:
 
     name: str
     source: str
-    """Where the figures are from."""
+    """Source of the numbers."""
     layers: int
     hidden_size: int
     heads: int
     kv_heads: int
     head_size: int
     intermediate_size: int
-    """Of the dense MLP; of one expert where ``experts`` > 0."""
+    """Of the dense MLP, or of one expert if ``experts`` > 0."""
     vocabulary: int
     max_context_tokens: int
     experts: int = 0
     """Per layer; 0: a dense model."""
     experts_per_token: int = 0
     tied_embeddings: bool = False
-    """Output head and input embedding are one matrix."""
+    """Whether output head and input embedding share one matrix."""
     qkv_bias: bool = False
     qk_norm: bool = False
     weight_bytes: float = 2.0
-    """Bytes of a parameter: 2 for bf16."""
+    """Bytes per parameter: 2 for bf16."""
     kv_element_bytes: float = 2.0
 
-    # Everything below is counted in parameters; biases and norms matter only to the exact total.
+    # Parameter counts; biases and norms matter only to the exact total.
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer's four projections."""
+        """Parameters of one layer's four projections."""
         return self.hidden_size * self.head_size * 2 * (self.heads + self.kv_heads)
 
     @property
     def mlp_parameters(self) -> int:
-        """Gate, up and down of one MLP or one expert."""
+        """Parameters of gate, up and down of one MLP or expert."""
         return 3 * self.hidden_size * self.intermediate_size
 
     @property
     def layer_parameters(self) -> int:
-        """All of one layer's: every expert, router, norms and biases."""
+        """Parameters of one layer: every expert, router, norms and biases."""
         norms = 2 * self.hidden_size + (2 * self.head_size if self.qk_norm else 0)
         biases = self.head_size * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         router = self.hidden_size * self.experts
@@ -265,18 +273,18 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Of the matrix that turns hidden states into logits."""
+        """Parameters of the matrix from hidden states to logits."""
         return self.hidden_size * self.vocabulary
 
     @property
     def parameters(self) -> int:
-        """The total, as the hub's model page counts it."""
+        """Total parameters, as on the model's hub page."""
         embeddings = self.head_parameters * (1 if self.tied_embeddings else 2)
         return self.layers * self.layer_parameters + embeddings + self.hidden_size
 
     @property
     def active_layer_parameters(self) -> int:
-        """Of one layer, those that one token goes through."""
+        """Parameters of one layer that one token uses."""
         if not self.experts:
             return self.attention_parameters + self.mlp_parameters
         router = self.hidden_size * self.experts
@@ -284,20 +292,21 @@ class ModelShape:
 
     @property
     def weights_bytes(self) -> float:
-        """Of the whole model in memory."""
+        """Bytes of all weights."""
         return self.parameters * self.weight_bytes
 
     def kv_heads_per_device(self, tp: int) -> int:
-        """Under tensor parallelism; with more devices than heads each holds a copy, as in vLLM."""
+        """KV heads per device under tensor parallelism; with more devices than heads each holds a copy, as in
+        vLLM."""
         return max(1, self.kv_heads // tp)
 
     def kv_bytes_per_token(self, tp: int = 1) -> int:
-        """K and V of all layers, all ``tp`` devices together, in bytes."""
+        """Bytes of K and V of all layers on all ``tp`` devices."""
         heads = self.kv_heads_per_device(tp) * tp
         return round(2 * self.layers * heads * self.head_size * self.kv_element_bytes)
 
     def check_tp(self, tp: int) -> None:
-        """Raise ``LatencyProfileError`` where vLLM could not split the model over ``tp`` devices."""
+        """Raise ``LatencyProfileError`` if vLLM cannot split the model over ``tp`` devices."""
         if not self.splits(tp):
             possible = [n for n in range(1, self.heads + 1) if self.splits(n)]
             raise LatencyProfileError(
@@ -306,19 +315,19 @@ class ModelShape:
             )
 
     def check_context(self, max_model_len: int | None) -> None:
-        """Raise ``LatencyProfileError`` where an engine's limit is beyond the model's own."""
+        """Raise ``LatencyProfileError`` if an engine's limit exceeds the model's."""
         if max_model_len is not None and max_model_len > self.max_context_tokens:
             raise LatencyProfileError(
                 f"max_model_len is {max_model_len:,}; {self.name} takes at most {self.max_context_tokens:,}"
             )
 
     def splits(self, tp: int) -> bool:
-        """Whether heads and KV heads divide evenly over ``tp`` devices, the latter possibly as copies."""
+        """Whether heads and KV heads divide evenly over ``tp`` devices; KV heads may be copied."""
         return tp >= 1 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
 
 def load_model_shape(name: str) -> ModelShape:
-    """A shipped model by name, or one of the user's own from a TOML file. Raises ``LatencyProfileError``."""
+    """A shipped model by name, or the user's own TOML file. Raises ``LatencyProfileError``."""
     path = find_profile_file(name, "models")
     document = read_profile_toml(path)
     reject_unknown_fields(path, document, [field.name for field in fields(ModelShape)])

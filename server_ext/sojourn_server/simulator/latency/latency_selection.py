@@ -1,4 +1,4 @@
-"""From what the user names to a latency model and the device it stands for."""
+"""Selects the latency model and the device shape for the user's hardware and model."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ MAX_TP = 64
 
 
 def activation_bytes(model: ModelShape, tp: int, max_num_batched_tokens: int, max_num_seqs: int) -> float:
-    """Peak beside the weights in vLLM's profiling run, roughly: one layer's largest tensors, and the logits.
+    """Approximate peak beside the weights in vLLM's profiling run: one layer's largest tensors, and the
+    logits.
 
-    An estimate: vLLM measures it when it starts. Residual and hidden states are whole on every device,
-    queries, keys, values and the MLP's inner state are split; logits are sampled in 32 bits.
+    An estimate: vLLM measures it at start. Residual and hidden states are whole on every device; queries,
+    keys, values and the MLP's inner state are split; logits are sampled in 32 bits.
     """
     inner = model.intermediate_size * max(1, model.experts_per_token)
     qkv = model.head_size * (model.heads + 2 * model.kv_heads)
@@ -55,10 +56,11 @@ def device_shape(
     max_num_batched_tokens: int | None = None,
     block_size: int = 16,
 ) -> DeviceShape:
-    """What the scheduler would be given. ``None``: the model's own limit, and vLLM's default on this device.
+    """Shape of an engine. ``None``: the model's limit, or vLLM's default on this device.
 
-    ``cpu_ratio`` is host memory for KV as a multiple of the device's KV. Raises ``LatencyProfileError``
-    where the model does not fit, naming what is missing and the smallest ``tp`` that would do.
+    ``cpu_ratio`` is host memory for KV as a multiple of the device's KV memory. Raises
+    ``LatencyProfileError`` if the model does not fit, with the missing bytes and the smallest sufficient
+    ``tp``.
     """
     model.check_tp(tp)
     if not 0 < gpu_memory_utilization <= 1:
@@ -81,7 +83,7 @@ def device_shape(
     model.check_context(context)
 
     def kv_capacity_bytes(devices: int) -> float:
-        """Left on each device, negative where the weights alone do not fit."""
+        """Bytes for KV on each device; negative if the weights do not fit."""
         taken = (
             model.weights_bytes / devices + activation_bytes(model, devices, batched, seqs) + RUNTIME_BYTES
         )
@@ -93,7 +95,7 @@ def device_shape(
 
     tokens = pool_tokens(tp)
     if tokens < context:
-        # vLLM refuses to start where not even one request of the longest context fits.
+        # vLLM refuses to start if one request of the longest context does not fit.
         needed = context * model.kv_bytes_per_token(tp) / tp
         missing = needed - kv_capacity_bytes(tp)
         enough = next(
@@ -131,14 +133,14 @@ def _valid_tensor_parallel_sizes(model: ModelShape) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    """What the user may set; ``None`` leaves it to the profile, or to vLLM's default on that device."""
+    """Options of the user; ``None``: the profile's value, or vLLM's default on that device."""
 
     cpu_ratio: float = 0.0
-    """Host memory for KV as a multiple of the device's KV; 0: no offload."""
+    """Host memory for KV as a multiple of the device's KV memory; 0: no offload."""
     gpu_memory_utilization: float | None = None
-    """Roofline only: a measured engine has its pool."""
+    """Roofline only: a measured engine has a known pool."""
     kv_pool_tokens: int | None = None
-    """Takes the place of what fits, or was measured."""
+    """Overrides the computed or measured size of the pool."""
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -146,7 +148,7 @@ class DeviceOptions:
 
 
 def is_engine_profile(hardware: str) -> bool:
-    """Whether ``hardware`` is an engine profile: what was measured is one model on one device."""
+    """Whether ``hardware`` is an engine profile: measurements of one model on one device."""
     return (
         is_profile_path(hardware)
         and Path(hardware).is_file()
@@ -161,12 +163,12 @@ def _is_engine_profile_document(document: dict[str, Any]) -> bool:
 def load_latency_model(
     hardware: str, model: str | None = None, tp: int = 1, options: DeviceOptions | None = None
 ) -> tuple[LatencyModel, DeviceShape]:
-    """The latency model and the device's shape for ``hardware``.
+    """The latency model and the device shape for ``hardware``.
 
-    ``hardware`` is the name of a shipped profile, a hardware profile of the user's (TOML), or an engine
-    profile that ``sojourn profile`` wrote. The first two need a ``model`` (a name or a TOML file); an engine
-    profile brings its own, and a ``model`` then only tells the size of its KV where the server didn't.
-    Raises ``LatencyProfileError`` with one line that names file, field and what to do.
+    ``hardware`` is the name of a shipped profile, a user's hardware profile (TOML), or an engine profile from
+    ``sojourn profile``. The first two need a ``model`` (a name or a TOML file). An engine profile has its own
+    model; ``model`` then only gives the size of its KV if the server did not report it. Raises
+    ``LatencyProfileError`` with one line that names file, field and what to do.
     """
     options = options or DeviceOptions()
     if is_profile_path(hardware):
@@ -272,7 +274,8 @@ def _measured_latency_model(
 
 
 def _rounded_device_shape(device: DeviceShape, cpu_ratio: float) -> DeviceShape:
-    """Whole blocks, host memory by ratio, and a pool that holds at least one longest request."""
+    """Round to whole blocks, add host memory, and check that the pool holds one request of the longest
+    context."""
     if not 0 <= cpu_ratio < float("inf"):
         raise LatencyProfileError(f"cpu_ratio is {cpu_ratio}; expected a number ≥ 0")
     block = device.block_size

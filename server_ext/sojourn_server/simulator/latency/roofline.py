@@ -36,7 +36,7 @@ from .latency_profiles import HardwareProfile, LatencyProfileError, ModelShape
 
 @dataclass(frozen=True)
 class RooflineLatency:
-    """A ``LatencyModel``. Never falls when any count of the work grows. Raises ``LatencyProfileError``."""
+    """A ``LatencyModel``, monotone in each count of the work. Raises ``LatencyProfileError``."""
 
     hardware: HardwareProfile
     model: ModelShape
@@ -116,11 +116,11 @@ class RooflineLatency:
 
     @property
     def call_s(self) -> float:
-        """What an API server adds to a request's time to first token: not modelled."""
+        """The API server's share of a request's time to first token is not modelled."""
         return 0.0
 
     def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
-        """Seconds of one copy; the devices share the bytes and each has its own link."""
+        """Seconds of one copy; each device copies its share over its own link."""
         if kv_bytes <= 0:
             return 0.0
         hardware = self.hardware
@@ -128,7 +128,7 @@ class RooflineLatency:
         return hardware.copy_overhead_s + kv_bytes / (rate * self.tp)
 
     def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
-        """Seconds to write or read files of so many bytes: the machine's disk, which all devices share."""
+        """Seconds to write or read files of so many bytes on the machine's disk, shared by all devices."""
         hardware = self.hardware
         rate = hardware.disk_write_bytes_per_s if to_disk else hardware.disk_read_bytes_per_s
         return max(0, kv_bytes) / rate

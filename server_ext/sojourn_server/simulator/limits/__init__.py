@@ -1,1 +1,1 @@
-"""What no policy can beat: offline eviction, free copies, a cache without end."""
+"""Bounds for every policy: offline eviction, and eviction orders replayed on the same accesses."""

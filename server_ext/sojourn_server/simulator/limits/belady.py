@@ -1,57 +1,47 @@
-"""The offline optimum: no order of eviction loses fewer blocks over a fixed access sequence.
+"""The offline optimum: no eviction order loses fewer blocks over a fixed access sequence.
 
-**The sequence.** A request *touches* block i of its chain when the recorded run
-first held more than i blocks for it (for blocks behind what it may ask for:
-when block i was full). It *pins* what it has touched until it is freed. A touch
-is *charged* if the block may be asked for and has been computed before, by
-anybody, and yet is not in the cache. All other touches are free whatever was
-evicted: the first computation of a block is nobody's loss, and what a decode
-step writes no cache could have spared. A block not yet full and not yet named
-takes a place too. So which touches can be charged, what is pinned and what
-space is left for named blocks are properties of the log alone; only what is
-evicted is chosen. This makes it a paging problem with pins and a pool of
-varying size, the same for every order.
+**The sequence.** A request *touches* block i of its chain when the recorded run first held more than i blocks
+for it (for blocks beyond its lookup: when block i was full). It *pins* touched blocks until it is freed. A
+touch is *charged* if the block is part of a lookup and was computed before, by any request, but is not
+cached. All other touches are free whatever was evicted: the first computation of a block loses nothing, and
+no cache saves what a decode step writes. An incomplete block without an id takes a place too. So the log
+alone determines which touches can be charged, what is pinned and how many places remain for named blocks;
+only the choice of victims is open. This is a paging problem with pins and a pool of varying size, the same
+for every order.
 
-**The rule.** When space is needed, evict among the unpinned blocks the one
-whose next touch, if that can be charged, lies furthest ahead. A block that is
-never touched again, or next by a touch that is free anyway, is worth nothing
-and goes first. Ties: the deepest in its chain first.
+**The rule.** To make space, evict the unpinned block whose next chargeable touch is furthest in the future. A
+block without a further touch, or whose next touch is free, is worth nothing and goes first. Ties: the deepest
+in its chain first.
 
-**Prefixes stay whole.** Say block c follows block p, both are unpinned, and c's
-next touch can be charged. The request that makes it asks for p as well, and
-touches p no later. So p is next needed no later than c: c goes first, and on a
-tie too, for it is deeper. And whoever pins c pins p. (Where p is next *written*
-by a request before that, p may go early; it is back before c is asked for.)
-So no head is lost whose tail is kept: the optimum needs no hits that an engine
-which looks for the longest cached prefix would not see. (Behind a block that it
-misses, a request may find what another has computed since it was admitted. An
-engine that looks only once does not; the bound is the lower for it.)
+**Prefixes stay whole.** Let block c follow block p, both unpinned, and let c's next touch be chargeable. The
+request that makes it also looks up p, and touches p no later. So p is needed no later than c: c goes first,
+and on a tie too, for it is deeper. A request that pins c pins p. (If a request *writes* p before that, p may
+go early; it is back before the lookup of c.) So no head is lost while its tail is kept: the optimum needs no
+hits beyond the longest cached prefix, which is what an engine finds. (Behind a missing block, a request may
+find blocks that another has computed since its admission. An engine that looks only once does not; the bound
+is lower for it.)
 
-**Nothing does better.** Let A be any way to evict that follows this rule up to
-some eviction, where the rule takes x and A takes y. Let B take x there and
-otherwise do as A does. B's cache is then A's without x, with y. It stays so, with
-some other block or an empty place for y, until one of these happens:
+**Optimality.** Let A be any way to evict that follows this rule up to some eviction, where the rule evicts x
+and A evicts y. Let B evict x there and otherwise act like A. B's cache is then A's without x, with y. It
+stays so, with some other block or an empty place for y, until one of these happens:
 
-- A evicts x, or the block that B has and A lacks is touched, and A evicts x for
-  it: now the caches are equal. A paid for that touch if anybody did.
-- The block that B has and A lacks is touched, and A evicts z for it, or has
-  space: A pays where the touch can be charged, B does not, and z or the empty
-  place is the one difference now.
-- x is touched freely: B takes it in for its odd block, which is not pinned since A
-  lacks it. The caches are equal, nobody has paid.
-- x is touched and charged: B pays one and takes it in as before; the caches are
-  equal. If x is charged at its first touch, y's next touch could be charged too
-  and came no later, by the choice of x, so A has paid for y before. If x was
-  touched freely in between, the caches were equal from then on.
+- A evicts x, or the block that B has and A lacks is touched, and A evicts x for it: the caches are equal. If
+  the touch was charged, A paid.
+- The block that B has and A lacks is touched, and A evicts z for it, or has space: A pays if the touch is
+  charged, B does not; z or the empty place is the one difference now.
+- x is touched freely: B replaces its extra block by x; that block is not pinned, since A lacks it. The caches
+  are equal, and neither paid.
+- x is touched and charged: B pays one and takes it in as before; the caches are equal. If x is charged at its
+  first touch, y's next touch was chargeable too and came no later, by the choice of x, so A has paid for y
+  before. If x was touched freely in between, the caches were equal from then on.
 
 So B pays no more than A, and follows the rule one eviction longer. Repeat. ∎
 
-**What it bounds.** A replay (``cache.py``) under any order, with hits only on
-admission and equal blocks held twice, needs at least the places that are needed
-here, and its set of cached blocks is a way to play this game in which each
-charge is one of its ``regenerated`` blocks. So the optimum is a lower bound on
-``regenerated_tokens`` of every order *on this log*; it says nothing of a run that a
-better order would have turned into another sequence.
+**The bound.** A replay (``eviction_replay``) under any order, with hits only on admission and duplicate
+blocks, needs at least the places that are needed here, and its set of cached blocks is a valid play of this
+game in which each charge is one of its ``regenerated`` blocks. So the optimum is a lower bound on
+``regenerated_tokens`` of every order *on this log*. It does not bound a run whose accesses a better order
+would have changed.
 """
 
 from __future__ import annotations
@@ -69,16 +59,16 @@ from .eviction_replay import (
 from .replay_eviction_orders import OPTIMAL_ORDER
 
 _NEVER = 2**31 - 1
-"""Later than every entry, and still fits an ``array('i')``."""
+"""Larger than every entry index; fits an ``array('i')``."""
 
 
 def replay_belady(
     log: AccessLog | AccessSequence, *, progress: ReplayProgress | None = None
 ) -> EvictionReplayResult:
-    """The least that any order of eviction regenerates over the sequence.
+    """The minimum of recomputed tokens over all eviction orders.
 
-    O(B + (E + R) log R) for B touched blocks, E entries and R runs of blocks
-    freed together with the same next use; about 1 µs a block.
+    O(B + (E + R) log R) for B touched blocks, E entries and R runs of blocks freed together with the same
+    next use; about 1 µs per block.
 
     Raises ``AccessLogError``.
     """
@@ -97,13 +87,12 @@ def replay_belady(
 
 
 def _touched_blocks(entry: SequenceEntry) -> int:
-    """Blocks of its chain that the request has touched up to now."""
+    """Number of blocks of its chain that the request has touched so far."""
     return max(min(entry.held, entry.ask), entry.full)
 
 
 def _next_uses(sequence: AccessSequence) -> list[array[int] | None]:
-    """Of each entry, for each block it touches: the entry that touches it next, or ``_NEVER`` if none does or
-    that touch is free anyway."""
+    """For each entry and each block it touches: the entry of its next chargeable touch, or ``_NEVER``."""
     known = bytearray(sequence.blocks)
     reached = [0] * len(sequence.chains)
     full_before = [0] * len(sequence.chains)
@@ -144,19 +133,19 @@ class _OptimalEviction:
         self._cached = bytearray(sequence.blocks)
         self._pins = [0] * sequence.blocks
         self._next_use = [_NEVER] * sequence.blocks
-        """As of its last touch."""
+        """At its last touch."""
         self._known = bytearray(sequence.blocks)
         self._touched = [0] * len(sequence.chains)
         self._full = [0] * len(sequence.chains)
         self._admission = [0] * len(sequence.chains)
-        """Of each request, the number of its latest admission."""
+        """Per request, number of its latest admission."""
         self._untracked_blocks = [0] * len(sequence.chains)
-        """Of each request, places it holds whose block has no name yet."""
+        """Per request, places of blocks without an id."""
         self._space = sequence.pool_blocks
-        """Places neither cached nor unnamed; negative: to be made by eviction."""
+        """Free places; negative: to be freed by eviction."""
         self._runs: list[tuple[int, int, int, array[int]]] = []
-        """Heap of runs of blocks unpinned together: (-next use, -depth of its end, number, blocks). It counts
-        for a block only while that is cached, unpinned and still has this next use."""
+        """Heap of runs of blocks that were unpinned together: (-next use, -depth of the end, number, blocks).
+        An entry is valid for a block only while that is cached, unpinned and has this next use."""
         self._pushes = 0
 
     def take_in(self, entry: SequenceEntry, next_uses: array[int] | None) -> None:

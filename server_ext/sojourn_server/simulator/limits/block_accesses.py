@@ -17,60 +17,61 @@ class BlockAccessKind(IntEnum):
     """What happened to a request's blocks."""
 
     ADMIT = 0
-    """It got its first blocks: cached leading blocks are reused here."""
+    """It got its first blocks and reuses cached leading blocks."""
     GROW = 1
     """It holds more blocks than before."""
     FREE = 2
-    """It gave all of them back: finished, aborted or preempted. Full ones stay cached until reused."""
+    """It freed all blocks: finished, aborted or preempted. Full blocks stay cached until reused."""
 
 
 class BlockAccess(NamedTuple):
-    """One entry. ``held_blocks`` is what the request holds from now on, partly filled ones included."""
+    """One entry. ``held_blocks``: blocks of the request from now on, incomplete ones included."""
 
     kind: BlockAccessKind
     request: int
     """Index into ``AccessLog.chains``."""
     held_blocks: int
     full_blocks: int
-    """Of these, full ones whose KV is complete: what a cache may keep."""
+    """Full blocks with complete KV among them: what a cache may keep."""
 
 
 class AccessLog(msgspec.Struct, kw_only=True):
-    """Everything an eviction order needs of a run. A chain identifies each full block of a request, in order;
-    equal ids are equal content with equal history."""
+    """Input of an eviction replay. A chain holds the id of each full block of a request, in order; equal ids
+    mean equal content and history."""
 
     pool_blocks: int
     block_size: int
     chains: list[list[int]] = msgspec.field(default_factory=list)
     prompt_blocks: list[int] = msgspec.field(default_factory=list)
-    """Of each request, full blocks of its prompt that a cache may be asked for."""
+    """Per request, number of full prompt blocks that the cache lookup covers."""
     owners: list[str] = msgspec.field(default_factory=list)
     """Program of each request."""
     requests: list[str] = msgspec.field(default_factory=list)
-    """Id of each request; no replay asks for it."""
+    """Id of each request; not used by replays."""
     accesses: list[BlockAccess] = msgspec.field(default_factory=list)
 
 
 class AccessRecorder:
-    """Records one engine. Call it after every planned step and at every end of a request."""
+    """Records the accesses of one engine. Call it after every scheduled step and every end of a request."""
 
     def __init__(self, pool_blocks: int, block_size: int) -> None:
         self.log = AccessLog(pool_blocks=pool_blocks, block_size=block_size)
         self._size = block_size
         self._index: dict[str, int] = {}
         self._held: dict[str, tuple[int, int]] = {}
-        """Of running requests: (blocks, tokens computed)."""
+        """Per running request: (blocks, computed tokens)."""
         self._reached: dict[str, int] = {}
-        """Of requests in the engine, the most full blocks that each has had; preempted, it has none."""
+        """Per request in the engine: maximum number of full blocks; a preempted one has none."""
 
     def step(self, planned: SchedulerOutput, requests: dict[str, Request]) -> None:
-        """Take in a planned step."""
+        """Record a scheduled step."""
         for request_id in sorted(planned.preempted_req_ids or ()):
             self._free(request_id)
         add = self.log.accesses.append
         for request_id in planned.num_scheduled_tokens:
             computed = requests[request_id].num_computed_tokens
-            # vLLM caches a block when it plans to fill it: whoever is admitted in this step may find it.
+            # vLLM caches a block when it schedules its last token: requests admitted in this step may find
+            # it.
             held, full = -(-computed // self._size), computed // self._size
             before = self._held.get(request_id)
             if before is None:
@@ -81,7 +82,7 @@ class AccessRecorder:
             self._reached[request_id] = max(full, self._reached.get(request_id, 0))
 
     def finished(self, request: Request) -> None:
-        """A request has left the engine; its blocks are known in full now."""
+        """Record the end of a request; all its blocks are known now."""
         number = self._number(request)
         if request.request_id in self._held:
             self._free(request.request_id)
@@ -93,7 +94,7 @@ class AccessRecorder:
         self._reached.pop(request.request_id, None)
 
     def close(self, requests: dict[str, Request]) -> AccessLog:
-        """The record so far; requests still in the engine are in it with the most they had computed."""
+        """The log so far. Unfinished requests have the blocks that they had computed."""
         for request_id in list(self._index):
             request = requests.get(request_id)
             if request is not None:
@@ -124,48 +125,46 @@ class AccessRecorder:
 
 
 class AccessLogError(ValueError):
-    """A log that cannot have happened; the text names entry or request, field, and what was expected."""
+    """Inconsistent log; the message names entry or request, field, and the expected value."""
 
 
 class SequenceEntry(NamedTuple):
-    """One access, with what follows from those before it."""
+    """One access, with the state that follows from earlier ones."""
 
     kind: BlockAccessKind
     request: int
     held: int
-    """Blocks the request holds from now on; of a FREE, what it held until now."""
+    """Blocks held from now on; for FREE, blocks held before."""
     full: int
-    """Full blocks of these. Neither shrinks while the request stays admitted."""
+    """Full blocks among them. Neither number shrinks while the request stays admitted."""
     ask: int
-    """Leading blocks that were looked up when it was admitted. What is computed of these is prefill;
-    everything behind is written by decoding, and no cache could have spared it."""
+    """Leading blocks covered by the lookup at admission. Computing them is prefill; decoding writes all later
+    ones, which no cache could have saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessSequence:
-    """The fixed sequence that every eviction order is replayed on."""
+    """The fixed sequence on which eviction orders are replayed."""
 
     pool_blocks: int
     block_size: int
     blocks: int
-    """Distinct block ids; they are 0 to ``blocks`` - 1."""
+    """Number of distinct block ids, 0 to ``blocks`` - 1, in order of first appearance."""
     chains: list[array[int]]
     owner_of: list[int]
-    """Of each request, index into ``owners``."""
+    """Per request, index into ``owners``."""
     owners: list[str]
     """In order of first admission: the index is the program's rank."""
     entries: list[SequenceEntry]
     last_entry: list[int]
-    """Of each owner, its last entry."""
+    """Per owner, its last entry."""
 
 
 def prepare_access_sequence(log: AccessLog) -> AccessSequence:
-    """Check a log and make it ready. O(blocks of all chains + entries).
+    """Check a log and prepare it for replays. O(blocks of all chains + entries).
 
-    A request that resumes asks for everything that it had computed before it
-    was preempted, generated blocks included: vLLM looks up all tokens but the
-    last (``get_computed_blocks``), and until a request is preempted all but its
-    last have been computed.
+    A resumed request looks up all tokens that it had computed before its preemption, generated ones included:
+    vLLM looks up all tokens but the last (``get_computed_blocks``).
 
     Raises ``AccessLogError``.
     """
@@ -237,7 +236,7 @@ def _sequence_entries(log: AccessLog) -> list[SequenceEntry]:
     count = len(log.chains)
     asked = list(log.prompt_blocks)
     held_now = [-1] * count
-    """Blocks held; -1 where the request is not admitted."""
+    """Number of blocks held; -1 for a request that is not admitted."""
     full_now = [0] * count
     entries = []
     for index, (kind, request, held, full) in enumerate(log.accesses):
@@ -249,7 +248,7 @@ def _sequence_entries(log: AccessLog) -> list[SequenceEntry]:
             state = "is admitted already" if before >= 0 else "is not admitted"
             raise AccessLogError(f"{where}: {BlockAccessKind(kind).name} of request {request}, which {state}")
         if kind == BlockAccessKind.FREE:
-            # Its last block may have become full without another having been needed.
+            # Its last block may have become full without a further block.
             held = before
             full = min(max(full, full_now[request]), before)
         else:

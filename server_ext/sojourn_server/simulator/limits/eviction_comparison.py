@@ -1,4 +1,4 @@
-"""Every eviction order on one fixed access sequence, beside the offline optimum."""
+"""All eviction orders on one access sequence, compared with the offline optimum."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def compare_eviction_orders(
 ) -> dict[str, EvictionReplayResult]:
     """Replay the sequence under each order (default: all), with its ratio to the optimum, which comes first.
 
-    ``progress`` counts entries over all replays together. Raises ``ValueError``
-    for an unknown order, before anything is replayed, and ``AccessLogError``.
+    ``progress`` counts entries over all replays. Raises ``ValueError`` for an unknown order, before any
+    replay, and ``AccessLogError``.
     """
     wanted = dict.fromkeys(eviction_order_names() if orders is None else orders)
     wanted.pop(OPTIMAL_ORDER, None)

@@ -1,26 +1,19 @@
-"""A replay of a fixed access sequence over a pool of blocks, with any eviction order.
+"""Replay of a fixed access sequence over a pool of blocks, with any eviction order.
 
-The pool behaves as vLLM's ``BlockPool`` does under a scheduler with prefix
-caching and chunked prefill:
+The pool behaves like vLLM's ``BlockPool`` under a scheduler with prefix caching and chunked prefill:
 
-- A request that is admitted reuses the longest cached prefix of what it may
-  ask for, and holds it from then on. It looks only then: what somebody else
-  caches later it computes a second time, in blocks of its own (vLLM does not
-  merge equal blocks).
-- A block is cached from the moment it is full, and stays so when it is freed,
-  until it is reused for something else. Blocks that hold nothing are reused
-  first.
+- An admitted request reuses the longest cached prefix of its lookup. It looks only once: blocks that others
+  cache later it computes again, in blocks of its own (vLLM does not merge equal blocks).
+- A block is cached from the moment it is full, also after it is freed, until it is reused. Empty blocks are
+  reused first.
 
-The recorded run held, at every moment, no more than fitted. Under another order
-a request may find more than it found there, and holds that at once, before the
-recorded run had prefilled so far. Where that surplus does not fit, the requests
-admitted last give theirs back, tails first, down to what they held in the
-recorded run, and compute what they lost by it when the recorded run gets there
-(``given_back_tokens``). What does not fit even then is held outside the pool
-and counted (``overflow_blocks``); a log of a real run has none of it, except
-for equal blocks held twice.
+At every moment the recorded run fitted the pool. Under another order a request may hit more blocks, and then
+holds them before the recorded run had computed as many. If this surplus does not fit, the requests admitted
+last free it again, tails first, down to what they held in the recorded run, and recompute the loss later
+(``given_back_tokens``). What still does not fit is held outside the pool and counted (``overflow_blocks``);
+in a log of a real run only duplicate blocks do that.
 
-O(1) a block; about 1 µs.
+O(1) per block; about 1 µs.
 """
 
 from __future__ import annotations
@@ -34,46 +27,47 @@ from .block_accesses import AccessLog, AccessSequence, BlockAccessKind, Sequence
 from .replay_eviction_orders import ReplayEvictionOrder
 
 ReplayProgress = Callable[[int, int], None]
-"""Called now and then with (entries done, entries in all), and once at the end."""
+"""Called with (entries done, total entries) at intervals, and at the end."""
 
 PROGRESS_INTERVAL = 2048
 """Entries between two calls."""
 
 
 class EvictionReplayResult(msgspec.Struct, kw_only=True):
-    """Tokens are whole blocks times the block size; only blocks a cache may be asked for are counted."""
+    """Result of one order. Tokens are whole blocks times the block size; only blocks covered by lookups
+    count."""
 
     order: str
     admissions: int = 0
     asked_tokens: int = 0
-    """Looked up when requests were admitted, and reached before they were freed."""
+    """Looked up at admission, and reached before the request was freed."""
     hit_tokens: int = 0
     computed_tokens: int = 0
-    """Asked for, not found, hence computed: first-time, regenerated and duplicated ones."""
+    """Looked up, not found, hence computed: first-time, recomputed and duplicate ones."""
     regenerated_tokens: int = 0
-    """Of these, such as had been computed before, by any request, and were lost since: what a better
-    order could have spared."""
+    """Of these, tokens computed before, by any request, and lost since: what a better order could have saved.
+    """
     duplicated_tokens: int = 0
-    """Of these, such as were in the cache at that moment: computed a second time because the engine looks
-    only when it admits a request, whatever the order. The optimum has none by definition."""
+    """Of these, tokens that were cached at that moment but not at admission, whatever the order. The optimum
+    has none by definition."""
     regenerated_by_owner: dict[str, int] = msgspec.field(default_factory=dict)
-    """Program → tokens regenerated for it; programs without any are left out."""
+    """Per program, recomputed tokens; programs without any are left out."""
     regenerated_by_request: list[int] = msgspec.field(default_factory=list)
-    """Tokens regenerated for each request of the log."""
+    """Per request of the log, recomputed tokens."""
     hit_blocks: list[int] = msgspec.field(default_factory=list)
-    """Of each admission, in order of the log: leading blocks reused."""
+    """Per admission, in order of the log: reused leading blocks."""
     given_back_tokens: int = 0
-    """Reused ones let go again, because the recorded run had nothing there yet and the space was needed."""
+    """Reused tokens that were freed again for lack of space."""
     overflow_blocks: int = 0
-    """The most blocks by which the sequence did not fit the pool, whatever was evicted; 0 in a sound log."""
+    """Maximum number of blocks outside the pool; 0 in a valid log."""
     over_belady: float | None = None
-    """``regenerated_tokens`` over those of the offline optimum: SAGA's competitive ratio (§7, Definition 3).
-    None where the optimum is 0 and this is not, or where nobody has compared."""
+    """``regenerated_tokens`` divided by those of the offline optimum: SAGA's competitive ratio (§7,
+    Definition 3). None if only the optimum is 0, or without a comparison."""
     note: str = ""
 
     def regenerated_since(self, sent_s: Sequence[float], since_s: float) -> int:
-        """Tokens regenerated for requests that were sent from ``since_s`` on; ``sent_s`` has the time of each
-        request of the log."""
+        """Recomputed tokens of requests sent from ``since_s`` on; ``sent_s`` has the send time of each
+        request."""
         if since_s <= 0:
             return self.regenerated_tokens
         times = zip(self.regenerated_by_request, sent_s, strict=True)
@@ -81,7 +75,7 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
 
 
 class EvictionReplayCounters:
-    """Counts blocks while a replay runs, and turns them into tokens at its end."""
+    """Counts blocks during a replay, and converts them into tokens at its end."""
 
     def __init__(self, requests: int) -> None:
         self.asked = 0
@@ -96,7 +90,7 @@ class EvictionReplayCounters:
     def result(
         self, order: str, block_size: int, owners: list[str], owner_of: list[int]
     ) -> EvictionReplayResult:
-        """``owner_of`` has the place in ``owners`` of each request's program."""
+        """``owner_of`` has the index in ``owners`` of each request's program."""
         by_owner: dict[str, int] = {}
         for owner, lost in zip(owner_of, self.by_request, strict=True):
             if lost:
@@ -124,7 +118,7 @@ def replay_evictions(
     name: str = "",
     progress: ReplayProgress | None = None,
 ) -> EvictionReplayResult:
-    """What ``order``, which must be new, loses over the sequence. Raises ``AccessLogError``."""
+    """Replay the sequence with ``order``, which must be new. Raises ``AccessLogError``."""
     sequence = prepare_access_sequence(log) if isinstance(log, AccessLog) else log
     pool = _ReplayPool(sequence, order)
     total = len(sequence.entries)
@@ -146,26 +140,26 @@ class _ReplayPool:
         self._order = order
         size = sequence.pool_blocks
         self._empty = list(range(size - 1, -1, -1))
-        """Free places that hold nothing."""
+        """Free places without content."""
         self._holders = [0] * size
         self._content = [-1] * size
-        """Of each place the block cached there, or -1."""
+        """Per place, the block cached there, or -1."""
         self._place = [-1] * sequence.blocks
-        """Of each block the place where it was cached first, or -1."""
+        """Per block, the place where it was cached first, or -1."""
         self._copies: dict[int, list[int]] = {}
-        """Of blocks cached more than once, the other places, in order."""
+        """Per block that is cached more than once, its other places, in order."""
         self._known = bytearray(sequence.blocks)
-        """1: has been computed before."""
+        """1: was computed before."""
         self._writing: dict[int, int] = {}
-        """Blocks that are being computed and not yet full → by how many requests."""
+        """Incomplete blocks → number of requests that compute them."""
         self._tables: dict[int, list[int]] = {}
-        """Of each admitted request its places; in order of admission."""
+        """Per admitted request, its places; in order of admission."""
         self._cached_of: dict[int, int] = {}
-        """Of each admitted request how many of its blocks are cached."""
+        """Per admitted request, number of its cached blocks."""
         self._recorded: dict[int, int] = {}
-        """Of each admitted request what it held in the recorded run."""
+        """Per admitted request, blocks held in the recorded run."""
         self._surplus = False
-        """Whether any request may hold more than it did in the recorded run."""
+        """Whether any request may hold more than in the recorded run."""
         self._outside = 0
         """Places beyond the pool."""
 
@@ -248,7 +242,7 @@ class _ReplayPool:
                 self._copies.setdefault(block, []).append(here)
 
     def _written(self, blocks: Iterable[int]) -> None:
-        """They are full, or nobody will ever fill them."""
+        """Unmark blocks that are full now, or never will be."""
         writing = self._writing
         for block in blocks:
             writing[block] -= 1
@@ -256,7 +250,7 @@ class _ReplayPool:
                 del writing[block]
 
     def _let_go(self, table: list[int], cached: int, owner: int, now: int) -> None:
-        """One holder less of each; tails are reused before heads."""
+        """Release a holder of each place; tails are reused before heads."""
         holders = self._holders
         for here in table:
             holders[here] -= 1
@@ -281,7 +275,7 @@ class _ReplayPool:
         return places
 
     def _free_places(self, count: int) -> list[int]:
-        """As many as there are, at most ``count``; empty ones first."""
+        """At most ``count`` free places; empty ones first."""
         empty = self._empty
         places = empty[len(empty) - min(count, len(empty)) :]
         del empty[len(empty) - len(places) :]
@@ -322,7 +316,7 @@ class _ReplayPool:
         self._surplus = False
 
     def _shrink(self) -> None:
-        """Places outside the pool go first."""
+        """Free places outside the pool first."""
         while self._outside:
             gone = self._free_places(self._outside)
             if not gone:

@@ -1,4 +1,4 @@
-"""Eviction orders for replays: vLLM's own, and two that group blocks by program."""
+"""Eviction orders for replays: LRU as in vLLM, and two orders that group blocks by program."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sojourn_server.policies.policy_views import EvictionCandidateView
 
 
 class FreeRunQueue:
-    """Places, first in first out. What is taken out of the middle stays in its run, unseen, until its turn.
+    """FIFO of places. A place removed from the middle stays in its run, marked as stale, until its turn.
 
-    O(1) a place. A third of the time of an ``OrderedDict``, which has a node for each.
+    O(1) per place, in a third of the time of an ``OrderedDict``.
     """
 
     __slots__ = ("_run_of", "_runs")
 
     def __init__(self, run_of: dict[int, int]) -> None:
-        """``run_of`` may be shared by several queues, if a place is in one of them only."""
+        """``run_of`` may be shared by several queues, if each place is in only one of them."""
         self._run_of = run_of
-        """Of each free place the run that holds it; other runs have it from earlier."""
+        """Per free place, the run that holds it; other runs hold stale entries."""
         self._runs: deque[tuple[int, list[int]]] = deque()
-        """(number, places not yet given, the next one last)."""
+        """(number, remaining places, the next one last)."""
 
     def append(self, places: Sequence[int], number: int) -> None:
         """``number`` must be new to ``run_of``."""
@@ -34,7 +34,7 @@ class FreeRunQueue:
             self._runs.append((number, list(reversed(places))))
 
     def pop(self, count: int) -> list[int]:
-        """The next ``count`` places, or all there are."""
+        """Remove the next ``count`` places, or all."""
         runs, run_of = self._runs, self._run_of
         given: list[int] = []
         while count and runs:
@@ -50,15 +50,15 @@ class FreeRunQueue:
         return given
 
     def __bool__(self) -> bool:
-        """False: surely empty."""
+        """False: certainly empty."""
         return bool(self._runs)
 
 
 class LruEvictionOrder:
-    """The block that has been free for longest goes first; of one request the tail before the head.
+    """LRU: the block that has been free for longest goes first; of one request the tail before the head.
 
-    ``BlockPool.free_blocks`` appends blocks, tails first, to a queue which is
-    reused from its front, and ``touch`` takes them out of it.
+    ``BlockPool.free_blocks`` appends blocks, tails first, to a queue that is reused from its front, and
+    ``touch`` removes them from it.
     """
 
     def __init__(self, owners: list[str] | None = None) -> None:
@@ -85,7 +85,7 @@ class LruEvictionOrder:
 EvictionScore = tuple[float, ...]
 
 MAX_OWNERS = 16
-"""Owners of a block that are known by name, as in the engine's queue; a block of more goes last."""
+"""Maximum number of known owners of a block, as in the engine's queue; a block with more goes last."""
 
 _EVICTED_LAST: EvictionScore = (float("inf"),)
 _TOO_MANY_OWNERS = -1
@@ -93,35 +93,36 @@ _NO_GROUP = -2
 
 
 def prefix_lru(owners: list[str]) -> ProgramEvictionOrder:
-    """LRU over programs' prefixes, leaf first: SAGA's "LRU + Prefix" (Table 2; it says no more of it).
+    """LRU over programs' prefixes, leaf first: SAGA's "LRU + Prefix" (Table 2, without further details).
 
-    All that a program has cached is as recent as its last request, and what
-    several share as recent as the latest of them. vLLM's own order lets a
-    program's abandoned branches age by themselves, and so does as well or
-    better: the two differ only there.
+    All blocks of a program are as recent as its last request, and shared blocks as the latest of their
+    owners. vLLM's order also ages a program's abandoned branches, and so does as well or better: the two
+    differ only there.
     """
     return ProgramEvictionOrder(owners, lambda view: (view.last_turn_s,), shared_last=False)
 
 
 def latest_program(owners: list[str]) -> ProgramEvictionOrder:
-    """The policy ``latest-program``: what living programs share goes last, of no living one first."""
+    """The policy ``latest-program``: blocks shared by running programs go last, those of ended ones first."""
     return ProgramEvictionOrder(owners, LatestProgramEviction().standing, shared_last=True)
 
 
 class ProgramEvictionOrder:
-    """Groups ordered by a policy's score of their owners.
+    """Evicts groups of blocks in the order of a policy's score of their owners.
 
-    ``shared_last``: groups of two or more programs that are not over go after
-    all others, those with the fewest owners first; else a group is worth what
-    its highest-scored owner is.
+    A group holds the blocks of one program, or those that the same programs share. Groups go by score, lowest
+    first; within a group LRU, tails before heads. A parent block has every owner of its child, so no order
+    separates a head from its tail.
 
-    A program's ``last_turn_s`` is the number of the entry at which its last
-    request was freed: a log has no times. A program is over with its last entry
-    in the log, as its ``program_end`` would say; so are those that the end of the
-    run cut off, when nothing more is asked of them. The owner "" is no program:
-    its blocks are taken for those of one that is over.
+    ``shared_last``: groups of two or more running programs go after all others, those with the fewest owners
+    first; otherwise a group has the score of its highest-scored owner.
 
-    O(1) a block, O(groups of a program · log groups) when its score changes.
+    ``last_turn_s`` of a program is the index of the entry that freed its last request: a log has no times. A
+    program is over with its last entry in the log, as after its ``program_end``; this includes programs cut
+    off by the end of the run. The owner "" is no program: its blocks count as those of a program that is
+    over.
+
+    O(1) per block, O(groups of a program · log groups) per change of score.
     """
 
     def __init__(
@@ -132,18 +133,18 @@ class ProgramEvictionOrder:
         self._over = [owner == "" for owner in owners]
         self._last_turn = [0] * len(owners)
         self._members: list[tuple[int, ...]] = []
-        """Of each group its owners, sorted."""
+        """Per group, its owners, sorted."""
         self._with: dict[tuple[int, int], int] = {}
-        """(group, program) → the group with it."""
+        """(group, program) → the group of both."""
         self._groups_of: list[list[int]] = [[] for _ in owners]
         self._group_at: list[int] = []
-        """Of each place the group of the block in it; ``_TOO_MANY_OWNERS``: owners too many to name."""
+        """Per place, the group of its block; ``_TOO_MANY_OWNERS`` if it has more than ``MAX_OWNERS``."""
         self._run_of: dict[int, int] = {}
         self._free: dict[int, FreeRunQueue] = {}
-        """Of each group its free places."""
+        """Per group, its free places."""
         self._frees = 0
         self._key: dict[int, tuple[EvictionScore, int, int]] = {}
-        """Of each group with free places the one entry of the heap that counts."""
+        """Per group with free places, its valid heap entry."""
         self._heap: list[tuple[tuple[EvictionScore, int, int], int]] = []
 
     def freed(self, blocks: Sequence[int], owner: int, now: int) -> None:
@@ -196,7 +197,7 @@ class ProgramEvictionOrder:
             self._rank(group)
 
     def _group_with(self, group: int, owner: int) -> int:
-        """The group of a block of ``group`` that ``owner`` uses too."""
+        """The group of a block of ``group`` that ``owner`` also uses."""
         found = self._with.get((group, owner))
         if found is None:
             found = self._with[group, owner] = self._new_group(group, owner)
@@ -223,7 +224,7 @@ class ProgramEvictionOrder:
         if not self._free.get(group):
             return
         size = len(self._members[group]) if group != _TOO_MANY_OWNERS else MAX_OWNERS + 1
-        # Of the same score, a child's group before its parent's, which has more owners.
+        # For equal scores a child's group goes before its parent's, which has more owners.
         key = (self._score_of(group), size, group)
         if self._key.get(group) != key:
             self._key[group] = key
@@ -247,23 +248,22 @@ class ProgramEvictionOrder:
 
 
 class ReplayEvictionOrder(Protocol):
-    """In what order free cached blocks are reused. Blocks are places in the pool, 0, 1, ….
+    """Order in which free cached blocks are reused. Blocks are places in the pool, 0, 1, ….
 
-    A block is handed over when nobody holds it any more (``freed``) and is the
-    order's until somebody finds it (``reused``) or the order gives it up
-    (``victims``). Orders see the past only.
+    A block is passed to ``freed`` when no request holds it, and belongs to the order until a request finds it
+    (``reused``) or the order evicts it (``victims``). Orders see only the past.
     """
 
     def freed(self, blocks: Sequence[int], owner: int, now: int) -> None:
-        """Nobody holds these any more; tails come before heads. ``now`` is the entry's number in the log."""
+        """Add blocks that no request holds; tails come before heads. ``now`` is the index of the entry."""
         ...
 
     def reused(self, blocks: Sequence[int]) -> None:
-        """These were found by a request that was admitted: they are no longer free."""
+        """Remove blocks that an admitted request has found."""
         ...
 
     def victims(self, count: int) -> list[int]:
-        """Give up ``count`` blocks, or all there are if these are fewer."""
+        """Evict ``count`` blocks, or all."""
         ...
 
     def over(self, owner: int) -> None:
@@ -281,7 +281,7 @@ _FACTORIES: dict[str, EvictionOrderFactory] = {
 }
 
 OPTIMAL_ORDER = "belady"
-"""Not an order: it decides from the future."""
+"""Not an order: it uses the future."""
 
 
 def eviction_order_names() -> list[str]:

@@ -1,1 +1,1 @@
-"""Separated prefill and decode in virtual time: DualPath's cluster, driven by the router's own policies."""
+"""Separated prefill and decode in virtual time: DualPath's cluster, with the router's own policies."""

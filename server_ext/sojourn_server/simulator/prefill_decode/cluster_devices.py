@@ -1,4 +1,4 @@
-"""State of a simulated cluster: agents, storage NICs, memory, prefill and decode devices."""
+"""Devices of a simulated cluster: storage NICs, memory, prefill and decode devices; state of an agent."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class AgentState:
-    """One for each agent, from its first turn to its last; written by whoever has it at the moment.
+    """State of one agent and its current turn.
 
-    What is not set yet of a turn is that of the turn before, or missing. Times are virtual seconds.
+    Fields that a turn has not set yet are missing, or those of the turn before. Times are virtual seconds.
     """
 
     __slots__ = (
@@ -32,36 +32,36 @@ class AgentState:
     request: PdRequest
     output_tokens: int
     cached: int
-    """Prompt tokens whose KV there is: now, and from storage."""
+    """Prompt tokens with KV: now, and at the start of the turn."""
     cached_before: int
     todo: int
-    """Prompt tokens that are left to compute."""
+    """Prompt tokens that are not computed yet."""
     submitted_s: float
     first_token_s: float
     second_token_s: float
     decoded_from_s: float
     worker: int
-    """Its prefill device."""
+    """Number of its prefill device."""
     decode: int
     prefill_blocks: int
-    """That the prefill device's node reads."""
+    """Blocks that the prefill device's node reads."""
     decode_blocks: int
     parts: int
-    """Reads that are still under way."""
+    """Number of unfinished reads."""
 
     def __init__(self, agent: int, trajectory: Trajectory) -> None:
         self.agent = agent
         self.trajectory = trajectory
         self.turn = 0
-        """Of the trajectory."""
+        """Index in the trajectory."""
 
 
 WINDOW_S = 10.0
-"""Bytes are counted in windows of that length, for how evenly NICs are used over time."""
+"""Length of the windows in which bytes are counted, to show how evenly NICs are used."""
 
 
 class StorageNic:
-    """First come first served; writes go the other way and are only counted."""
+    """FIFO of reads. Writes use the other direction and are only counted."""
 
     __slots__ = (
         "_window", "_window_from_s", "_window_to_s", "blocks", "blocks_in", "busy_until_s", "line", "node",
@@ -73,16 +73,16 @@ class StorageNic:
         self.rate_blocks_per_s = rate_blocks_per_s
         self.busy_until_s = 0.0
         self.blocks = 0
-        """Read so far, or about to be: in Full Blocks."""
+        """Blocks read so far or queued, in Full Blocks."""
         self.blocks_in: list[float] = [0.0]
-        """By window; a read that spans several is shared out."""
+        """Blocks per window; a read across windows is split."""
         self.written_tokens = 0
         self.line: deque[Event] = deque()
-        """Events of the simulation at the ends of queued reads."""
+        """Events at the ends of queued reads."""
         self._window, self._window_from_s, self._window_to_s = 0, 0.0, WINDOW_S
 
     def read(self, blocks: int, now: float) -> float:
-        """When a read that is handed over now will be done."""
+        """Queue a read. Returns the time of its end."""
         begin = self.busy_until_s
         if begin < now:
             begin = now
@@ -113,7 +113,8 @@ Item = TypeVar("Item")
 
 
 class FcfsMemoryPool(Generic[Item]):
-    """Who finds no room waits in line. Who needs more than there is gets it once nobody else is inside."""
+    """Memory in order of arrival. A request that does not fit waits; one larger than the pool gets an empty
+    pool."""
 
     __slots__ = ("free", "line", "size", "waiting")
 
@@ -122,10 +123,10 @@ class FcfsMemoryPool(Generic[Item]):
         self.free = size
         self.line: deque[tuple[float, Item]] = deque()
         self.waiting = 0.0
-        """What those in line need."""
+        """Total demand of waiting requests."""
 
     def take(self, amount: float, item: Item) -> bool:
-        """False: ``item`` waits in line, and ``leave`` will tell when it has its room."""
+        """Allocate. False: ``item`` waits, and a later ``leave`` yields it."""
         if not self.line and (amount <= self.free or self.free == self.size):
             self.free -= amount
             return True
@@ -134,7 +135,7 @@ class FcfsMemoryPool(Generic[Item]):
         return False
 
     def leave(self, amount: float) -> Iterator[Item]:
-        """Give back; whoever has room now, in order."""
+        """Free memory; yields waiting items that fit now, in order."""
         self.free += amount
         line = self.line
         while line and (line[0][0] <= self.free or self.free == self.size):
@@ -145,21 +146,22 @@ class FcfsMemoryPool(Generic[Item]):
 
 
 class PrefillStepCost(NamedTuple):
-    """What a step takes, and what its copies do to it."""
+    """Costs of a prefill step and its copies."""
 
     fixed_s: float
     spread_token_s: float
-    """A new token's share of the experts, on one device alone."""
+    """Seconds of a new token in the experts, on one device alone."""
     block_copy_s: float
-    """Seconds a Full Block occupies a device's compute NIC, one way."""
+    """Seconds that a Full Block occupies a device's compute NIC, one way."""
     token_copy_s: float
     layers: int
     collective_s_per_copy_s: float
-    """What a second of copying beside a step adds to it where KV and model share a lane; 0: they do not."""
+    """Seconds that a second of copying adds to a concurrent step if KV and model share the network; 0: they
+    do not."""
 
 
 class PrefillDevice:
-    """What is ready to be computed on one device."""
+    """Requests that are ready on one device."""
 
     __slots__ = ("flights", "node", "number", "todo")
 
@@ -168,19 +170,19 @@ class PrefillDevice:
         self.node = node
         self.flights: deque[AgentState] = deque()
         self.todo: deque[PrefillCandidate] = deque()
-        """Of each of ``flights``, what is left."""
+        """Remaining work of each of ``flights``."""
 
     def ready(self, flight: AgentState) -> None:
-        """Its hit is at hand."""
+        """Add a request whose cached KV is available."""
         self.flights.append(flight)
         self.todo.append(PrefillCandidate(flight.cached, flight.todo))
 
 
 class PrefillGroup:
-    """Devices that share expert layers; a group of one waits for nobody.
+    """Devices that share expert layers and compute in step; each waits for the slowest (§6.2).
 
-    A step takes its fixed part, the longest attention of any device, and the experts' work, which is spread
-    over all. Layer by layer, copies lie behind all but one layer of the step; what is longer is waited for.
+    A step takes its fixed part, the longest attention of any device, and the experts' work, spread over all.
+    Layer by layer, copies overlap with all but one layer of the step; the rest adds to it.
     """
 
     __slots__ = (
@@ -207,10 +209,10 @@ class PrefillGroup:
         self.tokens = 0
         self.busy_s = 0.0
         self.last_attention_s = 0.0, 0.0
-        """Of the step under way, or the last: the longest, and the mean."""
+        """Of the current or last step: maximum and mean over the devices."""
 
     def begin(self) -> float:
-        """Plan a step of what is ready; its seconds, 0.0 where nothing is."""
+        """Plan a step. Returns its seconds; 0.0 without ready requests."""
         cost = self.cost
         longest = total = copy = 0.0
         tokens = 0
@@ -226,8 +228,8 @@ class PrefillGroup:
                 longest = plan.attention_s
             planned.append((device, plan.chunks))
             if self.layerwise:
-                # A hit comes in once, whoever read it. Out of the device's NIC go its own node's hits twice,
-                # into the device and on to the decode side, and the new KV (§4.2).
+                # Cached KV enters once, whichever node read it. A device's NIC sends the blocks read by its
+                # own node twice (into the device and on to the decode side), and the new KV (§4.2).
                 own = other = 0
                 for flight, chunk in zip(device.flights, plan.chunks, strict=False):
                     if chunk == flight.todo:
@@ -252,7 +254,7 @@ class PrefillGroup:
         return step_s
 
     def end(self) -> list[AgentState]:
-        """The step is over; whose prompts are computed now."""
+        """End the step. Returns the requests whose prompts are complete."""
         done: list[AgentState] = []
         for device, chunks in self.planned:
             flights, todo = device.flights, device.todo
@@ -262,7 +264,7 @@ class PrefillGroup:
                     flight.todo -= chunk
                     flight.cached += chunk
                     todo[0] = PrefillCandidate(flight.cached, flight.todo)
-                    break  # a cut chunk is a plan's last
+                    break  # a cut chunk is the last of a plan
                 flights.popleft()
                 todo.popleft()
                 done.append(flight)
@@ -271,14 +273,14 @@ class PrefillGroup:
 
 
 _EARLY = 1e-6
-"""Steps by which floating point may have an end come too early."""
+"""Tolerance of floating point, in steps."""
 
 
 class DecodeDevice:
-    """Continuous batching as processor sharing: ``step_s`` holds until somebody comes or goes.
+    """Continuous batching as processor sharing: ``step_s`` is constant between arrivals and ends.
 
-    A context's growth while it is written is counted from the beginning, half of it. Requests whose KV does
-    not fit wait in line, in the node's DRAM.
+    Half of the final growth of a context counts from its start. Requests whose KV does not fit wait in the
+    node's DRAM.
     """
 
     __slots__ = (
@@ -298,22 +300,22 @@ class DecodeDevice:
         self.tokens = 0.0
         self.requests = 0
         self.progress = 0.0
-        """Steps so far."""
+        """Number of steps so far."""
         self.since_s = 0.0
         self.step_s = base_s
         self.ends: list[tuple[float, int, AgentState]] = []
-        """(progress at which it has all its tokens, agent, request)"""
+        """(progress at which it ends, agent, request)"""
         self.line: deque[AgentState] = deque()
         self.due_s = math.inf
-        """When the device wants to be asked next."""
+        """Time of the next event of the device."""
 
     def fits(self, flight: AgentState) -> bool:
-        """Whether there is room for it; an empty device takes anybody."""
+        """Whether a request fits; an empty device accepts any."""
         return flight.request.kv_tokens <= self.free_kv_tokens or not self.requests
 
     def enter(self, flight: AgentState, load_s: float, stall_s: float, now: float) -> None:
-        """Its prompt is computed, and there is room. ``load_s``: copying its KV in, which takes it and nobody
-        else that long; ``stall_s``: time that this costs everybody."""
+        """Add a request with a complete prompt. ``load_s``: copy time of its KV, which delays only this
+        request; ``stall_s``: the part that delays all."""
         _, prompt_tokens, _, kv_tokens = flight.request
         self.progress += (now - stall_s - self.since_s) / self.step_s
         self.since_s = now
@@ -327,14 +329,14 @@ class DecodeDevice:
         heappush(self.ends, (self.progress + steps, flight.agent, flight))
 
     def next_s(self, now: float) -> float:
-        """When its next request has all its tokens, as things stand."""
+        """End of its next request at the current step time."""
         if not self.ends:
             return math.inf
         steps = self.ends[0][0] - self.progress
         return now + steps * self.step_s if steps > 0 else now
 
     def finished(self, now: float) -> list[AgentState]:
-        """Who has all tokens by now; their memory is free."""
+        """Requests with all tokens by now; their memory is freed."""
         self.progress += (now - self.since_s) / self.step_s
         self.since_s = now
         done: list[AgentState] = []

@@ -1,4 +1,9 @@
-"""The simulated cluster: its models, its machines, and the number of nodes."""
+"""The simulated cluster: its models, its machines, and the number of nodes.
+
+FLOPs and bytes of DualPath's three models are counted from public configurations, not measured. The KV bytes
+per operation of a turn (the paper's Table 1, GB/PFLOP from 16K to 64K) agree within 2 % for Qwen2.5-32B and
+within a fifth for DeepSeek-V3.2 (tests/simulator/test_simulator_prefill_decode_models.py).
+"""
 
 from __future__ import annotations
 
@@ -8,51 +13,51 @@ from dataclasses import dataclass, field, fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdModel:
-    """One model on separated prefill and decode engines, a device each."""
+    """One model on separated prefill and decode engines of one device each."""
 
     name: str
     title: str
     layers: int
     kv_bytes_per_token: int
-    """Of all layers, with whatever else attention needs of a token."""
+    """All layers, with all other data that attention needs of a token."""
     local_token_flops: float
-    """Of a new token, on the device that has its request: projections, and attention over the tokens that
-    sparse attention picks."""
+    """FLOPs of a new token on its request's device: projections, and attention over the tokens that sparse
+    attention selects."""
     spread_token_flops: float
-    """Of a new token, on all devices of its prefill group alike: experts. 0: there are none."""
+    """FLOPs of a new token spread over its prefill group: experts. 0: no experts."""
     pair_flops: float
-    """Of a new token for each token before it."""
+    """FLOPs of a new token per earlier token."""
     group_nodes: int
-    """Prefill nodes whose devices compute in step, since they share experts; 0: each device by itself."""
+    """Prefill nodes that share experts and compute in step; 0: each device alone."""
     prefill_weight_bytes: float
-    """On each prefill device."""
+    """Per prefill device."""
     decode_weight_bytes: float
     prefill_step_s: float
-    """What a prefill step takes beside its FLOPs."""
+    """Fixed seconds of a prefill step."""
     decode_step_s: float
-    """What a decode step takes with next to nobody in it."""
+    """Seconds of a nearly empty decode step."""
     decode_request_s: float
-    """And for each request."""
+    """Seconds of a decode step per request."""
     decode_bytes_per_token: float
-    """KV that a decode step reads of each token of context."""
+    """KV bytes that a decode step reads per context token."""
 
     def turn_flops(self, context_tokens: float, new_tokens: float) -> float:
-        """Of computing ``new_tokens`` behind ``context_tokens``."""
+        """FLOPs of computing ``new_tokens`` after ``context_tokens``."""
         pairs = new_tokens * (context_tokens + (new_tokens + 1) / 2)
         return (self.local_token_flops + self.spread_token_flops) * new_tokens + self.pair_flops * pairs
 
     def gb_per_pflop(self, context_tokens: float, new_tokens: float) -> float:
-        """The paper's cache-compute ratio of such a turn."""
+        """Cache-compute ratio of such a turn, as in the paper."""
         read = context_tokens * self.kv_bytes_per_token
         return read / 1e9 / (self.turn_flops(context_tokens, new_tokens) / 1e15)
 
 
 def _mla(layers: int, heads: int, index_heads: int, index_size: int, picked: int) -> tuple[int, float, float]:
-    """Of DeepSeek's sparse attention: KV bytes a token, FLOPs a new token, FLOPs a pair.
+    """DeepSeek's sparse attention: KV bytes per token, FLOPs per new token, FLOPs per pair.
 
-    The latent is 512 numbers in FP8 with four scales of 4 bytes, and 64 rotary ones in BF16; the index key
-    one byte a number with a scale. Every new token is compared with all before it by the indexer, and attends
-    to ``picked`` of them by the absorbed form, 576 numbers for the score and 512 for the value.
+    The latent has 512 numbers in FP8 with four scales of 4 bytes, and 64 rotary ones in BF16; the index key
+    one byte per number and a scale. The indexer compares every new token with all earlier ones; it attends to
+    ``picked`` of them in the absorbed form, 576 numbers for the score and 512 for the value.
     """
     kv_bytes = layers * (512 + 4 * 4 + 64 * 2 + index_size + 4)
     attended = 2.0 * heads * (576 + 512) * layers * picked
@@ -62,8 +67,8 @@ def _mla(layers: int, heads: int, index_heads: int, index_size: int, picked: int
 def _deepseek_660b() -> PdModel:
     layers = 61
     kv_bytes, attended, pair = _mla(layers, heads=128, index_heads=64, index_size=128, picked=2048)
-    active, local = 37e9, layers * 187e6  # of the parameters a token uses, those of attention
-    experts, rest = 650e9, 17e9  # bytes in FP8: routed experts, and what every device has
+    active, local = 37e9, layers * 187e6  # attention's share of a token's parameters
+    experts, rest = 650e9, 17e9  # bytes in FP8: routed experts, and the weights on every device
     return PdModel(
         name="ds-660b",
         title="DeepSeek-V3.2 660B, FP8",
@@ -77,8 +82,8 @@ def _deepseek_660b() -> PdModel:
         decode_weight_bytes=experts / 32 + rest,
         prefill_step_s=0.02,
         decode_step_s=0.030,
-        # DeepSeek's own service: 14,800 output tokens a second on a node of eight H800 at 20 to 22 tokens a
-        # second for each user, which is 88 a device and 47.6 ms a step.
+        # DeepSeek's published service: 14,800 output tokens/s on a node of eight H800 at 20 to 22 tokens/s
+        # per user, hence 88 users per device and 47.6 ms per step.
         decode_request_s=(0.0476 - 0.030) / 88,
         decode_bytes_per_token=layers * (128 + 4),
     )
@@ -105,7 +110,7 @@ def _deepseek_27b() -> PdModel:
         group_nodes=1,
         prefill_weight_bytes=27e9 / 8 + 2e9,
         decode_weight_bytes=27e9 / 8 + 2e9,
-        # By layers, and by parameters a token uses.
+        # Scaled by layers, and by active parameters.
         prefill_step_s=large.prefill_step_s * layers / large.layers,
         decode_step_s=large.decode_step_s * layers / large.layers,
         decode_request_s=large.decode_request_s * (local + experts) / 37e9,
@@ -139,37 +144,37 @@ PD_MODELS = {model.name: model for model in (_deepseek_660b(), _deepseek_27b(), 
 
 
 CALIBRATED_EFFICIENCY = 0.31
-"""Share of its FLOP peak that a prefill device achieves, all told: what makes DualPath on 2P4D with 2,000
-agents of the 64K workload take the 3,167 s of the paper's Table 3. Nothing else is fitted to the paper."""
+"""Share of its FLOP peak that a prefill device achieves. Fitted: DualPath on 2P4D with 2,000 agents of the
+64K workload then takes the 3,167 s of the paper's Table 3. No other value is fitted to the paper."""
 CALIBRATION_JCT_S = 3167.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdMachine:
-    """A node and its devices. Raises ``ValueError`` for what is not finite and above 0.
+    """A node and its devices. Raises ``ValueError`` for values that are not finite and above 0.
 
-    The paper says "Hopper"; Qwen2.5-32B in FP16 on one device with contexts of 64K leaves only those with
-    141 GB. Peak and bandwidth are the H200's data sheet.
+    The paper says "Hopper"; Qwen2.5-32B in FP16 on one device with contexts of 64K requires 141 GB. Peak and
+    bandwidth are from the H200's data sheet.
     """
 
     devices: int = 8
     storage_nic_bytes_per_s: float = 50e9
-    """400 Gbit/s a node, each way; the storage behind it saturates that (§7.2)."""
+    """400 Gbit/s per node and direction; the storage saturates it (§7.2)."""
     compute_nic_bytes_per_s: float = 50e9
-    """400 Gbit/s a device, each way."""
+    """400 Gbit/s per device and direction."""
     buffer_bytes: float = 80e9
-    """A node's DRAM for KV on its way (A.4)."""
+    """DRAM of a node for KV in transit (A.4)."""
     device_flops_per_s: float = 989e12
     device_memory_bytes: float = 141e9
     device_bytes_per_s: float = 4.8e12
     efficiency: float = CALIBRATED_EFFICIENCY
     read_efficiency: float = 0.7
-    """Of the device's bandwidth, decode attention."""
+    """Share of the device's bandwidth in decode attention."""
     memory_share: float = 0.9
-    """Of the device's memory that an engine may use, as vLLM has it."""
+    """Share of the device's memory for the engine, vLLM's default."""
     activation_bytes: float = 5e9
     collective_share: float = 0.3
-    """Of a step, while devices exchange tokens and the compute network is the model's own. Chosen."""
+    """Share of a step in which devices exchange tokens over the compute network. Chosen."""
 
     def __post_init__(self) -> None:
         for constant in fields(self):
@@ -179,19 +184,19 @@ class PdMachine:
 
     @property
     def flops_per_s(self) -> float:
-        """What a prefill device achieves."""
+        """Achieved FLOP/s of a prefill device."""
         return self.device_flops_per_s * self.efficiency
 
     def prefill_kv_tokens(self, model: PdModel) -> int:
-        """KV that a prefill device has room for. Raises ``ValueError`` where its weights leave none."""
+        """KV tokens on a prefill device. Raises ``ValueError`` if its weights leave no memory."""
         return self._kv_tokens(model, model.prefill_weight_bytes)
 
     def decode_kv_tokens(self, model: PdModel) -> int:
-        """The same of a decode device."""
+        """KV tokens on a decode device. Raises ``ValueError`` if its weights leave no memory."""
         return self._kv_tokens(model, model.decode_weight_bytes)
 
     def buffer_tokens(self, model: PdModel) -> int:
-        """KV that a node's DRAM buffer has room for."""
+        """KV tokens in a node's DRAM buffer."""
         return int(self.buffer_bytes / model.kv_bytes_per_token)
 
     def _kv_tokens(self, model: PdModel, weight_bytes: float) -> int:
@@ -207,22 +212,22 @@ class PdMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdCluster:
-    """How many nodes of which machine serve which model. Raises ``ValueError``."""
+    """Number of nodes, their machine and model, and the scheduler's limits. Raises ``ValueError``."""
 
     prefill_nodes: int
     decode_nodes: int
     model: PdModel
     machine: PdMachine = field(default_factory=PdMachine)
     isolated: bool = True
-    """Traffic classes: KV takes what the model leaves of the compute network. False: they share a lane."""
+    """Traffic classes: KV uses what the model leaves of the compute network. False: both share it equally."""
     short_queue_s: float = 3.0
-    """α."""
+    """α of the paper."""
     most_tokens_s: float = 5.0
-    """β, as seconds of what a prefill device works off of this load."""
+    """β of the paper, as seconds of work of a prefill device under this load."""
     quota_s: float = 0.3
-    """Of attention in a prefill step, for all systems alike."""
+    """Attention seconds in a prefill step, the same for all systems."""
     step_tokens: int | None = None
-    """New tokens of a prefill device in a step instead; ``None``: the quota bounds it."""
+    """New tokens per device and prefill step instead; ``None``: the quota is the limit."""
 
     def __post_init__(self) -> None:
         if self.prefill_nodes < 1 or self.decode_nodes < 1:
@@ -239,10 +244,10 @@ class PdCluster:
 
     @property
     def name(self) -> str:
-        """As the paper has it: 2P4D."""
+        """Name as in the paper: 2P4D."""
         return f"{self.prefill_nodes}P{self.decode_nodes}D"
 
     @property
     def devices(self) -> int:
-        """Of all nodes."""
+        """Number of devices on all nodes."""
         return (self.prefill_nodes + self.decode_nodes) * self.machine.devices

@@ -1,4 +1,4 @@
-"""What a run came to: how long, how evenly, and how soon agents saw tokens."""
+"""Metrics of a prefill/decode run: duration, balance, and latencies."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from .cluster_devices import WINDOW_S
 from .prefill_decode_simulation import PdSimulation, TokenLatencies
 
 LOADED = (0.05, 0.5)
-"""Between which parts of a run links are compared: at the start nothing is in storage, at the end little is
-left to do (§7.5)."""
+"""Part of a run in which links are compared: at first storage is empty, at the end little work is left
+(§7.5)."""
 FULL = 0.9
-"""A window in which the prefill nodes' storage NICs read that much of what they could counts as full."""
+"""Share of the maximum from which a window counts as full."""
 EARLY = 0.05
-"""Up to which part of a run attention is compared, as in the paper's Figure 14."""
+"""Part of a run in which attention is compared, as in the paper's Figure 14."""
 TTFT_SLO_S = 4.0
 TPOT_SLO_S = 0.05
-"""The paper's service levels, as means (§7.4)."""
+"""The paper's SLOs, as means (§7.4)."""
 
 
 class LatencySummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Latencies of the turns that were submitted after warming up and have ended, in seconds."""
+    """Latencies of finished turns that were submitted after the warm-up, in seconds."""
 
     turns: int
     ttft_mean: float
@@ -36,7 +36,7 @@ class LatencySummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One run's figures."""
+    """Metrics of one run."""
 
     system: str
     model: str
@@ -45,33 +45,35 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     devices: int
     agents: int
     rate_per_s: float | None
-    """Agents that arrive each second; ``None``: all were there at the start."""
+    """Arrivals per second; ``None``: all agents are present from the start."""
     seed: int
     virtual_s: float
-    """When the last agent ended: the job's completion time."""
+    """End of the last agent: the job's completion time."""
     turns: int
     finished_agents: int
     prompt_tokens: int
     output_tokens: int
     read_tokens: int
-    """From storage."""
+    """Tokens read from storage."""
     nic_max_over_mean: float | None
-    """Of bytes read by all storage NICs in windows of 10 s, averaged while the system is loaded."""
+    """Bytes read by the storage NICs in windows of 10 s: maximum over mean, averaged over the loaded part of
+    the run."""
     nic_busy: tuple[float, float]
-    """Share of the time in which prefill and decode nodes' storage NICs read, while the system is loaded."""
+    """Busy share of prefill and decode nodes' storage NICs, over the loaded part of the run."""
     attention_max_over_mean: float | None
-    """Of a prefill group's devices in a step, over the first twentieth of the run."""
+    """Attention of a prefill group's devices in a step: maximum over mean, over the first twentieth of the
+    run."""
     prefill_busy: float
-    """Share of all the time in which prefill groups compute."""
+    """Busy share of the prefill groups over the whole run."""
     events: int
-    """That were simulated."""
+    """Number of simulated events."""
     cpu_s: float
-    """Of the process that simulated it."""
+    """CPU seconds of the simulating process."""
     seen: LatencySummary | None = None
-    """``None`` where all agents were there at the start, and where no turn has ended after warming up."""
+    """``None`` if all agents are present from the start, or no turn counts."""
     prefill_nics_full: float | None = None
-    """Share of all the time, by windows of 10 s, in which the prefill nodes' storage NICs read at least 90 %
-    of what they could; ``None`` for a run shorter than that, and of outcomes kept by earlier releases."""
+    """Share of windows of 10 s in which the prefill nodes' storage NICs read at least 90 % of their maximum;
+    ``None`` for a shorter run, and in results of earlier releases."""
 
 
 def run_outcome(
@@ -82,7 +84,7 @@ def run_outcome(
     seed: int,
     cpu_s: float,
 ) -> PdOutcome:
-    """A run that has ended."""
+    """Metrics of a finished run."""
     cluster = simulation.cluster
     low, high = LOADED if rate_per_s is None else (0.5, 1.0)
     shares, busy = _nic_balance(simulation, low, high)

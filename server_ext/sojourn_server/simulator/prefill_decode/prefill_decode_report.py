@@ -1,4 +1,4 @@
-"""Outcomes for a reader: a table for the terminal, JSON, and a picture."""
+"""Reports of prefill/decode runs: a table for the terminal, JSON, and a plot."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ COLUMNS = {
     "attention": "the slowest device's attention over the average's, in the first twentieth",
     "prefill": "share of the time in which prefill devices compute",
 }
-"""Column → meaning. Of a name of several words the last stands below the others."""
+"""Column → meaning. The last word of a title is on a second line."""
 OFFLINE_ONLY = {"took s", "faster", "attention"}
-"""Where agents arrive, a run takes what it was given, and its first twentieth has next to nobody in it."""
+"""With arrivals the run time is given, and the first twentieth is nearly empty."""
 ONLINE_ONLY = {"agents", "TTFT s", "TTST s", "TPOT ms"}
 MOSTLY = 0.5
-"""Part of the time in which storage has to be in the way, so that a second path has much to save."""
+"""Share of the time in which storage must be the bottleneck for a second path to matter."""
 
 
 def outcome_table(outcomes: Sequence[PdOutcome]) -> Table:
-    """A line a run, at most 80 columns wide. Those of one call are one load on one cluster."""
+    """One line per run, at most 80 columns wide. All runs have the same load and cluster."""
     first = outcomes[0]
     online = first.rate_per_s is not None
     load = f"{first.rate_per_s:g} agents/s" if online else f"{first.agents:,} agents"
@@ -63,7 +63,7 @@ def outcome_table(outcomes: Sequence[PdOutcome]) -> Table:
 
 
 def outcome_row(outcome: PdOutcome, first: PdOutcome) -> dict[str, str]:
-    """The texts of a line, by column."""
+    """Cells of a line, by column."""
     seen = outcome.seen
     return {
         "system": PD_SYSTEMS[outcome.system].title,
@@ -86,9 +86,9 @@ def _seconds_text(value: float) -> str:
 
 
 def storage_note(outcomes: Sequence[PdOutcome]) -> str | None:
-    """What to know before ``outcomes`` are compared: that storage was hardly in the way of one path, so that
-    a second had nothing to save. ``None`` where it was, or nobody with one path is compared with anybody
-    else. Where agents arrive nothing is said: there a load is chosen, and this is what it shows."""
+    """A warning that storage was hardly the bottleneck for a system with one path: a second path then saves
+    little. ``None`` if it was, if no such system is compared with another, and for runs with arrivals, whose
+    load the user chooses."""
     one_path = next((each for each in outcomes if _reads_by_prefill_only(PD_SYSTEMS[each.system])), None)
     if one_path is None or one_path.rate_per_s is not None or one_path.prefill_nics_full is None:
         return None
@@ -106,12 +106,12 @@ def storage_note(outcomes: Sequence[PdOutcome]) -> str | None:
 
 
 def _reads_by_prefill_only(system: PdSystem) -> bool:
-    """Whether all is read by the prefill side, and reading takes time."""
+    """Whether only the prefill side reads, and reading takes time."""
     return system.side is PrefillSideRead and not system.free_io
 
 
 def outcomes_document(outcomes: Sequence[PdOutcome], made_with: Any) -> dict[str, Any]:
-    """For JSON."""
+    """The outcomes as plain data for JSON."""
     return {
         "made_with": msgspec.to_builtins(made_with),
         "outcomes": [msgspec.to_builtins(outcome) for outcome in outcomes],
@@ -119,7 +119,7 @@ def outcomes_document(outcomes: Sequence[PdOutcome], made_with: Any) -> dict[str
 
 
 def plot_outcomes(outcomes: Sequence[PdOutcome], path: Path) -> None:
-    """Bars of what each system took, or of how long it let agents wait. Needs matplotlib."""
+    """Bars of run times, or of mean TTFT for runs with arrivals. Needs matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 

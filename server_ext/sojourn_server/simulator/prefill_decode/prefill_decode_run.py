@@ -1,4 +1,4 @@
-"""From a few words to a run: which system on which cluster, under which load; several side by side."""
+"""Prefill/decode runs from a specification: system, cluster and load; several in parallel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OnProgress = Callable[[int, float, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdSpec:
-    """What to run. Raises ``ValueError`` for what cannot be."""
+    """Specification of a run. Raises ``ValueError`` for invalid values."""
 
     system: str = "scheduling"
     model: str = "ds-660b"
@@ -33,22 +33,22 @@ class PdSpec:
     prefill_nodes: int = 2
     decode_nodes: int = 4
     agents: int = 2000
-    """At once; with ``rate_per_s``, as many as come at most."""
+    """Concurrent agents; with ``rate_per_s`` the maximum number of arrivals."""
     rate_per_s: float | None = None
-    """Agents that arrive each second (Poisson), until ``until_s``."""
+    """Poisson arrivals of agents per second, until ``until_s``."""
     until_s: float | None = None
-    """Virtual seconds after which to stop; ``None``: when all agents have ended."""
+    """Virtual end of the run; ``None``: when all agents have ended."""
     warm_up_s: float = 0.0
-    """Latencies are of turns that are submitted from then on."""
+    """Latencies count for turns submitted from then on."""
     seed: int = 0
     append_scale: float = 1.0
     output_scale: float = 1.0
     max_context_tokens: int | None = None
-    """Trajectories end before it; ``None``: the workload's own limit, if it has one."""
+    """Trajectories end before it; ``None``: the workload's limit, if any."""
     max_gap_s: float | None = None
     isolated: bool = True
     step_tokens: int | None = None
-    """New tokens of a prefill device in a step; ``None``: the compute quota bounds it."""
+    """New tokens per device and prefill step; ``None``: the compute quota is the limit."""
     machine: PdMachine = PdMachine()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
@@ -69,13 +69,13 @@ class PdSpec:
 
     @property
     def label(self) -> str:
-        """What to call it."""
+        """Name in progress bars and errors."""
         load = f"{self.agents} agents" if self.rate_per_s is None else f"{self.rate_per_s:g}/s"
         return f"{self.system} {self.cluster.name} {load}"
 
     @property
     def cluster(self) -> PdCluster:
-        """Raises ``ValueError`` for one that cannot be."""
+        """The cluster. Raises ``ValueError`` if it is impossible."""
         return PdCluster(
             prefill_nodes=self.prefill_nodes,
             decode_nodes=self.decode_nodes,
@@ -87,7 +87,7 @@ class PdSpec:
 
     @property
     def shaping(self) -> TrajectoryShaping:
-        """What is done to the workload's lengths. Raises ``ValueError``."""
+        """How the workload's lengths are changed. Raises ``ValueError``."""
         limit = self.max_context_tokens
         if limit is None and self.workload.startswith(SYNTHETIC_PREFIX):
             limit = DUALPATH.get(self.workload[len(SYNTHETIC_PREFIX) :], (None,))[0]
@@ -100,7 +100,8 @@ class PdSpec:
 
 
 def run_prefill_decode(spec: PdSpec, on_progress: Callable[[float, int], None] | None = None) -> PdOutcome:
-    """One run. Raises ``TraceError`` for a workload that cannot be read, ``ValueError`` as ``PdCluster``."""
+    """Run one specification. Raises ``TraceError`` for an unreadable workload, ``ValueError`` like
+    ``PdCluster``."""
     players, arrivals_s = _load_workload(spec)
     cluster = spec.cluster
     began_s = time.process_time()
@@ -130,7 +131,8 @@ def run_prefill_decode_suite(
     on_progress: OnProgress = lambda number, now, finished: None,
     on_done: Callable[[int, PdOutcome], None] = lambda number, outcome: None,
 ) -> list[PdOutcome]:
-    """All of them, on ``processes`` processes (default: one a core), in their order. Raises as ``run``."""
+    """Run all specifications on ``processes`` processes (default: one per core), results in order. Raises
+    like ``run_prefill_decode``."""
     outcomes: list[PdOutcome] = run_in_processes(
         _run_spec_in_process,
         list(specs),
@@ -150,10 +152,10 @@ def calibrate(
     tolerance: float = 0.005,
     play: Callable[[PdSpec], PdOutcome] = run_prefill_decode,
 ) -> list[tuple[float, float]]:
-    """Find the efficiency with which ``spec`` takes ``wanted_s``, by halving on a scale of ratios; every
-    (efficiency, seconds) that was tried, the last within ``tolerance``. ``play`` is what runs a spec.
+    """Find the efficiency with which ``spec`` takes ``wanted_s``, by bisection on a log scale. Returns all
+    (efficiency, seconds) tried, the last within ``tolerance``. ``play`` runs a specification.
 
-    Raises ``ValueError`` where none between 5 % and 100 % does: it is not computing that takes the time.
+    Raises ``ValueError`` if none between 5 % and 100 % does: compute is not the bottleneck.
     """
     tried: list[tuple[float, float]] = []
     low, high = 0.05, 1.0
@@ -194,7 +196,7 @@ def _run_spec_in_process(spec: PdSpec, report: ReportCallback) -> PdOutcome:
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Millions of turns make no cycles, and looking for some takes a third of the time."""
+    """Turns make no reference cycles; collection would take a third of the time."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,19 +1,19 @@
-"""A cluster of prefill and decode nodes, event by event (DualPath §4, §6, §7).
+"""Event-driven simulation of a cluster of prefill and decode nodes (DualPath §4, §6, §7).
 
-A turn's life: submitted → a pair of devices and who reads (the router's own ``PairScheduler``) → its reads
-stand in the storage NICs' queues, once its nodes have the memory → ready on the prefill device → computed in
-one or more steps → its KV goes to the decode device → written token by token → the agent's next turn.
+A turn is submitted → gets a pair of devices and a read side (the router's own ``PairScheduler``) → queues its
+reads at the storage NICs, once its nodes have memory → is ready on the prefill device → is computed in one or
+more steps → its KV moves to the decode device → is decoded → the agent's next turn follows.
 
-What is simulated and what not:
+The model:
 
-- Storage NICs are queues, whole requests one after the other. A node's DRAM buffer bounds what its own NIC
-  reads ahead for prefill; what is on its way to a decode device counts against that device's memory and its
-  share of the node's buffer.
-- Layer by layer, a request takes no memory of the prefill device before it is computed, and copies lie behind
-  compute. Without, it takes room for all its KV from before its read until its KV has left, and copies come
-  before and after.
-- Compute NICs are times added, not queues; only copies without layers stand in line at their device.
-- Decode devices do not wait for one another; storage behind the NICs and the scheduler's time cost nothing.
+- Storage NICs are FIFOs of whole requests. A node's DRAM buffer limits what its own NIC reads ahead for
+  prefill; KV in transit to a decode device counts against that device's memory and its share of the node's
+  buffer.
+- Layer by layer, a request takes no memory of the prefill device before it is computed, and copies overlap
+  with compute. Otherwise it holds memory for all its KV from before its read until its KV has left, and
+  copies come before and after.
+- Compute NICs add time without queueing; only copies of whole requests queue at their device.
+- Decode devices do not wait for one another; storage behind the NICs and the scheduler take no time.
 - Writes use the other direction of the storage NICs and are only counted.
 """
 
@@ -45,14 +45,14 @@ from .prefill_decode_systems import PdSystem, RoundRobinPairs
 from .trajectories import Trajectory, workload_means
 
 HIGH_PRIORITY_SHARE = 0.99
-"""What model traffic gets of a compute NIC that KV contends for, by traffic classes (§5.1)."""
+"""Share of a contended compute NIC for model traffic, by traffic classes (§5.1)."""
 
 PROGRESS_EVENTS = 1 << 16
 """Events between two calls of ``on_progress``."""
 
 
 class PdSimulation:
-    """One system on one cluster, with agents that are all there at the start or arrive one by one."""
+    """One system on one cluster, with agents that are present from the start or arrive one by one."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class PdSimulation:
         *,
         latencies_from_s: float | None = None,
     ) -> None:
-        """``arrivals_s``: when each agent comes; ``None``: all at once. ``latencies_from_s``: keep those of
-        turns submitted from then on; ``None``: of nobody. Raises ``ValueError`` for no agents, and when one
-        comes that no decode device could hold."""
+        """``arrivals_s``: arrival time of each agent; ``None``: all at once. ``latencies_from_s``: record
+        latencies of turns submitted from then on; ``None``: none. Raises ``ValueError`` without agents, and
+        at the arrival of an agent that fits no decode device."""
         if not agents:
             raise ValueError("no agents to simulate")
         if arrivals_s is not None and len(arrivals_s) != len(agents):
@@ -79,12 +79,12 @@ class PdSimulation:
         self.turns = 0
         self.finished_agents = 0
         self.finished_s: list[float] = []
-        """When agents ended, in order."""
+        """End times of agents, in order."""
         self.prompt_tokens = self.output_tokens = 0
-        """Of turns that have ended."""
+        """Tokens of finished turns."""
         self.submitted = 0
         self.attention_in: list[list[float]] = []
-        """By window of time: seconds of the longest attention in each step, and of the mean, added up."""
+        """Per window of time: sums of the maximum and the mean attention seconds of each step."""
         self.latencies = None if latencies_from_s is None else TokenLatencies(latencies_from_s)
         self._build(cluster, system, agents)
         self._schedule_arrivals(arrivals_s or [0.0] * len(agents))
@@ -96,7 +96,7 @@ class PdSimulation:
         block_bytes = FULL_BLOCK_TOKENS * model.kv_bytes_per_token
         blocks_per_s = machine.storage_nic_bytes_per_s / block_bytes
         flops_per_s = machine.flops_per_s
-        # Beside the model's own messages, where those go first.
+        # The rest that the model's messages, which go first, leave.
         share = machine.collective_share
         lane = machine.compute_nic_bytes_per_s * (
             1.0 - HIGH_PRIORITY_SHARE * share if cluster.isolated else 1
@@ -177,7 +177,7 @@ class PdSimulation:
             FcfsMemoryPool(machine.buffer_bytes / block_bytes) for _ in range(cluster.prefill_nodes)
         ]
         self._copies_first = not system.layerwise and not system.free_io
-        """Copies come before and after computing, and KV lies on the device all the while."""
+        """Copies come before and after computing; the KV occupies the device all the while."""
         self._on_device: list[FcfsMemoryPool[AgentState]] = (
             [FcfsMemoryPool(machine.prefill_kv_tokens(model)) for _ in devices] if self._copies_first else []
         )
@@ -190,7 +190,7 @@ class PdSimulation:
     # -- time --------------------------------------------------------------------------
 
     def run(self, until_s: float = math.inf, on_progress: Callable[[float, int], None] | None = None) -> None:
-        """Run until all agents have ended, or until ``until_s``. ``on_progress(now, agents ended)`` is called
+        """Run until all agents have ended, or until ``until_s``. Calls ``on_progress(now, agents ended)``
         every ``PROGRESS_EVENTS`` events and at the end."""
         ran = PROGRESS_EVENTS
         while ran == PROGRESS_EVENTS:
@@ -235,7 +235,7 @@ class PdSimulation:
             flight.decode = decode
             flight.prefill_blocks = own
             flight.decode_blocks = other
-            # Without layers all of its KV lies on the device, from before it is read.
+            # Without layers all of its KV occupies the device, from before its read.
             if not self._copies_first or self._on_device[worker].take(request.tokens, flight):
                 self._start_reads(flight)
 
@@ -257,26 +257,26 @@ class PdSimulation:
                 )
 
     def _decode_read_done(self, flight: AgentState) -> None:
-        """Its decode node has read its part."""
+        """The decode node has read its part."""
         flight.parts -= 1
         if not flight.parts:
             self._hit_in_dram(flight)
 
     def _prefill_read_done(self, flight: AgentState) -> None:
-        """Its prefill node has."""
+        """The prefill node has read its part."""
         flight.parts -= 1
         if not flight.parts:
             self._hit_in_dram(flight)
         node = self.prefill_devices[flight.worker].node
         waiting = self._buffers[node].waiting
         if waiting:
-            # The books know nothing of reads that wait for memory.
+            # The scheduler does not know of reads that wait for memory.
             nic = self.nics[node]
             queue_s = max(0.0, nic.busy_until_s - self._queue.now_s) + waiting / nic.rate_blocks_per_s
             self.pairs.report(node, queue_s, self._queue.now_s)
 
     def _hit_in_dram(self, flight: AgentState) -> None:
-        """All of its hit is in DRAM."""
+        """All cached KV is in DRAM."""
         if self._copies_first and flight.cached:
             worker = flight.worker
             begin = max(self._queue.now_s, self._copying_in_s[worker])
@@ -286,7 +286,7 @@ class PdSimulation:
             self._loaded(flight)
 
     def _loaded(self, flight: AgentState) -> None:
-        """It can be computed."""
+        """The request is ready to be computed."""
         worker = flight.worker
         self.prefill_devices[worker].ready(flight)
         group = self._group_of[worker]
@@ -361,7 +361,7 @@ class PdSimulation:
     def _decode_step_done(self, device: DecodeDevice) -> None:
         now = self._queue.now_s
         if now != device.due_s:
-            return  # it was asked sooner
+            return  # an earlier event replaced this one
         done = device.finished(now)
         while device.line and device.fits(device.line[0]):
             self._enter(device, device.line.popleft())
@@ -394,7 +394,7 @@ class PdSimulation:
 
 
 class TokenLatencies:
-    """Of each turn that was submitted from ``from_s`` on and has more than one token, in seconds."""
+    """Latencies of each turn submitted from ``from_s`` on with more than one token, in seconds."""
 
     __slots__ = ("first_token_s", "from_s", "per_token_s", "second_token_s")
 
@@ -405,10 +405,10 @@ class TokenLatencies:
         self.second_token_s = array("d")
         """From the first token to the second."""
         self.per_token_s = array("d")
-        """Between the tokens after that, on average."""
+        """Mean time between the later tokens."""
 
     def note(self, flight: AgentState, now: float) -> None:
-        """Its last token was written now."""
+        """Record a turn whose last token was decoded now."""
         if flight.output_tokens > 1 and flight.submitted_s >= self.from_s:
             self.first_token_s.append(flight.first_token_s - flight.submitted_s)
             self.second_token_s.append(flight.second_token_s - flight.first_token_s)

@@ -1,4 +1,4 @@
-"""The systems that are compared: DualPath's parts one by one (§7.5), its bound, and split reads."""
+"""The compared systems: DualPath's parts one by one (§7.5), its bound, split reads, and round robin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sojourn_server.policies.prefill_decode.read_side_policies import (
 
 
 class AlternatingReadSide:
-    """The prefill side reads one, the decode side the next: the "round robin" of §7.5."""
+    """Prefill and decode side read in turn: the "round robin" of §7.5."""
 
     def __init__(self) -> None:
         self._turn = count()
@@ -34,10 +34,10 @@ class AlternatingReadSide:
 
 
 class RoundRobinPairs:
-    """Takes the place of ``PairScheduler`` in a simulation: the same calls, no looking at anybody's load.
+    """Round robin with the interface of ``PairScheduler``: it ignores all load.
 
-    A request goes to the next prefill engine, and to the next decode engine that has the memory; without one
-    it waits, and all behind it. Read queues are not asked for, so none are kept.
+    A request goes to the next prefill engine, and to the next decode engine with enough memory; without one
+    it waits, and all later ones too. Read queues are not needed, so none are kept.
     """
 
     def __init__(self, side: ReadSidePolicy) -> None:
@@ -51,7 +51,7 @@ class RoundRobinPairs:
         self._stuck = False
 
     def add_node(self, node: int, block_s: float) -> None:
-        """Nothing is kept of it."""
+        """Ignored."""
 
     def add_prefill(self, number: int, node: int) -> None:
         self._prefill.append((number, node))
@@ -64,7 +64,7 @@ class RoundRobinPairs:
         self._line.append(request)
 
     def prefilled(self, request_id: int | str) -> None:
-        """Of no interest."""
+        """Ignored."""
 
     def end(self, request_id: int | str) -> None:
         number, kv_tokens = self._at.pop(request_id)
@@ -72,7 +72,7 @@ class RoundRobinPairs:
         self._stuck = False
 
     def report(self, node: int, queue_s: float, now: float) -> None:
-        """Of no interest."""
+        """Ignored."""
 
     def dispatch(self, now: float) -> list[EnginePair]:
         pairs: list[EnginePair] = []
@@ -103,16 +103,16 @@ class RoundRobinPairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdSystem:
-    """What a system does. How much a step computes is the cluster's business, and the same for all."""
+    """One system. The cluster fixes the work per step, the same for all systems."""
 
     name: str
     title: str
     layerwise: bool = True
-    """One layer's KV on the prefill device at a time, copies behind compute."""
+    """The prefill device holds one layer's KV at a time, and copies overlap with compute."""
     side: Callable[[], ReadSidePolicy]
-    """Made anew for each run."""
+    """Factory of the read-side policy; a new one for each run."""
     scheduled: bool = True
-    """D4 and D5; else devices are taken in turn. Who reads is ``side``'s business."""
+    """Mechanisms D4 and D5; otherwise round robin. ``side`` selects the read side."""
     free_io: bool = False
     """Reads and copies take no time: the paper's Oracle."""
 
@@ -128,5 +128,6 @@ PD_SYSTEMS = {
         PdSystem(name="oracle", title="Oracle", side=PrefillSideRead, free_io=True),
     )
 }
-"""By name, in the order of the ablation. ``scheduling`` is DualPath as published; ``split`` is not in it."""
+"""By name, in the order of the ablation. ``scheduling`` is DualPath as published, which does not include
+``split``."""
 PUBLISHED_SYSTEMS = ("basic", "layerwise", "dual-path", "scheduling", "oracle")

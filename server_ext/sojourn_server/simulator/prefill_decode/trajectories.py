@@ -1,4 +1,4 @@
-"""Workloads as lengths alone: for each agent what every turn finds in storage, computes and writes."""
+"""Workloads as lengths: cached, new and output tokens of every turn of each agent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TurnShape(NamedTuple):
     """One turn of a trajectory."""
 
     hit_blocks: int
-    """Full Blocks of the prompt that a turn before has left in storage."""
+    """Full Blocks of the prompt that an earlier turn has stored."""
     prompt_tokens: int
     output_tokens: int
     gap_s: float
@@ -33,13 +33,13 @@ Trajectory = tuple[TurnShape, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryShaping:
-    """What is done to a workload's lengths before it is played. Raises ``ValueError``."""
+    """How a workload's lengths are changed. Raises ``ValueError``."""
 
     append_scale: float = 1.0
-    """Times what each turn appends, as in §7.3; trajectories end before ``max_context_tokens`` as before."""
+    """Factor of each turn's appended tokens, as in §7.3; ``max_context_tokens`` is not scaled."""
     output_scale: float = 1.0
     max_context_tokens: int | None = None
-    """A trajectory ends before its first turn that needs more; ``None``: as recorded."""
+    """A trajectory ends before its first turn with more tokens; ``None``: as recorded."""
     max_gap_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -54,9 +54,9 @@ class TrajectoryShaping:
 
 
 def load_trajectories(workload: str, shaping: TrajectoryShaping, seed: int = 0) -> list[Trajectory]:
-    """Of a trace file, or of ``synthetic:NAME``: 500 made with ``seed``, as many as the paper has.
+    """Trajectories of a trace file, or of ``synthetic:NAME``: 500 made with ``seed``, as in the paper.
 
-    Raises ``TraceError`` where it cannot be read, or nothing of it fits.
+    Raises ``TraceError`` if it is unreadable, or no trajectory fits.
     """
     if workload.startswith(SYNTHETIC_PREFIX):
         found = list(_synthetic_trajectories(workload[len(SYNTHETIC_PREFIX) :], shaping, seed))
@@ -69,7 +69,7 @@ def load_trajectories(workload: str, shaping: TrajectoryShaping, seed: int = 0) 
 
 @lru_cache(maxsize=4)
 def _synthetic_trajectories(name: str, shaping: TrajectoryShaping, seed: int) -> tuple[Trajectory, ...]:
-    """Kept, since the systems that are compared play the same."""
+    """Cached: the compared systems replay the same trajectories."""
     return tuple(_shaped_trajectories(synthetic_programs(name, seed=seed), shaping))
 
 
@@ -78,12 +78,12 @@ def _shaped_trajectories(programs: Iterable[TraceProgram], shaping: TrajectorySh
 
 
 def shape_trajectory(program: TraceProgram, shaping: TrajectoryShaping) -> Trajectory:
-    """One program. Hits are whole Full Blocks of its own turns before, as in the paper (A.4).
+    """Trajectory of one program. Hits are whole Full Blocks of its own earlier turns, as in the paper (A.4).
 
-    A sub-agent is a program like any other, and nothing is shared between programs.
+    A sub-agent is a program of its own; programs share nothing.
     """
     turns: list[TurnShape] = []
-    context = recorded = 0  # after the turn before, as played and as recorded
+    context = recorded = 0  # after the previous turn, as shaped and as recorded
     before: TraceTurn | None = None
     for turn in program.turns:
         common = _common_prefix_tokens(turn, before)
@@ -95,7 +95,7 @@ def shape_trajectory(program: TraceProgram, shaping: TrajectoryShaping) -> Traje
         output = max(1, round(turn.output_tokens * shaping.output_scale))
         if shaping.max_context_tokens is not None and prompt + output > shaping.max_context_tokens:
             break
-        # The last token of a prompt is always computed: it says what follows.
+        # The last token of a prompt is always computed.
         hit_blocks = min(reused, prompt - 1) // FULL_BLOCK_TOKENS
         gap_s = turn.idle_s if shaping.max_gap_s is None else min(turn.idle_s, shaping.max_gap_s)
         turns.append(TurnShape(hit_blocks, prompt, output, gap_s))
@@ -106,18 +106,18 @@ def shape_trajectory(program: TraceProgram, shaping: TrajectoryShaping) -> Traje
 
 
 def _common_prefix_tokens(turn: TraceTurn, before: TraceTurn | None) -> int:
-    """Recorded tokens that a prompt begins with as the turn before ended."""
+    """Recorded prompt tokens in common with the end of the previous turn."""
     if before is None:
         return 0
     if turn.reset:
         return min(turn.prefix_tokens or 0, turn.prompt_tokens, before.prompt_tokens)
-    # Where thinking was dropped, what was written after it has moved, and its KV with it.
+    # If thinking was dropped, all later tokens have moved, and their KV is invalid.
     written = 0 if before.out_dropped else before.output_tokens
     return min(before.prompt_tokens + written, turn.prompt_tokens)
 
 
 class WorkloadMeans(NamedTuple):
-    """Of all turns of a workload alike."""
+    """Means over all turns of a workload."""
 
     turns: float
     prompt_tokens: float
@@ -127,8 +127,8 @@ class WorkloadMeans(NamedTuple):
 
 
 def workload_means(trajectories: Sequence[Trajectory]) -> WorkloadMeans:
-    """What a fleet is sized by, and what a result's page tells of its load."""
-    # Thousands of agents play hundreds of trajectories: each is added up once.
+    """Means over the turns of all agents."""
+    # Thousands of agents replay hundreds of trajectories: each is summed once.
     times = Counter(map(id, trajectories))
     count = prompt = hit_blocks = output = 0
     for trajectory in {id(each): each for each in trajectories}.values():
@@ -144,8 +144,8 @@ def workload_means(trajectories: Sequence[Trajectory]) -> WorkloadMeans:
 
 
 def sample_agents(trajectories: Sequence[Trajectory], count: int, seed: int) -> list[Trajectory]:
-    """``count`` agents: every trajectory once while there are enough, in an order by ``seed``; further ones
-    drawn anew, as the paper does (A.3)."""
+    """``count`` agents: every trajectory once in an order by ``seed``, further ones drawn at random, as in
+    the paper (A.3)."""
     rng = random.Random(f"pd agents/{seed}")
     order = list(trajectories)
     rng.shuffle(order)

@@ -1,1 +1,1 @@
-"""What a simulation found: table, JSON, plots, one program's life."""
+"""Reports of simulations: tables, JSON, plots, and the timeline of one program."""

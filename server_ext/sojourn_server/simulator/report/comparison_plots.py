@@ -16,12 +16,12 @@ _PANEL_INCHES = (4.2, 3.6)
 
 
 class PlotMetric(NamedTuple):
-    """What a panel shows."""
+    """Metric of a panel."""
 
     title: str
     log: bool
     value: str
-    """Field of ``RunRow``, with the figure after a dot."""
+    """Field of ``RunRow``; for statistics with the statistic after a dot."""
 
 
 THROUGHPUT = PlotMetric("output throughput, tokens/s", False, "output_tok_per_s")
@@ -35,16 +35,16 @@ _METRICS = (
 
 
 def load_value(run: RunLog | RunRow) -> float:
-    """Programs at once, or arrivals a second."""
+    """Concurrent programs, or arrivals per second."""
     if run.loop == "open" and run.rate_per_s is not None:
         return run.rate_per_s
     return float(run.programs_wanted if isinstance(run, RunLog) else run.programs)
 
 
 def completion_cdf(runs: Sequence[RunLog], looks: Mapping[str, PlotStyle], since_s: float = 0.0) -> Any:
-    """Share of programs finished after so long, as ``survival`` estimates it, up to the longest time seen.
+    """Kaplan-Meier share of finished programs by completion time, up to the longest observed time.
 
-    Of programs that arrived from ``since_s`` on, as in ``summarize_run``.
+    Covers programs that arrived from ``since_s`` on, as in ``summarize_run``.
     """
     loads = sorted({load_value(run) for run in runs})
     figure, axes = _panels(len(loads))
@@ -77,7 +77,7 @@ def completion_cdf(runs: Sequence[RunLog], looks: Mapping[str, PlotStyle], since
 
 
 def load(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
-    """Throughput, programs, TTFT and completion against load; bars where there is but one load."""
+    """Throughput, finished programs, TTFT and completion against load; bars for a single load."""
     timed = [row for row in rows if row.output_tok_per_s is not None]
     loads = sorted({load_value(row) for row in timed})
     if len(loads) == 1:
@@ -107,9 +107,9 @@ def load(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
 def draw_metric(
     axis: Any, metric: PlotMetric, placed: Sequence[tuple[float, RunRow]], looks: Mapping[str, PlotStyle]
 ) -> None:
-    """A line a policy through its rows at their places on the x axis, and the title.
+    """Draw the title and one line per policy through its (x, row) points.
 
-    Rows without the figure are left out; hollow points are lower bounds.
+    Rows without the metric are skipped; hollow points are lower bounds.
     """
     for name in dict.fromkeys(row.policy for _, row in placed):
         points = [(x, value) for x, row in placed
@@ -131,7 +131,7 @@ def draw_metric(
 
 
 def regenerated(rows: Sequence[RunRow]) -> Any:
-    """Tokens computed again, in % of the prompt tokens, by cause; the number of tokens beside each bar."""
+    """Recomputed tokens in % of the prompt tokens, by cause; the token count beside each bar."""
     from matplotlib.patches import Patch
 
     causes = sorted(
@@ -173,9 +173,9 @@ def regenerated(rows: Sequence[RunRow]) -> Any:
 
 
 def pareto(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
-    """Output throughput against P95 completion; hollow where that is a lower bound.
+    """Output throughput against P95 completion; hollow points are lower bounds.
 
-    The line joins the policies that no other beats in both, where all are known exactly.
+    The line joins the Pareto-optimal policies if all values are exact.
     """
     timed = [
         row for row in rows if row.output_tok_per_s is not None and row.completion_estimate_s.p95 is not None
@@ -194,7 +194,7 @@ def pareto(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
                       markerfacecolor="none" if bound else look.colour)  # fmt: skip
             points.append((x, y, f"≥ {row.policy}" if bound else row.policy, look.colour))
         exact = all("p95" not in row.completion_estimate_s.at_least for row in mine)
-        # Where somebody's P95 is only known from below nobody can say who beats whom.
+        # With a lower bound among the P95 values the Pareto frontier is unknown.
         front = pareto_frontier(
             [(x, y) for row, (x, y, *_) in zip(mine, points, strict=True) if exact and not row.limit]
         )
@@ -212,7 +212,7 @@ def pareto(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
 
 
 def pareto_frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those that no other point beats both in x (less is better) and in y (more is better), by x."""
+    """Points that no other point beats in both x (less is better) and y (more is better), by x."""
     best: list[tuple[float, float]] = []
     for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
         if not best or y > best[-1][1]:
@@ -250,7 +250,7 @@ def _bars(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
 def _panels(
     number: int, height: float = _PANEL_INCHES[1], width: float | None = None
 ) -> tuple[Any, list[Any]]:
-    """A figure with ``number`` panels, at most ``_COLUMNS`` beside each other."""
+    """A figure with ``number`` panels, at most ``_COLUMNS`` per line."""
     from matplotlib.figure import Figure
 
     columns = 2 if number == 4 else min(number, _COLUMNS)
@@ -271,7 +271,7 @@ def _label_left(axes: Sequence[Any], text: str) -> None:
 
 
 def draw_legend(figure: Any, axes: Sequence[Any], title: str | None = None) -> None:
-    """Beside the panels, each policy once."""
+    """A legend beside the panels with each policy once."""
     found: dict[str, Any] = {}
     for axis in axes:  # a policy may be missing at some loads
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -287,7 +287,7 @@ def draw_legend(figure: Any, axes: Sequence[Any], title: str | None = None) -> N
 
 
 def set_plain_log_scale(axis: Any) -> None:
-    """A log scale with figures as people write them, three to a decade."""
+    """Log scale with plain numbers as labels, three per decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_yscale("log")
@@ -297,7 +297,7 @@ def set_plain_log_scale(axis: Any) -> None:
 
 
 def _padded_limits(values: Sequence[float]) -> tuple[float, float]:
-    """Limits of an axis around ``values``, wide enough that a difference of a few percent looks small."""
+    """Axis limits around ``values``, wide enough that a difference of a few percent looks small."""
     low, high = min(values), max(values)
     half = 0.58 * max(high - low, 0.4 * high) or 1.0
     middle = (low + high) / 2
@@ -305,7 +305,7 @@ def _padded_limits(values: Sequence[float]) -> tuple[float, float]:
 
 
 def read(row: RunRow, metric: PlotMetric) -> float | None:
-    """The figure of ``metric``; ``None`` where it was not measured."""
+    """Value of ``metric``; ``None`` if not measured."""
     field, _, figure = metric.value.partition(".")
     value: float | SummaryStatistics | None = getattr(row, field)
     found: float | None = getattr(value, figure) if figure else value  # type: ignore[assignment]
@@ -313,7 +313,7 @@ def read(row: RunRow, metric: PlotMetric) -> float | None:
 
 
 def workload_text(run: RunLog | RunRow) -> str:
-    """What was played on what, in words."""
+    """Trace, hardware and model."""
     return f"{trace_name(run.trace)} · {run.hardware} · {run.model}"
 
 

@@ -1,11 +1,9 @@
-"""How long programs take when some had not finished by the run's end: the Kaplan-Meier estimate.
+"""Completion times with unfinished programs: the Kaplan-Meier estimate.
 
-The mean of the finished ones alone is biased towards short programs, and the
-more so the slower a policy is, so that the slowest may look best. Kaplan and
-Meier (1958, "Nonparametric estimation from incomplete observations") let an
-unfinished program count among those at risk for as long as it was seen. That
-asks that being cut off has nothing to do with how long a program would still
-take; here the run's end cuts them off, which has not.
+The mean of the finished programs is biased towards short ones, and more so the slower a policy is: the
+slowest may look best. Kaplan and Meier (1958, "Nonparametric estimation from incomplete observations") count
+an unfinished program among those at risk for as long as it was observed. The method assumes that the cut-off
+is independent of the remaining time; here the end of the run is the cut-off, which is.
 """
 
 from __future__ import annotations
@@ -17,13 +15,13 @@ from ...metrics.summary_statistics import PERCENTILES
 from .run_row import NO_STATISTICS, SummaryStatistics
 
 _ROUNDING = 1e-12
-"""A product of fractions that should be 0.05 may be a hair above it."""
+"""Tolerance of rounding in a product of fractions."""
 
 
 def finished_share(exact: Sequence[float], cut_off: Sequence[float]) -> list[tuple[float, float]]:
     """Points ``(seconds, share of programs finished by then)``, in order; the share rises at each point.
 
-    ``exact`` are completion times, ``cut_off`` the time so far of those that had not finished.
+    ``exact`` are completion times, ``cut_off`` the elapsed times of unfinished programs.
     """
     ordered = sorted([*((seconds, 0) for seconds in exact), *((seconds, 1) for seconds in cut_off)])
     at_risk = len(ordered)
@@ -32,7 +30,7 @@ def finished_share(exact: Sequence[float], cut_off: Sequence[float]) -> list[tup
     for seconds, same in groupby(ordered, key=lambda entry: entry[0]):
         cut = [bound for _, bound in same]
         ended = cut.count(0)
-        # One that was cut off at the very moment was still at risk then.
+        # A program that is cut off at this moment is still at risk.
         if ended:
             unfinished *= 1.0 - ended / at_risk
             points.append((seconds, 1.0 - unfinished))
@@ -41,11 +39,11 @@ def finished_share(exact: Sequence[float], cut_off: Sequence[float]) -> list[tup
 
 
 def estimated_statistics(exact: Sequence[float], cut_off: Sequence[float]) -> SummaryStatistics:
-    """Mean and percentiles of all programs' completion, the unfinished included.
+    """Mean and percentiles of all programs' completion times, unfinished ones included.
 
-    A percentile is the shortest time by which at least that share had finished. One that the estimate
-    does not reach, and the mean where it does not reach 1, are ``at_least``: the run was too short to
-    tell, the longest time seen (and the mean up to it) stand in.
+    A percentile is the shortest time by which at least that share has finished. ``at_least`` names
+    percentiles that the estimate does not reach, and the mean if it does not reach 1: the run was too short.
+    The longest observed time (and the mean up to it) then stands in.
     """
     points = finished_share(exact, cut_off)
     if not exact and not cut_off:

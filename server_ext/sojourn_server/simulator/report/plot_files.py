@@ -1,7 +1,6 @@
-"""The lab's pictures: written as PNG and SVG under the same names every time, all of them or none.
+"""Writes the simulator's plots as PNG and SVG files: all of them or none.
 
-matplotlib is loaded here and only when a plot is drawn; its global state, the
-backend included, is left alone.
+matplotlib is imported only when a plot is drawn; its global state, including the backend, is unchanged.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ _SETTINGS: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
-    "svg.hashsalt": "sojourn",  # else every SVG has other ids
+    "svg.hashsalt": "sojourn",  # else the ids of an SVG differ each time
     "svg.fonttype": "none",
     "hatch.linewidth": 0.5,
 }
 
 
 class PlotError(RuntimeError):
-    """Plots cannot be made; the text says what to do."""
+    """Plots cannot be drawn; the message says what to do."""
 
 
 def write_plots(
@@ -64,18 +63,18 @@ def write_plots(
     rows: Sequence[RunRow] | None = None,
     since_s: float = 0.0,
 ) -> list[Path]:
-    """Draw ``runs`` into ``folder`` and return the files' paths, in a fixed order.
+    """Draw ``runs`` into ``folder`` and return the paths of the files, in a fixed order.
 
-    Of each trace, hardware, model, loop and seed: ``completion_cdf``, ``load`` (throughput, TTFT and
-    completion against programs or arrivals a second; bars where there is one load only),
-    ``regenerated`` (by cause), ``pareto`` (throughput against P95 completion), and an ``occupancy-LOAD``
-    for each load. Where there are several such sets, each has a folder of its own below ``folder``.
+    For each trace, hardware, model, loop and seed: ``completion_cdf``, ``load`` (throughput, TTFT and
+    completion against load; bars for a single load), ``regenerated`` (by cause), ``pareto`` (throughput
+    against P95 completion), and an ``occupancy-LOAD`` for each load. Several such groups have a folder each
+    below ``folder``.
 
-    ``rows`` are the runs' figures where the caller has measured them; they may hold limits that have no
-    log. Without them ``summarize_run`` is called with ``since_s``. Plots that need a log are left out where
-    there is none. All are drawn before the first is written.
+    ``rows`` are the metrics of the runs, if already computed; they may include bounds without a log. The
+    default calls ``summarize_run`` with ``since_s``. Plots that need a log are skipped without one. All plots
+    are drawn before the first file is written.
 
-    Raises ``PlotError`` where matplotlib is missing, ``ValueError`` where there is nothing to draw.
+    Raises ``PlotError`` without matplotlib, ``ValueError`` without runs.
     """
     if rows is None:
         rows = [summarize_run(run, since_s=since_s) for run in runs]
@@ -88,10 +87,10 @@ def write_plots(
 
 
 def write_sweep_plot(swept: SweepRuns, rows: Sequence[RunRow], folder: str | Path) -> list[Path]:
-    """Draw ``sweep``, throughput and P95 completion against what was swept, and return the files' paths.
+    """Draw ``sweep``, throughput and P95 completion against the swept value; return the paths of the files.
 
-    ``rows`` are the suite's. Raises ``PlotError`` where matplotlib is missing, ``ValueError`` where no row
-    has a time.
+    ``rows`` are those of the suite. Raises ``PlotError`` without matplotlib, ``ValueError`` if no row has a
+    time.
     """
     with _our_settings():
         figure = plot_sweep(swept, rows, _looks(rows))
@@ -123,7 +122,7 @@ def _our_settings() -> Iterator[None]:
     except ImportError:
         raise PlotError("plots need matplotlib: pip install 'sojourn[demo]', or leave out --plot") from None
     with matplotlib.rc_context():
-        # The user's own settings and style sheets would make the same run look different on every machine.
+        # The user's settings and style sheets would change the plots.
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
         yield
@@ -137,7 +136,7 @@ def _looks(rows: Sequence[RunRow]) -> dict[str, PlotStyle]:
 def _figures(
     logs: Sequence[RunLog], rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]
 ) -> Iterator[tuple[str, Any]]:
-    """Name and figure of every plot there is something to show in."""
+    """Name and figure of every plot that has data."""
     if logs:
         yield "completion_cdf", completion_cdf(logs, looks, rows[0].since_s)
     if any(row.output_tok_per_s is not None for row in rows):
@@ -152,7 +151,7 @@ def _figures(
 
 def _bytes(figure: Any, form: str) -> bytes:
     buffer = io.BytesIO()
-    # No date and no version: the same run gives the same bytes.
+    # Without date and version: the same run gives the same bytes.
     metadata = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
     figure.savefig(buffer, format=form, dpi=130, metadata=metadata)
     return buffer.getvalue()
@@ -167,12 +166,12 @@ def _slug(text: str) -> str:
 
 
 _BINS = 300
-"""Samples drawn: more than there are pixels only makes files large."""
+"""Maximum number of samples drawn; more would only enlarge the files."""
 _RUNNING, _TOOL, _OTHER, _WAITING, _HOST = "#0072B2", "#E69F00", "#BDBDBD", "#CC79A7", "#000000"
 
 
 def plot_occupancy(runs: Sequence[RunLog]) -> Any:
-    """Left the device's KV blocks in % of the pool, with host memory's fill as a line; right the programs."""
+    """Left: KV blocks of the device in % of the pool, host memory as a line. Right: the programs."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -194,7 +193,7 @@ def plot_occupancy(runs: Sequence[RunLog]) -> Any:
         if run.host_blocks:
             host = [100.0 * _mean(held, lambda s: s.host) / run.host_blocks for held in samples]
             memory.plot(at, host, color=_HOST, linewidth=1.2, linestyle=(0, (4, 1.5)))
-        memory.set_ylim(0, 104)  # a full host's line is seen
+        memory.set_ylim(0, 104)  # keeps the line of a full host memory visible
         memory.set_yticks([0, 50, 100])
         _stack(programs, at, samples, 0,
                (lambda s: s.programs_running, lambda s: s.programs_acting, lambda s: s.programs_waiting),
@@ -245,7 +244,7 @@ def _stack(
     reads: Sequence[Callable[[OccupancySample], float]],
     colours: Sequence[str],
 ) -> None:
-    """Areas above each other; in % of ``whole`` where that is not 0."""
+    """Stacked areas; in % of ``whole`` unless that is 0."""
     scale = 100.0 / whole if whole else 1.0
     heights = [[scale * _mean(held, read) for held in samples] for read in reads]
     axis.stackplot(at, heights, colors=colours, linewidth=0)
@@ -256,14 +255,14 @@ def _mean(samples: Sequence[OccupancySample], read: Callable[[OccupancySample], 
 
 
 _WIDE = 8
-"""Largest over smallest above which an axis is logarithmic: what is small would be in one spot."""
+"""Ratio of largest to smallest value above which an axis is logarithmic."""
 
 
 def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
-    """Two panels, a line a policy. Returns a matplotlib figure.
+    """Two panels, one line per policy. Returns a matplotlib figure.
 
-    A policy that the swept field does not touch is a level line. Rows without times, which are limits that
-    were only counted, are left out; raises ``ValueError`` where no row has any.
+    A policy that does not use the swept field is a level line. Rows without times (bounds without a run) are
+    skipped; raises ``ValueError`` if no row has a time.
     """
     placed = [
         (value.value, row)
@@ -284,7 +283,7 @@ def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], looks: Mapping[str, Plo
         if metric.log and found and max(found) / min(found) > _WIDE:
             set_plain_log_scale(axis)
         else:
-            # From 0, else a tier that buys a percent would look as if it bought everything.
+            # From 0: otherwise a small gain would look large.
             axis.set_ylim(0, 1.08 * max(found, default=1.0))
         axis.set_xlabel(swept.meaning)
     draw_legend(figure, axes)
@@ -306,7 +305,7 @@ def _place_values(axis: Any, swept: SweepRuns) -> None:
 
 
 def _heading(rows: Sequence[RunRow]) -> str:
-    """The workload, and the load where that is not what was swept."""
+    """The workload, and the load if it was not swept."""
     told: tuple[set[str], ...] = (
         {row.trace for row in rows},
         {row.hardware for row in rows},

@@ -1,4 +1,4 @@
-"""How a policy looks in every plot: told apart by colour-blind readers, in print, and by the dozen."""
+"""Plot styles of policies and causes, and label placement. Styles suit colour-blind readers and print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-# Okabe and Ito's palette without its yellow, too pale for a line on white, and its black, which is stock's.
+# Okabe and Ito's palette without yellow (too pale on white) and black (used for stock).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 _MARKERS = "osD^vP*X<>phdH8"
@@ -22,13 +22,13 @@ CAUSE_COLOURS = {
     "dropped": "#F0E442",
     "unknown": "#8A8A8A",
 }
-"""Causes of ``metrics.ledger.Lost``; a cause that is not here gets one of ``CAUSE_SPARES``."""
+"""Colours of recomputation causes; other causes get one of ``CAUSE_SPARES``."""
 CAUSE_SPARES = ("#000000", "#BBBBBB", "#6A3D9A", "#B15928")
 CAUSE_HATCHES = ("", "///", "...", "\\\\\\", "xxx", "---", "ooo", "+++")
 
 
 class PlotStyle(NamedTuple):
-    """One policy's look."""
+    """Style of one policy."""
 
     colour: str
     dash: Any
@@ -38,10 +38,10 @@ class PlotStyle(NamedTuple):
 
 
 def styles_by_policy(policies: Iterable[str], limits: Iterable[str] = ()) -> dict[str, PlotStyle]:
-    """A look for each of ``policies``, in their order: by the same names always the same.
+    """A style for each of ``policies``; the same names always give the same styles.
 
-    A variant shares the colour of the policy whose name its own begins with (``continuum-fcfs``) and has
-    a dash of its own; ``stock`` is black, limits are grey.
+    A variant shares the colour of the policy whose name is its prefix (``continuum-fcfs``) and has its own
+    dash; ``stock`` is black, bounds are grey.
     """
     grey = set(limits)
     names = list(dict.fromkeys(policies))
@@ -67,7 +67,7 @@ def styles_by_policy(policies: Iterable[str], limits: Iterable[str] = ()) -> dic
 
 
 def cause_colours(causes: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Colour and hatch of each cause, in their order."""
+    """Colour and hatch of each cause."""
     spares = 0
     made = {}
     for number, cause in enumerate(dict.fromkeys(causes)):
@@ -89,15 +89,15 @@ _DISTANCES_POINTS = (8.0, 14.0, 22.0, 32.0, 44.0, 58.0)
 _POINT_RADIUS_PIXELS = 7.5
 _MARGIN_PIXELS = 2.0
 _TEXT_COLOUR = "#222222"
-"""Not the point's own: half of the palette is too pale for small print."""
+"""Not the point's colour: half of the palette is too pale for small text."""
 
 
 def place_labels(
     figure: Any, panels: Sequence[tuple[Any, Sequence[tuple[float, float, str, str]]]], size: float = 7.5
 ) -> None:
-    """Write ``(x, y, text, colour)`` of every panel next to its point, where it covers least.
+    """Write ``(x, y, text, colour)`` of every panel next to its point, with the least overlap.
 
-    Lays the figure out first and freezes that: where text fits is known in pixels only.
+    Lays out the figure first and freezes the layout: text extents are known in pixels only.
     """
     figure.draw_without_rendering()
     figure.set_layout_engine("none")

@@ -1,4 +1,4 @@
-"""One program's life in a run, turn by turn: what it waited for, what it found, what it lost and why."""
+"""Timeline of one program in a run, turn by turn: waits, cache hits, losses and their causes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..run_log import ProgramLog, RunLog, TurnLog
 from .results_table import WrappedColumn, WrappedTable
 
 STAGES = ("held back", "queued", "prefill", "decode", "tools")
-"""What a turn goes through, in this order."""
+"""Stages of a turn, in order."""
 PHASE_KINDS = (*STAGES[:-1], "preempted", STAGES[-1])
-"""What a program can be doing."""
+"""All kinds of phases."""
 
 
 class TurnPhase(NamedTuple):
-    """One stretch of a turn, in virtual seconds."""
+    """One phase of a turn, in virtual seconds."""
 
     kind: str
-    """One of ``PHASE_KINDS``. ``held back`` is at a router, before the engine; ``prefill`` is from the first
-    blocks to the first token, reloads included. ``preempted`` is the wait to be taken up again; it stands
-    at the end of the stage it fell into, wherever in it that was."""
+    """One of ``PHASE_KINDS``. ``held back``: at a router, before the engine. ``prefill``: from the first
+    blocks to the first token, including loads. ``preempted``: waiting to resume; placed at the end of the
+    stage that it interrupted."""
     start_s: float
     end_s: float
 
@@ -36,12 +36,12 @@ class TurnPhase(NamedTuple):
 def turn_phases(
     program: ProgramLog, turn: TurnLog, next_turn: TurnLog | None, run_end_s: float
 ) -> list[TurnPhase]:
-    """What happened from the turn's sending to the next one's, or to the program's or the run's end."""
+    """Phases from the sending of a turn to that of the next one, or to the end of the program or run."""
     if next_turn is not None:
         end_s = next_turn.submitted_s
     else:
         end_s = run_end_s if program.finished_s is None else program.finished_s
-    # A turn that never passed a router has no time of entry: it was in the engine's queue from the start.
+    # A turn without an entry time passed no router: it was in the engine's queue from the start.
     entered_s = turn.entered_s
     if entered_s is None:
         entered_s = turn.submitted_s if turn.admitted_s is not None else None
@@ -63,7 +63,7 @@ def turn_phases(
 
 
 def totals(program: ProgramLog, run_end_s: float) -> dict[str, float]:
-    """Seconds by kind over the whole program; those before its first turn count as tools."""
+    """Seconds by kind over the whole program; time before its first turn counts as tools."""
     sums = dict.fromkeys(PHASE_KINDS, 0.0)
     for turn, next_turn in turn_pairs(program.turns):
         for span in turn_phases(program, turn, next_turn, run_end_s):
@@ -74,7 +74,7 @@ def totals(program: ProgramLog, run_end_s: float) -> dict[str, float]:
 
 
 def turn_pairs(turns: list[TurnLog]) -> Iterator[tuple[TurnLog, TurnLog | None]]:
-    """Each turn with the one after it."""
+    """Each turn with the next one."""
     for place, turn in enumerate(turns):
         yield turn, turns[place + 1] if place + 1 < len(turns) else None
 
@@ -90,19 +90,19 @@ CAUSES = {
     "dropped": "dropped on purpose",
     "unknown": "cause unknown",
 }
-"""What the causes of ``TurnLog.regenerated`` mean; others are shown as they are."""
+"""Explanations of the causes in ``TurnLog.regenerated``; other causes are shown by name."""
 
 
 _SUGGESTIONS = 3
-"""Names suggested in place of an unknown one."""
+"""Maximum number of suggested names."""
 
 
 class UnknownProgramError(LookupError):
-    """The run has no such program; the text names the nearest."""
+    """The run has no such program; the message names the nearest ones."""
 
     def __init__(self, program_id: str, run: RunLog) -> None:
         known = [program.program_id for program in run.programs]
-        # Whoever has the trace at hand asks for its names.
+        # A user with the trace at hand uses its ids.
         near = [program.program_id for program in run.programs if program.trace_id == program_id][
             :_SUGGESTIONS
         ]
@@ -119,7 +119,7 @@ class UnknownProgramError(LookupError):
 
 
 def explain_program(run: RunLog, program_id: str) -> RenderableType:
-    """A heading, one line a turn, what the causes mean, and a verdict. Raises ``UnknownProgramError``."""
+    """A heading, one line per turn, explanations of causes, and a verdict. Raises ``UnknownProgramError``."""
     program = next((p for p in run.programs if p.program_id == program_id), None)
     if program is None:
         raise UnknownProgramError(program_id, run)
@@ -130,7 +130,7 @@ def explain_program(run: RunLog, program_id: str) -> RenderableType:
 
 
 def verdict(run: RunLog, program: ProgramLog) -> str:
-    """One line: how long it took, where the time went in %, and what it computed again."""
+    """One line: completion time, shares of the phases in %, and recomputed tokens."""
     if program.completion_s is not None:
         seconds = program.completion_s
         first = f"finished after {_seconds(seconds)} s"
@@ -143,7 +143,7 @@ def verdict(run: RunLog, program: ProgramLog) -> str:
     sums = totals(program, run.virtual_s)
     if not program.turns:
         return f"{first}: it never sent a turn"
-    # Largest remainders, so that the percentages add up to 100.
+    # Largest remainders: the percentages add up to 100.
     shares = ", ".join(f"{kind} {percent} %" for kind, percent in _percentages(sums).items())
     computed = sum(turn.computed_tokens for turn in program.turns)
     again = sum(turn.regenerated_tokens for turn in program.turns)
@@ -232,13 +232,13 @@ def _table(run: RunLog, program: ProgramLog) -> WrappedTable:
 def _duration_text(span: TurnPhase | None, lasted: list[TurnPhase], turn: TurnLog) -> str:
     if span is None:
         return "–"
-    # What the run's end cut off had lasted at least so long.
+    # A phase cut off by the end of the run is a lower bound.
     cut = turn.finished_s is None and span.kind == lasted[-1].kind
     return f"{'≥' if cut else ''}{_seconds(span.seconds)}"
 
 
 def _hit_text(turn: TurnLog) -> str:
-    """Hit or miss, and for what is missing the causes."""
+    """Hit or miss, with the causes of misses."""
     if turn.admitted_s is None:
         return "never got blocks"
     if turn.regenerated:
@@ -266,7 +266,7 @@ def _gap_text(turn: TurnLog, gap: TurnPhase | None, next_turn: TurnLog | None, *
 
 
 def _causes(program: ProgramLog) -> list[str]:
-    """Those that lost the program tokens, the costliest first."""
+    """Causes of lost tokens, most tokens first."""
     by: dict[str, int] = {}
     for turn in program.turns:
         for cause, tokens in turn.regenerated.items():
@@ -275,13 +275,13 @@ def _causes(program: ProgramLog) -> list[str]:
 
 
 def _percentages(sums: dict[str, float]) -> dict[str, int]:
-    """Whole percentages of the sum, adding up to 100, of the kinds that took time; all 0 where none did."""
+    """Integer percentages of the phases that took time, adding up to 100; all 0 if none did."""
     whole = sum(sums.values())
     if whole <= 0:
         return dict.fromkeys(sums, 0)
     exact = {kind: 100.0 * seconds / whole for kind, seconds in sums.items() if seconds > 0}
     floors = {kind: int(percent) for kind, percent in exact.items()}
-    # Equal remainders: the larger share is the one to round up. Rounded, since they are equal but for noise.
+    # With equal remainders round up the larger share. Rounding removes floating-point noise.
     order = sorted(exact, key=lambda kind: (round(floors[kind] - exact[kind], 9), -exact[kind], kind))
     for kind in order[: 100 - sum(floors.values())]:
         floors[kind] += 1

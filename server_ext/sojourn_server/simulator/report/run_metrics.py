@@ -1,10 +1,8 @@
-"""From the record of a run to its figures: every definition is here, once.
+"""Metrics of a run from its log: all definitions.
 
-Programs are all of them, sub-agents included: a sub-agent is a program of its
-own (MORI §4.2), and ``sojourn replay`` counts the same way. With ``since_s`` > 0
-figures leave out programs that arrived, and turns that were sent, earlier: the
-ramp of a closed loop, where all programs start at once on an empty cache. Rates
-then count what happened from ``since_s`` on, whoever did it.
+Sub-agents count as programs of their own (MORI §4.2), as in ``sojourn replay``. ``since_s`` > 0 excludes
+programs that arrived, and turns that were sent, earlier: the warm-up of a closed loop, in which all programs
+start on an empty cache. Rates then count all events from ``since_s`` on.
 """
 
 from __future__ import annotations
@@ -56,31 +54,29 @@ def summarize_run(
     regenerated_over_belady: float | None = None,
     limit: bool = False,
 ) -> RunRow:
-    """The figures of ``run``.
+    """Metrics of ``run``.
 
-    - ``completion_s``: arrival to last token. Closed loop: of the programs that finished. Open loop: of
-      all; one that has not finished counts with its time so far, and the figures which that makes lower
-      bounds are named in ``at_least``.
-    - ``completion_estimate_s``: of all programs, in both loops, as ``survival`` estimates it.
-    - ``unfinished_elapsed_s``: time so far of the unfinished, in both loops.
-    - ``ttft_s``: from the client's sending, time at a router included, to the first token.
-    - ``queue_s``: from sending to the first blocks, reloads from host memory included.
-      In these two a turn that the run's end cut off counts with its time so far, and the figures which
-      that makes lower bounds are named: else who lets some wait for ever would look best.
-    - ``tpot_s``: (last token or the run's end − first token) ÷ (output tokens so far − 1), of turns with
-      more than one token: whoever was preempted in mid-answer and waits still is in it.
-    - ``output_tok_per_s``: tokens of finished and unfinished turns ÷ time; a turn that lies across
-      ``since_s`` counts in proportion.
+    - ``completion_s``: arrival to last token. Closed loop: of finished programs. Open loop: of all; an
+      unfinished program counts with its elapsed time, and ``at_least`` names the statistics that this makes
+      lower bounds.
+    - ``completion_estimate_s``: of all programs, in both loops: the Kaplan-Meier estimate.
+    - ``unfinished_elapsed_s``: elapsed time of unfinished programs, in both loops.
+    - ``ttft_s``: from sending, time at a router included, to the first token.
+    - ``queue_s``: from sending to the first blocks, loads from host memory included. In ``ttft_s`` and
+      ``queue_s`` a turn that the end of the run cuts off counts with its elapsed time, and ``at_least`` names
+      the lower bounds; otherwise a policy that starves requests would look best.
+    - ``tpot_s``: (last token or end of the run − first token) ÷ (output tokens − 1), of turns with more than
+      one token, including those that were preempted and still wait.
+    - ``output_tok_per_s``: tokens of finished and unfinished turns ÷ time; a turn across ``since_s`` counts
+      in proportion.
     - ``prompt_tokens``, ``computed_tokens``, ``regenerated_tokens``, hits: of turns that got blocks.
     - ``programs_per_hour``: programs that finished from ``since_s`` on ÷ time.
     - ``cascades``: preemptions at most ``CASCADE_STEPS`` steps after another one.
-    - ``replica_changes``, ``slo_attainment``: as ``cluster`` defines them, of the programs that count here.
-    - ``utilisation``, ``per_replica``, ``routes``: of the whole run, as the next.
-    - ``preemptions``, ``cascades``, copies, ``device_busy_fraction``, ``scheduler_ms_per_step``,
-      ``virtual_s`` and ``wall_s`` are always of the whole run.
+    - ``utilisation``, ``per_replica``, ``routes``, ``preemptions``, ``cascades``, copies,
+      ``device_busy_fraction``, ``scheduler_ms_per_step``, ``virtual_s`` and ``wall_s``: of the whole run.
 
-    ``regenerated_over_belady`` is passed through: it is found on one fixed access sequence, by
-    ``lab.limits``. Raises ``ValueError`` where ``since_s`` is negative or not before the run's end.
+    ``regenerated_over_belady`` is passed through. Raises ``ValueError`` if ``since_s`` is negative or not
+    before the end of the run.
     """
     if since_s < 0 or (since_s > 0 and since_s >= run.virtual_s):
         raise ValueError(
@@ -165,8 +161,8 @@ def bound_row(
     regenerated_over_belady: float | None = None,
     notes: Sequence[str] = (),
 ) -> RunRow:
-    """The row of a bound that has no times of its own, such as ``replay_belady``: the access sequence is that
-    of ``stock``, its eviction order another, so only what is computed again differs."""
+    """Row of a bound without times, such as ``replay_belady``: the accesses are those of ``stock``, so only
+    recomputation differs."""
     return RunRow(
         policy=policy,
         programs=stock.programs,
@@ -210,11 +206,10 @@ def summary_statistics(values: Iterable[float]) -> SummaryStatistics:
 
 
 def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -> SummaryStatistics:
-    """Mean and percentiles where of some values only a lower bound is known.
+    """Mean and percentiles of values of which some are lower bounds.
 
-    Raising a value lowers no percentile, so with the bounds in their places every figure is a lower
-    bound itself. A percentile is exact where all values up to its place, in order, are: raising a value
-    further up does not move it.
+    Raising a value lowers no percentile: with the bounds in place every statistic is a lower bound. A
+    percentile is exact if all values up to its rank are: raising a later value does not change it.
     """
     ordered = sorted([*((value, False) for value in exact), *((value, True) for value in lower_bounds)])
     first_bound = next((place for place, (_, bound) in enumerate(ordered) if bound), None)
@@ -223,7 +218,7 @@ def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -
         return made
     at_least = ["mean"]
     for percent in PERCENTILES:
-        # The last of the two neighbours between which ``metrics.summary.percentile`` interpolates.
+        # The upper of the two neighbours between which ``percentile`` interpolates.
         if first_bound <= math.ceil((len(ordered) - 1) * percent / 100.0):
             at_least.append(f"p{percent}")
     return SummaryStatistics(
@@ -233,7 +228,7 @@ def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -
 
 
 def trace_name(workload: str) -> str:
-    """A trace file's name without folder and endings, the same on every machine; other names as they are."""
+    """Name of a trace file without folder and suffix; other names unchanged."""
     name = PurePath(workload).name if workload.endswith(_TRACE_ENDINGS) else workload
     for ending in _TRACE_ENDINGS:
         name = name.removesuffix(ending)
@@ -241,13 +236,14 @@ def trace_name(workload: str) -> str:
 
 
 def cascades(preemption_steps: Iterable[int], within: int = CASCADE_STEPS) -> int:
-    """Preemptions at most ``within`` steps after another one; the first of a chain is none (Tetris, T6)."""
+    """Preemptions at most ``within`` steps after another one; the first of a chain does not count (Tetris,
+    T6)."""
     ordered = sorted(preemption_steps)
     return sum(after - before <= within for before, after in pairwise(ordered))
 
 
 def _waits(turns: Iterable[TurnLog], mark: str, run_end_s: float) -> SummaryStatistics:
-    """From sending to ``mark``; what has not come to it by the run's end has waited so long at least."""
+    """Times from sending to ``mark``; for a turn without it, the elapsed time as a lower bound."""
     exact, bounds = [], []
     for turn in turns:
         at_s: float | None = getattr(turn, mark)
@@ -268,7 +264,7 @@ def _tpot_s(turn: TurnLog, run_end_s: float) -> float | None:
 
 
 def _output_tokens_since(run: RunLog, since_s: float) -> float:
-    """Output tokens made from ``since_s`` on, evenly spread from a turn's first token to its last."""
+    """Output tokens from ``since_s`` on; a turn's tokens are spread evenly over its decode time."""
     total = 0.0
     for program in run.programs:
         for turn in program.turns:
@@ -324,8 +320,7 @@ def _notes(run: RunLog, since_s: float, *, unfinished: bool) -> list[str]:
 
 
 def replica_changes(programs: Iterable[ProgramLog]) -> ReplicaChanges | None:
-    """Between turns that were computed, wherever the program was promised a place meanwhile; ``None`` where
-    nothing was computed."""
+    """Changes of replica between computed turns; ``None`` if nothing was computed."""
     changes = []
     for program in programs:
         at = [turn.replica for turn in program.turns if turn.admitted_s is not None]
@@ -339,7 +334,7 @@ def replica_changes(programs: Iterable[ProgramLog]) -> ReplicaChanges | None:
 
 
 def utilisation(run: RunLog) -> Utilisation | None:
-    """Of the whole run."""
+    """Busy share of the replicas over the whole run."""
     if not run.replicas or not run.virtual_s:
         return None
     shares = [replica.busy_s / run.virtual_s for replica in run.replicas]
@@ -347,8 +342,8 @@ def utilisation(run: RunLog) -> Utilisation | None:
 
 
 def slo_attainment(programs: Sequence[ProgramLog], run_end_s: float) -> dict[str, float] | None:
-    """By tenant, and of all. A program that the run's end cut off while it was still in time is left out; one
-    that was late by then has missed. ``None`` where none counts."""
+    """Share of programs within their SLO, by tenant and overall. A program that the end of the run cuts off
+    before its deadline does not count; after its deadline it has missed. ``None`` if none counts."""
     met: dict[str, list[bool]] = {}
     for program in programs:
         if program.expected_s is None:
@@ -369,7 +364,7 @@ def slo_attainment(programs: Sequence[ProgramLog], run_end_s: float) -> dict[str
 
 
 def per_replica(run: RunLog) -> tuple[ReplicaRow, ...]:
-    """A row an engine, in their order."""
+    """One row per engine, in order."""
     turns: dict[str | None, list[tuple[int, int, int]]] = {}
     for program in run.programs:
         for turn in program.turns:

@@ -1,16 +1,15 @@
-"""One line of the lab's results: what a policy did on a workload, as it stands in JSON and tables."""
+"""Result rows: the metrics of one policy on one workload, as in JSON and tables."""
 
 from __future__ import annotations
 
 import msgspec
 
 WALL_CLOCK_FIELDS = ("scheduler_ms_per_step", "wall_s")
-"""Fields of ``RunRow`` that tell of the machine the lab ran on. All others repeat byte for byte."""
+"""Fields of ``RunRow`` that depend on the machine. All others repeat byte for byte."""
 
 
 class SummaryStatistics(msgspec.Struct, kw_only=True, frozen=True):
-    """Mean and percentiles, interpolated linearly as in ``metrics.summary``; ``None`` where nothing was
-    measured."""
+    """Mean and percentiles with linear interpolation; ``None`` if nothing was measured."""
 
     mean: float | None
     p50: float | None
@@ -18,25 +17,25 @@ class SummaryStatistics(msgspec.Struct, kw_only=True, frozen=True):
     p95: float | None
     p99: float | None
     count: int = 0
-    """Measurements behind them."""
+    """Number of measurements."""
     at_least: tuple[str, ...] = ()
-    """Names of figures that are lower bounds, since some measurements were cut off by the run's end."""
+    """Names of statistics that are lower bounds, since the end of the run cut off some measurements."""
 
 
 NO_STATISTICS = SummaryStatistics(mean=None, p50=None, p90=None, p95=None, p99=None)
 
 
 class ReplicaChanges(msgspec.Struct, kw_only=True, frozen=True):
-    """How programs went from one engine to another, of all of which a turn was computed."""
+    """Changes of engine, of programs with a computed turn."""
 
     programs_share: float
-    """Share of them that were computed on more than one, 0 to 1."""
+    """Share of programs that were computed on more than one engine, 0 to 1."""
     per_program: float
-    """Changes from one turn to the next, on average."""
+    """Mean number of changes from one turn to the next."""
 
 
 class Utilisation(msgspec.Struct, kw_only=True, frozen=True):
-    """Virtual seconds in which an engine computed ÷ those of the run, over the engines."""
+    """Busy virtual seconds of an engine ÷ those of the run, over the engines."""
 
     min: float
     mean: float
@@ -44,7 +43,7 @@ class Utilisation(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ReplicaRow(msgspec.Struct, kw_only=True, frozen=True):
-    """What one engine of several did, in the whole run; tokens are of turns that it computed."""
+    """Metrics of one engine over the whole run; tokens are of the turns that it computed."""
 
     replica: str
     steps: int
@@ -53,22 +52,22 @@ class ReplicaRow(msgspec.Struct, kw_only=True, frozen=True):
     output_tokens: int
     computed_tokens: int
     regenerated_tokens: int
-    """Prompt tokens computed again."""
+    """Recomputed prompt tokens."""
 
 
 OVERALL = "overall"
-"""In ``RunRow.slo_attainment``: of all programs, whosever they are."""
+"""Key of ``RunRow.slo_attainment``: all programs, whatever their tenant."""
 
 
 class RunRow(msgspec.Struct, kw_only=True, frozen=True):
-    """One policy on one workload. Times are virtual seconds unless named in ``WALL_CLOCK_FIELDS``.
+    """One policy on one workload. Times are virtual seconds except ``WALL_CLOCK_FIELDS``.
 
-    What each field counts is defined in ``summarize_run``. ``None`` is "not measured", never zero.
+    ``summarize_run`` defines each field. ``None`` means "not measured", never zero.
     """
 
     policy: str
     programs: int
-    """At once (closed loop), or arrivals in all (open loop)."""
+    """Concurrent programs (closed loop), or number of arrivals (open loop)."""
     hardware: str
     model: str
     trace: str
@@ -86,12 +85,12 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     preemptions: int
     cascades: int
     scheduler_ms_per_step: float | None
-    """Wall milliseconds inside the scheduler's own calls."""
+    """Wall milliseconds in the scheduler's own calls."""
     virtual_s: float
     wall_s: float
 
     limit: bool = False
-    """No policy but a bound on policies: never marked best."""
+    """A bound on policies, not a policy: never marked best."""
     loop: str = "closed"
     rate_per_s: float | None = None
     since_s: float = 0.0
@@ -100,12 +99,13 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     disk_blocks: int = 0
     block_size: int = 16
     programs_cut: int = 0
-    """Of the finished ones, those that ended early: their next turn would not have fitted."""
+    """Finished programs that ended early: their next turn would not have fitted."""
     programs_per_hour: float | None = None
     unfinished_elapsed_s: SummaryStatistics = NO_STATISTICS
-    """Time so far of the programs that had not finished."""
+    """Elapsed time of unfinished programs."""
     completion_estimate_s: SummaryStatistics = NO_STATISTICS
-    """Completion of all programs, the unfinished included, as ``survival`` estimates it: to compare by."""
+    """Kaplan-Meier estimate of the completion of all programs, unfinished ones included. Use it for
+    comparisons."""
     queue_s: SummaryStatistics = NO_STATISTICS
     turns_finished: int = 0
     turns_unfinished: int = 0
@@ -117,25 +117,25 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     copied_to_device_bytes: int = 0
     copied_to_disk_bytes: int = 0
     copied_from_disk_bytes: int = 0
-    """To host memory."""
+    """Bytes read from disk to host memory."""
     steps: int = 0
     replicas: int | None = None
-    """Engines behind a gateway; ``None``: one by itself. Sizes of pools are then those of each, and
+    """Engines behind a gateway; ``None``: a single engine. Pool sizes are then per engine, and
     ``device_busy_fraction`` is the mean."""
     replica_changes: ReplicaChanges | None = None
     utilisation: Utilisation | None = None
     slo_attainment: dict[str, float] | None = None
-    """Share of programs that were done within 1.5 times what they take alone on an empty engine, by tenant
-    and ``overall``."""
+    """Share of programs that finish within 1.5 times their completion time alone on an empty engine, by
+    tenant and ``overall``."""
     per_replica: tuple[ReplicaRow, ...] = ()
     routes: dict[str, int] = msgspec.field(default_factory=dict)
-    """Requests sent by our gateway, by its reason for where; the whole run's."""
+    """Requests sent by the gateway over the whole run, by routing reason."""
     notes: tuple[str, ...] = ()
 
     @property
     def workload(self) -> tuple[str, str, str, str, int, int, int, float, float]:
-        """Rows that share this may be compared. Sorts by load. The pool's size is not in it: a limit may have
-        an endless one."""
+        """Rows with the same value may be compared. It sorts by load and excludes the pool size, which
+        differs for bounds."""
         return (
             self.trace, self.hardware, self.model, self.loop, self.seed,
             self.replicas or 0, self.programs, self.rate_per_s or 0.0, self.since_s,

@@ -1,4 +1,4 @@
-"""Which rows of a suite belong to which value of what was swept, as it stands in JSON, tables and plots."""
+"""Results of a sweep: which rows belong to which value, and their table."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class SweepValue(msgspec.Struct, kw_only=True, frozen=True):
 
     value: float
     runs: tuple[int, ...]
-    """Places of its rows in the list of all, one a policy, in the policies' order."""
+    """Indices of its rows, one per policy, in the order of policies."""
     host_tokens: int | None = None
-    """Tokens of KV in the host memory that this value stands for; ``None``: something else was swept."""
+    """Host memory of this value in KV tokens; ``None`` if something else was swept."""
     host_bytes: int | None = None
-    """The same in bytes; ``None`` also where the size of a token is not known."""
+    """The same in bytes; ``None`` also if the size of a token is unknown."""
 
     @property
     def text(self) -> str:
-        """The value as people write it."""
+        """The value as text."""
         return f"{self.value:,.0f}" if self.value == int(self.value) else f"{self.value:g}"
 
     @property
     def host_text(self) -> str | None:
-        """Host memory: in GiB, or in tokens where bytes are not known; ``None``: it is not what was swept."""
+        """Host memory in GiB, or in tokens; ``None`` if something else was swept."""
         if self.host_bytes is not None:
             gib = self.host_bytes / 2**30
             return f"{gib:,.0f} GiB" if gib >= 100 else f"{gib:.3g} GiB"
@@ -42,14 +42,14 @@ class SweepRuns(msgspec.Struct, kw_only=True, frozen=True):
     """A sweep over the rows of one suite."""
 
     field: str
-    """Of ``lab.run.RunSpec``."""
+    """Field of ``RunSpec``."""
     meaning: str
-    """What the field is, with its unit."""
+    """Meaning of the field, with its unit."""
     values: tuple[SweepValue, ...]
-    """In the order in which they were named."""
+    """In the given order."""
 
     def rows_of(self, value: SweepValue, rows: Sequence[RunRow]) -> list[RunRow]:
-        """Those of ``rows``, the suite's, that belong to ``value``."""
+        """The rows of ``value``; ``rows`` are all rows of the suite."""
         return [rows[place] for place in value.runs]
 
 
@@ -62,10 +62,10 @@ def sweep_runs(
     is_host_sweep: bool = False,
     kv_bytes_per_token: int | None = None,
 ) -> SweepRuns:
-    """``rows`` are those of ``ParameterSweep.specs``: values outermost, with as many policies at each.
+    """Assign ``rows`` to ``values``; rows are ordered as by ``ParameterSweep.specs``.
 
-    ``is_host_sweep``: the value is an amount of host memory, which is told in tokens, and with
-    ``kv_bytes_per_token`` in bytes. Raises ``ValueError`` where rows and values do not go together.
+    ``is_host_sweep``: the value is an amount of host memory, shown in tokens, and with ``kv_bytes_per_token``
+    in bytes. Raises ``ValueError`` if rows and values do not match.
     """
     policies, left = divmod(len(rows), len(values))
     if left or not policies:
@@ -80,7 +80,7 @@ def sweep_runs(
 
 
 def _host_tokens(rows: Sequence[RunRow]) -> int:
-    # A limit has a host memory of its own, and a policy without any has none at all values.
+    # Bounds have host memory of their own, and some policies have none.
     return max((row.host_blocks * row.block_size for row in rows if not row.limit), default=0)
 
 
@@ -88,11 +88,11 @@ _SHOWN = (
     ("output", "tok/s"), ("est. of all", "P95 s"), ("programs", "/h"), ("finished", ""), ("unfinished", ""),
     ("TTFT", "mean s"), ("on host", "% prompt"), ("again", "% prompt"),
 )  # fmt: skip
-"""Throughput and P95 first, as in the plot; then what tells why. All figures are in the JSON."""
+"""Throughput and P95 first, as in the plot; then what explains them. The JSON has all metrics."""
 
 
 def render_sweep(swept: SweepRuns, rows: Sequence[RunRow]) -> RenderableType:
-    """The table, with the notes below it. Best, and times better than stock, are within one value."""
+    """Table and notes. Best values, and factors relative to stock, are per value of the sweep."""
     groups = [swept.rows_of(value, rows) for value in swept.values]
     ordered = [row for group in groups for row in group]
     keys = [_key_column(swept.field, [(value.text, len(value.runs)) for value in swept.values])]
@@ -115,7 +115,7 @@ def render_sweep(swept: SweepRuns, rows: Sequence[RunRow]) -> RenderableType:
 
 def _columns() -> list[ResultColumn]:
     by_name = {(column.title, column.unit): column for column in (*SERVICE, *ENGINE)}
-    # The estimate is shown also where all finished: then it is what the plot has, exactly.
+    # The estimate is shown even if all programs finished: the plot shows it.
     return [by_name[name]._replace(when=lambda row: True) for name in _SHOWN]
 
 
@@ -124,7 +124,7 @@ def _key_column(heading: str, texts: Sequence[tuple[str, int]]) -> WrappedColumn
 
 
 def _notes(swept: SweepRuns, groups: Sequence[Sequence[RunRow]]) -> list[str]:
-    """Every note once; where it does not hold at all values it begins with those at which it does."""
+    """Every note once; a note that does not hold at all values names its values."""
     places: dict[str, list[str]] = {}
     for value, group in zip(swept.values, groups, strict=True):
         for note in notes(group):

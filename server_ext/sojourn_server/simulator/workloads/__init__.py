@@ -1,1 +1,1 @@
-"""Who arrives when, and with what: traces in closed or open loop, and the papers' synthetic tables."""
+"""Workloads: traces and synthetic programs, in closed or open loops."""

@@ -1,9 +1,7 @@
-"""Who arrives when: closed and open loops over the programs of a trace.
+"""Arrival processes: closed and open loops over the programs of a workload.
 
-A loop is on the client's side of a simulation: it knows what is still to come
-and tells nobody. The order of programs depends on trace and seed only, never on
-what a policy did; which of them comes when one finishes does not either, since
-the next is always the next in that order.
+The order of programs depends on workload and seed only, not on the policy: a finished program is always
+replaced by the next one in that order. Only clients see an arrival process; policies do not.
 """
 
 from __future__ import annotations
@@ -21,30 +19,30 @@ from .program_plans import PlaybackOptions, ProgramPlan, ProgramPlanner
 from .synthetic_workloads import SYNTHETIC_PREFIX, synthetic_programs
 
 Arrival = tuple[float, ProgramPlan]
-"""(seconds since the run's start, what arrives)"""
+"""(virtual seconds, program)"""
 
 
 class ArrivalProcess(Protocol):
-    """Where programs come from."""
+    """Source of programs."""
 
     notes: list[str]
-    """What one should know of the programs before reading anything into results."""
+    """Notes on the workload for the reader of results."""
 
     def initial(self) -> Iterator[Arrival]:
-        """Arrivals that wait for nobody, in order of time; made as they are asked for. Ask once."""
+        """Arrivals that are independent of finished programs, in order of time. Lazy; call it once."""
         ...
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """Who comes because this top-level program and its sub-agents have finished."""
+        """The arrival that replaces a finished top-level program, sub-agents included."""
         ...
 
 
 STAGGER_S = 0.5
-"""Between the first programs of a closed loop."""
+"""Interval between the first programs of a closed loop."""
 
 
 class ClosedLoop:
-    """``n`` programs at once, without end: one that finishes is replaced at once (MORI §5.1)."""
+    """``n`` concurrent programs without end: a finished one is replaced at once (MORI §5.1)."""
 
     def __init__(self, programs: ProgramPlanner, n: int, seed: int, *, stagger_s: float = STAGGER_S) -> None:
         """The first ``n`` arrive ``stagger_s`` apart. Raises ``ValueError`` for an ``n`` below 1."""
@@ -63,12 +61,12 @@ class ClosedLoop:
             yield number * self._stagger_s, next(self._endless)
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """The next of a shuffle; when all have had their turn, of another one."""
+        """The next program of an endless shuffle."""
         return now, next(self._endless)
 
 
 class FiniteClosedLoop:
-    """Every program once, ``n`` at a time, in the trace's order: what ``sojourn replay`` does."""
+    """Every program once, ``n`` at a time, in the trace's order, as in ``sojourn replay``."""
 
     def __init__(self, programs: ProgramPlanner, n: int, *, stagger_s: float = 0.0) -> None:
         """The first ``n`` arrive ``stagger_s`` apart. Raises ``ValueError`` for an ``n`` below 1."""
@@ -85,12 +83,12 @@ class FiniteClosedLoop:
         """The first ``n``."""
         for number in range(self._n):
             plan = next(self._waiting, None)
-            if plan is None:  # those before were over so soon that the others have played them all
+            if plan is None:  # earlier programs were so short that their replacements have used up the trace
                 return
             yield number * self._stagger_s, plan
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """The next; ``None`` when all have come."""
+        """The next program; ``None`` after the last."""
         plan = next(self._waiting, None)
         return None if plan is None else (now, plan)
 
@@ -99,27 +97,27 @@ class OpenLoop:
     """Poisson arrivals: each program once, or ``count`` of them, until all have finished (Continuum §6.1)."""
 
     def __init__(self, programs: ProgramPlanner, rate_per_s: float, count: int | None, seed: int) -> None:
-        """``rate_per_s`` is in top-level programs. Raises ``ValueError`` for a rate or count that is none."""
+        """``rate_per_s`` counts top-level programs. Raises ``ValueError`` for an invalid rate or count."""
         if not 0 < rate_per_s < float("inf"):
             raise ValueError(f"the arrival rate is {rate_per_s} a second; expected a number above 0")
         if count is not None and count < 1:
             raise ValueError(f"the number of arrivals is {count}; expected at least 1")
         self.count = len(programs) if count is None else count
-        """Arrivals in all."""
+        """Total number of arrivals."""
         self.notes = programs.notes
         self._rate_per_s = rate_per_s
         self._times = random.Random(f"arrivals/{seed}")
         self._endless = _endless_shuffle(programs, seed)
 
     def initial(self) -> Iterator[Arrival]:
-        """All of them."""
+        """All arrivals."""
         at_s = 0.0
         for plan in itertools.islice(self._endless, self.count):
             at_s += self._times.expovariate(self._rate_per_s)
             yield at_s, plan
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """Nobody: arrivals wait for none."""
+        """None: arrivals are independent of finished programs."""
         return None
 
 
@@ -127,7 +125,7 @@ class RecordedArrivals:
     """Every program once, at its recorded time; the first at 0."""
 
     def __init__(self, programs: ProgramPlanner, *, speed: float = 1.0) -> None:
-        """``speed`` divides the times. Raises ``TraceError`` where a program's arrival isn't recorded."""
+        """``speed`` divides the times. Raises ``TraceError`` if a program has no recorded arrival."""
         if not speed > 0:
             raise ValueError(f"speed is {speed}; expected > 0")
         times = []
@@ -144,19 +142,19 @@ class RecordedArrivals:
         self._speed = speed
 
     def initial(self) -> Iterator[Arrival]:
-        """All of them."""
+        """All arrivals."""
         first_s = self._times[0][0]
         for arrival_s, index in self._times:
             yield (arrival_s - first_s) / self._speed, self._programs.plan(index)
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """Nobody: arrivals wait for none."""
+        """None: arrivals are independent of finished programs."""
         return None
 
 
 def _endless_shuffle(programs: ProgramPlanner, seed: int) -> Iterator[ProgramPlan]:
-    """One shuffle of all programs after the other. Within one, all share what they shared when recorded;
-    between two, system prompts only."""
+    """Endless sequence of shuffles of all programs. Programs of one shuffle share prompts as recorded;
+    programs of different shuffles share system prompts only."""
     rng = random.Random(f"order/{seed}")
     for copy in itertools.count():
         order = list(range(len(programs)))
@@ -185,12 +183,10 @@ def make_arrival_process(
     recorded_arrivals: bool = False,
     replicas: int = 1,
 ) -> ArrivalProcess:
-    """A closed loop of ``programs`` at once, the first of which come to each of ``replicas`` as they come to
-    one engine by itself; or with ``rate_per_s`` that many Poisson arrivals in all, or
-    with ``recorded_arrivals`` every program of the trace once, at its time.
+    """A closed loop of ``programs`` concurrent programs, whose first ones reach each of ``replicas`` at the
+    usual interval; with ``rate_per_s``, so many Poisson arrivals.
 
-    Raises ``TraceError`` for a workload that cannot be read or played, and
-    ``ValueError`` for a number that makes no sense.
+    Raises ``TraceError`` for an unreadable or unplayable workload, ``ValueError`` for an invalid number.
     """
     options = PlaybackOptions(
         max_context_tokens=max_context_tokens,

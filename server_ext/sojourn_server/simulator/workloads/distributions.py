@@ -1,4 +1,4 @@
-"""Distributions with the moments a paper publishes, drawn from an injected ``random.Random``."""
+"""Distributions with published moments, drawn from an injected ``random.Random``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Distribution(Protocol):
     """A distribution over numbers ≥ 0."""
 
     def __call__(self, rng: random.Random) -> float:
-        """One value."""
+        """Draw one value."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Log-normal, values above ``cap`` put at ``cap``; built by its moments."""
+    """Log-normal, clipped at ``cap``."""
 
     mu: float
     sigma: float
@@ -30,9 +30,9 @@ class LogNormal:
 
     @classmethod
     def with_moments(cls, mean: float, sd: float, cap: float = math.inf) -> LogNormal:
-        """The one whose mean and standard deviation, *after* the cap, are these.
+        """From mean and standard deviation *after* clipping.
 
-        Without a cap in closed form, else by bisection. Raises ``ValueError`` where none has them.
+        In closed form without a cap, else by bisection. Raises ``ValueError`` if none exists.
         """
         plain = cls._uncapped(mean, sd)
         if cap == math.inf:
@@ -51,7 +51,7 @@ class LogNormal:
 
     @classmethod
     def with_mean(cls, mean: float, sigma: float, cap: float) -> LogNormal:
-        """The one of that ``sigma`` whose mean, *after* the cap, is ``mean``. By bisection.
+        """From ``sigma`` and the mean *after* clipping, by bisection.
 
         Raises ``ValueError`` for a mean that is not between 0 and the cap.
         """
@@ -68,10 +68,10 @@ class LogNormal:
 
     @classmethod
     def through(cls, mean: float, probability: float, value: float, cap: float) -> LogNormal:
-        """Below ``value`` with that probability, and with that mean *after* the cap.
+        """From one quantile and the mean *after* clipping.
 
-        By bisection over sigma. Raises ``ValueError`` where it finds none: the mean must lie below the value,
-        and the value, above the median, below the cap.
+        By bisection over sigma. Raises ``ValueError`` if none is found: the mean must be below the value, and
+        the value between median and cap.
         """
         score = _NORMAL.inv_cdf(probability)
 
@@ -101,7 +101,7 @@ class LogNormal:
             return whole
         edge = (math.log(self.cap) - self.mu) / self.sigma
         below = _NORMAL.cdf(edge - order * self.sigma)
-        # 1 − Φ(x) loses all digits for large x.
+        # 1 − Φ(x) loses all precision for large x.
         above: float = self.cap**order * math.erfc(edge / math.sqrt(2)) / 2
         return whole * below + above
 
@@ -111,7 +111,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """Gamma, built by its moments: never below 0, and near a normal where the deviation is small."""
+    """Gamma, from its moments: never below 0, close to a normal for a small deviation."""
 
     mean: float
     sd: float
@@ -123,7 +123,7 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True)
 class RoundedNormal:
-    """Normal, rounded to whole numbers, those below ``least`` put at ``least``."""
+    """Normal, rounded to integers and clipped at ``least``."""
 
     mean: float
     sd: float
@@ -147,7 +147,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class BoundedPowerLaw:
-    """``high`` · U^(1/k): between 0 and ``high``, dense towards it; k follows from the mean."""
+    """``high`` · U^(1/k): between 0 and ``high``, dense near ``high``; k follows from the mean."""
 
     mean: float
     high: float
@@ -160,7 +160,7 @@ class BoundedPowerLaw:
 
 @dataclass(frozen=True, slots=True)
 class TruncatedExponential:
-    """Exponential between two bounds; its rate follows from the mean, which lies below their middle."""
+    """Exponential between two bounds; the mean, below their middle, gives the rate."""
 
     low: float
     high: float
@@ -168,7 +168,7 @@ class TruncatedExponential:
 
     @classmethod
     def with_mean(cls, mean: float, low: float, high: float) -> TruncatedExponential:
-        """By bisection over the rate. Raises ``ValueError`` for a mean that such a one cannot have."""
+        """By bisection over the rate. Raises ``ValueError`` for an impossible mean."""
         if not low < mean < (low + high) / 2:
             raise ValueError(f"mean {mean} is not between {low} and the middle of {low} and {high}")
         span = high - low
@@ -188,10 +188,10 @@ class TruncatedExponential:
 
 @dataclass(frozen=True, slots=True)
 class PercentileDistribution:
-    """Through published percentiles: log-linear in the normal score, as a log-normal is between two of them.
+    """Through published percentiles, log-linear in the normal score like a log-normal.
 
-    Below the first the slope between the first two goes on. What lies above the last is not
-    published: values there are put at the last.
+    Below the first percentile the first slope continues. Values above the last, which are not published, are
+    clipped to it.
     """
 
     points: Sequence[tuple[float, float]]
@@ -201,7 +201,7 @@ class PercentileDistribution:
         return self.quantile(rng.random())
 
     def quantile(self, probability: float) -> float:
-        """The value below which ``probability`` of all lie."""
+        """The quantile of ``probability``."""
         points = self.points
         if probability >= points[-1][0]:
             return points[-1][1]
@@ -213,9 +213,9 @@ class PercentileDistribution:
 
 
 def split(rng: random.Random, total: int, parts: int) -> list[int]:
-    """``total`` in ``parts`` whole numbers ≥ 1 that add up to it, in uneven exponential shares.
+    """``total`` as ``parts`` integers ≥ 1, in uneven exponential shares.
 
-    Raises ``ValueError`` where there is not one for each.
+    Raises ``ValueError`` if ``total`` < ``parts``.
     """
     if total < parts:
         raise ValueError(f"{total} cannot be split into {parts} parts of at least 1")

@@ -1,7 +1,6 @@
-"""Programs of a trace as a client plays them: prompts, outputs to make up, gaps, tools, sub-agents.
+"""Programs of a trace as clients replay them: prompts, outputs, gaps, tools, sub-agents.
 
-All of this is the client's side. Nothing here may reach a policy but what a
-client would send at that moment.
+This is client-side knowledge: a policy receives only what a client would send at that time.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from sojourn_server.traces.token_ids import TokenIdGenerator, seed_from_text
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn
 
 VOCABULARY_SIZE = 32_000
-"""Ids stay below; no model reads them."""
+"""Upper bound of token ids; no model reads them."""
 _MAX_ID_CHARS = 180
-"""Longer ids would be refused on the wire; with the number of the copy they stay below its 200."""
+"""Maximum length of an id; with the copy's number it stays below the wire's limit of 200."""
 
 
 class NoProgramFitsError(TraceError):
-    """No program can be played; ``program_id`` is the one that needs least."""
+    """No program can be replayed; ``program_id`` is the one with the shortest first turn."""
 
     def __init__(self, message: str, program_id: str) -> None:
         super().__init__(message)
@@ -34,16 +33,16 @@ class NoProgramFitsError(TraceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaybackOptions:
-    """How programs are played. Raises ``ValueError`` for a setting that cannot work."""
+    """Options of a replay. Raises ``ValueError`` for invalid values."""
 
     max_context_tokens: int | None = None
-    """A program ends before its first turn that needs more, prompt and output together."""
+    """A program ends before its first turn with more tokens, prompt and output together."""
     max_gap_s: float | None = None
-    """Longer idle times are cut to this, in seconds."""
+    """Upper limit of idle times, in seconds."""
     human_gaps: bool = True
-    """False: where a person was waited for, no time passes."""
+    """False: response times of people count as 0."""
     token_scale: float = 1.0
-    """Times every length."""
+    """Factor of every length."""
 
     def __post_init__(self) -> None:
         if self.max_context_tokens is not None and self.max_context_tokens < 2:
@@ -62,36 +61,36 @@ class PlaybackOptions:
 
 @dataclass(slots=True, kw_only=True)
 class ProgramPlan:
-    """One program to be played once."""
+    """One program, replayed once."""
 
     instance_id: str
     """Unique in a run."""
     trace_id: str
     """``program_id`` of the trace line."""
     agent_type: str | None = None
-    """What kind of agent it is; ``None`` where the trace does not say."""
+    """Agent type; ``None`` if the trace has none."""
     tenant: str | None = None
-    """On whose behalf it runs; ``None`` where the trace does not say."""
+    """Tenant; ``None`` if the trace has none."""
     plans: Sequence[TurnPlan]
-    """Lengths of the turns that are played."""
+    """Lengths of the replayed turns."""
     cut: bool
-    """The recorded program goes on, but not within the context limit."""
+    """Whether the context limit cuts off recorded turns."""
     parent_turn: int | None = None
-    """Of a sub-agent: it starts ``delay_s`` after this turn of its parent has finished."""
+    """For a sub-agent: turn of its parent after whose end it starts, with ``delay_s``."""
     delay_s: float = 0.0
     start_offset_s: float | None = None
-    """Of a sub-agent whose parent's turn isn't known: seconds after its parent's start."""
+    """For a sub-agent without a known parent turn: seconds after its parent's start."""
     children: list[ProgramPlan] = field(default_factory=list)
     _builder: PromptBuilder = field(repr=False)
     _turns: Sequence[TraceTurn] = field(repr=False)
     _options: PlaybackOptions = field(repr=False)
 
     def prompt(self, turn: int) -> list[int]:
-        """Token ids of the prompt; turns must be asked for in order. The caller owns the list."""
+        """Token ids of the prompt; call it for turns in order. The caller owns the list."""
         return self._builder.prompt(turn)
 
     def planned_output(self, turn: int) -> list[int]:
-        """Token ids that the model makes."""
+        """Token ids of the output."""
         return self._builder.planned_output(turn)
 
     def gap_s(self, turn: int) -> float:
@@ -99,12 +98,12 @@ class ProgramPlan:
         return self._options.gap_s(self._turns[turn])
 
     def tool(self, turn: int) -> str | None:
-        """What runs after ``turn``, by the key under which a server keeps its history; ``None``: no tool."""
+        """Tool after ``turn``, as the key of a server's history; ``None``: no tool."""
         run = self._turns[turn].tool_run
         return None if run is None else _key(run)
 
     def tool_runs(self, turn: int) -> tuple[TraceToolRun, ...]:
-        """The tools that the client waits for after ``turn``, as it would announce them."""
+        """Tools that the client waits for after ``turn``, as the SDK reports them."""
         recorded = self._turns[turn]
         runs = [run for run in recorded.tools or () if not run.bg]
         if not runs and not recorded.tools and recorded.tool:
@@ -113,30 +112,30 @@ class ProgramPlan:
 
 
 class ProgramPlanner:
-    """The programs of a trace, ready to be played any number of times."""
+    """Plans of a trace's programs, for any number of replays."""
 
     def __init__(self, programs: Sequence[TraceProgram], options: PlaybackOptions | None = None) -> None:
-        """Raises ``TraceError`` where no program can be played."""
+        """Raises ``TraceError`` if no program can be replayed."""
         self._options = options or PlaybackOptions()
         self._ids = TokenIdGenerator(VOCABULARY_SIZE)
         self._system = system_blocks(programs)
         self._outlines: dict[str, tuple[PromptPlan, int]] = {}
         self.roots: list[TraceProgram] = []
-        """Top-level programs that can be played, in the trace's order."""
+        """Top-level programs that can be replayed, in the trace's order."""
         self.exceeding_programs = 0
-        """Programs whose first turn is beyond the context limit already; sub-agents included."""
+        """Number of programs whose first turn exceeds the context limit, sub-agents included."""
         self._children: dict[str, list[TraceProgram]] = {}
         self._sort(programs)
         if not self.roots:
             raise self._nothing_fits(programs)
 
     def __len__(self) -> int:
-        """How many top-level programs there are."""
+        """Number of top-level programs."""
         return len(self.roots)
 
     @property
     def notes(self) -> list[str]:
-        """What one should know of these programs before reading anything into results."""
+        """Notes on these programs for the reader of results."""
         notes = []
         if self.exceeding_programs:
             notes.append(
@@ -167,7 +166,7 @@ class ProgramPlanner:
             plan = self._plan(child, copy)
             if child.parent_turn is not None:
                 if child.parent_turn >= fitting:
-                    continue  # its parent ends before it would have started it
+                    continue  # its parent ends before starting it
                 plan.parent_turn = child.parent_turn
                 plan.delay_s = self._delay_s(program.turns[child.parent_turn], child)
             else:
@@ -189,14 +188,14 @@ class ProgramPlanner:
         )
 
     def _delay_s(self, turn: TraceTurn, child: TraceProgram) -> float:
-        """How far into the gap after ``turn`` the sub-agent was started."""
+        """Seconds between the end of ``turn`` and the start of the sub-agent."""
         if child.start_offset_s is None or turn.t is None:
             return 0.0
         offset_in_gap_s = child.start_offset_s - turn.t - (turn.llm_s or 0.0)
         return min(max(0.0, offset_in_gap_s), self._options.gap_s(turn))
 
     def _outline(self, program: TraceProgram) -> tuple[PromptPlan, int]:
-        """Its outline, and how many leading turns fit."""
+        """Prompt plan, and number of leading turns that fit."""
         known = self._outlines.get(program.program_id)
         if known is None:
             outline = PromptPlan(program, self._options.token_scale)
@@ -267,7 +266,7 @@ def _ancestors(program: TraceProgram, by_id: dict[str, TraceProgram]) -> Iterato
 
 
 def _sdk_tool(run: TraceToolRun) -> TraceToolRun:
-    """What an SDK says of it: the head of a command line only where the tool is a shell."""
+    """The tool as the SDK reports it: the head of a command line only for shells."""
     return run if run.cmd is None or _is_shell(run) else TraceToolRun(name=run.name, s=run.s, bg=run.bg)
 
 

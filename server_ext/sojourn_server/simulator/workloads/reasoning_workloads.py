@@ -57,9 +57,9 @@ R1_OUTPUT = PercentileDistribution(
         (0.999, 20_833),
     )
 )
-"""Output tokens of ServeGen's reasoning workload: of the 1,383,669 requests that the 73 clients in
-data/reason/deepseek-r1 of github.com/alibaba/ServeGen (f891d11) made in a day, each client's published
-histogram of six hours weighted by how many requests it made in them. Their mean is 1,527."""
+"""Output tokens of ServeGen's reasoning workload: 1,383,669 requests of a day by the 73 clients in
+data/reason/deepseek-r1 of github.com/alibaba/ServeGen (f891d11), from each client's published six-hour
+histograms, weighted by requests. The mean is 1,527."""
 R1_PROMPT = PercentileDistribution(
     (
         (0.05, 13),
@@ -72,14 +72,14 @@ R1_PROMPT = PercentileDistribution(
         (0.999, 33_783),
     )
 )
-"""Their input tokens."""
+"""Input tokens of the same requests."""
 
 _PROBLEM = Uniform(40, 200)
 _MATH = LogNormal.through(6_000, 0.75, 8 * 1024, 16 * 1024)
 
 
 class _RequestLengths(NamedTuple):
-    """What one type of agent asks, and what it is answered, in tokens."""
+    """Prompt and output lengths of one agent type, in tokens."""
 
     prompt: Distribution
     output: Distribution
@@ -88,7 +88,7 @@ class _RequestLengths(NamedTuple):
 _TYPES = {
     "lmsys-chat": _RequestLengths(
         Gamma(69.83, 69.83), Gamma(182, 182)
-    ),  # a gamma of that shape is exponential
+    ),  # a gamma of this shape is exponential
     "sharegpt-chat": _RequestLengths(Gamma(94.46, 94.46), Gamma(456, 456)),
     "math": _RequestLengths(_PROBLEM, _MATH),
     "aime": _RequestLengths(_PROBLEM, LogNormal.with_mean(12_000, _MATH.sigma, 32 * 1024)),
@@ -96,17 +96,17 @@ _TYPES = {
     "r1-request": _RequestLengths(R1_PROMPT, R1_OUTPUT),
 }
 MIX = ("lmsys-chat", "sharegpt-chat", "math", "aime")
-"""Types of agents in ``reasoning-mix``."""
+"""Agent types of ``reasoning-mix``."""
 
 AGENT_TURNS = (23, 2, 50)
-"""Mean, least and most."""
+"""Mean, minimum and maximum."""
 AGENT_TOOLS = {"search": "web_api", "browser": "web_api", "code": "code_execution"}
-"""Tool of the agent → SAGA's kind."""
+"""Tool of the agent → SAGA's tool type."""
 _TOOL_RESULT = Uniform(100, 1_000)
 
 
 def _requests(*types: str) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
-    """Programs of a single request."""
+    """Generator of programs with a single request."""
 
     def programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
         while True:
@@ -138,4 +138,4 @@ REASONING: dict[str, Callable[[str, random.Random], Iterator[TraceProgram]]] = {
     "reasoning-mix": _requests(*MIX),
     "reasoning-agent": _agent,
 }
-"""Name → its generator, for ``synthetic``."""
+"""Name → generator, for ``synthetic_workloads``."""

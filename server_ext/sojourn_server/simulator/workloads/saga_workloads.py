@@ -1,4 +1,4 @@
-"""SAGA's workloads: ten tenants, and tools whose times vary more or less around the same mean."""
+"""SAGA's workloads: ten tenants, and tools whose latencies vary around the same mean."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ TOOL_LATENCIES = {
 }
 """Table 1, seconds."""
 TENANTS = (("heavy", 3, 100, 16.0), ("medium", 4, 30, 8.0), ("light", 3, 10, 4.0))
-"""§9.1: class, tenants, steps of an agent, tasks a minute of each tenant."""
+"""§9.1: class, number of tenants, steps of an agent, tasks a minute of each tenant."""
 FIRST_PROMPT = Uniform(2_000, 4_000)
-"""§2.1: a context grows from 2–4K tokens …"""
+"""§2.1: a context grows from 2–4K tokens to 16–128K."""
 _LONGEST_CONTEXT = 128_000
-"""… to 16–128K."""
 _STEP_OUTPUT = Uniform(100, 500)
-"""§9.1, SWE-bench: output tokens a step."""
+"""§9.1, SWE-bench: output tokens of a step."""
 SWE_STEPS = (37, 5, 150)
-"""§9.1 and §2.1: mean steps of a SWE-bench task; most take at least 5; the most."""
+"""§9.1 and §2.1: mean, minimum and maximum steps of a SWE-bench task."""
 CV_MEAN_TOOL_S = 1.2
 """Table 10: mean tool latency, held constant."""
 CV_RANGE = (0.5, 3.0)
@@ -42,9 +41,9 @@ CV_RANGE = (0.5, 3.0)
 def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
     """§9.1's ten tenants: tasks of 100, 30 and 10 steps, Poisson arrivals for each tenant.
 
-    Contexts grow by the same a step for all, so that 100 steps end at 128K tokens; ten then end at
-    15.5K, which is the paper's lower figure. BurstGPT's own lengths are not in the paper. Every
-    step's tool is one of Table 1's four, each as likely. Agents of so many steps are of one type.
+    Contexts grow by the same amount per step: 100 steps end at 128K tokens, ten at 15.5K, the paper's lower
+    figure. The paper does not have BurstGPT's lengths. Each step uses one of Table 1's four tools with equal
+    probability. Agents with the same number of steps are of one type.
     """
     tenants = [
         (f"{kind}-{number}", steps, rate)
@@ -54,7 +53,7 @@ def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
     rates = [rate for _, _, rate in tenants]
     at_s = 0.0
     while True:
-        # Many Poisson processes are one, whose every arrival is of a tenant with chance by its rate.
+        # The sum of Poisson processes is one; each arrival belongs to a tenant in proportion to its rate.
         at_s += rng.expovariate(sum(rates) / 60.0)
         tenant, steps, _ = rng.choices(tenants, weights=rates)[0]
         kinds = rng.choices(list(TOOL_LATENCIES), k=steps)
@@ -87,7 +86,7 @@ def _steps(
     times: random.Random | None = None,
     agent_type: str | None = None,
 ) -> TraceProgram:
-    """A task whose context grows so that ``max_steps`` would end at the longest."""
+    """A task whose context would reach the longest after ``max_steps`` steps."""
     mean_first = (FIRST_PROMPT.low + FIRST_PROMPT.high) / 2
     growth = (_LONGEST_CONTEXT - mean_first) / max_steps
     first = round(FIRST_PROMPT(rng))
@@ -111,7 +110,8 @@ def append_only(
     tenant: str | None = None,
     agent_type: str | None = None,
 ) -> TraceProgram:
-    """A turn for each append. The last calls no tool; others take ``tool_s`` seconds, or their tools' own."""
+    """A program whose prompts each continue the previous prompt and output; one turn per append. The last
+    turn calls no tool; others take ``tool_s`` seconds, or their tools' own."""
     turns, context = [], 0
     for index, (append, output, tool) in enumerate(zip(appends, outputs, tools, strict=True)):
         context += append

@@ -37,17 +37,17 @@ from .saga_workloads import CV_RANGE, append_only, latency_cv, ten_tenants
 
 SYNTHETIC_PREFIX = "synthetic:"
 DEFAULT_PROGRAMS = 500
-"""As many as DualPath's trajectories and SAGA's SWE-bench tasks."""
+"""Number of DualPath's trajectories and of SAGA's SWE-bench tasks."""
 OUTPUT_SHARE = 0.2
-"""Part of a context's growth that the model wrote, where a paper tells totals only: DualPath's 148 of 756."""
+"""Share of a context's growth that the model wrote, if a paper has totals only: DualPath's 148 of 756."""
 
 # -- Continuum, Table 1: (mean, standard deviation) ---------------------------------
 
 SWE_TOOL_LIMIT_S = 60.0
-"""mini-swe-agent kills a SWE-bench command after that (its swebench.yaml, ``environment: timeout``)."""
+"""Time limit of a SWE-bench command in mini-swe-agent (swebench.yaml, ``environment: timeout``)."""
 BFCL_SCALE = 0.4
-"""§6.1: scaled down "to fit at least 100 request in the context window" of 128k. That of 100 traces of
-93,256 ± 68,687 tokens all fit needs the scaling; so the table is taken to tell what was there before it."""
+"""§6.1: scaled down "to fit at least 100 request in the context window" of 128k. 100 traces of 93,256 ±
+68,687 tokens fit only after scaling; so the table is read as the lengths before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def _continuum(name: str) -> _Continuum:
         turns=RoundedNormal(6.3, 2.3),
         tool_s=LogNormal.with_moments(1.923, 2.133),
         tokens=Gamma(93_256 * scale, 68_687 * scale),
-        tool=TraceToolRun(name="fetch_url"),  # the one its Figure 5 names
+        tool=TraceToolRun(name="fetch_url"),  # the one named in its Figure 5
     )
 
 
@@ -81,7 +81,7 @@ def _continuum_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]
     while True:
         turns = int(table.turns(rng))
         total = max(4 * turns, round(table.tokens(rng)))
-        # Every turn is worth the same on average: the first prompt as much as a later tool's output.
+        # All turns grow equally on average, the first prompt like a later tool result.
         appends, outputs = [], []
         for growth in split(rng, total - turns, turns):
             output = max(1, round(growth * output_share))
@@ -97,7 +97,7 @@ DUALPATH = {
     "dualpath-48k": (48 * 1024, 106, 474, 172, 42_607, 25_120),
     "dualpath-64k": (64 * 1024, 157, 429, 176, 55_958, 32_721),
 }
-"""Name → maximum length and Table 2's averages."""
+"""Name → maximum length and the averages of Table 2."""
 
 
 def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
@@ -106,15 +106,14 @@ def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
 
 
 def dualpath_program(name: str, rng: random.Random) -> TraceProgram:
-    """One trajectory. All five averages of Table 2 hold together if it is read so:
+    """One trajectory. All five averages of Table 2 are consistent under this reading:
 
-    ``total`` is the context at the end; ``append`` and ``gen`` a turn are averaged
-    over trajectories, so that E[total/turns] = append + gen though E[total]/E[turns]
-    is less: turns differ much, independently of totals. A log-normal with mean n and
-    E[1/turns] = (append + gen)/total has e^σ² = n·(append + gen)/total, 1.58 to 1.70
-    in the three rows. ``context``, what a turn finds computed (0 for the first), grows
-    evenly from the end of the first turn to the total; its average tells the first prompt.
-    Totals lie below the maximum length, dense towards it.
+    ``total`` is the final context; ``append`` and ``gen`` per turn are averaged over trajectories, so
+    E[total/turns] = append + gen, though E[total]/E[turns] is less: turns vary widely and independently of
+    totals. A log-normal with mean n and E[1/turns] = (append + gen)/total has e^σ² = n·(append + gen)/total,
+    1.58 to 1.70 in the three rows. ``context``, the cached tokens of a turn (0 for the first), grows evenly
+    from the end of the first turn to the total; its average gives the first prompt. Totals lie below the
+    maximum length, dense near it.
     """
     limit, mean_turns, append, gen, mean_total, context = DUALPATH[name]
     growth = append + gen
@@ -142,20 +141,20 @@ _GENERATORS: dict[str, Callable[[str, random.Random], Iterator[TraceProgram]]] =
 }
 _CV = "latency-cv"
 _SHARED = tuple(name for name, made in _GENERATORS.items() if made is _continuum_programs)
-"""Those with an ``OUTPUT_SHARE`` that may be said."""
+"""Workloads with a settable ``OUTPUT_SHARE``."""
 
 
 def synthetic_names() -> tuple[str, ...]:
-    """What may stand behind ``synthetic:``; X is a number."""
+    """Valid names after ``synthetic:``; X is a number."""
     return (*_GENERATORS, *(f"{name}:X" for name in _SHARED), f"{_CV}:X")
 
 
 def synthetic_programs(name: str, *, count: int = DEFAULT_PROGRAMS, seed: int = 0) -> list[TraceProgram]:
-    """``count`` programs of workload ``name``. Raises ``TraceError`` for a name or number that is none."""
+    """``count`` programs of workload ``name``. Raises ``TraceError`` for an invalid name or number."""
     if count < 1:
         raise TraceError(f"{SYNTHETIC_PREFIX}{name}: {count} programs wanted; expected at least 1")
     generator = _generator(name)
-    drawn = _CV if name.startswith(_CV) else name  # the same lengths whatever the variance
+    drawn = _CV if name.startswith(_CV) else name  # the same lengths for every variance
     rng = random.Random(f"{drawn}/{seed}")
     source = SYNTHETIC_PREFIX + name
     made = []
