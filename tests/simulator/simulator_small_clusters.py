@@ -71,7 +71,7 @@ class SmallCluster:
             front=self.front,
             with_hints=settings is not None,
         )
-        self.simulation.saw(seen)
+        self.simulation.observe_programs(seen)
         self.simulation.run()
 
     @property

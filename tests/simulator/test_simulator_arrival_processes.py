@@ -13,7 +13,6 @@ from sojourn_server.simulator.workloads.arrival_processes import (
     ClosedLoop,
     FiniteClosedLoop,
     OpenLoop,
-    RecordedArrivals,
     load_programs,
     make_arrival_process,
 )
@@ -99,17 +98,6 @@ def test_arrivals_are_made_as_they_are_asked_for() -> None:
     tracemalloc.stop()
 
 
-def test_recorded_arrivals_come_in_order_from_zero() -> None:
-    loop = RecordedArrivals(planner(3, 40.0, 10.0, 20.0), speed=2.0)
-    assert [(at_s, plan.trace_id) for at_s, plan in loop.initial()] == [
-        (0.0, "p1"),
-        (5.0, "p2"),
-        (15.0, "p0"),
-    ]
-    with pytest.raises(TraceError, match="'p1' has no arrival_s"):
-        RecordedArrivals(planner(2, 3.0, None))
-
-
 def test_numbers_that_make_no_sense_are_refused() -> None:
     programs = planner(1)
     with pytest.raises(ValueError, match="at once is 0"):
@@ -121,8 +109,6 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
             OpenLoop(programs, rate, None, 0)
     with pytest.raises(ValueError, match="arrivals is 0"):
         OpenLoop(programs, 1.0, 0, 0)
-    with pytest.raises(ValueError, match="speed is 0"):
-        RecordedArrivals(planner(1, 1.0), speed=0)
 
 
 def test_a_workload_is_a_file_or_a_name(tmp_path: Path) -> None:
@@ -137,9 +123,6 @@ def test_a_workload_is_a_file_or_a_name(tmp_path: Path) -> None:
     assert isinstance(opened, OpenLoop)
     assert len(list(opened.initial())) == 4
     assert opened.notes == ["no gap takes any time: the trace has no timing, or the options took it away"]
-    tenants = make_arrival_process("synthetic:saga-ten-tenants", programs=1, recorded_arrivals=True)
-    times = [at_s for at_s, _ in tenants.initial()]
-    assert (len(times), times[0], tenants.notes) == (500, 0.0, [])
     with pytest.raises(TraceError, match="No such file"):
         make_arrival_process(str(tmp_path / "none"), programs=1)
 

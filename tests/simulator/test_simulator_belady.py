@@ -197,16 +197,3 @@ def test_what_does_not_fit_is_counted_not_hidden() -> None:
 
     assert replay_belady(log).overflow_blocks == 2
     assert replay_evictions(log, eviction_order_factory("lru")(log.owners)).overflow_blocks == 2
-
-
-def test_progress_is_told_from_start_to_end() -> None:
-    log = random_log(random.Random(1), pool=9, programs=3, moves=16_000)
-    told: list[tuple[int, int]] = []
-
-    replay_belady(log, progress=lambda done, total: told.append((done, total)))
-
-    total = len(log.accesses)
-    assert told[0] == (0, total)
-    assert told[-1] == (total, total)
-    assert len(told) > 3
-    assert told == sorted(told)

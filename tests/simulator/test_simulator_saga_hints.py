@@ -48,6 +48,6 @@ def test_clients_know_of_programs_that_have_ended_only():
     client = ClientHints("p", agent_type="agent", history=history)
     assert client.context()["sojourn"] == {"agent_type": "agent", "node": "agent"}
     for _ in range(10):
-        history.over("agent", 4)
+        history.observe_end("agent", 4)
     assert client.context()["sojourn"]["expected_steps_left"] == 2.0, "after its second turn of four"
     assert ClientHints("q").context() == {"step_id": "1"}

@@ -28,7 +28,7 @@ class ClientHistory:
         """Expected turns after turn ``turn`` (from 1); ``None`` with too few finished programs."""
         return self._transitions.turns_left(agent_type, turns=turn, node=AGENT_NODE)
 
-    def over(self, agent_type: str, turns: int) -> None:
+    def observe_end(self, agent_type: str, turns: int) -> None:
         """Record that a program ended after ``turns`` turns."""
         self._transitions.learn(
             agent_type,
@@ -80,7 +80,7 @@ class ClientHints:
             context["sojourn"] = ours
         return context
 
-    def happened(self, events: Iterable[dict[str, Any]], now: float) -> bool:
+    def queue_events(self, events: Iterable[dict[str, Any]], now: float) -> bool:
         """Queue events to be sent. Returns whether the queue was empty."""
         was_empty = not self._unsent
         self._unsent += [(now, event) for event in events]
@@ -98,7 +98,7 @@ class ClientHints:
     def program_end(self) -> dict[str, Any]:
         """Event: the program is over."""
         if self._history is not None and self._agent_type is not None:
-            self._history.over(self._agent_type, self._step)
+            self._history.observe_end(self._agent_type, self._step)
         return self._event("program_end", status="ok")
 
     def tool_start(self, call_id: str, run: TraceToolRun) -> dict[str, Any]:

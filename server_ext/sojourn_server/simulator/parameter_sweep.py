@@ -17,7 +17,7 @@ from .simulation_run import (
     uses_disk_ratio,
 )
 
-HOST_MEMORY_POLICIES_HINT = "host memory among them, such as lru-offload or continuum+host"
+HOST_MEMORY_POLICIES_HINT = "host memory, such as lru-offload or continuum+host"
 """Part of an error message: the policies that have host memory."""
 
 
@@ -80,8 +80,8 @@ class ParameterSweep:
         """
         if not any(self._affects(spec) for spec in specs):
             named = ", ".join(spec.policy for spec in specs)
-            who = DISK_POLICIES_HINT if self.field is DISK else HOST_MEMORY_POLICIES_HINT
-            raise SweepError(f"{self.field.name} changes nothing for {named}; expected a policy with {who}")
+            hint = DISK_POLICIES_HINT if self.field is DISK else HOST_MEMORY_POLICIES_HINT
+            raise SweepError(f"{self.field.name} changes nothing for {named}; expected a policy with {hint}")
         return [self._at(spec, value) for value in self.values for spec in specs]
 
     def label(self, spec: RunSpec) -> str:
@@ -119,7 +119,7 @@ def read_sweep(text: str) -> ParameterSweep:
         if value is None:
             raise SweepError(f"{text}: {part.strip()!r} is not {field.expected}")
         if value in values:
-            raise SweepError(f"{text}: {part.strip()!r} is there twice")
+            raise SweepError(f"{text}: {part.strip()!r} is repeated")
         values.append(value)
     return ParameterSweep(field, tuple(values))
 

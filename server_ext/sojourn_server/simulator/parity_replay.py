@@ -204,7 +204,9 @@ class ParityReport:
         made_by = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
         lines = [
             f"{self.span_s:,.1f} s of the engine's clock in {self.wall_s:.1f} s; recorded by {made_by}",
-            f"the tape ends: {self.ended}" if self.ended else "the tape stops without an end record",
+            f"the recording ends: {self.ended}"
+            if self.ended
+            else "the recording stops without an end record",
         ]
         if self.difference is None:
             verdict = Text(f"identical: {self.total_decisions:,} decisions", style="bold green")
@@ -253,7 +255,7 @@ class _ComparingSink:
             return
         made = encode_record(record)
         if not self.expected:
-            self.failure = RuntimeError(f"a record of {record[0]!r} that is not on the tape")
+            self.failure = RuntimeError(f"a record of {record[0]!r} that is not in the recording")
             return
         wanted = self.expected.popleft()
         if made != wanted.raw and made != canonical_line(wanted.raw):
@@ -276,7 +278,7 @@ class _ParityReplay:
             self.player = RecordingPlayer(reader.header.program_scheduler(self._sink))
         except (ValueError, TypeError, KeyError) as error:
             raise RecordingError(
-                f"{reader.path}, line 1: no steward can be built from this: {error}"
+                f"{reader.path}, line 1: no scheduler can be built from this: {error}"
             ) from error
         self.records = self.evictions = 0
         self.decisions: Counter[str] = Counter()
@@ -307,7 +309,7 @@ class _ParityReplay:
             call = self.player.call(record)
         except (ValueError, TypeError, LookupError) as error:
             raise RecordingError(
-                f"{where}: the facts of {record.op!r} make no sense: {error!r:.200}"
+                f"{where}: the facts of {record.op!r} are invalid: {error!r:.200}"
             ) from error
         raised: Exception | None = None
         try:

@@ -100,8 +100,8 @@ def run_in_processes(
                     on_report(number, what)
                     continue
                 if kind == _RAISED:
-                    error, told = what
-                    raise error from _RemoteTraceback(told)
+                    error, remote_traceback = what
+                    raise error from _RemoteTraceback(remote_traceback)
                 answers[number] = what
                 del running[connection]
                 connection.close()
@@ -148,11 +148,11 @@ def _deferred_sigint() -> Iterator[None]:
         return
     # The first process also starts multiprocessing's tracker, which would unblock the signal again.
     resource_tracker.ensure_running()
-    heard: list[int] = []
+    pending: list[int] = []
     # The new process inherits the mask. The mask covers this thread only: another thread, such as that of a
     # progress bar, would still receive the signal and run the handler here.
     mine = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number)) if mine else None
+    handler = signal.signal(signal.SIGINT, lambda number, frame: pending.append(number)) if mine else None
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -160,7 +160,7 @@ def _deferred_sigint() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if mine:
             signal.signal(signal.SIGINT, handler)
-        if heard:
+        if pending:
             signal.raise_signal(signal.SIGINT)
 
 

@@ -33,13 +33,13 @@ class RecordingPlayer:
     def program_of(self, record: RecordedCall) -> str | None:
         """The program of a record; ``None`` if it has none."""
         shape = record_format.RECORD_SHAPES[record.op]
-        told = dict(zip(shape.facts, record.facts, strict=True))
-        if "request" in told:
-            return self._programs.get(told["request"])
+        facts = dict(zip(shape.facts, record.facts, strict=True))
+        if "request" in facts:
+            return self._programs.get(facts["request"])
         if record.op in ("event", "room"):
-            program_id = told["event" if record.op == "event" else "need"]["program_id"]
+            program_id = facts["event" if record.op == "event" else "need"]["program_id"]
         else:
-            program_id = told.get("program_id")
+            program_id = facts.get("program_id")
         return program_id if isinstance(program_id, str) else None
 
     # -- requests -----------------------------------------------------------

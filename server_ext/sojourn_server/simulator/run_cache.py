@@ -67,9 +67,9 @@ class RunCache:
         write_atomically({self._path(spec): data})
 
     def _path(self, spec: RunSpec) -> Path:
-        told = re.sub(r"[^A-Za-z0-9.]+", "-", f"{Path(spec.workload).name}-{spec.label}").strip("-")
+        label = re.sub(r"[^A-Za-z0-9.]+", "-", f"{Path(spec.workload).name}-{spec.label}").strip("-")
         key = msgspec.json.encode([asdict(spec), self._made_of(spec)])
-        return self._folder / f"{told}-{hashlib.sha256(key).hexdigest()[:12]}.msgpack.gz"
+        return self._folder / f"{label}-{hashlib.sha256(key).hexdigest()[:12]}.msgpack.gz"
 
     def _made_of(self, spec: RunSpec) -> str:
         """Digest of the code and of the files that the specification names."""
@@ -86,8 +86,8 @@ def code_digest(package: Path | None = None) -> str:
     """Digest of all source files that a run depends on. ``package`` is the root of our packages."""
     here = package if package is not None else Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for room in _PACKAGES:
-        for path in sorted((here / room).rglob("*")):
+    for package_name in _PACKAGES:
+        for path in sorted((here / package_name).rglob("*")):
             if path.suffix in (".py", ".toml"):
                 digest.update(path.relative_to(here).as_posix().encode())
                 digest.update(path.read_bytes())

@@ -33,7 +33,7 @@ class ActiveProgram:
     """A running program."""
 
     plan: ProgramPlan
-    life: ProgramLog
+    log: ProgramLog
     root: ActiveProgram | None
     hints: ClientHints | None
     turn: int = 0
@@ -51,7 +51,7 @@ class RequestInTransit(NamedTuple):
     """A request between client and engine."""
 
     active: ActiveProgram
-    life: TurnLog
+    log: TurnLog
     prompt: list[int]
     known: list[Any]
     """Hashes of its leading blocks."""
@@ -90,7 +90,7 @@ class SimulatedClients:
         self._sim_replicas = {sim_replica.replica: sim_replica for sim_replica in sim_replicas}
         self._names = list(self._sim_replicas)
         self._first_engine = sim_replicas[0].engine
-        self.mail: set[str] = set()
+        self.replicas_with_messages: set[str] = set()
         """Engines with an undelivered message."""
         self.outputs = SimulatedOutputs()
         self.active: dict[str, ActiveProgram] = {}
@@ -115,10 +115,10 @@ class SimulatedClients:
         if self._request_router.tick_s != float("inf"):
             self._tick()
 
-    def saw(self, plan: ProgramPlan) -> str:
+    def observe_program(self, plan: ProgramPlan) -> str:
         """Learn from a program that ended before the run. Returns its agent type."""
         kind = agent_type_of(plan)
-        self._history.over(kind, len(plan.plans))
+        self._history.observe_end(kind, len(plan.plans))
         return kind
 
     # -- programs -------------------------------------------------------------------
@@ -129,37 +129,37 @@ class SimulatedClients:
         if arrival is not None:
             at_s, plan = arrival
 
-            def arrives() -> None:
+            def arrive() -> None:
                 self._begin(plan, None)
                 self._next_arrival()
 
-            self._event_queue.at(at_s, arrives)
+            self._event_queue.at(at_s, arrive)
 
     def _begin(self, plan: ProgramPlan, parent: ActiveProgram | None) -> None:
         now = self._event_queue.now_s
-        life = ProgramLog(
+        log = ProgramLog(
             program_id=plan.instance_id,
             trace_id=plan.trace_id,
-            parent=parent.life.program_id if parent is not None else None,
+            parent=parent.log.program_id if parent is not None else None,
             arrived_s=now,
             turns_total=len(plan.plans),
             cut=plan.cut,
             tenant=plan.tenant,
         )
-        self._log.programs.append(life)
+        self._log.programs.append(log)
         hints: ClientHints | None = None
         if self._with_hints:
             kind = agent_type_of(plan, is_child=parent is not None)
-            hints = ClientHints(plan.instance_id, life.parent, agent_type=kind, history=self._history)
+            hints = ClientHints(plan.instance_id, log.parent, agent_type=kind, history=self._history)
         root = None if parent is None else parent.root or parent
-        active = ActiveProgram(plan, life, root, hints, since_s=now)
+        active = ActiveProgram(plan, log, root, hints, since_s=now)
         if root is not None:
             root.family += 1
         self.active[plan.instance_id] = active
         if self._expected_s is not None:
-            life.expected_s = self._expected_s(plan)
+            log.expected_s = self._expected_s(plan)
         if hints is not None:
-            self._say(hints, hints.program_start())
+            self._queue_events(hints, hints.program_start())
         for child in plan.children:
             (root or active).family += 1
             if child.parent_turn is None:
@@ -174,7 +174,7 @@ class SimulatedClients:
         plan, turn = active.plan, active.turn
         lengths = plan.plans[turn]
         prompt = plan.prompt(turn)
-        life = TurnLog(
+        log = TurnLog(
             program_id=plan.instance_id,
             turn=turn,
             submitted_s=now,
@@ -182,15 +182,15 @@ class SimulatedClients:
             output_tokens=lengths.output_tokens,
             tool=plan.tool(turn),
         )
-        active.life.turns.append(life)
+        active.log.turns.append(log)
         active.state, active.since_s = "waiting", now
-        request_id = life.request_id
+        request_id = log.request_id
         continues = lengths.base is not None and lengths.base == turn - 1
         reused_blocks = lengths.reused_tokens // self._first_engine.options.block_size
         known = active.hashes[:reused_blocks] if continues else []
         riding = active.hints.pop_unsent(now) if active.hints is not None else []
         context = active.hints.context() if active.hints is not None else None
-        self._submitted[request_id] = RequestInTransit(active, life, prompt, known, riding, context)
+        self._submitted[request_id] = RequestInTransit(active, log, prompt, known, riding, context)
         self._route_request(RoutableRequest(request_id, plan.instance_id, len(prompt), now, turn))
 
     def _route_request(self, request: RoutableRequest) -> None:
@@ -204,22 +204,22 @@ class SimulatedClients:
     def _enter(self, request_id: str) -> None:
         """Send a request to its engine; it arrives after the call's delay."""
         sent = self._submitted[request_id]
-        program_id = sent.life.program_id
+        program_id = sent.log.program_id
         replica = self._target_replica(request_id)
         if self._homes.get(program_id, replica) != replica:
             self._moved.add(program_id)
         self._homes[program_id] = replica
         if not self._standalone:
-            sent.life.replica = replica
+            sent.log.replica = replica
         attempt = self._attempts.setdefault(request_id, 0)
         sent.active.state, sent.active.since_s = "reasoning", self._event_queue.now_s
-        self._after_call_delay(lambda: self._reached(request_id, attempt, replica))
+        self._after_call_delay(lambda: self._arrive(request_id, attempt, replica))
 
     def _target_replica(self, request_id: str) -> str:
         """The engine for a request that the router has just admitted."""
         if self._standalone:
             return self._names[0]
-        number: int = self._request_router.replica_of(self._submitted[request_id].life.program_id)
+        number: int = self._request_router.replica_of(self._submitted[request_id].log.program_id)
         return self._names[number]
 
     def _after_call_delay(self, what: Callable[[], None]) -> None:
@@ -229,29 +229,27 @@ class SimulatedClients:
         else:
             what()
 
-    def _reached(self, request_id: str, attempt: int, replica: str) -> None:
+    def _arrive(self, request_id: str, attempt: int, replica: str) -> None:
         if self._is_attempt_stale(request_id, attempt):
             return
         sent = self._submitted[request_id]
-        now = sent.life.entered_s = self._event_queue.now_s
+        now = sent.log.entered_s = self._event_queue.now_s
 
-        def taken_in() -> None:
+        def add() -> None:
             if not self._is_attempt_stale(request_id, attempt):
-                self._taken_in(self._sim_replicas[replica], sent, attempt, now)
+                self._add_to_engine(self._sim_replicas[replica], sent, attempt, now)
 
-        self._post(replica, taken_in)
+        self._post(replica, add)
 
-    def _taken_in(
+    def _add_to_engine(
         self, sim_replica: SimulatedReplica, sent: RequestInTransit, attempt: int, now: float
     ) -> None:
-        active, life, prompt, known, riding, context = sent
-        self._tell(sim_replica, self._unsent_events.pop(life.program_id, []))
+        active, log, prompt, known, riding, context = sent
+        self._apply_events(sim_replica, self._unsent_events.pop(log.program_id, []))
         if not attempt:  # a recalled request has delivered its events already
-            self._tell(sim_replica, riding)
-        request_id = engine_request_id(life.request_id, attempt)
-        turn = sim_replica.account.live[request_id] = InFlightTurn(
-            life, active.plan.planned_output(life.turn)
-        )
+            self._apply_events(sim_replica, riding)
+        request_id = engine_request_id(log.request_id, attempt)
+        turn = sim_replica.account.live[request_id] = InFlightTurn(log, active.plan.planned_output(log.turn))
         turn.request = sim_replica.engine.add(
             request_id,
             prompt,
@@ -262,21 +260,21 @@ class SimulatedClients:
             arrival_s=now,
             known_hashes=known,
         )
-        self.outputs.say(turn.request.output_token_ids, active.plan.tool_runs(life.turn))
+        self.outputs.set_calls(turn.request.output_token_ids, active.plan.tool_runs(log.turn))
 
     def _recall(self, request_id: str) -> None:
         """Withdraw a request without a first token from its engine; it waits again."""
         sent = self._submitted[request_id]
         attempt = self._attempts[request_id]
         self._attempts[request_id] = attempt + 1
-        replica = sent.life.replica
+        replica = sent.log.replica
         assert replica is not None
         turn = self._sim_replicas[replica].cancel(engine_request_id(request_id, attempt))
         if turn is not None:
             self.outputs.forget(turn.request.output_token_ids)
-            self.mail.add(replica)
-        sent.life.entered_s = sent.life.admitted_s = None
-        sent.life.recalls += 1
+            self.replicas_with_messages.add(replica)
+        sent.log.entered_s = sent.log.admitted_s = None
+        sent.log.recalls += 1
         sent.active.state, sent.active.since_s = "waiting", self._event_queue.now_s
 
     def _is_attempt_stale(self, request_id: str, attempt: int) -> bool:
@@ -288,11 +286,11 @@ class SimulatedClients:
     def answered(self, turn: InFlightTurn) -> None:
         """Handle a finished turn: start its tools, or end its program."""
         now = self._event_queue.now_s
-        self._submitted.pop(turn.life.request_id)
-        self._attempts.pop(turn.life.request_id, None)
-        active = self.active[turn.life.program_id]
+        self._submitted.pop(turn.log.request_id)
+        self._attempts.pop(turn.log.request_id, None)
+        active = self.active[turn.log.program_id]
         active.hashes = turn.hashes
-        active.context_tokens = turn.life.prompt_tokens + turn.life.output_tokens
+        active.context_tokens = turn.log.prompt_tokens + turn.log.output_tokens
         number = active.turn
         for child in [c for c in active.children if c.parent_turn == number]:
             active.children.remove(child)
@@ -302,7 +300,7 @@ class SimulatedClients:
             self._finish_program(active)
             return
         gap_s = active.plan.gap_s(number)
-        turn.life.gap_s = gap_s
+        turn.log.gap_s = gap_s
         active.state, active.since_s = "acting", now
         if active.hints is not None:
             self._send_tool_events(active, number, gap_s)
@@ -317,26 +315,28 @@ class SimulatedClients:
         hints = active.hints
         assert hints is not None
         runs = active.plan.tool_runs(number)
-        self._say(hints, *(hints.tool_start(f"{number}.{i}", run) for i, run in enumerate(runs)))
+        self._queue_events(hints, *(hints.tool_start(f"{number}.{i}", run) for i, run in enumerate(runs)))
         for i, run in enumerate(runs):
             took_s = gap_s if run.s is None else min(run.s, gap_s)
             call_id = f"{number}.{i}"
             self._event_queue.at(
                 self._event_queue.now_s + took_s,
-                lambda call_id=call_id, took_s=took_s: self._say(hints, hints.tool_stop(call_id, took_s)),
+                lambda call_id=call_id, took_s=took_s: self._queue_events(
+                    hints, hints.tool_stop(call_id, took_s)
+                ),
             )
 
     def _finish_program(self, active: ActiveProgram) -> None:
-        active.life.finished_s = self._event_queue.now_s
-        self._gone(active)
+        active.log.finished_s = self._event_queue.now_s
+        self._end_program(active)
 
-    def _gone(self, active: ActiveProgram) -> None:
+    def _end_program(self, active: ActiveProgram) -> None:
         """End a program, finished or rejected."""
         now = self._event_queue.now_s
         active.state, active.since_s = "over", now
         del self.active[active.plan.instance_id]
         if active.hints is not None:
-            self._say(active.hints, active.hints.program_end())
+            self._queue_events(active.hints, active.hints.program_end())
         root = active.root or active
         root.family -= 1
         if root.family == 0:
@@ -352,29 +352,29 @@ class SimulatedClients:
         self._homes.pop(program_id, None)
         self._unsent_events.pop(program_id, None)
 
-    def _say(self, hints: ClientHints, *events: dict[str, Any]) -> None:
+    def _queue_events(self, hints: ClientHints, *events: dict[str, Any]) -> None:
         """Queue client events; they are sent after the emitter's delay."""
         now = self._event_queue.now_s
-        if events and hints.happened(events, now):
+        if events and hints.queue_events(events, now):
             self._event_queue.at(now + EVENT_SEND_DELAY_S, lambda: self._send(hints))
 
     def _send(self, hints: ClientHints) -> None:
         events = hints.pop_unsent(self._event_queue.now_s)
         if events:  # else a request has carried them
-            self._after_call_delay(lambda: self._heard(events))
+            self._after_call_delay(lambda: self._deliver_events(events))
 
-    def _heard(self, events: list[dict[str, Any]]) -> None:
+    def _deliver_events(self, events: list[dict[str, Any]]) -> None:
         """Deliver events of one program to its engine."""
         program_id = events[0]["program_id"]
         replica = self._names[0] if self._standalone else self._homes.get(program_id)
         if replica is None:
             self._unsent_events[program_id] += events
             return
-        self._post(replica, lambda: self._tell(self._sim_replicas[replica], events))
+        self._post(replica, lambda: self._apply_events(self._sim_replicas[replica], events))
         if any(event["type"] == "program_end" for event in events):
             self._forget(program_id)
 
-    def _tell(self, sim_replica: SimulatedReplica, events: list[dict[str, Any]]) -> None:
+    def _apply_events(self, sim_replica: SimulatedReplica, events: list[dict[str, Any]]) -> None:
         for outcome in sim_replica.engine.tell(*events, emitter="lab") if events else ():
             # The tool_start of a program that moved went to its former engine.
             moved = outcome["outcome"] == "missing" and outcome.get("program_id") in self._moved
@@ -394,14 +394,14 @@ class SimulatedClients:
             "status": "cancelled",
         }
 
-        def told() -> None:
+        def release() -> None:
             self._sim_replicas[replica].engine.tell(event, emitter=GATEWAY_EMITTER)
 
-        self._after_call_delay(lambda: self._post(replica, told))
+        self._after_call_delay(lambda: self._post(replica, release))
 
     def _post(self, replica: str, what: Callable[[], None]) -> None:
         self._sim_replicas[replica].submit(what)
-        self.mail.add(replica)
+        self.replicas_with_messages.add(replica)
 
     # -- the router in front ----------------------------------------------------------
 
@@ -427,7 +427,7 @@ class SimulatedClients:
             waiting=tuple(self._waiting_at_router.values()),
             programs=tuple(
                 RoutedProgramView(
-                    p.plan.instance_id, p.state, p.context_tokens, p.since_s, p.turn, p.life.arrived_s
+                    p.plan.instance_id, p.state, p.context_tokens, p.since_s, p.turn, p.log.arrived_s
                 )
                 for p in active
             ),

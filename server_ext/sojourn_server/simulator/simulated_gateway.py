@@ -9,7 +9,6 @@ from sojourn_server.policies.cluster_preset import ClusterPreset
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routed_programs import RoutedProgram
 from sojourn_server.routing.routing_events import (
-    AnyRoutingAction,
     RecallRequest,
     RejectRequest,
     ReleaseProgramKv,
@@ -20,10 +19,9 @@ from sojourn_server.routing.routing_limits import RoutingLimits
 
 from .event_queue import EventQueue
 from .latency.latency_model import LatencyModel, StepWork
-from .request_router import UNLIMITED_S, RequestRouterView, RoutableRequest
+from .request_router import UNLIMITED_S, RoutableRequest
 from .run_log import RunLog
 from .simulated_clients import ActiveProgram, SimulatedClients, agent_type_of
-from .simulated_engine import SimulatedEngineOptions
 from .simulated_replica import SimulatedReplica
 from .token_accounting import InFlightTurn
 from .workloads.arrival_processes import ArrivalProcess
@@ -55,41 +53,31 @@ def _prefill_s(latency: LatencyModel, found_tokens: int, prompt_tokens: int, chu
     context, total_s = min(found_tokens, prompt_tokens - 1), 0.0
     while context < prompt_tokens:
         new = min(chunk, prompt_tokens - context)
-        pairs = new * context + new * (new + 1) // 2
+        total_s += _step_s(latency, new, context, samples=context + new == prompt_tokens)
         context += new
-        prefill = new if new > 1 else 0
-        total_s += latency.step_s(
-            StepWork(
-                requests=1,
-                tokens=new,
-                prefill_tokens=prefill,
-                attention_pairs=pairs,
-                prefill_attention_pairs=pairs if prefill else 0,
-                kv_tokens_read=context,
-                sampled=int(context == prompt_tokens),
-            )
-        )
     return total_s
 
 
 def _decode_s(latency: LatencyModel, prompt_tokens: int, steps: int) -> float:
     if steps < 1:
         return 0.0
-    first, last = prompt_tokens + 1, prompt_tokens + steps
-    at = [_token_s(latency, context) for context in (first, (first + last) // 2, last)]
+    first, last = prompt_tokens, prompt_tokens + steps - 1
+    at = [_step_s(latency, 1, context) for context in (first, (first + last + 2) // 2 - 1, last)]
     return steps * (at[0] + 4 * at[1] + at[2]) / 6
 
 
-def _token_s(latency: LatencyModel, context: int) -> float:
+def _step_s(latency: LatencyModel, new: int, context: int, *, samples: bool = True) -> float:
+    """A step of a single request that adds ``new`` tokens to ``context``."""
+    pairs = new * context + new * (new + 1) // 2
     return latency.step_s(
         StepWork(
             requests=1,
-            tokens=1,
-            prefill_tokens=0,
-            attention_pairs=context,
-            prefill_attention_pairs=0,
-            kv_tokens_read=context,
-            sampled=1,
+            tokens=new,
+            prefill_tokens=new if new > 1 else 0,
+            attention_pairs=pairs,
+            prefill_attention_pairs=pairs if new > 1 else 0,
+            kv_tokens_read=context + new,
+            sampled=int(samples),
         )
     )
 
@@ -104,7 +92,12 @@ MAX_WAITING_REQUESTS = 1_000_000
 
 
 class SimulatedGateway:
-    """One routing core. It rejects no request for lack of capacity or patience, like the baselines."""
+    """One routing core. It rejects no request for lack of capacity or patience, like the baselines.
+
+    It stands in for a router, but handles requests one by one instead of views.
+    """
+
+    is_open = False
 
     def __init__(self, preset: ClusterPreset) -> None:
         self.core = build_routing_core(
@@ -120,84 +113,15 @@ class SimulatedGateway:
         self.tick_s = TICK_INTERVAL_S if needs_time else float("inf")
         self.reads_prefixes = preset.routing.reads_prefixes
 
-    def saw(self, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float) -> None:
+    def observe_program(
+        self, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float
+    ) -> None:
         """Record a program that ended before the run: turns, longest context, seconds in all and in tools."""
         program = RoutedProgram(
             (DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
         )
         self.core.expected.observe_turn(program, (took_s - tools_s) / turns)
         self.core.expected.ended(program, took_s)
-
-    def seen(self, replica: str, options: SimulatedEngineOptions, now: float) -> list[AnyRoutingAction]:
-        """Register an engine."""
-        size = options.block_size
-        return self.core.take(
-            routing_events.ReplicaRegistered(
-                replica,
-                "1",
-                (options.blocks - 1) * size,
-                host_tokens=(options.host_blocks + options.disk_blocks) * size,
-                max_running=options.max_num_seqs,
-                max_context_tokens=options.max_model_len,
-            ),
-            now,
-        )
-
-    def asked(
-        self,
-        request: RoutableRequest,
-        *,
-        parent_id: str | None,
-        agent_type: str,
-        tenant: str | None,
-        deadline_s: float | None,
-        prefix: tuple[int, ...],
-        now: float,
-    ) -> list[AnyRoutingAction]:
-        """Handle a new request. ``deadline_s`` is the deadline of its program, in virtual seconds."""
-        return self.core.take(
-            routing_events.RequestReceived(
-                request.request_id,
-                tenant or DEFAULT_TENANT,
-                request.prompt_tokens,
-                program_id=request.program_id,
-                parent_id=parent_id,
-                agent_type=agent_type,
-                deadline_s=deadline_s,
-                prefix=prefix,
-                exact=True,
-            ),
-            now,
-        )
-
-    def began(self, request_id: str, replica: str, now: float) -> list[AnyRoutingAction]:
-        """Handle the first token of a request."""
-        return self.core.take(routing_events.FirstByteSent(request_id, replica), now)
-
-    def ended(self, request_id: str, replica: str, output_tokens: int, now: float) -> list[AnyRoutingAction]:
-        """Handle the end of a request."""
-        return self.core.take(routing_events.RequestFinished(request_id, output_tokens, replica), now)
-
-    def program_ended(self, program_id: str, tenant: str | None, now: float) -> list[AnyRoutingAction]:
-        """Handle the end of a program. All simulated clients report it."""
-        return self.core.take(routing_events.ProgramEnded(program_id, tenant or DEFAULT_TENANT), now)
-
-    def tick(self, now: float) -> list[AnyRoutingAction]:
-        """Handle a tick."""
-        return self.core.take(routing_events.Tick(), now)
-
-
-class GatewayRouterStub:
-    """Replaces a router: the routing core handles requests one by one instead of views."""
-
-    is_open = False
-
-    def __init__(self, tick_s: float) -> None:
-        self.tick_s = tick_s
-
-    def select_requests(self, view: RequestRouterView, now: float) -> Sequence[str]:
-        """Never called."""
-        raise NotImplementedError
 
 
 class GatewayClients(SimulatedClients):
@@ -212,26 +136,34 @@ class GatewayClients(SimulatedClients):
         log: RunLog,
         **options: Any,
     ) -> None:
-        super().__init__(sim_replicas, event_queue, loop, GatewayRouterStub(gateway.tick_s), log, **options)
+        super().__init__(sim_replicas, event_queue, loop, gateway, log, **options)  # type: ignore[arg-type]
         self._gateway = gateway
         self._bound: dict[str, str] = {}
 
     def begin(self) -> None:
         for sim_replica in self._sim_replicas.values():
-            self._do(
-                self._gateway.seen(sim_replica.replica, sim_replica.engine.options, self._event_queue.now_s)
+            options = sim_replica.engine.options
+            self._take(
+                routing_events.ReplicaRegistered(
+                    sim_replica.replica,
+                    "1",
+                    (options.blocks - 1) * options.block_size,
+                    host_tokens=(options.host_blocks + options.disk_blocks) * options.block_size,
+                    max_running=options.max_num_seqs,
+                    max_context_tokens=options.max_model_len,
+                )
             )
         super().begin()
 
     def first_token(self, turn: InFlightTurn) -> None:
-        assert turn.life.replica is not None
-        self._do(self._gateway.began(turn.life.request_id, turn.life.replica, self._event_queue.now_s))
+        assert turn.log.replica is not None
+        self._take(routing_events.FirstByteSent(turn.log.request_id, turn.log.replica))
 
     def answered(self, turn: InFlightTurn) -> None:
         # The core first: the client's next request then finds the freed capacity.
-        life = turn.life
-        replica = self._bound.pop(life.request_id)
-        self._do(self._gateway.ended(life.request_id, replica, life.output_tokens, self._event_queue.now_s))
+        log = turn.log
+        replica = self._bound.pop(log.request_id)
+        self._take(routing_events.RequestFinished(log.request_id, log.output_tokens, replica))
         super().answered(turn)
 
     def _target_replica(self, request_id: str) -> str:
@@ -239,36 +171,40 @@ class GatewayClients(SimulatedClients):
 
     def _route_request(self, request: RoutableRequest) -> None:
         active = self._submitted[request.request_id].active
-        plan, life = active.plan, active.life
+        plan, log = active.plan, active.log
         deadline_s = None
-        if plan.tenant is not None and life.expected_s is not None:
-            deadline_s = life.arrived_s + SLO_FACTOR * life.expected_s
+        if plan.tenant is not None and log.expected_s is not None:
+            deadline_s = log.arrived_s + SLO_FACTOR * log.expected_s
         prefix: tuple[int, ...] = ()
         if self._gateway.reads_prefixes:
             prefix = prefix_hashes(self._submitted[request.request_id].prompt)
-        self._do(
-            self._gateway.asked(
-                request,
-                parent_id=life.parent,
-                agent_type=agent_type_of(plan, is_child=life.parent is not None),
-                tenant=plan.tenant,
+        self._take(
+            routing_events.RequestReceived(
+                request.request_id,
+                plan.tenant or DEFAULT_TENANT,
+                request.prompt_tokens,
+                program_id=request.program_id,
+                parent_id=log.parent,
+                agent_type=agent_type_of(plan, is_child=log.parent is not None),
                 deadline_s=deadline_s,
                 prefix=prefix,
-                now=self._event_queue.now_s,
+                exact=True,
             )
         )
 
     def _tick(self) -> None:
-        self._do(self._gateway.tick(self._event_queue.now_s))
+        self._take(routing_events.Tick())
         super()._tick()
 
     def _query_router(self, over: ActiveProgram | None = None) -> None:
+        # All simulated clients report the end of a program, with hints or without.
         if over is not None:
-            plan = over.plan
-            self._do(self._gateway.program_ended(plan.instance_id, plan.tenant, self._event_queue.now_s))
+            tenant = over.plan.tenant or DEFAULT_TENANT
+            self._take(routing_events.ProgramEnded(over.plan.instance_id, tenant))
 
-    def _do(self, actions: Sequence[AnyRoutingAction]) -> None:
-        for action in actions:
+    def _take(self, event: routing_events.AnyRoutingEvent) -> None:
+        """Pass an event to the routing core, and execute its actions."""
+        for action in self._gateway.core.take(event, self._event_queue.now_s):
             if isinstance(action, SendRequest):
                 self._bound[action.request_id] = action.replica_id
                 self._enter(action.request_id)
@@ -287,7 +223,7 @@ class GatewayClients(SimulatedClients):
         """End the program of a rejected request."""
         sent = self._submitted.pop(refusal.request_id)
         self._log.notes.append(f"{refusal.request_id} was refused: {refusal.message}")
-        self._gone(sent.active)
+        self._end_program(sent.active)
 
 
 def prefix_hashes(prompt: Sequence[int]) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ class SimulatedOutputs:
         self._calls: dict[int, tuple[ParsedToolCall, ...]] = {}
         """By identity of the request's list of output tokens, which lives as long as the request."""
 
-    def say(self, token_ids: Sequence[int], runs: Sequence[TraceToolRun]) -> None:
+    def set_calls(self, token_ids: Sequence[int], runs: Sequence[TraceToolRun]) -> None:
         """Set the tool calls of an output."""
         self._calls[id(token_ids)] = tuple(ParsedToolCall(run.name, run.cmd) for run in runs)
 

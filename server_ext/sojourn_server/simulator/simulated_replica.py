@@ -99,7 +99,7 @@ class SimulatedReplica:
         while self._inbox:
             self._inbox.popleft()()
 
-    def look(self) -> None:
+    def begin_next_step(self) -> None:
         """Between two steps: deliver messages, then begin the next step if there is work."""
         self._abort_recalled()
         self.deliver()
@@ -109,7 +109,7 @@ class SimulatedReplica:
             return
         self._plan()
 
-    def results(self) -> None:
+    def end_step(self) -> None:
         """End the step: first tokens, finished requests, finished copies."""
         now = self._clock.now_s
         planned, self._planned = self._planned, None
@@ -117,7 +117,7 @@ class SimulatedReplica:
         for turn in self._first:
             # The first token of one request may recall another one of the same step.
             if turn.request.request_id in self.account.live:
-                turn.life.first_token_s = now
+                turn.log.first_token_s = now
                 self._on_first_token(self, turn)
         self._abort_recalled()
         copies = self.host.finished(now) if self.host is not None else None

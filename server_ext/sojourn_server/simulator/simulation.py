@@ -123,16 +123,16 @@ class Simulation:
         for sim_replica in self._sim_replicas:
             install_scripted_outputs(sim_replica.engine, sim_replica.account, self._clients.outputs, options)
 
-    def saw(self, programs: Iterable[ProgramPlan]) -> None:
+    def observe_programs(self, programs: Iterable[ProgramPlan]) -> None:
         """Let clients and gateway learn from programs that ended before the run, each as if alone. Call it
         before ``run``."""
         for plan in programs:
-            kind = self._clients.saw(plan)
+            kind = self._clients.observe_program(plan)
             if isinstance(self._front, SimulatedGateway):
                 last = plan.plans[-1]
                 tokens = last.prompt_tokens + last.output_tokens
                 tools_s = sum(plan.gap_s(turn) for turn in range(len(plan.plans) - 1))
-                self._front.saw(kind, len(plan.plans), tokens, self._expected_s(plan), tools_s)
+                self._front.observe_program(kind, len(plan.plans), tokens, self._expected_s(plan), tools_s)
 
     # -- the loop -----------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class Simulation:
             for sim_replica in over:
                 if sim_replica.is_stepping:
                     self._replicas_in_step -= 1
-                    sim_replica.results()
+                    sim_replica.end_step()
                     self._schedule_wakeup(sim_replica)
                     self._stepped_s = clock.now_s
             if over:
@@ -159,7 +159,7 @@ class Simulation:
             if not clients.active and event_queue.is_over:
                 break
             if clock.now_s < end_s:
-                self._look(over)
+                self._begin_steps(over)
             elif not self._replicas_in_step:
                 break
             next_s = self._next_s()
@@ -195,22 +195,22 @@ class Simulation:
         if sim_replica.due_s != NEVER_S:
             heapq.heappush(self._due, (sim_replica.due_s, self._numbers[sim_replica.replica]))
 
-    def _look(self, over: Sequence[SimulatedReplica]) -> None:
+    def _begin_steps(self, over: Sequence[SimulatedReplica]) -> None:
         """Run engines that are between two steps and have messages or are due."""
-        now, mail = self._clock.now_s, self._clients.mail
-        numbers = {self._numbers[replica] for replica in mail}
+        now, messages = self._clock.now_s, self._clients.replicas_with_messages
+        numbers = {self._numbers[replica] for replica in messages}
         numbers.update(self._numbers[sim_replica.replica] for sim_replica in over if sim_replica.due_s <= now)
         if len(self._sim_replicas) == 1 and not over:
             # A single engine that can run nothing retries after every event.
             numbers.add(0)
-        mail.clear()
+        messages.clear()
         for number in sorted(numbers):
             sim_replica = self._sim_replicas[number]
             if sim_replica.is_stepping:
                 continue
-            sim_replica.look()
+            sim_replica.begin_next_step()
             if sim_replica.is_stepping and sim_replica.due_s <= now and not sim_replica.is_computing:
-                sim_replica.results()
+                sim_replica.end_step()
             self._replicas_in_step += sim_replica.is_stepping
             self._schedule_wakeup(sim_replica)
 
@@ -241,7 +241,7 @@ class Simulation:
     def _finished(self, sim_replica: SimulatedReplica, turn: InFlightTurn) -> None:
         self._clients.outputs.forget(turn.request.output_token_ids)
         if sim_replica.adapter is not None:
-            annotate_from_scheduler(turn.life, sim_replica.adapter.program_scheduler)
+            annotate_from_scheduler(turn.log, sim_replica.adapter.program_scheduler)
         self._clients.answered(turn)
 
     # -- looking --------------------------------------------------------------------
@@ -261,25 +261,18 @@ class Simulation:
         samples = []
         for sim_replica in self._sim_replicas:
             mine = [
-                p.hashes
-                for p in acting
-                if self._standalone or p.life.turns[-1].replica == sim_replica.replica
+                p.hashes for p in acting if self._standalone or p.log.turns[-1].replica == sim_replica.replica
             ]
             running = {request.request_id for request in sim_replica.engine.scheduler.running}
             held += sum(1 for request_id in running if request_id in sim_replica.account.live)
-            samples.append(
-                sample_occupancy(
-                    sim_replica.engine, mine, at_s=self._clock.now_s, waiting=0, acting=0, running=0
-                )
-            )
-        count = len(samples)
+            samples.append(sample_occupancy(sim_replica.engine, mine, self._clock.now_s))
+        means = {
+            field: round(sum(getattr(sample, field) for sample in samples) / len(samples))
+            for field in ("running", "idle", "other", "free", "host")
+        }
         return OccupancySample(
             at_s=self._clock.now_s,
-            running=round(sum(s.running for s in samples) / count),
-            idle=round(sum(s.idle for s in samples) / count),
-            other=round(sum(s.other for s in samples) / count),
-            free=round(sum(s.free for s in samples) / count),
-            host=round(sum(s.host for s in samples) / count),
+            **means,
             programs_waiting=len(active) - len(acting) - held,
             programs_acting=len(acting),
             programs_running=held,
@@ -332,7 +325,7 @@ def install_scripted_outputs(
         return output[index] if index + 1 < len(output) else STOP_TOKEN
 
     def output_tokens(request_id: str) -> int:
-        return account.live[request_id].life.output_tokens
+        return account.live[request_id].log.output_tokens
 
     engine.tokens = next_token
     adapter = getattr(engine.scheduler, "sojourn", None)
@@ -354,19 +347,14 @@ HASH_STRIDE = 8
 
 
 def sample_occupancy(
-    engine: SimulatedEngine,
-    contexts: Sequence[Sequence[bytes]],
-    *,
-    at_s: float,
-    waiting: int,
-    acting: int,
-    running: int,
+    engine: SimulatedEngine, contexts: Sequence[Sequence[bytes]], at_s: float
 ) -> OccupancySample:
     """Sample the KV memory of an engine. ``contexts`` are block hashes of programs that run a tool."""
     pool = engine.pool
     total = pool.num_gpu_blocks - 1
     unused = pool.get_num_free_blocks()
-    leased = _count_leased_blocks(engine)
+    adapter = getattr(engine.scheduler, "sojourn", None)
+    leased = 0 if adapter is None else int(adapter.pool_state()["leased"])
     cached = sum(1 for block in pool.blocks if block.block_hash is not None and block.ref_cnt == 0)
     idle = sum(_count_cached_blocks(engine, hashes) for hashes in contexts)
     idle = min(idle, cached + leased)
@@ -377,9 +365,6 @@ def sample_occupancy(
         other=cached + leased - idle,
         free=unused - cached,
         host=count_host_blocks(engine),
-        programs_waiting=waiting,
-        programs_acting=acting,
-        programs_running=running,
     )
 
 
@@ -393,11 +378,6 @@ def count_host_blocks(engine: SimulatedEngine) -> int:
     # vLLM has no public counter: allocated chunks minus freed ones (kv_offload/cpu/manager.py).
     manager = connector.scheduler.manager
     return int(manager._num_allocated_chunks - len(manager._free_list))
-
-
-def _count_leased_blocks(engine: SimulatedEngine) -> int:
-    adapter = getattr(engine.scheduler, "sojourn", None)
-    return 0 if adapter is None else int(adapter.pool_state()["leased"])
 
 
 def _count_cached_blocks(engine: SimulatedEngine, hashes: Sequence[bytes]) -> int:

@@ -13,12 +13,11 @@ from .event_queue import VirtualClock
 from .latency.latency_model import DeviceShape, LatencyModel
 from .limits.block_accesses import AccessLog
 from .run_log import RunLog
-from .simulator_policies import SimulatorPolicy, UpperBound, find_policy
+from .simulator_policies import SimulatorPolicy, UpperBound, find_cluster_policy, find_policy
 from .token_accounting import MOVED_CAUSE
 
 if TYPE_CHECKING:
     from .simulated_engine import SimulatedEngine
-    from .simulation import SimulationOptions
     from .workloads.arrival_processes import ArrivalProcess
     from .workloads.program_plans import PlaybackOptions, ProgramPlanner
 
@@ -36,7 +35,7 @@ UNBOUNDED_OCCUPANCY_SAMPLES = 20
 DEFAULT_MODEL = "llama-3.1-8b"
 """Model if neither the user nor the hardware profile names one."""
 
-DISK_POLICIES_HINT = "tiers of ours among them, such as continuum+host or mori"
+DISK_POLICIES_HINT = "a disk tier, such as continuum+host or mori"
 """Part of an error message: the policies that have a disk."""
 
 OnProgress = Callable[[str, float, int], None]
@@ -115,19 +114,57 @@ def run_simulation(spec: RunSpec, on_progress: OnProgress = lambda label, now, f
     latency, shape = device_for_run(spec, _cpu_ratio(spec, policy))
     shape = _context_fitting_pool(shape)
     loop = _arrival_process(spec, shape)
-    if spec.replicas is not None:
-        return _simulate_cluster(spec, policy, shape, latency, loop, on_progress)
+    from .limits.block_accesses import AccessRecorder
+    from .simulation import Simulation, SimulationOptions
+
+    replicas = spec.replicas
     clock = VirtualClock()
-    engine = _build_engine(spec, policy, shape, clock)
-    return _simulate(spec, policy, shape, latency, loop, engine, clock, on_progress)
+    engines = [_build_engine(spec, policy, shape, clock) for _ in range(replicas or 1)]
+    log = _new_run_log(spec, shape, engines[0])
+    recorder = None
+    if spec.record_accesses and replicas is None:
+        recorder = AccessRecorder(engines[0].options.blocks - 1, shape.block_size)
+
+    def report_progress(log: RunLog, now: float) -> None:
+        finished = sum(1 for program in log.programs if program.finished_s is not None)
+        on_progress(spec.label, now, finished)
+
+    # A sample visits every block of every engine.
+    samples = max(UNBOUNDED_OCCUPANCY_SAMPLES, OCCUPANCY_SAMPLES // (replicas or 1))
+    simulation = Simulation(
+        [(engine, _host_transfers(policy, shape, latency, engine)) for engine in engines],
+        clock,
+        latency,
+        loop,
+        log,
+        SimulationOptions(
+            until_s=spec.until_s,
+            samples=UNBOUNDED_OCCUPANCY_SAMPLES if policy.limit is UpperBound.UNLIMITED else samples,
+            oracle=policy.oracle,
+            prediction_error=policy.prediction_error,
+        ),
+        front=policy.request_router()
+        if replicas is None
+        else find_cluster_policy(spec.policy).front(replicas),
+        standalone=replicas is None,
+        recorder=recorder,
+        with_hints=policy.settings is not None,
+        on_progress=report_progress,
+    )
+    if spec.seen:
+        _check_history(spec)
+        before = replace(spec, seed=spec.seed + HISTORY_SEED, programs=spec.seen, rate_per_s=1.0)
+        simulation.observe_programs(plan for _, plan in _arrival_process(before, shape).initial())
+    simulation.run()
+    _note_full_host_memory(log, policy)
+    accesses = recorder.close(engines[0].scheduler.requests) if recorder is not None else None
+    return RunResult(spec, log, accesses)
 
 
 def engine_policy(spec: RunSpec) -> SimulatorPolicy:
     """The policy of each engine. Raises ``PolicyError``."""
     if spec.replicas is None:
         return find_policy(spec.policy)
-    from .simulator_policies import find_cluster_policy
-
     return find_cluster_policy(spec.policy).engine
 
 
@@ -135,8 +172,6 @@ def policy_name(spec: RunSpec) -> str:
     """The policy's name in logs and tables. Raises ``PolicyError``."""
     if spec.replicas is None:
         return find_policy(spec.policy).name
-    from .simulator_policies import find_cluster_policy
-
     return find_cluster_policy(spec.policy).name
 
 
@@ -261,7 +296,7 @@ def _check_disk_is_used(specs: Sequence[RunSpec]) -> None:
     if asked and not any(uses_disk_ratio(engine_policy(spec)) for spec in specs):
         named = ", ".join(dict.fromkeys(spec.policy for spec in specs))
         raise SimulatorError(
-            f"disk_ratio is {asked:g}, and nobody among {named} has a disk; "
+            f"disk_ratio is {asked:g}, but none of {named} has a disk; "
             f"expected a policy with {DISK_POLICIES_HINT}"
         )
 
@@ -395,97 +430,6 @@ def _host_transfers(
         per_block_s = latency.copy_s(block_bytes, to_host=False)
         adapter.program_scheduler.pool.host_s_per_token = per_block_s / shape.block_size
     return host
-
-
-def _simulation_options(spec: RunSpec, policy: SimulatorPolicy, samples: int) -> SimulationOptions:
-    from .simulation import SimulationOptions
-
-    return SimulationOptions(
-        until_s=spec.until_s,
-        samples=UNBOUNDED_OCCUPANCY_SAMPLES if policy.limit is UpperBound.UNLIMITED else samples,
-        oracle=policy.oracle,
-        prediction_error=policy.prediction_error,
-    )
-
-
-def _progress_callback(spec: RunSpec, on_progress: OnProgress) -> Callable[[RunLog, float], None]:
-    def progress(log: RunLog, now: float) -> None:
-        finished = sum(1 for program in log.programs if program.finished_s is not None)
-        on_progress(spec.label, now, finished)
-
-    return progress
-
-
-def _simulate(
-    spec: RunSpec,
-    policy: SimulatorPolicy,
-    shape: DeviceShape,
-    latency: LatencyModel,
-    loop: ArrivalProcess,
-    engine: SimulatedEngine,
-    clock: VirtualClock,
-    on_progress: OnProgress,
-) -> RunResult:
-    from .limits.block_accesses import AccessRecorder
-    from .simulation import Simulation
-
-    log = _new_run_log(spec, shape, engine)
-    recorder = AccessRecorder(engine.options.blocks - 1, shape.block_size) if spec.record_accesses else None
-    simulation = Simulation(
-        [(engine, _host_transfers(policy, shape, latency, engine))],
-        clock,
-        latency,
-        loop,
-        log,
-        _simulation_options(spec, policy, OCCUPANCY_SAMPLES),
-        front=policy.request_router(),
-        standalone=True,
-        recorder=recorder,
-        with_hints=policy.settings is not None,
-        on_progress=_progress_callback(spec, on_progress),
-    )
-    simulation.run()
-    _note_full_host_memory(log, policy)
-    accesses = recorder.close(engine.scheduler.requests) if recorder is not None else None
-    return RunResult(spec, log, accesses)
-
-
-def _simulate_cluster(
-    spec: RunSpec,
-    policy: SimulatorPolicy,
-    shape: DeviceShape,
-    latency: LatencyModel,
-    loop: ArrivalProcess,
-    on_progress: OnProgress,
-) -> RunResult:
-    from .simulation import Simulation
-    from .simulator_policies import find_cluster_policy
-
-    assert spec.replicas is not None
-    clock = VirtualClock()
-    engines = [_build_engine(spec, policy, shape, clock) for _ in range(spec.replicas)]
-    log = _new_run_log(spec, shape, engines[0])
-    simulation = Simulation(
-        [(engine, _host_transfers(policy, shape, latency, engine)) for engine in engines],
-        clock,
-        latency,
-        loop,
-        log,
-        # A sample visits every block of every engine.
-        _simulation_options(
-            spec, policy, max(UNBOUNDED_OCCUPANCY_SAMPLES, OCCUPANCY_SAMPLES // spec.replicas)
-        ),
-        front=find_cluster_policy(spec.policy).front(spec.replicas),
-        with_hints=policy.settings is not None,
-        on_progress=_progress_callback(spec, on_progress),
-    )
-    if spec.seen:
-        _check_history(spec)
-        before = replace(spec, seed=spec.seed + HISTORY_SEED, programs=spec.seen, rate_per_s=1.0)
-        simulation.saw(plan for _, plan in _arrival_process(before, shape).initial())
-    simulation.run()
-    _note_full_host_memory(log, policy)
-    return RunResult(spec, log)
 
 
 def _note_full_host_memory(log: RunLog, policy: SimulatorPolicy) -> None:

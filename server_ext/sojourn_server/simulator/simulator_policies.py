@@ -62,7 +62,7 @@ _ALL = (
         preset="admit",
         paper="no paper: whole programs are admitted in order of arrival while they fit, and held to the end",
         leaves_out="where contexts outgrow the pool the latest program gives way; an engine that stood idle "
-        "for 30 s while somebody waits breaks into what is held",
+        "for 30 s with waiting requests overrides the reservation",
     ),
     Baseline(
         name="autellix",

@@ -156,9 +156,9 @@ class ThunderAgentRouter:
             known.paused = False
 
     def _resume(self, capacity_tokens: int) -> list[str]:
-        room = {backend: self._remaining(capacity_tokens, backend) for backend in self._backends}
-        room = {backend: tokens for backend, tokens in room.items() if tokens > BUFFER_TOKENS}
-        remaining = sum(room.values())
+        remaining_of = {backend: self._remaining(capacity_tokens, backend) for backend in self._backends}
+        remaining_of = {backend: tokens for backend, tokens in remaining_of.items() if tokens > BUFFER_TOKENS}
+        remaining = sum(remaining_of.values())
         candidates = sorted(
             (known for known in self._programs.values() if known.paused),
             key=lambda known: (_pause_priority(known), known.tokens),
@@ -170,10 +170,10 @@ class ThunderAgentRouter:
                 chosen.append(known)
         resumed = []
         for known in sorted(chosen, key=lambda known: -known.tokens):
-            backend = max(room, key=lambda backend: room[backend])
-            if known.needs_tokens > room[backend]:
+            backend = max(remaining_of, key=lambda backend: remaining_of[backend])
+            if known.needs_tokens > remaining_of[backend]:
                 continue
-            room[backend] -= known.needs_tokens
+            remaining_of[backend] -= known.needs_tokens
             known.paused, known.backend = False, backend
             resumed.append(known.program_id)
         return resumed

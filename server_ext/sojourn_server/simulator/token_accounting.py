@@ -25,7 +25,7 @@ MOVED_CAUSE = "moved"
 class InFlightTurn:
     """A request in the engine."""
 
-    life: TurnLog
+    log: TurnLog
     output: list[int]
     """Token ids that it generates."""
     prefill_until: int = 0
@@ -85,18 +85,18 @@ class TokenAccounting:
             read += context
             if context >= request.num_tokens:
                 sampled += 1
-                if turn.life.first_token_s is None:
+                if turn.log.first_token_s is None:
                     first.append(turn)
             if new_tokens == 1:
                 pairs += context
                 if before < turn.prefill_until:
-                    turn.life.computed_tokens += 1
+                    turn.log.computed_tokens += 1
             else:
                 mine = new_tokens * before + new_tokens * (new_tokens + 1) // 2
                 pairs += mine
                 prefill_pairs += mine
                 prefill += new_tokens
-                turn.life.computed_tokens += new_tokens
+                turn.log.computed_tokens += new_tokens
         work = StepWork(
             requests=len(planned.num_scheduled_tokens),
             tokens=planned.total_num_scheduled_tokens,
@@ -110,7 +110,7 @@ class TokenAccounting:
 
     def _admitted(self, request: Request, computed: int, now: float) -> None:
         turn = self.live[request.request_id]
-        life = turn.life
+        log = turn.log
         size = self._block_size
         turn.prefill_until = request.num_tokens
         _end_preemption(turn, now)
@@ -121,22 +121,22 @@ class TokenAccounting:
             # preemption were counted at its first admission; others may have computed some of them since.
             lost = max(0, turn.had - computed)
             if lost:
-                _add_loss(life, "preempted", lost)
-            self._reduce_losses(life, min(computed, life.known_tokens) - turn.reached)
+                _add_loss(log, "preempted", lost)
+            self._reduce_losses(log, min(computed, log.known_tokens) - turn.reached)
         else:
             turn.admitted = True
-            life.admitted_s = now
+            log.admitted_s = now
             here = self._known(request, self._computed) * size
-            life.known_tokens = here
-            life.device_tokens = computed - from_host
+            log.known_tokens = here
+            log.device_tokens = computed - from_host
             if here > computed:
-                _add_loss(life, "evicted", here - computed)
+                _add_loss(log, "evicted", here - computed)
             if self._elsewhere is not None:
-                life.known_tokens = self._known(request, self._elsewhere) * size
-                if life.known_tokens > max(here, computed):
-                    _add_loss(life, MOVED_CAUSE, life.known_tokens - max(here, computed))
+                log.known_tokens = self._known(request, self._elsewhere) * size
+                if log.known_tokens > max(here, computed):
+                    _add_loss(log, MOVED_CAUSE, log.known_tokens - max(here, computed))
         turn.reached = max(turn.reached, computed)
-        life.host_tokens += from_host
+        log.host_tokens += from_host
 
     def _known(self, request: Request, computed: set[bytes]) -> int:
         """Leading blocks of a prompt that were computed before. vLLM always computes the last token of a
@@ -157,7 +157,7 @@ class TokenAccounting:
 
     def _preempted(self, request: Request, now: float) -> None:
         turn = self.live[request.request_id]
-        turn.life.preemptions += 1
+        turn.log.preemptions += 1
         turn.preempted_s = now
         full = turn.computed // self._block_size
         turn.had = full * self._block_size
@@ -170,8 +170,8 @@ class TokenAccounting:
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         request = turn.request
-        turn.life.finished_s = now
-        turn.life.output_tokens = request.num_output_tokens
+        turn.log.finished_s = now
+        turn.log.output_tokens = request.num_output_tokens
         # The last token was sampled and never computed.
         full = (request.num_tokens - 1) // self._block_size
         turn.hashes = list(request.block_hashes[:full])
@@ -184,20 +184,20 @@ class TokenAccounting:
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         self._note(turn.request.block_hashes[: turn.computed // self._block_size])
-        life = turn.life
-        self._reduce_losses(life, life.known_tokens - max(turn.reached, turn.computed))
+        log = turn.log
+        self._reduce_losses(log, log.known_tokens - max(turn.reached, turn.computed))
         if turn.computed:
-            _subtract_loss(life, "preempted", turn.had - turn.computed)
+            _subtract_loss(log, "preempted", turn.had - turn.computed)
         return turn
 
     def cut_off(self, now: float) -> None:
         """End the run. Tokens that requests had not yet recomputed do not count as recomputed."""
         for turn in self.live.values():
             _end_preemption(turn, now)
-            turn.life.generated_tokens = turn.request.num_output_tokens
-            self._reduce_losses(turn.life, turn.life.known_tokens - max(turn.reached, turn.computed))
+            turn.log.generated_tokens = turn.request.num_output_tokens
+            self._reduce_losses(turn.log, turn.log.known_tokens - max(turn.reached, turn.computed))
             if turn.computed:
-                _subtract_loss(turn.life, "preempted", turn.had - turn.computed)
+                _subtract_loss(turn.log, "preempted", turn.had - turn.computed)
 
     def _note(self, hashes: Iterable[bytes]) -> None:
         """Add computed blocks."""
@@ -207,58 +207,58 @@ class TokenAccounting:
             self._elsewhere.update(hashes)
 
     @staticmethod
-    def _reduce_losses(life: TurnLog, tokens: int) -> None:
+    def _reduce_losses(log: TurnLog, tokens: int) -> None:
         """Subtract tokens that were not recomputed after all, from the end of the known ones."""
-        moved = min(max(0, tokens), life.regenerated.get(MOVED_CAUSE, 0))
-        _subtract_loss(life, MOVED_CAUSE, moved)
-        _subtract_loss(life, "evicted", tokens - moved)
+        moved = min(max(0, tokens), log.regenerated.get(MOVED_CAUSE, 0))
+        _subtract_loss(log, MOVED_CAUSE, moved)
+        _subtract_loss(log, "evicted", tokens - moved)
 
 
 def _end_preemption(turn: InFlightTurn, now: float) -> None:
     if turn.preempted_s is None:
         return
     waited_s, turn.preempted_s = now - turn.preempted_s, None
-    if turn.life.first_token_s is None:
-        turn.life.preempted_before_first_token_s += waited_s
+    if turn.log.first_token_s is None:
+        turn.log.preempted_before_first_token_s += waited_s
     else:
-        turn.life.preempted_after_s += waited_s
+        turn.log.preempted_after_s += waited_s
 
 
-def _add_loss(life: TurnLog, cause: str, tokens: int) -> None:
-    life.regenerated[cause] = life.regenerated.get(cause, 0) + tokens
+def _add_loss(log: TurnLog, cause: str, tokens: int) -> None:
+    log.regenerated[cause] = log.regenerated.get(cause, 0) + tokens
 
 
-def _subtract_loss(life: TurnLog, cause: str, tokens: int) -> None:
-    counted = life.regenerated.get(cause, 0)
+def _subtract_loss(log: TurnLog, cause: str, tokens: int) -> None:
+    counted = log.regenerated.get(cause, 0)
     if counted and tokens > 0:
-        life.regenerated[cause] = max(0, counted - tokens)
-        if not life.regenerated[cause]:
-            del life.regenerated[cause]
+        log.regenerated[cause] = max(0, counted - tokens)
+        if not log.regenerated[cause]:
+            del log.regenerated[cause]
 
 
-def annotate_from_scheduler(life: TurnLog, program_scheduler: Any) -> None:
+def annotate_from_scheduler(log: TurnLog, program_scheduler: Any) -> None:
     """Add to a finished turn what only sojourn's scheduler knows: the probability of another turn, and causes
     of losses."""
-    life.goes_on = program_scheduler.continuation_probability(life.program_id)
-    if life.regenerated.get("evicted"):
-        records = program_scheduler.turns_of(life.program_id)
+    """Add to a finished turn what only sojourn's scheduler knows: the probability of another turn, and causes
+    of losses."""
+    log.goes_on = program_scheduler.continuation_probability(log.program_id)
         if records:
-            _split_losses_by_cause(life, records[-1])
+            _split_losses_by_cause(log, records[-1])
 
 
-def _split_losses_by_cause(life: TurnLog, record: Any) -> None:
+def _split_losses_by_cause(log: TurnLog, record: Any) -> None:
     """Split a turn's ``evicted`` tokens by the causes in the adapter's ledger, as far as they are known, and
     note the evicting program."""
-    life.evictor = getattr(record, "evictor", None)
+    log.evictor = getattr(record, "evictor", None)
     score = getattr(record, "evicted_score", None)
-    life.evicted_score = None if score is None else tuple(map(float, score))
-    evicted = life.regenerated.pop("evicted", 0)
+    log.evicted_score = None if score is None else tuple(map(float, score))
+    evicted = log.regenerated.pop("evicted", 0)
     lost = getattr(getattr(record, "tokens", None), "lost", None) or {}
     for cause, tokens in lost.items():
         mine = min(evicted, tokens)
         if mine > 0:
             name = str(cause.value)
-            life.regenerated[name] = life.regenerated.get(name, 0) + mine
+            log.regenerated[name] = log.regenerated.get(name, 0) + mine
             evicted -= mine
     if evicted:
-        life.regenerated["evicted"] = life.regenerated.get("evicted", 0) + evicted
+        log.regenerated["evicted"] = log.regenerated.get("evicted", 0) + evicted

@@ -248,7 +248,7 @@ def _measured_latency_model(
     if missing:
         raise LatencyProfileError(
             f"{path}: the engine's {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in the "
-            "profile; say it, or measure again with sojourn profile"
+            "profile; set it, or measure again with sojourn profile"
         )
     kv_bytes = limits.kv_bytes_per_token
     if kv_bytes is None and model is not None:

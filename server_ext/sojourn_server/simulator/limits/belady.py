@@ -50,21 +50,14 @@ import heapq
 from array import array
 
 from .block_accesses import AccessLog, AccessSequence, BlockAccessKind, SequenceEntry, prepare_access_sequence
-from .eviction_replay import (
-    PROGRESS_INTERVAL,
-    EvictionReplayCounters,
-    EvictionReplayResult,
-    ReplayProgress,
-)
+from .eviction_replay import EvictionReplayCounters, EvictionReplayResult
 from .replay_eviction_orders import OPTIMAL_ORDER
 
 _NEVER = 2**31 - 1
 """Larger than every entry index; fits an ``array('i')``."""
 
 
-def replay_belady(
-    log: AccessLog | AccessSequence, *, progress: ReplayProgress | None = None
-) -> EvictionReplayResult:
+def replay_belady(log: AccessLog | AccessSequence) -> EvictionReplayResult:
     """The minimum of recomputed tokens over all eviction orders.
 
     O(B + (E + R) log R) for B touched blocks, E entries and R runs of blocks freed together with the same
@@ -75,14 +68,9 @@ def replay_belady(
     sequence = prepare_access_sequence(log) if isinstance(log, AccessLog) else log
     next_uses = _next_uses(sequence)
     game = _OptimalEviction(sequence)
-    total = len(sequence.entries)
     for index, entry in enumerate(sequence.entries):
-        if progress is not None and index % PROGRESS_INTERVAL == 0:
-            progress(index, total)
         game.take_in(entry, next_uses[index])
         next_uses[index] = None  # not needed again
-    if progress is not None:
-        progress(total, total)
     return game.tally.result(OPTIMAL_ORDER, sequence.block_size, sequence.owners, sequence.owner_of)
 
 

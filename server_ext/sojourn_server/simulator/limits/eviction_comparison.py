@@ -6,32 +6,25 @@ from collections.abc import Sequence
 
 from .belady import replay_belady
 from .block_accesses import AccessLog, AccessSequence, prepare_access_sequence
-from .eviction_replay import EvictionReplayResult, ReplayProgress, replay_evictions
+from .eviction_replay import EvictionReplayResult, replay_evictions
 from .replay_eviction_orders import OPTIMAL_ORDER, eviction_order_factory, eviction_order_names
 
 
 def compare_eviction_orders(
-    log: AccessLog | AccessSequence,
-    orders: Sequence[str] | None = None,
-    *,
-    progress: ReplayProgress | None = None,
+    log: AccessLog | AccessSequence, orders: Sequence[str] | None = None
 ) -> dict[str, EvictionReplayResult]:
     """Replay the sequence under each order (default: all), with its ratio to the optimum, which comes first.
 
-    ``progress`` counts entries over all replays. Raises ``ValueError`` for an unknown order, before any
-    replay, and ``AccessLogError``.
+    Raises ``ValueError`` for an unknown order, before any replay, and ``AccessLogError``.
     """
     wanted = dict.fromkeys(eviction_order_names() if orders is None else orders)
     wanted.pop(OPTIMAL_ORDER, None)
-    makers = {name: eviction_order_factory(name) for name in wanted}
+    factories = {name: eviction_order_factory(name) for name in wanted}
     sequence = prepare_access_sequence(log) if isinstance(log, AccessLog) else log
-    rounds = 1 + len(makers)
-    optimum = replay_belady(sequence, progress=_partial_progress(progress, 0, rounds))
+    optimum = replay_belady(sequence)
     results = {OPTIMAL_ORDER: _with_competitive_ratio(optimum, optimum)}
-    for number, (name, maker) in enumerate(makers.items(), 1):
-        result = replay_evictions(
-            sequence, maker(sequence.owners), name=name, progress=_partial_progress(progress, number, rounds)
-        )
+    for name, factory in factories.items():
+        result = replay_evictions(sequence, factory(sequence.owners), name=name)
         results[name] = _with_competitive_ratio(result, optimum)
     return results
 
@@ -56,10 +49,3 @@ def _with_competitive_ratio(
         notes.append(f"the sequence overflowed the pool by up to {result.overflow_blocks} blocks")
     result.note = "; ".join(notes)
     return result
-
-
-def _partial_progress(progress: ReplayProgress | None, number: int, rounds: int) -> ReplayProgress | None:
-    if progress is None:
-        return None
-    tell = progress
-    return lambda done, total: tell(number * total + done, rounds * total)

@@ -19,18 +19,12 @@ O(1) per block; about 1 µs.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from .block_accesses import AccessLog, AccessSequence, BlockAccessKind, SequenceEntry, prepare_access_sequence
 from .replay_eviction_orders import ReplayEvictionOrder
-
-ReplayProgress = Callable[[int, int], None]
-"""Called with (entries done, total entries) at intervals, and at the end."""
-
-PROGRESS_INTERVAL = 2048
-"""Entries between two calls."""
 
 
 class EvictionReplayResult(msgspec.Struct, kw_only=True):
@@ -112,22 +106,13 @@ class EvictionReplayCounters:
 
 
 def replay_evictions(
-    log: AccessLog | AccessSequence,
-    order: ReplayEvictionOrder,
-    *,
-    name: str = "",
-    progress: ReplayProgress | None = None,
+    log: AccessLog | AccessSequence, order: ReplayEvictionOrder, *, name: str = ""
 ) -> EvictionReplayResult:
     """Replay the sequence with ``order``, which must be new. Raises ``AccessLogError``."""
     sequence = prepare_access_sequence(log) if isinstance(log, AccessLog) else log
     pool = _ReplayPool(sequence, order)
-    total = len(sequence.entries)
     for now, entry in enumerate(sequence.entries):
-        if progress is not None and now % PROGRESS_INTERVAL == 0:
-            progress(now, total)
         pool.take_in(now, entry)
-    if progress is not None:
-        progress(total, total)
     return pool.tally.result(
         name or type(order).__name__, sequence.block_size, sequence.owners, sequence.owner_of
     )

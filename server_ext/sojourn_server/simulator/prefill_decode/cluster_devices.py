@@ -163,19 +163,19 @@ class PrefillStepCost(NamedTuple):
 class PrefillDevice:
     """Requests that are ready on one device."""
 
-    __slots__ = ("flights", "node", "number", "todo")
+    __slots__ = ("node", "number", "states", "todo")
 
     def __init__(self, number: int, node: int) -> None:
         self.number = number
         self.node = node
-        self.flights: deque[AgentState] = deque()
+        self.states: deque[AgentState] = deque()
         self.todo: deque[PrefillCandidate] = deque()
-        """Remaining work of each of ``flights``."""
+        """Remaining work of each of ``states``."""
 
-    def ready(self, flight: AgentState) -> None:
+    def ready(self, state: AgentState) -> None:
         """Add a request whose cached KV is available."""
-        self.flights.append(flight)
-        self.todo.append(PrefillCandidate(flight.cached, flight.todo))
+        self.states.append(state)
+        self.todo.append(PrefillCandidate(state.cached, state.todo))
 
 
 class PrefillGroup:
@@ -231,10 +231,10 @@ class PrefillGroup:
                 # Cached KV enters once, whichever node read it. A device's NIC sends the blocks read by its
                 # own node twice (into the device and on to the decode side), and the new KV (§4.2).
                 own = other = 0
-                for flight, chunk in zip(device.flights, plan.chunks, strict=False):
-                    if chunk == flight.todo:
-                        own += flight.prefill_blocks
-                        other += flight.decode_blocks
+                for state, chunk in zip(device.states, plan.chunks, strict=False):
+                    if chunk == state.todo:
+                        own += state.prefill_blocks
+                        other += state.decode_blocks
                 reads, writes = 2 * own, own + other
                 seconds = max(reads, writes) * cost.block_copy_s + mine * cost.token_copy_s
                 if seconds > copy:
@@ -257,17 +257,17 @@ class PrefillGroup:
         """End the step. Returns the requests whose prompts are complete."""
         done: list[AgentState] = []
         for device, chunks in self.planned:
-            flights, todo = device.flights, device.todo
+            states, todo = device.states, device.todo
             for chunk in chunks:
-                flight = flights[0]
-                if chunk < flight.todo:
-                    flight.todo -= chunk
-                    flight.cached += chunk
-                    todo[0] = PrefillCandidate(flight.cached, flight.todo)
+                state = states[0]
+                if chunk < state.todo:
+                    state.todo -= chunk
+                    state.cached += chunk
+                    todo[0] = PrefillCandidate(state.cached, state.todo)
                     break  # a cut chunk is the last of a plan
-                flights.popleft()
+                states.popleft()
                 todo.popleft()
-                done.append(flight)
+                done.append(state)
         self.planned = []
         return done
 
@@ -309,24 +309,24 @@ class DecodeDevice:
         self.due_s = math.inf
         """Time of the next event of the device."""
 
-    def fits(self, flight: AgentState) -> bool:
+    def fits(self, state: AgentState) -> bool:
         """Whether a request fits; an empty device accepts any."""
-        return flight.request.kv_tokens <= self.free_kv_tokens or not self.requests
+        return state.request.kv_tokens <= self.free_kv_tokens or not self.requests
 
-    def enter(self, flight: AgentState, load_s: float, stall_s: float, now: float) -> None:
+    def enter(self, state: AgentState, load_s: float, stall_s: float, now: float) -> None:
         """Add a request with a complete prompt. ``load_s``: copy time of its KV, which delays only this
         request; ``stall_s``: the part that delays all."""
-        _, prompt_tokens, _, kv_tokens = flight.request
+        _, prompt_tokens, _, kv_tokens = state.request
         self.progress += (now - stall_s - self.since_s) / self.step_s
         self.since_s = now
         self.free_kv_tokens -= kv_tokens
         self.tokens += (prompt_tokens + kv_tokens) / 2
         self.requests += 1
         self.step_s = step_s = self.base_s + self.request_s * self.requests + self.token_s * self.tokens
-        flight.decoded_from_s = now + load_s
-        flight.second_token_s = now + load_s + step_s
-        steps = load_s / step_s + flight.output_tokens - 1
-        heappush(self.ends, (self.progress + steps, flight.agent, flight))
+        state.decoded_from_s = now + load_s
+        state.second_token_s = now + load_s + step_s
+        steps = load_s / step_s + state.output_tokens - 1
+        heappush(self.ends, (self.progress + steps, state.agent, state))
 
     def next_s(self, now: float) -> float:
         """End of its next request at the current step time."""
@@ -345,11 +345,11 @@ class DecodeDevice:
         if not ends or ends[0][0] > limit:
             return done
         while ends and ends[0][0] <= limit:
-            flight = heappop(ends)[2]
-            _, prompt_tokens, _, kv_tokens = flight.request
+            state = heappop(ends)[2]
+            _, prompt_tokens, _, kv_tokens = state.request
             self.free_kv_tokens += kv_tokens
             self.tokens -= (prompt_tokens + kv_tokens) / 2
             self.requests -= 1
-            done.append(flight)
+            done.append(state)
         self.step_s = self.base_s + self.request_s * self.requests + self.token_s * self.tokens
         return done

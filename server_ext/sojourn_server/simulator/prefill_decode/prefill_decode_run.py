@@ -61,7 +61,7 @@ class PdSpec:
             if not 0 < self.rate_per_s < math.inf:
                 raise ValueError(f"rate_per_s is {self.rate_per_s}; expected finite and above 0")
             if self.until_s is None:
-                raise ValueError("agents that arrive for ever: expected until_s")
+                raise ValueError("rate_per_s needs an end of the run; expected until_s")
         if self.until_s is not None and not 0 < self.until_s < math.inf:
             raise ValueError(f"until_s is {self.until_s}; expected finite and above 0")
         if not 0 <= self.warm_up_s < (self.until_s or math.inf):

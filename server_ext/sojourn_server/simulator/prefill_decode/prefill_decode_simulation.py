@@ -73,7 +73,7 @@ class PdSimulation:
         self.cluster = cluster
         self.system = system
         self.agents = agents
-        self._flights = [AgentState(agent, trajectory) for agent, trajectory in enumerate(agents)]
+        self._states = [AgentState(agent, trajectory) for agent, trajectory in enumerate(agents)]
         self._queue = EventQueue()
         self.events = 0
         self.turns = 0
@@ -207,67 +207,67 @@ class PdSimulation:
     def _schedule_arrivals(self, arrivals_s: Sequence[float]) -> None:
         line: deque[Event] = deque()
         for agent in sorted(range(len(arrivals_s)), key=arrivals_s.__getitem__):
-            self._queue.in_line(line, arrivals_s[agent], self._arrive, self._flights[agent])
+            self._queue.in_line(line, arrivals_s[agent], self._arrive, self._states[agent])
 
     # -- a turn's life -----------------------------------------------------------------
 
-    def _arrive(self, flight: AgentState) -> None:
-        self._submit(flight)
+    def _arrive(self, state: AgentState) -> None:
+        self._submit(state)
         self._dispatch()
 
-    def _submit(self, flight: AgentState) -> None:
-        hit_blocks, prompt_tokens, output_tokens, _ = flight.trajectory[flight.turn]
-        request = flight.request = PdRequest(
-            flight.agent, prompt_tokens, 0 if self._free_io else hit_blocks, prompt_tokens + output_tokens
+    def _submit(self, state: AgentState) -> None:
+        hit_blocks, prompt_tokens, output_tokens, _ = state.trajectory[state.turn]
+        request = state.request = PdRequest(
+            state.agent, prompt_tokens, 0 if self._free_io else hit_blocks, prompt_tokens + output_tokens
         )
-        flight.output_tokens = output_tokens
-        flight.cached = flight.cached_before = cached = hit_blocks * FULL_BLOCK_TOKENS
-        flight.todo = prompt_tokens - cached
-        flight.submitted_s = self._queue.now_s
+        state.output_tokens = output_tokens
+        state.cached = state.cached_before = cached = hit_blocks * FULL_BLOCK_TOKENS
+        state.todo = prompt_tokens - cached
+        state.submitted_s = self._queue.now_s
         self.submitted += 1
         self.pairs.submit(request)
 
     def _dispatch(self) -> None:
-        flights = self._flights
+        states = self._states
         for request, worker, decode, (own, other) in self.pairs.dispatch(self._queue.now_s):
-            flight = flights[request.request_id]  # type: ignore[index]
-            flight.worker = worker
-            flight.decode = decode
-            flight.prefill_blocks = own
-            flight.decode_blocks = other
+            state = states[request.request_id]  # type: ignore[index]
+            state.worker = worker
+            state.decode = decode
+            state.prefill_blocks = own
+            state.decode_blocks = other
             # Without layers all of its KV occupies the device, from before its read.
-            if not self._copies_first or self._on_device[worker].take(request.tokens, flight):
-                self._start_reads(flight)
+            if not self._copies_first or self._on_device[worker].take(request.tokens, state):
+                self._start_reads(state)
 
-    def _start_reads(self, flight: AgentState) -> None:
-        own, other = flight.prefill_blocks, flight.decode_blocks
-        flight.parts = (own > 0) + (other > 0)
-        if not flight.parts:
-            self._hit_in_dram(flight)
+    def _start_reads(self, state: AgentState) -> None:
+        own, other = state.prefill_blocks, state.decode_blocks
+        state.parts = (own > 0) + (other > 0)
+        if not state.parts:
+            self._hit_in_dram(state)
             return
         if other:
-            nic = self.nics[self.decode_devices[flight.decode].node]
-            self._queue.in_line(nic.line, nic.read(other, self._queue.now_s), self._decode_read_done, flight)
+            nic = self.nics[self.decode_devices[state.decode].node]
+            self._queue.in_line(nic.line, nic.read(other, self._queue.now_s), self._decode_read_done, state)
         if own:
-            node = self.prefill_devices[flight.worker].node
-            if self._buffers[node].take(own, flight):
+            node = self.prefill_devices[state.worker].node
+            if self._buffers[node].take(own, state):
                 nic = self.nics[node]
                 self._queue.in_line(
-                    nic.line, nic.read(own, self._queue.now_s), self._prefill_read_done, flight
+                    nic.line, nic.read(own, self._queue.now_s), self._prefill_read_done, state
                 )
 
-    def _decode_read_done(self, flight: AgentState) -> None:
+    def _decode_read_done(self, state: AgentState) -> None:
         """The decode node has read its part."""
-        flight.parts -= 1
-        if not flight.parts:
-            self._hit_in_dram(flight)
+        state.parts -= 1
+        if not state.parts:
+            self._hit_in_dram(state)
 
-    def _prefill_read_done(self, flight: AgentState) -> None:
+    def _prefill_read_done(self, state: AgentState) -> None:
         """The prefill node has read its part."""
-        flight.parts -= 1
-        if not flight.parts:
-            self._hit_in_dram(flight)
-        node = self.prefill_devices[flight.worker].node
+        state.parts -= 1
+        if not state.parts:
+            self._hit_in_dram(state)
+        node = self.prefill_devices[state.worker].node
         waiting = self._buffers[node].waiting
         if waiting:
             # The scheduler does not know of reads that wait for memory.
@@ -275,20 +275,20 @@ class PdSimulation:
             queue_s = max(0.0, nic.busy_until_s - self._queue.now_s) + waiting / nic.rate_blocks_per_s
             self.pairs.report(node, queue_s, self._queue.now_s)
 
-    def _hit_in_dram(self, flight: AgentState) -> None:
+    def _hit_in_dram(self, state: AgentState) -> None:
         """All cached KV is in DRAM."""
-        if self._copies_first and flight.cached:
-            worker = flight.worker
+        if self._copies_first and state.cached:
+            worker = state.worker
             begin = max(self._queue.now_s, self._copying_in_s[worker])
-            self._copying_in_s[worker] = end = begin + flight.cached * self._token_copy_s
-            self._queue.in_line(self._coming_in[worker], end, self._loaded, flight)
+            self._copying_in_s[worker] = end = begin + state.cached * self._token_copy_s
+            self._queue.in_line(self._coming_in[worker], end, self._loaded, state)
         else:
-            self._loaded(flight)
+            self._loaded(state)
 
-    def _loaded(self, flight: AgentState) -> None:
+    def _loaded(self, state: AgentState) -> None:
         """The request is ready to be computed."""
-        worker = flight.worker
-        self.prefill_devices[worker].ready(flight)
+        worker = state.worker
+        self.prefill_devices[worker].ready(state)
         group = self._group_of[worker]
         if not group.busy:
             self._begin(group)
@@ -309,18 +309,18 @@ class PdSimulation:
         done = group.end()
         now = self._queue.now_s
         prefilled = self.pairs.prefilled
-        for flight in done:
-            flight.first_token_s = now
-            prefilled(flight.agent)
-            if flight.prefill_blocks:
-                self._leave_buffer(self.prefill_devices[flight.worker].node, flight.prefill_blocks)
+        for state in done:
+            state.first_token_s = now
+            prefilled(state.agent)
+            if state.prefill_blocks:
+                self._leave_buffer(self.prefill_devices[state.worker].node, state.prefill_blocks)
             if self._copies_first:
-                worker = flight.worker
+                worker = state.worker
                 begin = max(now, self._copying_out_s[worker])
-                self._copying_out_s[worker] = end = begin + flight.request.tokens * self._token_copy_s
-                self._queue.in_line(self._going_out[worker], end, self._kv_left_prefill, flight)
+                self._copying_out_s[worker] = end = begin + state.request.tokens * self._token_copy_s
+                self._queue.in_line(self._going_out[worker], end, self._kv_left_prefill, state)
             else:
-                self._kv_in_decode_dram(flight)
+                self._kv_in_decode_dram(state)
         self._begin(group)
         if done:
             self._dispatch()
@@ -332,31 +332,31 @@ class PdSimulation:
                 nic.line, nic.read(other.prefill_blocks, self._queue.now_s), self._prefill_read_done, other
             )
 
-    def _kv_left_prefill(self, flight: AgentState) -> None:
+    def _kv_left_prefill(self, state: AgentState) -> None:
         """Its KV has left the prefill device."""
-        for other in self._on_device[flight.worker].leave(flight.request.tokens):
+        for other in self._on_device[state.worker].leave(state.request.tokens):
             self._start_reads(other)
-        self._kv_in_decode_dram(flight)
+        self._kv_in_decode_dram(state)
 
-    def _kv_in_decode_dram(self, flight: AgentState) -> None:
+    def _kv_in_decode_dram(self, state: AgentState) -> None:
         """Its KV is in the decode node's DRAM."""
-        device = self.decode_devices[flight.decode]
-        self.nics[device.node].written_tokens += flight.request.kv_tokens - flight.cached_before
-        if flight.output_tokens < 2:
-            self._end([flight])
+        device = self.decode_devices[state.decode]
+        self.nics[device.node].written_tokens += state.request.kv_tokens - state.cached_before
+        if state.output_tokens < 2:
+            self._end([state])
             return
-        if device.line or not device.fits(flight):
-            device.line.append(flight)
+        if device.line or not device.fits(state):
+            device.line.append(state)
             return
-        self._enter(device, flight)
+        self._enter(device, state)
         due_s = device.next_s(self._queue.now_s)
         if due_s < device.due_s:
             device.due_s = due_s
             self._queue.at(due_s, self._decode_step_done, device)
 
-    def _enter(self, device: DecodeDevice, flight: AgentState) -> None:
-        load_s = flight.request.tokens * self._token_copy_s
-        device.enter(flight, load_s, self._stall * load_s, self._queue.now_s)
+    def _enter(self, device: DecodeDevice, state: AgentState) -> None:
+        load_s = state.request.tokens * self._token_copy_s
+        device.enter(state, load_s, self._stall * load_s, self._queue.now_s)
 
     def _decode_step_done(self, device: DecodeDevice) -> None:
         now = self._queue.now_s
@@ -374,22 +374,22 @@ class PdSimulation:
     def _end(self, done: list[AgentState]) -> None:
         now = self._queue.now_s
         end = self.pairs.end
-        for flight in done:
-            end(flight.agent)
+        for state in done:
+            end(state.agent)
             self.turns += 1
-            self.prompt_tokens += flight.request.tokens
-            self.output_tokens += flight.output_tokens
+            self.prompt_tokens += state.request.tokens
+            self.output_tokens += state.output_tokens
             if self.latencies is not None:
-                self.latencies.note(flight, now)
-            gap_s = flight.trajectory[flight.turn].gap_s
-            flight.turn += 1
-            if flight.turn == len(flight.trajectory):
+                self.latencies.note(state, now)
+            gap_s = state.trajectory[state.turn].gap_s
+            state.turn += 1
+            if state.turn == len(state.trajectory):
                 self.finished_agents += 1
                 self.finished_s.append(now)
             elif gap_s:
-                self._queue.at(now + gap_s, self._arrive, flight)
+                self._queue.at(now + gap_s, self._arrive, state)
             else:
-                self._submit(flight)
+                self._submit(state)
         self._dispatch()
 
 
@@ -407,9 +407,9 @@ class TokenLatencies:
         self.per_token_s = array("d")
         """Mean time between the later tokens."""
 
-    def note(self, flight: AgentState, now: float) -> None:
+    def note(self, state: AgentState, now: float) -> None:
         """Record a turn whose last token was decoded now."""
-        if flight.output_tokens > 1 and flight.submitted_s >= self.from_s:
-            self.first_token_s.append(flight.first_token_s - flight.submitted_s)
-            self.second_token_s.append(flight.second_token_s - flight.first_token_s)
-            self.per_token_s.append((now - flight.decoded_from_s) / (flight.output_tokens - 1))
+        if state.output_tokens > 1 and state.submitted_s >= self.from_s:
+            self.first_token_s.append(state.first_token_s - state.submitted_s)
+            self.second_token_s.append(state.second_token_s - state.first_token_s)
+            self.per_token_s.append((now - state.decoded_from_s) / (state.output_tokens - 1))

@@ -306,10 +306,10 @@ def _place_values(axis: Any, swept: SweepRuns) -> None:
 
 def _heading(rows: Sequence[RunRow]) -> str:
     """The workload, and the load if it was not swept."""
-    told: tuple[set[str], ...] = (
+    properties: tuple[set[str], ...] = (
         {row.trace for row in rows},
         {row.hardware for row in rows},
         {row.model for row in rows},
         {load_text(row) for row in rows},
     )
-    return " · ".join(same.pop() for same in told if len(same) == 1)
+    return " · ".join(same.pop() for same in properties if len(same) == 1)

@@ -40,13 +40,13 @@ def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
 
 def title(rows: Sequence[RunRow]) -> str:
     """Common properties of the rows."""
-    told = (
+    properties = (
         {row.trace for row in rows},
         {row.hardware for row in rows},
         {row.model for row in rows},
         {load(row) for row in rows},
     )
-    parts = [same.pop() for same in told if len(same) == 1]
+    parts = [same.pop() for same in properties if len(same) == 1]
     shortest_s, longest_s = min(row.virtual_s for row in rows), max(row.virtual_s for row in rows)
     # A run ends with the step that passes its time limit.
     if longest_s - shortest_s <= 0.01 * longest_s:
@@ -70,12 +70,12 @@ def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
 def load(row: RunRow) -> str:
     """The load in words."""
     if row.loop == "closed" or row.rate_per_s is None:
-        asked = f"{row.programs} programs at once"
+        text = f"{row.programs} programs at once"
     else:
-        asked = f"{row.programs} programs, {row.rate_per_s:g} a second"
+        text = f"{row.programs} programs, {row.rate_per_s:g} a second"
     if row.replicas is None:
-        return asked
-    return f"{asked}, {row.replicas} replica{'s' if row.replicas > 1 else ''}"
+        return text
+    return f"{text}, {row.replicas} replica{'s' if row.replicas > 1 else ''}"
 
 
 def render(rows: Sequence[RunRow]) -> RenderableType:
@@ -124,10 +124,10 @@ def notes(rows: Sequence[RunRow]) -> list[str]:
             names = owners.setdefault(note, [])
             if row.policy not in names:
                 names.append(row.policy)
-    everybody = {row.policy for row in rows if not row.limit}
+    all_policies = {row.policy for row in rows if not row.limit}
     made = []
     for note, names in owners.items():
-        mine = everybody <= set(names) or note.startswith(tuple(f"{name}:" for name in names))
+        mine = all_policies <= set(names) or note.startswith(tuple(f"{name}:" for name in names))
         made.append(note if mine else f"{', '.join(names)}: {note}")
     return made
 

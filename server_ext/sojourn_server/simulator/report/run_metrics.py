@@ -163,34 +163,28 @@ def bound_row(
 ) -> RunRow:
     """Row of a bound without times, such as ``replay_belady``: the accesses are those of ``stock``, so only
     recomputation differs."""
+    same = {
+        field: getattr(stock, field)
+        for field in (
+            "programs", "hardware", "model", "trace", "seed", "programs_finished", "programs_unfinished",
+            "prompt_tokens", "virtual_s", "loop", "rate_per_s", "since_s", "pool_blocks", "block_size",
+        )
+    }  # fmt: skip
     return RunRow(
+        **same,
         policy=policy,
-        programs=stock.programs,
-        hardware=stock.hardware,
-        model=stock.model,
-        trace=stock.trace,
-        seed=stock.seed,
-        programs_finished=stock.programs_finished,
-        programs_unfinished=stock.programs_unfinished,
         completion_s=NO_STATISTICS,
         ttft_s=NO_STATISTICS,
         tpot_s=NO_STATISTICS,
         output_tok_per_s=None,
-        prompt_tokens=stock.prompt_tokens,
         computed_tokens=stock.computed_tokens - stock.regenerated_tokens + regenerated_tokens,
         regenerated_tokens=regenerated_tokens,
         regenerated_over_belady=regenerated_over_belady,
         preemptions=0,
         cascades=0,
         scheduler_ms_per_step=None,
-        virtual_s=stock.virtual_s,
         wall_s=wall_s,
         limit=True,
-        loop=stock.loop,
-        rate_per_s=stock.rate_per_s,
-        since_s=stock.since_s,
-        pool_blocks=stock.pool_blocks,
-        block_size=stock.block_size,
         regenerated_by={"evicted": regenerated_tokens} if regenerated_tokens else {},
         notes=tuple(notes),
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from sojourn_server.traces.trace_reader import read_trace
-from sojourn_server.traces.trace_schema import TraceError, TraceProgram
+from sojourn_server.traces.trace_schema import TraceProgram
 
 from .program_plans import PlaybackOptions, ProgramPlan, ProgramPlanner
 from .synthetic_workloads import SYNTHETIC_PREFIX, synthetic_programs
@@ -121,37 +121,6 @@ class OpenLoop:
         return None
 
 
-class RecordedArrivals:
-    """Every program once, at its recorded time; the first at 0."""
-
-    def __init__(self, programs: ProgramPlanner, *, speed: float = 1.0) -> None:
-        """``speed`` divides the times. Raises ``TraceError`` if a program has no recorded arrival."""
-        if not speed > 0:
-            raise ValueError(f"speed is {speed}; expected > 0")
-        times = []
-        for index, root in enumerate(programs.roots):
-            if root.arrival_s is None:
-                raise TraceError(
-                    f"program {root.program_id!r} has no arrival_s; expected one for every program, "
-                    "or play the trace in a closed loop or with an arrival rate"
-                )
-            times.append((root.arrival_s, index))
-        self.notes = programs.notes
-        self._times = sorted(times)
-        self._programs = programs
-        self._speed = speed
-
-    def initial(self) -> Iterator[Arrival]:
-        """All arrivals."""
-        first_s = self._times[0][0]
-        for arrival_s, index in self._times:
-            yield (arrival_s - first_s) / self._speed, self._programs.plan(index)
-
-    def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """None: arrivals are independent of finished programs."""
-        return None
-
-
 def _endless_shuffle(programs: ProgramPlanner, seed: int) -> Iterator[ProgramPlan]:
     """Endless sequence of shuffles of all programs. Programs of one shuffle share prompts as recorded;
     programs of different shuffles share system prompts only."""
@@ -179,8 +148,6 @@ def make_arrival_process(
     max_context_tokens: int | None = None,
     max_gap_s: float | None = None,
     human_gaps: bool = True,
-    token_scale: float = 1.0,
-    recorded_arrivals: bool = False,
     replicas: int = 1,
 ) -> ArrivalProcess:
     """A closed loop of ``programs`` concurrent programs, whose first ones reach each of ``replicas`` at the
@@ -192,11 +159,8 @@ def make_arrival_process(
         max_context_tokens=max_context_tokens,
         max_gap_s=max_gap_s,
         human_gaps=human_gaps,
-        token_scale=token_scale,
     )
     planner = ProgramPlanner(load_programs(workload, seed), options)
-    if recorded_arrivals:
-        return RecordedArrivals(planner)
     if rate_per_s is None:
         return ClosedLoop(planner, programs, seed, stagger_s=STAGGER_S / replicas)
     return OpenLoop(planner, rate_per_s, programs, seed)

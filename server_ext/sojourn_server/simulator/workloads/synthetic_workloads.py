@@ -160,8 +160,8 @@ def synthetic_programs(name: str, *, count: int = DEFAULT_PROGRAMS, seed: int = 
     made = []
     for number, program in zip(range(count), generator(name, rng), strict=False):
         arrival_s = None if program.arrival_s is None else round(program.arrival_s, 6)
-        told = {"program_id": f"{source}/{seed}/{number}", "source": source, "arrival_s": arrival_s}
-        made.append(msgspec.structs.replace(program, **told))
+        fields = {"program_id": f"{source}/{seed}/{number}", "source": source, "arrival_s": arrival_s}
+        made.append(msgspec.structs.replace(program, **fields))
     return made
 
 
