@@ -239,9 +239,9 @@ def _subtract_loss(log: TurnLog, cause: str, tokens: int) -> None:
 def annotate_from_scheduler(log: TurnLog, program_scheduler: Any) -> None:
     """Add to a finished turn what only sojourn's scheduler knows: the probability of another turn, and causes
     of losses."""
-    """Add to a finished turn what only sojourn's scheduler knows: the probability of another turn, and causes
-    of losses."""
     log.goes_on = program_scheduler.continuation_probability(log.program_id)
+    if log.regenerated.get("evicted"):
+        records = program_scheduler.turns_of(log.program_id)
         if records:
             _split_losses_by_cause(log, records[-1])
 
