@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.simulator.report.results_file import read_results
 from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS
 from sojourn_server.simulator.simulation_run import RunSpec, first_program_ids, validate_specs
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")
 
@@ -456,11 +456,12 @@ def test_an_interrupt_ends_everything_and_writes_nothing(tmp_path: Path) -> None
         start_new_session=True,
     ) as process:
         try:
-            deadline = time.monotonic() + 120.0
-            while len(born := _descendants(process.pid)) < 4:  # two workers, and two of multiprocessing's own
-                assert process.poll() is None
-                assert time.monotonic() < deadline, born
-                time.sleep(0.05)
+            # Two workers, and two processes of multiprocessing's own.
+            wait_until(
+                lambda: process.poll() is not None or len(_descendants(process.pid)) >= 4, within_s=120
+            )
+            assert process.poll() is None
+            born = _descendants(process.pid)
             os.killpg(process.pid, signal.SIGINT)
             _, said = process.communicate(timeout=120)
         except BaseException:
@@ -470,10 +471,7 @@ def test_an_interrupt_ends_everything_and_writes_nothing(tmp_path: Path) -> None
     assert said.strip().splitlines()[-2:] == ["error: interrupted", "next: nothing was written; run it again"]
     assert "Traceback" not in said
     assert list(tmp_path.iterdir()) == []
-    deadline = time.monotonic() + 30.0
-    while alive := [child for child in born if _alive(child)]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(_alive, born)))
 
 
 def _descendants(process: int) -> list[int]:

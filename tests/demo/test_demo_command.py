@@ -8,7 +8,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from sojourn_server.cli.console import CliError
 from sojourn_server.demo.demo_tasks import DemoTask, load_tasks
 from sojourn_server.launch.engine_server import EngineServer
 from typer.testing import CliRunner
+from waiting import wait_until
 
 TASKS = {task.name: task for task in load_tasks()}
 
@@ -74,8 +74,9 @@ def test_an_interrupted_demo_reports_the_programs_that_ended(
 
     def interrupt(_: int, command: str) -> str:
         if "cat waypoint/route.py" in command and not sent.is_set():
-            while any(thread.name == "ledger" for thread in threading.enumerate()):
-                time.sleep(0.01)
+            wait_until(
+                lambda: not any(thread.name == "ledger" for thread in threading.enumerate()), within_s=120
+            )
             sent.set()
             os.kill(os.getpid(), number)
         return command

@@ -28,6 +28,7 @@ from sojourn_integrations.otel.export import SpanExport, export_spans, outcome_a
 from sojourn_integrations.otel.outcome_fetcher import OutcomeFetcher
 from sojourn_integrations.otel.source import install
 from virtual_engine import VirtualEngine, prompt
+from waiting import wait_until, wait_until_async
 
 SECRET = "zebra-4711"
 """Stands in every prompt, argument and answer; must stand in no span."""
@@ -315,8 +316,7 @@ def test_a_cancelled_run_is_no_error(server, exporter, export):
                 await client.chat.completions.create(model="m", messages=[])
 
         task = asyncio.create_task(run())
-        while not server.requests:
-            await asyncio.sleep(0.01)
+        await wait_until_async(lambda: server.requests)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -346,10 +346,7 @@ def test_a_long_run_is_asked_for_every_few_requests(server, exporter, export):
     with sojourn.program("fixer"):
         for _ in range(2 * otel_outcomes.EVERY_REQUESTS):
             ask(server)
-        deadline = time.monotonic() + 5
-        while len(exporter.get_finished_spans()) < 2 * otel_outcomes.EVERY_REQUESTS:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: len(exporter.get_finished_spans()) >= 2 * otel_outcomes.EVERY_REQUESTS)
     assert 2 <= len(server.program_lookups) <= 3
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 import openai
@@ -19,6 +18,7 @@ from sojourn_integrations.otel.export import export_spans
 from sojourn_server.api.request_checks import ApiKeys
 from sojourn_server.api.routes import build_router
 from virtual_engine import VirtualEngine, prompt
+from waiting import wait_until
 
 KEY = "correct-horse"
 
@@ -58,10 +58,7 @@ def url() -> Iterator[str]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    end_s = time.monotonic() + 10
-    while not server.started:
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+    wait_until(lambda: server.started)
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     thread.join(10)

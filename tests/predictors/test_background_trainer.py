@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 torch = pytest.importorskip("torch")
 
@@ -26,14 +27,6 @@ from sojourn_server.predictors.weights_file import WeightsError, load_weights, s
 
 AT_ONCE_S = 1.0
 """Far more than a call takes, and far less than what it must not wait for."""
-
-
-def until(happened: Callable[[], object], limit_s: float = 60.0) -> None:
-    """Give the thread time, however much else the machine does."""
-    end_s = time.monotonic() + limit_s
-    while not happened():
-        assert time.monotonic() < end_s, "it never happened"
-        time.sleep(0.005)
 
 
 def state(rows: int = 1) -> torch.Tensor:
@@ -91,7 +84,7 @@ class Stuck:
 def taken(background: BackgroundTrainer) -> dict[str, LengthPrediction]:
     """Guesses, as soon as there are any."""
     found: dict[str, LengthPrediction] = {}
-    until(lambda: found.update(background.guesses()) or found)
+    wait_until(lambda: found.update(background.guesses()) or found)
     return found
 
 
@@ -106,8 +99,8 @@ def test_it_learns_while_the_engine_leaves_it_notes_and_then_guesses(
         for written, one in zip(output.written, output.states, strict=True):
             background.see([(output.request_id, written)], one.unsqueeze(0))
         background.ended(output.request_id, output.tokens)
-        until(lambda: background._notes.empty())
-    until(lambda: background._student.batches > 4 and not background._student.due)
+        wait_until(lambda: background._notes.empty())
+    wait_until(lambda: background._student.batches > 4 and not background._student.due)
     background.guesses()
     background.see([("a", 17), ("b", 0)], state(2))
     guesses = taken(background)
@@ -129,7 +122,7 @@ def test_an_output_that_was_broken_off_teaches_nothing(make: Callable[..., Backg
     background.see([("a", 1), ("b", 1)], state(2))
     background.ended("a", None)
     background.ended("b", 50)
-    until(lambda: background.state()["examples"] == 1)
+    wait_until(lambda: background.state()["examples"] == 1)
     assert not background._student._under_way
 
 
@@ -139,7 +132,7 @@ def test_the_newest_guess_of_a_request_is_the_one_that_counts(
     background = make(file=file)
     for written in (10, 20, 30):
         background.see([("a", written)], state())
-    until(lambda: background._guesses.get("a", LengthPrediction(0, ())).at_tokens == 30)
+    wait_until(lambda: background._guesses.get("a", LengthPrediction(0, ())).at_tokens == 30)
     assert background.guesses().keys() == {"a"}
 
 
@@ -187,7 +180,7 @@ def test_uncollected_predictions_do_not_pile_up(make: Callable[..., BackgroundTr
     for part in range(3):
         names = [(f"r{2000 * part + number}", 0) for number in range(2000)]
         background.see(names, state().expand(2000, HIDDEN))
-    until(lambda: "r5999" in background._guesses)
+    wait_until(lambda: "r5999" in background._guesses)
     guesses = background.guesses()
     assert len(guesses) == 4096
     assert list(guesses)[-1] == "r5999"
@@ -218,7 +211,7 @@ def test_without_a_cpu_share_work_stops_once_the_credit_is_used(
     assert taken(background), "the first is on credit"
     for number in range(5):
         background.see([(f"b{number}", 0)], state())
-    until(lambda: background.missed == 5)
+    wait_until(lambda: background.missed == 5)
     assert not background.guesses()
     assert background.state()["batches"] == 0
 
@@ -286,7 +279,7 @@ def test_it_takes_no_more_of_the_processor_than_its_share(
     monkeypatch.setattr(LengthTrainer, "due", True)
     begun_s = time.monotonic()
     background = make(share=0.03)
-    until(lambda: background.spent_s > 2 * batch_s and time.monotonic() - begun_s > 1.5)
+    wait_until(lambda: background.spent_s > 2 * batch_s and time.monotonic() - begun_s > 1.5)
     spent_s, passed_s = background.spent_s, time.monotonic() - begun_s
     assert spent_s <= 0.03 * passed_s + 2 * batch_s
 
@@ -310,9 +303,9 @@ def test_a_failure_inside_ends_guesses_and_nothing_else(
 ) -> None:
     background = make(file=file)
     background.see([("a", 0)], state())
-    until(lambda: background._guesses)
+    wait_until(lambda: background._guesses)
     background.see([("a", 0), ("b", 0)], state(3))  # the engine has mixed something up
-    until(lambda: not background._thread.is_alive())
+    wait_until(lambda: not background._thread.is_alive())
     assert background.guesses() == {}
     (line,) = said
     assert "hidden states of shape (3, 48); expected (2, 48)" in line
@@ -337,8 +330,8 @@ def test_what_it_learned_is_there_at_the_next_start(
     for output in outputs(60, seed=5):
         first.see([(output.request_id, 0)] * 3, output.states[:1].expand(3, HIDDEN))
         first.ended(output.request_id, output.tokens)
-        until(lambda: first._notes.empty())
-    until(lambda: first._student.batches > 2)
+        wait_until(lambda: first._notes.empty())
+    wait_until(lambda: first._student.batches > 2)
     assert not path.exists()
     first.stop()
     saved = load_weights(path, model="m", hidden_size=HIDDEN)
@@ -369,13 +362,13 @@ def test_it_saves_now_and_then_and_a_place_where_it_cannot_costs_a_warning(
     for background in (good, bad):
         background.see([("a", 0)], state())
         background.ended("a", 9)
-    until((tmp_path / "lengths").exists)
-    until(lambda: said)
+    wait_until((tmp_path / "lengths").exists)
+    wait_until(lambda: said)
     assert str(tmp_path / "file" / "lengths") in said[0]
     assert "not saved" in said[0]
     bad.see([("a", 0)], state())
     bad.ended("a", 9)
-    until(lambda: bad.state()["examples"] == 2)
+    wait_until(lambda: bad.state()["examples"] == 2)
     assert bad._thread.is_alive()
 
 

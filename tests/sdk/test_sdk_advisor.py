@@ -29,6 +29,7 @@ from sojourn.logical_request import LogicalRequest
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer
 from sojourn.wire import decode_context
+from waiting import wait_until
 
 ROUTER = Aeg(["a", "b"], [(START, "a"), ("a", END), ("b", END)])
 
@@ -492,9 +493,7 @@ def test_rows_wait_for_a_locked_file_and_are_bounded(path: Path, monkeypatch):
     for number in range(1, 11):
         advisor.tool_stopped(sojourn.ToolCall("t"), float(number), "ok")
     assert advisor.settle()
-    deadline_s = time.monotonic() + 5
-    while not counters["history_dropped"] and time.monotonic() < deadline_s:
-        time.sleep(0.005)
+    wait_until(lambda: counters["history_dropped"])
     other.execute("ROLLBACK")
     other.close()
     advisor.close(5)

@@ -1,4 +1,4 @@
-"""The sender under every kind of server, and the agent that must not notice."""
+"""The background sender against servers that answer, fail, hang or are absent."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sojourn.http_transport import HttpResponse, HttpTransport
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer, refusing_url
 from sojourn.wire import MAX_BATCH_BYTES, OutcomeBatch, decode_batch, decode_event, encode
+from waiting import wait_until
 
 
 class Source:
@@ -72,12 +73,8 @@ def emitters():
 
 
 def fill(emitter, source, count):
-    longest_s = 0.0
     for n in range(count):
-        before = time.perf_counter()
         emitter.put(source, ToolStart, call_id=f"c{n}", tool="bash")
-        longest_s = max(longest_s, time.perf_counter() - before)
-    return longest_s
 
 
 def test_events_arrive_in_order_with_their_age(emitters):
@@ -85,7 +82,7 @@ def test_events_arrive_in_order_with_their_age(emitters):
     emitter = emitters(script)
     source = Source()
     fill(emitter, source, 600)
-    assert emitter.flush(5)
+    assert emitter.flush(30)
     events = script.events()
     assert [e.seq for e in events] == list(range(600))
     assert all(0 <= e.age_s < 5 for e in events)
@@ -100,11 +97,11 @@ def test_age_is_taken_when_sending(emitters):
     emitter = emitters(script, clock=lambda: now[0])
     source = Source()
     emitter.put(source, Heartbeat)
-    assert script.entered.wait(5)
+    assert script.entered.wait(30)
     emitter.put(source, Heartbeat)
     now[0] += 7.5
     script.hold.set()
-    assert emitter.flush(5)
+    assert emitter.flush(30)
     assert [e.age_s for e in script.events()] == [0.0, 7.5]
 
 
@@ -113,13 +110,10 @@ def test_two_thousand_puts_never_wait_for_any_sink(emitters, sink):
     with FakeServer() as server:
         url = refusing_url() if sink == "refuse" else server.url
         server.mode = "ok" if sink == "refuse" else sink
-        emitter = emitters(HttpTransport(url, api_key=None, timeout_s=0.3), queue_events=500)
+        emitter = emitters(HttpTransport(url, api_key=None, timeout_s=60), queue_events=500)
         started = time.perf_counter()
         fill(emitter, Source(), 2000)
-        took_s = time.perf_counter() - started
-        assert took_s < 1.0, (
-            f"2000 puts took {took_s:.2f} s"
-        )  # ~10 ms; a single wait for the sink would be 300
+        assert time.perf_counter() - started < 30, "a put waited for the sink, which hangs for a minute"
         emitter.flush(0.5)
         counters = emitter.counters
         accounted = sum(
@@ -142,12 +136,12 @@ def test_a_full_queue_drops_and_counts_the_newest(emitters):
     emitter = emitters(script, queue_events=10, batch_events=4)
     source = Source()
     assert emitter.put(source, Heartbeat)
-    assert script.entered.wait(5)  # the sender is now stuck with the first
+    assert script.entered.wait(30)  # the sender is now stuck with the first
     results = [emitter.put(source, Heartbeat) for _ in range(15)]
     assert results == [True] * 10 + [False] * 5
     assert emitter.counters["dropped_full"] == 5
     script.hold.set()
-    assert emitter.flush(5)
+    assert emitter.flush(30)
     assert [e.seq for e in script.events()] == list(range(11))
     assert decode_batch(script.bodies[-1]).dropped == 5
 
@@ -158,9 +152,7 @@ def test_a_failed_batch_is_dropped_and_the_next_one_waits(emitters):
     source = Source()
     for _ in range(3):
         emitter.put(source, Heartbeat)
-        deadline = time.monotonic() + 5
-        while emitter.pending and time.monotonic() < deadline:
-            time.sleep(0.002)
+        wait_until(lambda: not emitter.pending)
     assert [e.seq for e in script.events()] == [0, 1, 2]  # each was tried once
     assert emitter.counters["dropped_send"] == 2
     assert emitter.counters["http_500"] == emitter.counters["net_OSError"] == 1
@@ -175,9 +167,9 @@ def test_flush_cuts_the_backoff_short_and_reports_loss(emitters):
     emitter = emitters(script, linger_s=0.0)
     emitter.put(Source(), Heartbeat)
     threading.Timer(0.2, script.hold.set).start()
-    assert emitter.flush(5) is False  # drained, but lost
+    assert emitter.flush(30) is False  # drained, but lost
     emitter.put(Source(), Heartbeat)
-    assert emitter.flush(5) is True
+    assert emitter.flush(30) is True
 
 
 def test_what_is_put_while_a_send_hangs_is_counted(emitters):
@@ -186,9 +178,7 @@ def test_what_is_put_while_a_send_hangs_is_counted(emitters):
     emitter = emitters(script, linger_s=0.0)
     source = Source()
     emitter.put(source, Heartbeat)
-    deadline = time.monotonic() + 5
-    while not emitter._sending and time.monotonic() < deadline:
-        time.sleep(0.002)
+    wait_until(lambda: emitter._sending)
     for _ in range(3):
         emitter.put(source, Heartbeat)
     assert emitter.pending == 4
@@ -214,7 +204,7 @@ def test_a_server_without_the_endpoint_is_asked_once(emitters, status):
     emitter = emitters(script, unsupported=lambda: told.append(1))
     source = Source()
     emitter.put(source, Heartbeat)
-    assert emitter.flush(5)
+    assert emitter.flush(30)
     assert emitter.put(source, Heartbeat) is False
     assert len(script.bodies) == 1
     assert told == [1]
@@ -227,7 +217,7 @@ def test_the_key_travels_and_a_wrong_one_is_counted():
         for key, status in (("right", 200), ("wrong", 401), (None, 401)):
             emitter = Emitter(HttpTransport(server.url, api_key=key, timeout_s=2), Counters())
             emitter.put(Source(), Heartbeat)
-            assert emitter.flush(5) is (status == 200)
+            assert emitter.flush(30) is (status == 200)
             assert emitter.counters["http_401"] == (status == 401)
             emitter.close(1)
         assert server.authorizations == ["Bearer right", "Bearer wrong", None]
@@ -239,12 +229,12 @@ def test_batches_respect_the_wires_size(emitters):
     emitter = emitters(script)
     source = Source("p" * 256)
     emitter.put(source, Heartbeat)
-    assert script.entered.wait(5)
+    assert script.entered.wait(30)
     for n in range(256):
         emitter.put(source, ProgramStart, name="é" * 128, agent_type="x" * 256, parent_program_id=f"{n:0256}",
                     root_program_id="r" * 256, call_id="c" * 256)  # fmt: skip
     script.hold.set()
-    assert emitter.flush(5)
+    assert emitter.flush(30)
     assert all(len(body) <= MAX_BATCH_BYTES for body in script.bodies)
     assert [e.seq for e in script.events()] == list(range(257))
     assert len(script.bodies) == 3
@@ -258,7 +248,7 @@ def test_what_cannot_be_encoded_costs_only_itself(emitters):
     emitter.put(source, ToolStart, call_id="b", tool="\ud800")
     emitter.put(source, ToolStart, call_id="c", tool="fine")
     emitter.put(source, ToolStart, call_id="d", fantasy="field")
-    assert emitter.flush(5)
+    assert emitter.flush(30)
     assert [e.call_id for e in script.events()] == ["c"]
     assert emitter.counters["encode_error"] + emitter.counters["internal_error"] == 3
 
@@ -269,14 +259,14 @@ def test_taken_events_are_not_sent_and_sent_ones_not_taken(emitters):
     emitter = emitters(script)
     mine, other = Source("mine"), Source("other")
     emitter.put(mine, Heartbeat)
-    assert script.entered.wait(5)
+    assert script.entered.wait(30)
     for _ in range(100):
         emitter.put(mine, Heartbeat)
         emitter.put(other, Heartbeat)
     taken = emitter.take("mine", max_events=64, max_bytes=10**6)
     assert [p.seq for p in taken] == list(range(1, 129, 2))  # one row of numbers for all programs
     script.hold.set()
-    assert emitter.flush(5)
+    assert emitter.flush(30)
     sent = [e.seq for e in script.events() if e.program_id == "mine"]
     assert sent == [0, *range(129, 201, 2)]
     assert emitter.take("mine", max_events=64, max_bytes=10**6) == []
@@ -289,7 +279,7 @@ def test_taking_respects_the_bytes_and_leaves_the_rest_in_order(emitters):
     emitter = emitters(script)
     source = Source()
     emitter.put(source, Heartbeat)
-    assert script.entered.wait(5)
+    assert script.entered.wait(30)
     for _ in range(10):
         emitter.put(source, Heartbeat)
     one = len(encode(Heartbeat(program_id="p", seq=1, age_s=0.123456))) + 1
@@ -297,7 +287,7 @@ def test_taking_respects_the_bytes_and_leaves_the_rest_in_order(emitters):
     assert 3 <= len(taken) <= 4  # young events say their age in fewer digits
     assert emitter.take("p", max_events=64, max_bytes=5) == []
     script.hold.set()
-    assert emitter.flush(5)
+    assert emitter.flush(30)
     assert [e.seq for e in script.events()] == [0, *range(1 + len(taken), 11)]
 
 
@@ -324,7 +314,7 @@ def test_many_threads_and_a_taker_lose_and_double_nothing(emitters):
         thread.join()
     stop.set()
     taker.join()
-    assert emitter.flush(5)
+    assert emitter.flush(30)
     everything = taken + [(e.program_id, e.seq) for e in script.events()]
     assert len(everything) == len(set(everything)) == 2400
     assert emitter.counters["events_queued"] == 2400
@@ -348,8 +338,8 @@ def test_a_garbage_collection_inside_put_may_put(emitters):
         done.set()
 
     threading.Thread(target=run, daemon=True).start()
-    assert done.wait(5), "the emitter locked itself out"
-    assert emitter.flush(5)
+    assert done.wait(30), "the emitter locked itself out"
+    assert emitter.flush(30)
     assert sorted(e.seq for e in script.events()) == [0, 1]
 
 
@@ -378,7 +368,7 @@ def test_close_sends_what_is_left(emitters):
 def test_the_servers_outcomes_are_counted(online):
     with sojourn.program():
         pass
-    assert sojourn.flush(5)
+    assert sojourn.flush(30)
     assert sojourn.stats()["outcome_applied"] == 2 == sojourn.stats()["events_sent"]
 
 
@@ -390,7 +380,7 @@ def test_an_unreadable_answer_is_counted_and_nothing_else(emitters):
 
     emitter = emitters(Chatty())
     emitter.put(Source(), Heartbeat)
-    assert emitter.flush(5)
+    assert emitter.flush(30)
     assert emitter.counters["answer_unreadable"] == 1
 
 
@@ -406,34 +396,29 @@ def test_no_beat_follows_the_end(emitters):
 
     emitter = emitters(script, beats=beats)
     emitter.start()
-    assert asked.wait(5)
+    assert asked.wait(30)
     time.sleep(0.05)
     assert script.events() == []
     source.is_open = True
-    deadline = time.monotonic() + 5
-    while not script.events() and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(script.events)
     assert isinstance(script.events()[0], Heartbeat)
 
 
-def arrived(script, count, within_s=5.0):
-    deadline = time.monotonic() + within_s
-    while len(script.events()) < count and time.monotonic() < deadline:
-        time.sleep(0.002)
-    return len(script.events()) == count
+def wait_for_events(script, count):
+    wait_until(lambda: len(script.events()) >= count)
+    assert len(script.events()) == count
 
 
 def test_put_does_not_wake_a_polling_thread(emitters, monkeypatch):
     script = Script()
     emitter = emitters(script)
     emitter.put(Source(), Heartbeat)
-    assert arrived(script, 1)
+    wait_for_events(script, 1)
     rung = []
     monkeypatch.setattr(emitter, "_ring", lambda: rung.append(1))
     for count in range(2, 12):
         emitter.put(Source(), Heartbeat)
-        assert arrived(script, count)  # found, though nobody said so
-        time.sleep(0.01)
+        wait_for_events(script, count)
     assert rung == []
 
 
@@ -443,11 +428,8 @@ def test_put_wakes_an_idle_thread(emitters, monkeypatch):
     emitter = emitters(script)
     for count in range(1, 4):
         emitter.put(Source(), Heartbeat)
-        assert arrived(script, count)
-        deadline = time.monotonic() + 5
-        while not emitter._asleep and time.monotonic() < deadline:
-            time.sleep(0.005)
-        assert emitter._asleep
+        wait_for_events(script, count)
+        wait_until(lambda: emitter._asleep)
 
 
 def test_events_that_did_not_fit_are_as_if_never_taken(emitters):
@@ -460,5 +442,5 @@ def test_events_that_did_not_fit_are_as_if_never_taken(emitters):
     assert emitter.pending == 0
     emitter.undo_take(taken)
     assert emitter.counters["events_piggybacked"] == emitter.counters["events_returned"] == 0
-    assert emitter.flush(5)
+    assert emitter.flush(30)
     assert [e.seq for e in script.events()] == [0, 1, 2]

@@ -10,6 +10,7 @@ from sojourn.aeg import Aeg
 from sojourn.events import AegReport
 from sojourn.testing import FakeServer
 from sojourn.wire import Outcome, decode_context, decode_event
+from waiting import wait_until
 
 GRAPH = Aeg({"plan": (), "act": ("bash",)}, [("plan", "act")])
 
@@ -37,17 +38,15 @@ def graphs(online: FakeServer) -> Graphs:
 
 def reports(server: FakeServer, count: int) -> list[tuple[str, bool]]:
     """(program, spelt out) of each report, once there are ``count``, and a moment later."""
-    end_s = time.monotonic() + 5
-    while True:
-        assert sojourn.flush(5)
-        found = [e for e in server.events() if isinstance(e, AegReport)]
-        if len(found) >= count:
-            time.sleep(0.05)
-            assert sojourn.flush(5)
-            again = [e for e in server.events() if isinstance(e, AegReport)]
-            assert len(again) == count
-            return [(e.program_id, e.graph is not None) for e in again]
-        assert time.monotonic() < end_s, f"{len(found)} of {count} reports"
+
+    def found() -> list[AegReport]:
+        assert sojourn.flush(30)
+        return [e for e in server.events() if isinstance(e, AegReport)]
+
+    wait_until(lambda: len(found()) >= count, lambda: f"{len(found())} of {count} reports")
+    time.sleep(0.05)
+    assert len(found()) == count
+    return [(e.program_id, e.graph is not None) for e in found()]
 
 
 def test_it_is_spelt_out_once(online: FakeServer, graphs: Graphs) -> None:

@@ -13,6 +13,7 @@ import sojourn
 from openai import AsyncAzureOpenAI, AsyncOpenAI, AzureOpenAI, OpenAI, _base_client
 from sojourn.events import ToolStop
 from sojourn.testing import FakeServer, refusing_url
+from waiting import wait_until_async
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -228,8 +229,7 @@ def test_events_of_a_cancelled_request_are_sent(lingering):
                 with sojourn.tool_call("bash", "c1"):
                     pass
                 task = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
-                while not lingering.requests:
-                    await asyncio.sleep(0.005)
+                await wait_until_async(lambda: lingering.requests)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
