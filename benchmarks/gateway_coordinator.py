@@ -96,7 +96,7 @@ async def measure(config: Any, rounds: int, seconds: float) -> dict[str, list[fl
     living = asyncio.ensure_future(live(calls))
     routing_backend = CoordinatedRoutingBackend(calls, ReplicaAddresses())
     running = asyncio.ensure_future(routing_backend.run())
-    while not routing_backend.joined or routing_backend.place("h:1") is None:
+    while not routing_backend.joined or "h:1" not in routing_backend.places:
         await asyncio.sleep(0.05)
     found: dict[str, list[float]] = {}
     number = 0

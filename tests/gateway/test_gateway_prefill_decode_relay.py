@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, reject
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.engine_client import EngineAnswer, is_engine_failure
@@ -108,6 +108,7 @@ def test_a_prefill_engine_answers_at_once_and_keeps_no_answer() -> None:
     assert sent["store"] is False
 
 
+@settings(max_examples=30)
 @given(
     st.dictionaries(
         st.text(max_size=8),

@@ -277,9 +277,9 @@ def test_those_that_are_over_are_not_there() -> None:
 def test_a_request_is_reported_in_its_current_state() -> None:
     it = OpenRequests()
     one = it.add(asked("r", "p"), 0.0)
-    assert one.as_event() == one.asked
+    assert one.as_event(0.0) == one.asked
     one.sent_to, one.began = "a", True
-    assert one.as_event() == routing_events.RequestSent("r", "a", "t", 10, program_id="p", began=True)
+    assert one.as_event(0.0) == routing_events.RequestSent("r", "a", "t", 10, program_id="p", began=True)
     assert it.sent_to("a") == [one]
     assert it.sent_to("b") == []
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from gateway_harness import until
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.gateway.http.rate_limited_log import LOG_INTERVAL_S, RateLimitedLog
 from sojourn_server.gateway.ray import coordinated_routing_backend as deciders
@@ -706,6 +706,7 @@ some_facts = st.one_of(
 )
 
 
+@settings(max_examples=40)
 @given(words, counts, counts, st.lists(some_facts, max_size=4), counts)
 def test_what_can_be_written_is_read_as_it_was(
     name: str, epoch: int, number: int, said: list[routing_events.AnyRoutingEvent], join: int

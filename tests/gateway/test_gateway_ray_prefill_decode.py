@@ -18,14 +18,15 @@ from sojourn_server.gateway.http.engine_reports import (
     PairCapabilities,
 )
 from sojourn_server.gateway.ray import coordinator_messages as m
-from sojourn_server.gateway.ray.coordinator import Coordinator, PrefillDecodeRules
+from sojourn_server.gateway.ray.coordinator import Coordinator
 from sojourn_server.gateway.ray.engine_process import EngineFailed, EngineProcess
 from sojourn_server.gateway.ray.engine_supervisor import EngineSupervisor
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.pair_core import PairCore
 from sojourn_server.routing.routing_events import PairEngineRegistered, PairRole, SendRequestToPair
+from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 from sojourn_server.routing.routing_limits import RoutingLimits
-from test_gateway_ray_coordination import AFFINE, Clock, Cluster
+from test_gateway_ray_coordination import AFFINE, Clock, Cluster, running
 from test_gateway_ray_engine_supervisor import Ear
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_pair_engine_process.py")), "{host}", "{port}"]
@@ -73,15 +74,8 @@ class Pairs(Cluster):
 
 @asynccontextmanager
 async def pairs(*engines: str, checkpoint: Path | None = None) -> AsyncIterator[Pairs]:
-    made = Pairs(Clock(), checkpoint, AFFINE)
-    try:
-        for name in engines:
-            await made.engine(name)
+    async with running(Pairs(Clock(), checkpoint, AFFINE), engines) as made:
         yield made
-    finally:
-        for task in made.tasks:
-            task.cancel()
-        await asyncio.gather(*made.tasks, return_exceptions=True)
 
 
 async def test_a_request_goes_to_a_pair_and_its_program_is_at_home_nowhere() -> None:

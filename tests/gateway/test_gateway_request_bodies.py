@@ -11,7 +11,7 @@ import pytest
 from fake_engine import engines
 from fake_pair_engine import pairs
 from gateway_harness import World, until, world
-from sojourn_server.gateway.http import request_bodies
+from sojourn_server.gateway.http import engine_routes, request_bodies
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.generation_request import parse_generation_request
 
@@ -84,7 +84,8 @@ async def test_what_is_made_for_a_leg_is_counted_as_long_as_it_is_held() -> None
         assert prefill.bodies
 
 
-async def test_bodies_for_any_engine_are_counted_and_bounded() -> None:
+async def test_bodies_for_any_engine_are_counted_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_routes, "ANY_ENGINE_TIMEOUT_S", 2.0)
     options: dict[str, Any] = {"tenants": TENANTS, "max_body_bytes": 3000, "max_held_bytes": 8000}
     async with engines(1) as (fake,), world([fake], **options) as it:
         fake.tokenizes_never = True

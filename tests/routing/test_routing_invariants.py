@@ -391,4 +391,4 @@ class AnyLife(RuleBasedStateMachine):
 
 
 TestAnyLife = AnyLife.TestCase
-TestAnyLife.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestAnyLife.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)

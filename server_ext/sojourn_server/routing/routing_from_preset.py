@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..policies.cluster_preset import ClusterPreset
 from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
@@ -17,6 +17,7 @@ from .affinity_core import AffinityCore
 from .pair_core import PairCore
 from .request_placer import steal_reason
 from .routed_programs import ProgramEstimator
+from .routing_core import RoutingCore
 from .routing_limits import RoutingLimits
 from .routing_preemption import PREEMPTED_REASON
 
@@ -29,6 +30,29 @@ READ_SIDE_POLICIES: dict[str, type[ReadSidePolicy]] = {
     "prefill": PrefillSideRead,
 }
 """By their names in the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDecodeRules:
+    """An operator's choice for prefill and decode engines, in place of a cluster preset."""
+
+    read_side: str = "shorter"
+
+
+RoutingRules = ClusterPreset | PrefillDecodeRules
+
+
+def build_core(
+    rules: RoutingRules,
+    limits: RoutingLimits | None = None,
+    *,
+    expects_engines: bool = False,
+    life: str = "",
+) -> RoutingCore:
+    """The core for these rules; ``expects_engines``: as for ``PairCore``."""
+    if isinstance(rules, PrefillDecodeRules):
+        return build_pair_core(rules.read_side, limits, expects_engines=expects_engines, life=life)
+    return build_routing_core(rules, limits, life=life)
 
 
 def build_routing_core(
@@ -56,9 +80,11 @@ def build_pair_core(
     return PairCore(pairs, limits, expects_engines=expects_engines, life=life)
 
 
-def routing_reasons(preset: ClusterPreset) -> tuple[str, ...]:
-    """All known reasons for which a core with this preset sends a request. A policy class from outside need
+def routing_reasons(preset: RoutingRules) -> tuple[str, ...]:
+    """All known reasons for which a core with these rules sends a request. A policy class from outside need
     not list its own."""
+    if isinstance(preset, PrefillDecodeRules):
+        return PAIR_REASONS
     routed: Iterable[str] = getattr(preset.routing, "reasons", ())
     stolen: Iterable[str] = getattr(preset.stealing, "reasons", ())
     preempted = (PREEMPTED_REASON,) if preset.yielding.yields else ()

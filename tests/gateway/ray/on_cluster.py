@@ -21,7 +21,7 @@ def main(path: str, what: str) -> None:
     ray.init(address="auto", namespace=config.namespace, log_to_driver=False, logging_level="ERROR")
     if what == "second":
         second = ray.remote(CoordinatorActor).options(num_cpus=0, max_concurrency=100).remote(config)
-        state = decode_message(ray.get(second.state.remote(b"")), CoordinatorState)
+        state = decode_message(ray.get(second.call.remote("state", b"")), CoordinatorState)
     else:
         state = asyncio.run(CoordinatorActorClient(config).state())
     homes = {place.program_id: place.replica for place in state.programs}

@@ -21,10 +21,9 @@ ENGINES = "fake_engine_process.py"
 async def homes_of(it: Client, prefix: str, count: int = 20) -> dict[str, str]:
     """Programs that have had a turn, spread over the engines."""
     names = [f"{prefix}-{number}" for number in range(count)]
-    homes: dict[str, str] = {}
-    await asyncio.gather(
-        *(it.stream(name, lambda home, name=name: homes.update({name: home})) for name in names)  # type: ignore[misc]
-    )
+    # All run at once, so that the load of each decides about the next.
+    there = await asyncio.gather(*(it.turn(name, delay_s=0.5) for name in names))
+    homes = dict(zip(names, there, strict=True))
     assert len(set(homes.values())) == 2
     return homes
 

@@ -31,7 +31,6 @@ from sojourn.wire import (
 from ...routing import routing_events
 from .engine_reports import EngineDescription
 from .ordered_sender import ANSWER_TIMEOUT_S, OrderedSender, post_all
-from .piggybacked_events import PiggybackedEvents
 from .program_event_records import Key, ProgramEventRecords, RecordedEvent, ReplicaInstance
 from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddresses
@@ -158,18 +157,14 @@ class EventForwarder:
 
     # -- events of the gateway ---------------------------------------------------------
 
-    async def before(self, key: Key, replica_id: str, riding: PiggybackedEvents | None = None) -> None:
+    async def before(self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()) -> None:
         """Before a request goes to a replica: send the events that the replica lacks, and wait for a while.
         ``riding``: events inside the request."""
-        telling = self._catch_up(key, replica_id, riding.kept if riding is not None else ())
+        telling = self._catch_up(key, replica_id, riding)
         if telling is not None:
             await asyncio.wait({telling}, timeout=REPLAY_WAIT_S)
 
     def settled(self, key: Key, replica_id: str) -> None:
-        """A program got its first home: send it the events so far."""
-        self._catch_up(key, replica_id)
-
-    def moved(self, key: Key, replica_id: str) -> None:
         """A program has a new home: send it the program's start, graph and running tools."""
         self._catch_up(key, replica_id)
 

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import msgspec
 from sojourn.events import AnyEvent
 from sojourn.hints import AgenticContext
 from sojourn.ids import id_problem
 from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, EventBatch, WireError, decode_event
 
+from .event_forwarder import EventForwarder
 from .generation_request import with_hint
 from .program_event_records import RecordedEvent
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-class PiggybackTarget(Protocol):
-    """Records and forwards the events."""
-
-    def piggyback(
-        self, tenant: str, event: AnyEvent, authorization: str | None, *, own: bool
-    ) -> RecordedEvent | None:
-        """Record an event that travels in a request to its program's replica; returns the record."""
-        ...
-
-    def named(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw | None:
-        """An event with the engine's names; ``None``: it cannot be read."""
-        ...
-
-    def home(self, tenant: str, program_id: str) -> str | None:
-        """The replica that is a program's home."""
-        ...
-
-    def forward(self, batch: EventBatch, tenant: str, authorization: str | None) -> None:
-        """Forward events whose replica is another one."""
-        ...
 
 
 class PiggybackedEvents:
@@ -43,7 +20,7 @@ class PiggybackedEvents:
 
     def __init__(
         self,
-        forwarder: PiggybackTarget,
+        forwarder: EventForwarder,
         tenant: str,
         program_id: str | None,
         context: AgenticContext,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -17,8 +17,7 @@ from ...routing import routing_events
 from .engine_reports import EngineDescription
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
-from .piggybacked_events import PiggybackedEvents
-from .program_event_records import Key
+from .program_event_records import Key, RecordedEvent
 from .replica_addresses import ReplicaAddresses
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
@@ -98,7 +97,7 @@ class ProgramMigrator:
         moved_from: str | None,
         reason: str,
         authorization: str | None,
-        riding: PiggybackedEvents | None = None,
+        riding: Container[RecordedEvent] = (),
         *,
         left_because: str = "",
     ) -> None:

@@ -259,7 +259,7 @@ class ProxyRequest:
                 decision.moved_from,
                 decision.reason,
                 passed.get("Authorization"),
-                self._piggybacked,
+                self._piggybacked.kept if self._piggybacked is not None else (),
                 left_because=decision.left_because,
             )
             if self.request_state.has_decision:

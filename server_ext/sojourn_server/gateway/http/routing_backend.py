@@ -16,7 +16,7 @@ from ...routing.routing_core import RoutingCore
 from ...routing.routing_events import AbortStream, RecallRequest, RejectRequest, SendRequest
 from ...routing.routing_status import LinkStats, PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .cancel_scope import CancelScope
-from .rate_limited_log import PolicyFailureLog
+from .rate_limited_log import PolicyFailureLog, RateLimitedLog
 
 T = TypeVar("T")
 
@@ -158,6 +158,7 @@ class LocalRoutingBackend:
         self._pending_events: deque[routing_events.AnyRoutingEvent] = deque()
         self._is_reporting = False
         self._policy_log = PolicyFailureLog(core.counts)
+        self._rate_limited_log = RateLimitedLog(logger, clock)
 
     def open(self, asked: routing_events.RequestReceived) -> GatewayRequestState:
         """Submit a request."""
@@ -209,19 +210,8 @@ class LocalRoutingBackend:
         return self.core.shares_used()
 
     def _take(self, event: routing_events.AnyRoutingEvent) -> None:
-        actions: Sequence[routing_events.AnyRoutingAction]
         now = self._clock()
-        try:
-            actions = self.core.take(event, now)
-        except Exception:
-            logger.exception("the routing core failed at %s; please report this", type(event).__name__)
-            if not isinstance(event, routing_events.RequestReceived):
-                return
-            actions = [
-                routing_events.RejectRequest(
-                    event.request_id, 500, "gateway_failed", "the gateway failed; see its log"
-                )
-            ]
+        actions = take_event(self.core, event, now, self._rate_limited_log)
         self._policy_log.look(now)
         for action in actions:
             # The waiting request first, then metrics: their errors must keep no request waiting.
@@ -233,6 +223,28 @@ class LocalRoutingBackend:
                 self.on_request_decision(action)
             except Exception:
                 logger.exception("an action could not be delivered; please report this")
+
+
+def take_event(
+    core: RoutingCore, event: routing_events.AnyRoutingEvent, now: float, log: RateLimitedLog
+) -> Sequence[routing_events.AnyRoutingAction]:
+    """The core's actions. If it fails, the error is logged, and the request that waits for it gets an answer.
+
+    After ``RequestFailed`` both answers are given: a gateway ignores a rejection after the first byte, and an
+    abort before it.
+    """
+    try:
+        return core.take(event, now)
+    except Exception:
+        what = type(event).__name__
+        log.say(logging.ERROR, f"the routing core failed at {what}; please report this", exc_info=True)
+    if not isinstance(event, (routing_events.RequestReceived, routing_events.RequestFailed)):
+        return []
+    message = "the gateway failed; see its log"
+    rejected = routing_events.RejectRequest(event.request_id, 500, "gateway_failed", message)
+    if isinstance(event, routing_events.RequestReceived):
+        return [rejected]
+    return [rejected, routing_events.AbortStream(event.request_id, event.replica_id)]
 
 
 def with_links(

@@ -88,7 +88,7 @@ class CoordinatedRoutingBackend:
         self.gateway_id = secrets.token_hex(8)
         self.on_control_action: Callable[[ControlAction], None] = lambda told: None
         self.on_request_decision: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
-        self.on_affinity_change: Callable[[Key, Home | None, Home], None] = lambda key, before, home: None
+        self.on_affinity_change: Callable[[Key, Home], None] = lambda key, home: None
         """Called when a program got a new home that this gateway did not choose."""
         self.epoch = 0
         """Epoch of the latest coordinator seen."""
@@ -129,7 +129,7 @@ class CoordinatedRoutingBackend:
         if home is not None:
             one.sent_to = home
             one.request_state.take(routing_events.SendRequest(asked.request_id, home, "home"))
-        self._say(one.as_event())
+        self._say(one.as_event(self._clock()))
         return one.request_state
 
     def close(self, request_state: GatewayRequestState) -> None:
@@ -188,10 +188,6 @@ class CoordinatedRoutingBackend:
         self._probes.append(ReplicaProbeResult(replica_id, instance, alive))
         self._flush()
 
-    def place(self, replica_id: str) -> ReplicaInfo | None:
-        """The coordinator's description of a replica."""
-        return self.places.get(replica_id)
-
     def _direct_home(self, asked: routing_events.RequestReceived) -> str | None:
         """The replica that a turn goes to without a question; ``None``: the coordinator decides."""
         if asked.program_id is None:
@@ -223,8 +219,6 @@ class CoordinatedRoutingBackend:
             if isinstance(event, _REQUESTLESS_EVENTS) and len(self._outbox) < MAX_BUFFERED_EVENTS:
                 self._outbox.append(event)
             return
-        if isinstance(event, (routing_events.RequestReceived, routing_events.RequestSent)):
-            event = self._with_relative_deadline(event)
         self._outbox.append(event)
         loop = asyncio.get_running_loop()
         if isinstance(event, _URGENT_EVENTS) and len(self._sends) < MAX_CALLS_IN_FLIGHT:
@@ -233,13 +227,6 @@ class CoordinatedRoutingBackend:
         elif self._flush_later is None:
             self._flush_later = loop.call_later(BATCH_S, self._flush)
         self._is_urgent = self._is_urgent or isinstance(event, _URGENT_EVENTS)
-
-    def _with_relative_deadline(
-        self, event: routing_events.RequestReceived | routing_events.RequestSent
-    ) -> routing_events.RequestReceived | routing_events.RequestSent:
-        if event.deadline_s is None:
-            return event
-        return msgspec.structs.replace(event, deadline_s=event.deadline_s - self._clock())
 
     def _refuse_unencodable(self, one: OpenRequest, error: MessageEncodingError) -> None:
         """Reject a request that cannot be encoded for the coordinator."""
@@ -357,7 +344,7 @@ class CoordinatedRoutingBackend:
     async def _join(self) -> None:
         open_ = self.requests
         said = {name: one.state for name, one in open_.items() if not one.refused}
-        requests = tuple(self._with_relative_deadline(open_[name].as_event()) for name in said)
+        requests = tuple(open_[name].as_event(self._clock()) for name in said)
         self._join_number += 1
         join = JoinRequest(self.gateway_id, self.epoch, requests, self._join_number)
         answer = await call_with_timeout(self._calls.join(join))
@@ -381,7 +368,7 @@ class CoordinatedRoutingBackend:
                 self._say(routing_events.RequestFinished(name, answered=None))
             if one.refused or one.state == said.get(name):
                 continue
-            self._say(one.as_event())
+            self._say(one.as_event(self._clock()))
             if one.began and one.sent_to is not None:
                 self._say(routing_events.FirstByteSent(name, one.sent_to))
         self._receive(answer)

@@ -16,12 +16,12 @@ from ...policies.cluster_preset import ClusterPreset
 from ...routing import routing_events
 from ...routing.pair_core import PairCore
 from ...routing.routing_core import RoutingCore
-from ...routing.routing_from_preset import build_pair_core, build_routing_core
+from ...routing.routing_from_preset import RoutingRules, build_core
 from ...routing.routing_limits import RoutingLimits
 from ...routing.routing_status import PairEngineStatus, ReplicaStatus
 from ..http.engine_reports import registration_event
 from ..http.rate_limited_log import PolicyFailureLog, RateLimitedLog
-from ..http.routing_backend import TICK_S, with_links
+from ..http.routing_backend import TICK_S, take_event, with_links
 from .autoscale import AutoscaleDecision, AutoscaleLimits, CapacityDemand, wanted_engines
 from .coordinator_checkpoint import (
     CheckpointWriter,
@@ -67,13 +67,6 @@ class CoordinatorOptions:
     autoscale: AutoscaleLimits = field(default_factory=AutoscaleLimits)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillDecodeRules:
-    """An operator's choice for prefill and decode engines, in place of a cluster preset."""
-
-    read_side: str = "shorter"
-
-
 class Coordinator:
     """One coordinator of possibly several. Its epoch is higher than those of all that wrote the checkpoint.
 
@@ -83,7 +76,7 @@ class Coordinator:
 
     def __init__(
         self,
-        rules: ClusterPreset | PrefillDecodeRules,
+        rules: RoutingRules,
         limits: RoutingLimits,
         options: CoordinatorOptions,
         *,
@@ -132,10 +125,7 @@ class Coordinator:
         logger.info("coordinator %d starts with %d programs that have a home", self.epoch, self.restored)
 
     def _new_core(self) -> RoutingCore:
-        life = str(self.epoch)
-        if isinstance(self._rules, PrefillDecodeRules):
-            return build_pair_core(self._rules.read_side, self._limits, expects_engines=True, life=life)
-        return build_routing_core(self._rules, self._limits, life=life)
+        return build_core(self._rules, self._limits, expects_engines=True, life=str(self.epoch))
 
     def _restore(self, kept: CoordinatorCheckpoint) -> None:
         assert kept.core is not None
@@ -158,9 +148,8 @@ class Coordinator:
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
         before = self.post.box(join.gateway_id)
         if before is not None and join.join < before.join:
-            return CoordinatorResponse(
-                self.epoch, ResponseStatus.JOIN
-            )  # a later join of this gateway overtook it
+            # A later join of this gateway overtook it.
+            return CoordinatorResponse(self.epoch, ResponseStatus.JOIN)
         now = self._clock()
         said = {one.request_id for one in join.requests}
         outbox, gone = self.post.join(join.gateway_id, said, now, join.join)
@@ -194,13 +183,8 @@ class Coordinator:
             if self.post.box(tell.gateway_id) is outbox:
                 raise
             return CoordinatorResponse(self.epoch, ResponseStatus.JOIN)
-        still = self._outbox_of(tell)
-        if still is not outbox:
-            return (
-                still
-                if isinstance(still, CoordinatorResponse)
-                else CoordinatorResponse(self.epoch, ResponseStatus.JOIN)
-            )
+        if (left := self._left(tell, outbox)) is not None:
+            return left
         if is_next:
             for event in tell.facts:
                 self._take(event, tell.gateway_id)
@@ -224,13 +208,8 @@ class Coordinator:
         if not (mail or homes_due or listen.places_version != self.engines.version):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(outbox.wake.wait(), LONG_POLL_S)
-        still = self._outbox_of(listen)
-        if still is not outbox:
-            return (
-                still
-                if isinstance(still, CoordinatorResponse)
-                else CoordinatorResponse(self.epoch, ResponseStatus.JOIN)
-            )
+        if (left := self._left(listen, outbox)) is not None:
+            return left
         outbox.heard_s = self._clock()
         life = journal.life if listen.version >= 0 else ""
         homes = None
@@ -247,6 +226,15 @@ class Coordinator:
         if said.epoch != self.epoch or outbox is None or outbox.join != said.join:
             return CoordinatorResponse(self.epoch, ResponseStatus.JOIN)
         return outbox
+
+    def _left(self, said: ReportRequest | PollRequest, outbox: Outbox) -> CoordinatorResponse | None:
+        """The response to a gateway that has left ``outbox`` meanwhile; ``None``: it has not."""
+        now = self._outbox_of(said)
+        if now is outbox:
+            return None
+        if isinstance(now, CoordinatorResponse):
+            return now
+        return CoordinatorResponse(self.epoch, ResponseStatus.JOIN)
 
     def _answer(self, outbox: Outbox, acked: int, places_version: int) -> CoordinatorResponse:
         first, mail = outbox.since(acked)
@@ -348,9 +336,8 @@ class Coordinator:
         self._soon()
 
     def _registration_event(self, place: ReplicaInfo) -> routing_events.AnyRoutingEvent:
-        if self._admission is None:
+        if self._admission is None or place.paths is None:
             return place.description.registration_event(place.replica_id)
-        assert place.paths is not None, "an engine without paths is not admitted"
         return registration_event(place.replica_id, place.description, place.paths)
 
     def _forget(self, engine_id: str, reason: str) -> None:
@@ -391,15 +378,7 @@ class Coordinator:
                 event = msgspec.structs.replace(event, deadline_s=now + event.deadline_s)
             if gateway_id is not None:
                 self.post.has(gateway_id, event.request_id)
-        actions: Sequence[routing_events.AnyRoutingAction]
-        try:
-            actions = self.core.take(event, now)
-        except Exception:
-            what = type(event).__name__
-            self._rate_limited_log.say(
-                logging.ERROR, f"the routing core failed at {what}; please report this", exc_info=True
-            )
-            actions = _failure_actions(event)
+        actions = take_event(self.core, event, now, self._rate_limited_log)
         self._policy_log.look(now)
         if isinstance(event, routing_events.RequestFinished):
             self.post.over(event.request_id)
@@ -521,20 +500,3 @@ class Coordinator:
             self.core.shares_used(),
             pairs,
         )
-
-
-def _failure_actions(event: routing_events.AnyRoutingEvent) -> Sequence[routing_events.AnyRoutingAction]:
-    """Actions for the gateway that waits, after the core failed at its event.
-
-    After ``RequestFailed`` both are sent: the gateway ignores a rejection after the first byte, and an abort
-    before it.
-    """
-    failed = "gateway_failed", "the gateway failed; see its log"
-    if isinstance(event, routing_events.RequestReceived):
-        return [routing_events.RejectRequest(event.request_id, 500, *failed)]
-    if isinstance(event, routing_events.RequestFailed):
-        return [
-            routing_events.RejectRequest(event.request_id, 500, *failed),
-            routing_events.AbortStream(event.request_id, event.replica_id),
-        ]
-    return []

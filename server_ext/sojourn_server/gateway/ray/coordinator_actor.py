@@ -12,9 +12,10 @@ import ray
 from ray.exceptions import RayError
 
 from ...policies.cluster_preset import ClusterPreset, load_cluster_preset, read_cluster_preset
+from ...routing.routing_from_preset import PrefillDecodeRules, RoutingRules
 from ...routing.routing_limits import RoutingLimits
 from . import coordinator_messages as m
-from .coordinator import Coordinator, CoordinatorOptions, PrefillDecodeRules
+from .coordinator import Coordinator, CoordinatorOptions
 from .coordinator_messages import CoordinatorClient, CoordinatorUnavailable
 from .ray_config import RayConfig
 
@@ -30,7 +31,7 @@ def load_policy_preset(config: RayConfig) -> ClusterPreset:
     return load_cluster_preset(config.policy)
 
 
-def routing_rules(config: RayConfig) -> ClusterPreset | PrefillDecodeRules:
+def routing_rules(config: RayConfig) -> RoutingRules:
     """The coordinator's rules. Raises ``PresetError``."""
     return PrefillDecodeRules(config.pairs.read_side) if config.in_pairs else load_policy_preset(config)
 
@@ -48,26 +49,11 @@ class CoordinatorActor:
         self._coordinator = Coordinator(routing_rules(config), limits, options)
         self._running: asyncio.Task[None] | None = None
 
-    async def join(self, data: bytes) -> bytes:
-        return self._said(await self._began().join(m.decode_message(data, m.JoinRequest)))
-
-    async def tell(self, data: bytes) -> bytes:
-        return self._said(await self._began().tell(m.decode_message(data, m.ReportRequest)))
-
-    async def listen(self, data: bytes) -> bytes:
-        return self._said(await self._began().listen(m.decode_message(data, m.PollRequest)))
-
-    async def register(self, data: bytes) -> bytes:
-        return self._said(await self._began().register(m.decode_message(data, m.EngineRegistration)))
-
-    async def gone(self, data: bytes) -> bytes:
-        return self._said(await self._began().gone(m.decode_message(data, m.EngineStopped)))
-
-    async def drain(self, data: bytes) -> bytes:
-        return self._said(await self._began().drain(m.decode_message(data, m.DrainRequest)))
-
-    async def state(self, data: bytes) -> bytes:
-        return self._said(await self._began().state())
+    async def call(self, method: str, data: bytes) -> bytes:
+        """Call one of ``REQUESTS`` with its encoded message."""
+        began, kind = self._began(), m.REQUESTS[method]
+        said = () if kind is None else (m.decode_message(data, kind),)
+        return self._said(await getattr(began, method)(*said))
 
     def _began(self) -> Coordinator:
         if self._running is None:
@@ -109,7 +95,7 @@ class CoordinatorActorClient(CoordinatorClient):
             if self._handle is None:
                 # Asks Ray's own store, which may be slow.
                 self._handle = await asyncio.to_thread(get_coordinator_handle, self._config)
-            return m.decode_message(await getattr(self._handle, method).remote(data), kind)
+            return m.decode_message(await self._handle.call.remote(method, data), kind)
         except (RayError, ValueError, msgspec.MsgspecError) as error:
             self._handle = None
             raise CoordinatorUnavailable(f"{type(error).__name__}: {str(error)[:200]}") from None

@@ -9,7 +9,7 @@ from ...routing.routed_programs import Key
 from ..http.replica_addresses import ReplicaAddress, ReplicaAddresses
 from .coordinator_messages import ReplicaInfo
 
-OnAffinityChange = Callable[[Key, Home | None, Home], None]
+OnAffinityChange = Callable[[Key, Home], None]
 
 
 class ProgramAffinityCache:
@@ -49,10 +49,9 @@ class ProgramAffinityCache:
                 self.put(key, None)
                 continue
             home = (change.replica_id, change.instance)
-            before = self._homes.get(key)
-            if before != home:
+            if self._homes.get(key) != home:
                 self.put(key, home)
-                on_affinity_change(key, before, home)
+                on_affinity_change(key, home)
         if changes.full or changes.version > self.version:
             self.life, self.version = changes.life, changes.version
 

@@ -203,6 +203,18 @@ class CoordinatorUnavailable(Exception):
     """The coordinator does not answer: it restarts, or is unreachable. It may have processed the message."""
 
 
+REQUESTS: dict[str, type[Any] | None] = {
+    "join": JoinRequest,
+    "tell": ReportRequest,
+    "listen": PollRequest,
+    "register": EngineRegistration,
+    "gone": EngineStopped,
+    "drain": DrainRequest,
+    "state": None,
+}
+"""A coordinator's methods, and the messages that they take; ``None``: none."""
+
+
 class CoordinatorClient(ABC):
     """A coordinator's methods. All raise ``CoordinatorUnavailable``, and ``MessageEncodingError`` for a
     message that cannot be encoded."""

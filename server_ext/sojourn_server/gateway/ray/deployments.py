@@ -19,10 +19,9 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from starlette.applications import Starlette
 
-from ...routing.home_change_log import Home
-from ...routing.routed_programs import Key
+from ...policies.cluster_preset import ClusterPreset
 from ...routing.routing_events import PairRole, ProbeReplica
-from ...routing.routing_from_preset import PAIR_POLICY, PAIR_REASONS, routing_reasons
+from ...routing.routing_from_preset import PAIR_POLICY, routing_reasons
 from ..http.engine_monitor import EngineMonitorProtocol
 from ..http.engine_probe import PROBE_TIMEOUT_S, EngineProbe
 from ..http.engine_reports import EngineDescription
@@ -31,7 +30,7 @@ from ..http.gateway_metrics import GatewayMetrics
 from ..http.replica_addresses import ReplicaAddresses
 from ..http.tenant_keys import DEFAULT_TENANT, TenantKeys, load_tenant_keys
 from .coordinated_routing_backend import CoordinatedRoutingBackend
-from .coordinator_actor import CoordinatorActorClient, load_policy_preset
+from .coordinator_actor import CoordinatorActorClient, load_policy_preset, routing_rules
 from .engine_process import STOP_GRACE_S, EngineProcess
 from .engine_supervisor import EngineSupervisor
 from .ray_config import EngineGroup, RayConfig, parse_config, read_key
@@ -214,20 +213,21 @@ class RayEngineMonitor(EngineMonitorProtocol):
         task.add_done_callback(self._tasks.discard)
 
     async def _probe(self, told: ProbeReplica) -> None:
-        place = self._routing_backend.place(told.replica_id)
+        place = self._routing_backend.places.get(told.replica_id)
         if place is not None:
             alive = await EngineProbe(place.url, self._session, key=self._engine_key).lives(PROBE_TIMEOUT_S)
             self._routing_backend.probed(told.replica_id, told.instance, alive is True)
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
         """The last description of a replica's engine."""
-        place = self._routing_backend.place(replica_id)
+        place = self._routing_backend.places.get(replica_id)
         return place.description if place is not None else None
 
 
 def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend, Starlette]:
     """The ASGI application of a gateway replica: that of one machine with a remote coordinator."""
-    preset = None if config.in_pairs else load_policy_preset(config)
+    rules = routing_rules(config)
+    preset = rules if isinstance(rules, ClusterPreset) else None
     options = GatewayOptions(
         policy=preset.name if preset is not None else PAIR_POLICY,
         engine_key=read_key(config.keys.engine, "keys.engine"),
@@ -235,22 +235,15 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
         reads_prefixes=preset is not None and preset.routing.reads_prefixes,
     )
     # A gateway adds reasons of its own: for known homes, and without the coordinator.
-    homes = {*routing_reasons(preset), "home", "sent_by_gateway"} if preset is not None else set(PAIR_REASONS)
-    metrics = GatewayMetrics({*homes, "coordinator_away"})
+    own = {"home", "sent_by_gateway"} if preset is not None else set()
+    metrics = GatewayMetrics({*routing_reasons(rules), *own, "coordinator_away"})
     replicas = ReplicaAddresses()
     routing_backend = CoordinatedRoutingBackend(CoordinatorActorClient(config), replicas)
     routing_backend.on_request_decision = metrics.decided
     gateway = Gateway(routing_backend, replicas, load_tenants(config), options, metrics)
     gateway.monitor = RayEngineMonitor(routing_backend, gateway.session, options.engine_key)
-
-    def on_affinity_change(key: Key, before: Home | None, home: Home) -> None:
-        # Another gateway sent the program there; its events at this gateway follow.
-        if before is None:
-            gateway.forwarder.settled(key, home[0])
-        else:
-            gateway.forwarder.moved(key, home[0])
-
-    routing_backend.on_affinity_change = on_affinity_change
+    # Another gateway sent the program there; its events at this gateway follow.
+    routing_backend.on_affinity_change = lambda key, home: gateway.forwarder.settled(key, home[0])
 
     def beside() -> list[Awaitable[Any]]:
         running: list[Awaitable[Any]] = [routing_backend.run()]

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ...routing import routing_events
 from ...routing.routing_events import PairRole, SendRequestToPair
 from ..http.routing_backend import GatewayRequestState
@@ -53,9 +55,11 @@ class OpenRequest:
         self.sent_to = send.replica_id if send is not None else None
         self.prefill_id = send.prefill_id if isinstance(send, SendRequestToPair) else None
 
-    def as_event(self) -> routing_events.RequestReceived | routing_events.RequestSent:
-        """The event that introduces it to a coordinator that does not know it."""
+    def as_event(self, now: float) -> routing_events.RequestReceived | routing_events.RequestSent:
+        """The event that introduces it to a coordinator that does not know it; its deadline is relative."""
         asked = self.asked
+        if asked.deadline_s is not None:
+            asked = msgspec.structs.replace(asked, deadline_s=asked.deadline_s - now)
         if self.sent_to is None:
             return asked
         return routing_events.RequestSent(
