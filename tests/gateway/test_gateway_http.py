@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine, engines
 from gateway_harness import World, lines, until, world
-from sojourn_server.gateway.http import engine_routes, proxy_headers, request_bodies, residency_tracker
+from sojourn_server.gateway.http import engine_queries, engine_routes, proxy_headers, request_bodies
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.engine_monitor import EngineMonitor
 from sojourn_server.gateway.http.generation_request import PromptSizeEstimator
@@ -286,7 +286,7 @@ async def test_programs_of_an_engine_that_is_gone_for_good_go_on_elsewhere(tmp_p
 
 
 async def test_a_program_whose_kv_is_gone_may_go_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency_tracker, "RESIDENCY_POLL_S", 0.02)
+    monkeypatch.setattr(engine_queries, "RESIDENCY_POLL_S", 0.02)
     async with engines(2) as fakes, world(fakes) as it:
         home = (await it.chat("p")).headers["X-Sojourn-Replica"]
         engine = next(fake for fake in fakes if fake.name == home)

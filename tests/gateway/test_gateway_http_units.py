@@ -124,14 +124,14 @@ def test_sizes_are_learned_by_model() -> None:
     question = parse_generation_request(ClientApi.COMPLETIONS, body, None)
     assert sizes.tokens(question) == 1000
     for _ in range(100):
-        sizes.told(question, 2000)
+        sizes.learn(question, 2000)
     assert sizes.tokens(question) == 2000
     other = parse_generation_request(ClientApi.COMPLETIONS, body.replace(b'"a"', b'"b"'), None)
     assert sizes.tokens(other) == 1000
-    sizes.told(other, 10**9)
+    sizes.learn(other, 10**9)
     assert sizes.tokens(other) <= 4000, "no answer makes it worse than a token a byte"
     small = parse_generation_request(ClientApi.COMPLETIONS, b'{"model": "c", "prompt": "hi"}', None)
-    sizes.told(small, 100)
+    sizes.learn(small, 100)
     assert sizes.tokens(small) == 1, "those were the template's"
     ids = parse_generation_request(ClientApi.COMPLETIONS, b'{"model": "a", "prompt": [1, 2]}', None)
     assert sizes.tokens(ids) == 2

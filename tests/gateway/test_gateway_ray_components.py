@@ -228,20 +228,20 @@ def known() -> tuple[ReplicaCache, ReplicaAddresses, list[tuple[str, str]]]:
 
 def test_a_lost_or_restarted_replica_is_reported() -> None:
     places, replicas, gone = known()
-    places.told([place("a"), place("b")], 1)
-    places.told([place("a", "2")], 2)
+    places.update([place("a"), place("b")], 1)
+    places.update([place("a", "2")], 2)
     assert sorted(gone) == [("a", "1"), ("b", "1")]
     assert list(places) == [one.replica_id for one in replicas] == ["a"]
-    places.told([], 2)
+    places.update([], 2)
     assert list(places) == ["a"], "it is no newer"
 
 
 def test_what_the_coordinator_before_knew_stays_for_a_while() -> None:
     places, replicas, gone = known()
     places.joined(0.0, another=True)
-    places.told([place("a"), place("b")], 5)
+    places.update([place("a"), place("b")], 5)
     places.joined(100.0, another=True)
-    places.told([place("a")], 0)
+    places.update([place("a")], 0)
     assert (set(places), set(places.inherited)) == ({"a", "b"}, {"b"})
     places.expire_inherited(100.0 + INHERITED_TTL_S - 0.1)
     assert len(places) == 2
@@ -252,9 +252,9 @@ def test_what_the_coordinator_before_knew_stays_for_a_while() -> None:
 
 def test_the_same_coordinator_again_leaves_nothing_behind() -> None:
     places, _, gone = known()
-    places.told([place("a"), place("b")], 5)
+    places.update([place("a"), place("b")], 5)
     places.joined(1.0, another=False)
-    places.told([place("a")], 0)
+    places.update([place("a")], 0)
     assert (list(places), gone) == (["a"], [("b", "1")])
 
 

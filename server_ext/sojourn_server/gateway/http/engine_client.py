@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import aiohttp
@@ -50,6 +51,50 @@ class EngineAnswer:
     first: bytes
     """The complete answer, or the first part of a stream; ``b""``: there is none."""
     is_stream: bool
+
+
+class EngineReply(NamedTuple):
+    """An engine's complete answer, unchanged."""
+
+    status: int
+    body: bytes
+    media_type: str
+
+    @property
+    def document(self) -> dict[str, Any] | None:
+        """The JSON object of a successful answer, if it is one."""
+        if self.status != 200:
+            return None
+        try:
+            document = msgspec.json.decode(self.body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        return document if isinstance(document, dict) else None
+
+
+async def ask_engine(
+    session: aiohttp.ClientSession,
+    url: str,
+    *,
+    method: str = "GET",
+    body: bytes | None = None,
+    authorization: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float,
+) -> EngineReply | None:
+    """Ask an engine a question of the gateway itself; ``None``: no complete answer in time."""
+    sent = {**(headers or {}), **({"Authorization": authorization} if authorization is not None else {})}
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with session.request(method, url, data=body, headers=sent, timeout=timeout) as answer:
+            return EngineReply(answer.status, await answer.read(), answer.content_type)
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+        return None
+
+
+def bearer(key: str | None, authorization: str | None = None) -> str | None:
+    """The ``Authorization`` of a key; without one, that of the client."""
+    return f"Bearer {key}" if key else authorization
 
 
 def open_session() -> aiohttp.ClientSession:

@@ -55,7 +55,7 @@ class MonitoredEngine:
 class EngineMonitorProtocol(Protocol):
     """Monitor of a gateway's engines. Without configured addresses none is missing or refused."""
 
-    def probe(self, told: routing_events.ProbeReplica) -> None:
+    def probe(self, action: routing_events.ProbeReplica) -> None:
         """Check now whether a replica is alive."""
         ...
 
@@ -103,13 +103,15 @@ class EngineMonitor(EngineMonitorProtocol):
         """Poll all engines once."""
         await asyncio.gather(*(self._check(watched) for watched in self._watched.values()))
 
-    def probe(self, told: routing_events.ProbeReplica) -> None:
+    def probe(self, action: routing_events.ProbeReplica) -> None:
         """Check now whether a replica is alive."""
-        address = self._replicas.get(told.replica_id)
+        address = self._replicas.get(action.replica_id)
         watched = self._watched.get(address.url) if address is not None else None
         if watched is None:
             # A replica from a saved state: its engine has not been seen yet, or its address was removed.
-            self._routing_backend.tell(routing_events.ReplicaGone(told.replica_id, told.instance, "not seen"))
+            self._routing_backend.tell(
+                routing_events.ReplicaGone(action.replica_id, action.instance, "not seen")
+            )
         else:
             task = asyncio.ensure_future(self._probe(watched))
             self._tasks.add(task)
@@ -203,12 +205,12 @@ class EngineMonitor(EngineMonitorProtocol):
             )
 
     def _seen(self, watched: MonitoredEngine) -> None:
-        told = watched.description
-        if told is None:
+        described = watched.description
+        if described is None:
             return
         for address in watched.places:
             self._replicas.add(address)
-            self._routing_backend.tell(told.registration_event(address.replica_id))
+            self._routing_backend.tell(described.registration_event(address.replica_id))
 
     def _gone(self, watched: MonitoredEngine, reason: str) -> None:
         if watched.description is None:
@@ -225,11 +227,11 @@ class EngineMonitor(EngineMonitorProtocol):
         return "no engine is left, requests wait for one" if nobody else "its programs go on elsewhere"
 
     def _forget(self, watched: MonitoredEngine, reason: str) -> None:
-        told = watched.description
+        described = watched.description
         for address in watched.places:
             self._replicas.remove(address.replica_id)
-            if told is not None:
+            if described is not None:
                 self._routing_backend.tell(
-                    routing_events.ReplicaGone(address.replica_id, told.instance, reason)
+                    routing_events.ReplicaGone(address.replica_id, described.instance, reason)
                 )
         watched.places = []

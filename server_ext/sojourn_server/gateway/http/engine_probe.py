@@ -9,6 +9,7 @@ import aiohttp
 from sojourn.wire import CAPABILITIES_PATH
 
 from ...routing.routing_status import LinkStats
+from .engine_client import ask_engine
 from .engine_reports import (
     STATS_PATH,
     EngineDescription,
@@ -115,12 +116,12 @@ class EngineProbe:
 
     async def get(self, path: str) -> tuple[int, str]:
         """Status and text of an answer; 0: there was none, or the engine was overloaded."""
-        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+        answer = await ask_engine(
+            self._session(), self.url + path, headers=self._headers, timeout_s=ANSWER_TIMEOUT_S
+        )
+        if answer is None or answer.status >= 500:
+            return 0, ""
         try:
-            async with self._session().get(self.url + path, headers=self._headers, timeout=timeout) as answer:
-                text = await answer.text()
-                if answer.status == 200:
-                    return 200, text
-                return (0 if answer.status >= 500 else answer.status), ""
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, UnicodeDecodeError):
+            return answer.status, answer.body.decode() if answer.status == 200 else ""
+        except UnicodeDecodeError:
             return 0, ""

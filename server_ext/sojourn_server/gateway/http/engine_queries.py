@@ -1,4 +1,4 @@
-"""Queries to all engines at once, with their answers merged."""
+"""Queries to all engines at once: merged answers, and programs whose KV engines have dropped."""
 
 from __future__ import annotations
 
@@ -11,31 +11,20 @@ import aiohttp
 import msgspec
 
 from ...api import response_merging
+from ...policies.placement.placement_views import Tier
+from ...routing.routing_events import KvDropped
+from .engine_client import EngineReply, ask_engine, bearer
+from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
+from .routing_backend import RoutingBackend
 
 QUERY_TIMEOUT_S = 15.0
+RESIDENCY_POLL_S = 5.0
+"""MORI's tick."""
+MAX_PROGRAMS_PER_POLL = 1000
 STRAGGLER_WAIT_S = 0.5
 """Where one answer is enough, the others are awaited this long after it: clients of these routes give up
 after one or two seconds."""
-
-
-class EngineReply(NamedTuple):
-    """An engine's answer, unchanged."""
-
-    status: int
-    body: bytes
-    media_type: str
-
-    @property
-    def document(self) -> dict[str, Any] | None:
-        """The JSON object of a successful answer, if it is one."""
-        if self.status != 200:
-            return None
-        try:
-            document = msgspec.json.decode(self.body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None
-        return document if isinstance(document, dict) else None
 
 
 class EngineReplies(NamedTuple):
@@ -63,31 +52,36 @@ class EngineQueries:
         self._engine_key = engine_key
 
     async def ask(
-        self, path: str, authorization: str | None, *, others_s: float | None = None
+        self,
+        path: str,
+        authorization: str | None,
+        *,
+        others_s: float | None = None,
+        of: Callable[[ReplicaAddress], bool] = lambda engine: True,
     ) -> EngineReplies:
-        """Each engine's answer to a GET.
+        """The answers of engines, or of some ``of`` them, to a GET.
 
         ``others_s``: how long the rest is awaited after the first answer; ``None``: as long as the first.
         """
-        engines = self._replicas.engines()
+        engines = [engine for engine in self._replicas.engines() if of(engine)]
         asked = {e.url: asyncio.ensure_future(self._get(e, path, authorization)) for e in engines}
         await _gather_replies(set(asked.values()), others_s)
-        told = EngineReplies({}, [], [])
+        replies = EngineReplies({}, [], [])
         for url, task in asked.items():
             answer = task.result() if task.done() and not task.cancelled() else None
             if answer is not None and (document := answer.document) is not None:
-                told.documents[url] = document
+                replies.documents[url] = document
             else:
                 is_stock = answer is not None and answer.status == 404
-                (told.stock if is_stock else told.silent).append(url)
-        return told
+                (replies.stock if is_stock else replies.silent).append(url)
+        return replies
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
         """Capabilities in the format of one engine, so that clients see one. Empty if no engine has
         sojourn."""
         found = await self.ask("/sojourn/v1/capabilities", authorization, others_s=STRAGGLER_WAIT_S)
         # A proxy in front of an engine may answer 200 to anything.
-        ours = {url: told for url, told in found.documents.items() if told.get("name") == "sojourn"}
+        ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}
         if not ours:
             return {}
         merged = response_merging.merge_capabilities(list(ours.values()))
@@ -136,20 +130,72 @@ class EngineQueries:
         authorization: str | None,
         headers: Mapping[str, str] | None = None,
     ) -> EngineReply | None:
-        shown = f"Bearer {self._engine_key}" if self._engine_key is not None else authorization
-        try:
-            async with self._session().get(
-                engine.url + path,
-                headers={**(headers or {}), **({"Authorization": shown} if shown is not None else {})},
-                timeout=aiohttp.ClientTimeout(total=QUERY_TIMEOUT_S),
-            ) as answer:
-                return EngineReply(answer.status, await answer.read(), answer.content_type)
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
-            return None
+        return await ask_engine(
+            self._session(),
+            engine.url + path,
+            authorization=bearer(self._engine_key, authorization),
+            headers=headers,
+            timeout_s=QUERY_TIMEOUT_S,
+        )
 
 
-def _paths(told: dict[str, Any]) -> dict[str, Any]:
-    paths = told.get("paths")
+class _PlacedProgram(msgspec.Struct):
+    program_id: str
+    placed: str | None = None
+
+
+class _PlacedPrograms(msgspec.Struct):
+    programs: list[_PlacedProgram]
+
+
+class ResidencyTracker:
+    """Polls engines that place programs in tiers: programs whose KV was dropped may use any replica again
+    (MORI §4.3.1)."""
+
+    def __init__(
+        self,
+        routing_backend: RoutingBackend,
+        replicas: ReplicaAddresses,
+        names: ProgramIdMapper,
+        queries: EngineQueries,
+        speaks: Callable[[ReplicaAddress], bool],
+    ) -> None:
+        """``speaks``: whether an engine has the route."""
+        self._routing_backend = routing_backend
+        self._replicas = replicas
+        self._names = names
+        self._queries = queries
+        self._speaks = speaks
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        while True:
+            await asyncio.sleep(RESIDENCY_POLL_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Poll each engine once."""
+        # With several ranks at one address, an answer does not tell its rank.
+        path = f"/sojourn/v1/programs?limit={MAX_PROGRAMS_PER_POLL}"
+        asked = await self._queries.ask(path, None, of=lambda one: one.rank is None and self._speaks(one))
+        at = {one.url: one.replica_id for one in self._replicas}
+        for url, document in asked.documents.items():
+            for tenant, program_id in filter(None, map(self._names.key, _dropped(document))):
+                replica_id = at.get(url)
+                if replica_id is not None and self._routing_backend.home(tenant, program_id) == replica_id:
+                    self._routing_backend.tell(KvDropped(program_id, tenant, replica_id))
+
+
+def _dropped(document: dict[str, Any]) -> list[str]:
+    try:
+        placed = msgspec.convert(document, _PlacedPrograms)
+    except msgspec.ValidationError:
+        return []
+    return [program.program_id for program in placed.programs if program.placed == Tier.WAITING.value]
+
+
+def _paths(capabilities: dict[str, Any]) -> dict[str, Any]:
+    paths = capabilities.get("paths")
     return paths if isinstance(paths, dict) else {}
 
 

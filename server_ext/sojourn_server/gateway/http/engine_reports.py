@@ -126,18 +126,18 @@ class PairCapabilities:
 
 def parse_pair_capabilities(capabilities: Mapping[str, Any]) -> PairCapabilities:
     """From the answer to ``/capabilities``. Raises ``InvalidPairEngine``."""
-    told = capabilities.get("paths")
-    if not isinstance(told, Mapping):
+    reported = capabilities.get("paths")
+    if not isinstance(reported, Mapping):
         raise InvalidPairEngine("it reports no KV paths; expected an engine started with --role")
-    roles = [role for role in PairRole if role.value == told.get("role")]
+    roles = [role for role in PairRole if role.value == reported.get("role")]
     if not roles:
-        raise InvalidPairEngine(f"its role is {told.get('role')!r:.80}; expected prefill or decode")
-    peer, node, epoch = (_text(told, name) for name in ("peer", "node", "epoch"))
-    sizes = [told.get(name) for name in ("block_bytes", "block_tokens")]
+        raise InvalidPairEngine(f"its role is {reported.get('role')!r:.80}; expected prefill or decode")
+    peer, node, epoch = (_text(reported, name) for name in ("peer", "node", "epoch"))
+    sizes = [reported.get(name) for name in ("block_bytes", "block_tokens")]
     for name, size in zip(("block_bytes", "block_tokens"), sizes, strict=True):
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise InvalidPairEngine(f"its {name} is {size!r:.80}; expected a number above 0")
-    block_s = _seconds(told.get("block_s"))
+    block_s = _seconds(reported.get("block_s"))
     return PairCapabilities(
         role=roles[0],
         peer=peer,
@@ -146,14 +146,14 @@ def parse_pair_capabilities(capabilities: Mapping[str, Any]) -> PairCapabilities
         block_s=block_s or DEFAULT_BLOCK_S,
         block_bytes=int(sizes[0] or 0),
         block_tokens=int(sizes[1] or 0),
-        kv=_text(told, "kv") if told.get("kv") else "",
+        kv=_text(reported, "kv") if reported.get("kv") else "",
     )
 
 
 def parse_link_stats(stats: Mapping[str, Any]) -> dict[str, LinkStats] | None:
     """Links by name, from the answer to ``/stats``. ``None``: missing or invalid."""
-    told = stats.get("paths")
-    links = told.get("links") if isinstance(told, Mapping) else None
+    reported = stats.get("paths")
+    links = reported.get("links") if isinstance(reported, Mapping) else None
     if not isinstance(links, Mapping) or len(links) > MAX_LINKS:
         return None
     found = {}
@@ -168,8 +168,8 @@ def parse_link_stats(stats: Mapping[str, Any]) -> dict[str, LinkStats] | None:
     return found
 
 
-def _text(told: Mapping[str, Any], name: str) -> str:
-    value = told.get(name)
+def _text(reported: Mapping[str, Any], name: str) -> str:
+    value = reported.get(name)
     if (
         not isinstance(value, str)
         or not value.strip()
@@ -215,21 +215,21 @@ def describe_pair(
     capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
 ) -> PairEngineDescription:
     """As ``describe_engine``, with the members for pairs."""
-    told = describe_engine(capabilities, metrics, models, life)
-    values = {field.name: getattr(told, field.name) for field in dataclasses.fields(told)}
+    reported = describe_engine(capabilities, metrics, models, life)
+    values = {field.name: getattr(reported, field.name) for field in dataclasses.fields(reported)}
     try:
         paths = parse_pair_capabilities(capabilities)
     except InvalidPairEngine as error:
         return PairEngineDescription(**values, unfit=str(error))
     # A restarted traffic manager has lost its KV, even if the engine process is the same.
-    values["instance"] = f"{told.instance} {paths.epoch}"
+    values["instance"] = f"{reported.instance} {paths.epoch}"
     ranks = "it has data-parallel ranks, which share one address of KV; expected one engine"
-    return PairEngineDescription(**values, paths=paths, unfit=ranks if told.ranks > 1 else "")
+    return PairEngineDescription(**values, paths=paths, unfit=ranks if reported.ranks > 1 else "")
 
 
-def engine_compatibility(told: EngineDescription, paths: PairCapabilities) -> EngineCompatibility:
+def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -> EngineCompatibility:
     """An engine's kind."""
-    return told.model, paths.block_bytes, paths.block_tokens, paths.kv
+    return reported.model, paths.block_bytes, paths.block_tokens, paths.kv
 
 
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
@@ -272,26 +272,26 @@ def dominant_compatibility(
 
 
 def registration_event(
-    replica_id: str, told: EngineDescription, paths: PairCapabilities
+    replica_id: str, reported: EngineDescription, paths: PairCapabilities
 ) -> PairEngineRegistered:
     """The registration of an engine."""
     return PairEngineRegistered(
         replica_id,
-        told.instance,
+        reported.instance,
         paths.role,
         paths.node,
-        told.capacity_tokens,
+        reported.capacity_tokens,
         paths.block_s,
         paths.peer,
-        told.max_context_tokens,
+        reported.max_context_tokens,
         paths.epoch,
-        told.max_running,
+        reported.max_running,
     )
 
 
 def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:
     """The queue of a node's storage NIC: the sum over its engines, which share it. ``None``: an engine does
     not know its queue, or none reports one; the core's own estimate stays valid then."""
-    told = [links[STORAGE_READ].queued_s for links in engines if STORAGE_READ in links]
-    known = [seconds for seconds in told if seconds is not None]
-    return NicQueueReported(node, sum(known)) if told and len(known) == len(told) else None
+    reported = [links[STORAGE_READ].queued_s for links in engines if STORAGE_READ in links]
+    known = [seconds for seconds in reported if seconds is not None]
+    return NicQueueReported(node, sum(known)) if reported and len(known) == len(reported) else None

@@ -29,6 +29,7 @@ from sojourn.wire import (
 )
 
 from ...routing import routing_events
+from .engine_client import ask_engine, bearer
 from .engine_reports import EngineDescription
 from .ordered_sender import ANSWER_TIMEOUT_S, OrderedSender, post_all
 from .program_event_records import Key, ProgramEventRecords, RecordedEvent, ReplicaInstance
@@ -171,11 +172,11 @@ class EventForwarder:
     def left(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
         """Tell a program's former replica to release it. ``authorization``: of the program's last request."""
         event = {"type": "program_end", "program_id": left.program_id, "status": "cancelled"}
-        told = self.known.get((left.tenant, left.program_id))
-        if told is not None:
-            authorization = told.authorization if authorization is None else authorization
-            if told.place is not None and told.place[0] == left.replica_id:
-                told.has_unsent()
+        record = self.known.get((left.tenant, left.program_id))
+        if record is not None:
+            authorization = record.authorization if authorization is None else authorization
+            if record.place is not None and record.place[0] == left.replica_id:
+                record.has_unsent()
         address = self._replicas.get(left.replica_id)
         if address is not None:
             self._sender_for(address.url).say([self._numbered(left.tenant, event)], authorization)
@@ -203,9 +204,9 @@ class EventForwarder:
         is_new = self.known.get(key) is None
         shown = authorization if self._engine_key is None else None
         kept = self.known.note(key, event, shown, self._clock(), delivered=piggyback or home is not None)
-        told = self.known.get(key)
-        if is_new and told is not None and home is not None:
-            told.place = self._place(home)
+        record = self.known.get(key)
+        if is_new and record is not None and home is not None:
+            record.place = self._place(home)
         return kept
 
     def _place(self, replica_id: str) -> ReplicaInstance:
@@ -216,44 +217,44 @@ class EventForwarder:
         self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()
     ) -> asyncio.Future[bool] | None:
         """Send a replica the events of a program that it lacks; ``None``: there is nothing to wait for."""
-        told = self.known.get(key)
+        record = self.known.get(key)
         address = self._replicas.get(replica_id)
-        if told is None or address is None:
+        if record is None or address is None:
             return None
         place = self._place(replica_id)
-        if told.telling is not None and told.telling[0] == place and not told.telling[1].done():
-            return told.telling[1]
+        if record.telling is not None and record.telling[0] == place and not record.telling[1].done():
+            return record.telling[1]
         heard = self._graphs_sent_to(address.url, replica_id)
-        graph = told.graph
+        graph = record.graph
         lacks_graph = (
             graph is not None and graph in riding and not graph.in_full and not self._has(heard, key, graph)
         )
-        if told.place == place and not lacks_graph:
+        if record.place == place and not lacks_graph:
             return None
         described = self.description_of(replica_id)
-        kept = told.events_to_send(riding) if told.place != place else []
+        kept = record.events_to_send(riding) if record.place != place else []
         if lacks_graph and graph is not None:
             kept.append(graph)
         if not kept or (described is not None and not described.speaks_sojourn):
-            told.place = place
-            told.undelivered = []
+            record.place = place
+            record.undelivered = []
             return None
-        if self._clock() < told.again_s:
+        if self._clock() < record.again_s:
             return None
         said = self._sender_for(address.url).say(
-            [self._aged(key[0], one) for one in kept], told.authorization
+            [self._aged(key[0], one) for one in kept], record.authorization
         )
-        told.telling = (place, said)
-        missed = told.missed
+        record.telling = (place, said)
+        missed = record.missed
 
         def heard_it(answer: asyncio.Future[bool]) -> None:
             if answer.cancelled() or not answer.result():
-                told.again_s = self._clock() + REPLAY_RETRY_S
+                record.again_s = self._clock() + REPLAY_RETRY_S
                 return
-            told.undelivered = [one for one in told.undelivered if one not in kept]
+            record.undelivered = [one for one in record.undelivered if one not in kept]
             heard.update(one.event.graph_hash for one in kept if isinstance(one.event, AegReport))
-            if told.missed == missed:
-                told.place = place
+            if record.missed == missed:
+                record.place = place
 
         said.add_done_callback(heard_it)
         return said
@@ -267,11 +268,11 @@ class EventForwarder:
 
     def _graphs_sent_to(self, url: str, replica_id: str) -> set[str]:
         instance = self._place(replica_id)[1]
-        life, told = self._graphs_sent.get(url, ("", set()))
-        if url not in self._graphs_sent or life != instance or len(told) >= MAX_GRAPHS_SENT:
-            told = set()
-            self._graphs_sent[url] = (instance, told)
-        return told
+        life, hashes = self._graphs_sent.get(url, ("", set()))
+        if url not in self._graphs_sent or life != instance or len(hashes) >= MAX_GRAPHS_SENT:
+            hashes = set()
+            self._graphs_sent[url] = (instance, hashes)
+        return hashes
 
     def _with_full_graph(
         self, tenant: str, event: AnyEvent, raw: msgspec.Raw, to: _EngineBatch
@@ -308,11 +309,11 @@ class EventForwarder:
         return named
 
     def _sender_for(self, url: str) -> OrderedSender:
-        speaker = self._senders.get(url)
-        if speaker is None:
+        sender = self._senders.get(url)
+        if sender is None:
             self._senders = {known: one for known, one in self._senders.items() if not one.idle}
-            speaker = self._senders[url] = OrderedSender(url, self._emitter, self._post, self._clock)
-        return speaker
+            sender = self._senders[url] = OrderedSender(url, self._emitter, self._post, self._clock)
+        return sender
 
     async def _pass_on(
         self,
@@ -323,18 +324,18 @@ class EventForwarder:
         outcomes: list[EventOutcome | None],
         authorization: str | None,
     ) -> None:
-        speaker = self._senders.get(url)
-        if speaker is not None:
-            await speaker.silence()  # earlier events of these programs arrive first
+        sender = self._senders.get(url)
+        if sender is not None:
+            await sender.silence()  # earlier events of these programs arrive first
         events = [self._renamed(tenant, raw) for _, _, raw in to.events]
         onwards = EventBatch(v=batch.v, emitter=batch.emitter, events=events, dropped=batch.dropped)
         answered = await post_all(self._post, url, onwards, authorization)
         for (place, event, _), outcome in zip(to.events, answered, strict=True):
             if outcome is None:
                 outcomes[place] = EventOutcome(outcome=Outcome.MISSING, reason="its replica did not answer")
-                told = self.known.get((tenant, event.program_id))
-                if told is not None and not isinstance(event, ToolStop):
-                    told.has_unsent()
+                record = self.known.get((tenant, event.program_id))
+                if record is not None and not isinstance(event, ToolStop):
+                    record.has_unsent()
                 continue
             if self.names.apart and outcome.program_id is not None:
                 outcome = msgspec.structs.replace(outcome, program_id=event.program_id)
@@ -348,23 +349,23 @@ class EventForwarder:
     async def _post(
         self, url: str, batch: EventBatch, authorization: str | None
     ) -> Sequence[EventOutcome] | None:
-        headers = {"Content-Type": "application/json"}
-        shown = f"Bearer {self._engine_key}" if self._engine_key is not None else authorization
-        if shown is not None:
-            headers["Authorization"] = shown
+        answer = await ask_engine(
+            self._session(),
+            url + EVENTS_PATH,
+            method="POST",
+            body=encode(batch),
+            authorization=bearer(self._engine_key, authorization),
+            headers={"Content-Type": "application/json"},
+            timeout_s=ANSWER_TIMEOUT_S,
+        )
+        if answer is not None and answer.status in (401, 403):
+            refused = EventOutcome(outcome=Outcome.REJECTED, reason="the engine refuses this key")
+            return [refused] * len(batch.events)
+        if answer is None or answer.status != 200:
+            return None
         try:
-            async with self._session().post(
-                url + EVENTS_PATH,
-                data=encode(batch),
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S),
-            ) as answer:
-                body = await answer.read()
-                if answer.status in (401, 403):
-                    refused = EventOutcome(outcome=Outcome.REJECTED, reason="the engine refuses this key")
-                    return [refused] * len(batch.events)
-                return decode_outcomes(body).outcomes if answer.status == 200 else None
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, WireError, ValueError) as error:
+            return decode_outcomes(answer.body).outcomes
+        except (WireError, ValueError) as error:
             logger.debug("events for %s are lost: %s", url, error)
             return None
 

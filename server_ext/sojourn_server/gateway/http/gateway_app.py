@@ -106,7 +106,7 @@ class Gateway:
         self._migrator = ProgramMigrator(
             self.forwarder, replicas, self._description_of, self.session, metrics
         )
-        self._overview = EngineQueries(replicas, self.session, engine_key=options.engine_key)
+        self.queries = EngineQueries(replicas, self.session, engine_key=options.engine_key)
         shared = ProxyContext(
             routing_backend,
             replicas,
@@ -242,7 +242,7 @@ class Gateway:
     # -- routes of engines ------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
-        found = await self._overview.first("/v1/models", self._shown(request))
+        found = await self.queries.first("/v1/models", self._shown(request))
         if found is None:
             raise ApiError(503, "no engine answers", "try again soon", {"Retry-After": "2"})
         return Response(found.body, media_type="application/json")
@@ -289,7 +289,7 @@ class Gateway:
         return Response(encode(OutcomeBatch(outcomes=outcomes)), media_type="application/json")
 
     async def _capabilities(self, request: Request) -> Response:
-        found = await self._overview.capabilities(self._shown(request))
+        found = await self.queries.capabilities(self._shown(request))
         if not found:
             raise ApiError(
                 503, "no engine answers that speaks sojourn", "try again soon", {"Retry-After": "2"}
@@ -321,7 +321,7 @@ class Gateway:
             replica = place.replica or self.routing_backend.answered_by(place.tenant, program_id)
             if replica is not None:
                 path = f"{PREFIX}/programs/{_quoted(self.forwarder.names.of(place.tenant, program_id))}"
-                told = await self._overview.one(replica, path, self._shown(request))
+                told = await self.queries.one(replica, path, self._shown(request))
             engine = told.document if told is not None else None
             if engine is not None:
                 shows_all = request.state.tenant is None
@@ -331,19 +331,19 @@ class Gateway:
 
     async def _graphs(self, request: Request) -> Response:
         self._only_admin(request)
-        return _json(await self._overview.graphs(self._shown(request)))
+        return _json(await self.queries.graphs(self._shown(request)))
 
     async def _graph(self, request: Request) -> Response:
         self._only_admin(request)
         path = f"{PREFIX}/graphs/{_quoted(request.path_params['graph_hash'])}"
-        found = await self._overview.first(path, self._shown(request))
+        found = await self.queries.first(path, self._shown(request))
         if found is None:
             raise ApiError(404, "no graph of this hash is known", f"GET {PREFIX}/graphs lists those that are")
         return Response(found.body, media_type=found.media_type)
 
     async def _stats(self, request: Request) -> Response:
         self._only_admin(request)
-        told = await self._overview.ask(f"{PREFIX}/stats", self._shown(request))
+        told = await self.queries.ask(f"{PREFIX}/stats", self._shown(request))
         return _json(
             {
                 "replicas": await self.routing_backend.replicas(),
@@ -369,7 +369,7 @@ class Gateway:
         )
         path = f"{PREFIX}/decisions" + (f"?{query}" if query else "")
         accept = request.headers.get("accept")
-        found = await self._overview.one(
+        found = await self.queries.one(
             replica.replica_id,
             path,
             self._shown(request),

@@ -62,7 +62,7 @@ class GatewayMetrics:
             "refused", "Requests answered by the gateway with an error, by its code.", "code"
         )
         self._moved = counter("moves", "Programs that went to another replica, by reason.", "reason")
-        self._recalled = counter("recalls", "Requests taken back from a replica for somebody more urgent.")
+        self._recalled = counter("recalls", "Requests recalled from a replica for a more urgent one.")
         self._cut = counter("cut_streams", "Answers that broke off after their first byte.")
         for reason in reasons:
             self._requests.labels(reason)
@@ -88,20 +88,20 @@ class GatewayMetrics:
         self._room = gauge(
             "replica_room_tokens", "KV that the programs at home leave of all tiers of a replica.", "replica"
         )
-        self._health = gauge("replica_health", "1 for what is believed of a replica.", "replica", "health")
+        self._health = gauge("replica_health", "1 for the assumed health of a replica.", "replica", "health")
         self._role = gauge(
             "replica_role",
-            "1 for what a replica does of requests that are prefilled and decoded apart, and where it is.",
+            "1 for the role and node of a prefill or decode engine.",
             "replica", "role", "node",
         )  # fmt: skip
         self._link = gauge(
             "link_queued_seconds",
-            "What waits for a link of a replica's, as it told last, in seconds.",
+            "Queue of a link of a replica at its last report, in seconds.",
             "replica", "link",
         )  # fmt: skip
         self._balance = gauge("load_spread", "Load of the most loaded replica less that of the least loaded.")
         self._use = gauge(
-            "tenant_use_ratio", "What a tenant's requests in flight use of its share.", "tenant"
+            "tenant_use_ratio", "Usage of a tenant's requests in flight, divided by its share.", "tenant"
         )
         self._shown: set[str] = set()
         self._shown_pairs: set[tuple[Gauge, tuple[str, ...]]] = set()

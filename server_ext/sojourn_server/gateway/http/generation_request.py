@@ -262,8 +262,8 @@ class PromptSizeEstimator:
             1, round(_text_bytes(question) * self._ratios.get(question.model, INITIAL_TOKENS_PER_BYTE))
         )
 
-    def told(self, question: GenerationRequest, prompt_tokens: int) -> None:
-        """Learn an engine's count."""
+    def learn(self, question: GenerationRequest, prompt_tokens: int) -> None:
+        """Update the ratio of the model by an engine's count."""
         size = question.prompt_bytes
         if question.prompt_tokens is not None or size < MIN_SAMPLE_BYTES or prompt_tokens <= 0:
             return

@@ -77,7 +77,7 @@ class OrderedSender:
         self._emitter = emitter
         self._post = post
         self._clock = clock
-        self._words: deque[_QueuedEvents] = deque()
+        self._queue: deque[_QueuedEvents] = deque()
         self._last: asyncio.Future[bool] | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -89,10 +89,10 @@ class OrderedSender:
     def say(self, events: list[msgspec.Raw], authorization: str | None) -> asyncio.Future[bool]:
         """Queue events; the result tells whether the engine accepted them."""
         said: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        if len(self._words) >= MAX_QUEUED_EVENTS:
+        if len(self._queue) >= MAX_QUEUED_EVENTS:
             said.set_result(False)
             return said
-        self._words.append(_QueuedEvents(events, authorization, self._clock(), said))
+        self._queue.append(_QueuedEvents(events, authorization, self._clock(), said))
         self._last = said
         if self._task is None:
             self._task = asyncio.ensure_future(self._run())
@@ -105,18 +105,18 @@ class OrderedSender:
 
     async def _run(self) -> None:
         try:
-            while self._words:
-                word = self._words.popleft()
-                heard = False
+            while self._queue:
+                queued = self._queue.popleft()
+                accepted = False
                 try:
-                    if self._clock() - word.at_s < STALE_S:
-                        batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=word.events)
-                        outcomes = await post_all(self._post, self._url, batch, word.authorization)
-                        heard = all(
+                    if self._clock() - queued.at_s < STALE_S:
+                        batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=queued.events)
+                        outcomes = await post_all(self._post, self._url, batch, queued.authorization)
+                        accepted = all(
                             one is not None and one.outcome is not Outcome.REJECTED for one in outcomes
                         )
                 finally:
-                    if not word.said.done():
-                        word.said.set_result(heard)
+                    if not queued.said.done():
+                        queued.said.set_result(accepted)
         finally:
             self._task = None

@@ -147,11 +147,11 @@ class PairMonitor(EngineMonitor):
             self._log_pairs()
 
     def _take(self, watched: MonitoredEngine) -> None:
-        told = watched.description
-        if not isinstance(told, PairEngineDescription):
+        described = watched.description
+        if not isinstance(described, PairEngineDescription):
             return
-        url, paths = watched.url, told.paths
-        why = self._why_not(url, told)
+        url, paths = watched.url, described.paths
+        why = self._why_not(url, described)
         if why or paths is None:
             self._refuse(watched, why)
             return
@@ -160,12 +160,12 @@ class PairMonitor(EngineMonitor):
         if self._replicas.get(address.replica_id) is None:
             logger.info(
                 "%s is up: a %s engine at node %s, KV for %d tokens",
-                url, paths.role.value, paths.node, told.capacity_tokens,
+                url, paths.role.value, paths.node, described.capacity_tokens,
             )  # fmt: skip
         watched.places = [address]
         self._replicas.add(address)
-        self._instances[address.replica_id] = told.instance
-        self._tell(registration_event(address.replica_id, told, paths))
+        self._instances[address.replica_id] = described.instance
+        self._tell(registration_event(address.replica_id, described, paths))
         self._report_nic_queue(paths.node)
 
     def _report_nic_queue(self, node: str) -> None:
@@ -176,11 +176,11 @@ class PairMonitor(EngineMonitor):
         if event is not None:
             self._tell(event)
 
-    def _why_not(self, url: str, told: PairEngineDescription) -> str:
+    def _why_not(self, url: str, described: PairEngineDescription) -> str:
         """Why an engine is not accepted; empty: it is."""
-        paths, role = told.paths, self._roles[url]
-        if told.unfit or paths is None:
-            return told.unfit
+        paths, role = described.paths, self._roles[url]
+        if described.unfit or paths is None:
+            return described.unfit
         if paths.role is not role:
             return f"it is a {paths.role.value} engine; expected a {role.value} engine, as which it is named"
         ours = self._kind
@@ -195,9 +195,9 @@ class PairMonitor(EngineMonitor):
             self._had_pair = True
         elif not alike or not self._had_pair:
             self._kind, self._had_pair = self._most_common(), False
-        if told.kind is None or self._kind is None:
+        if described.kind is None or self._kind is None:
             return ""
-        return incompatibility(told.kind, self._kind)
+        return incompatibility(described.kind, self._kind)
 
     def _most_common(self) -> EngineCompatibility | None:
         """The dominant kind among suitable engines, in the configured order; ``None``: there are none."""
@@ -244,24 +244,24 @@ class PairMonitor(EngineMonitor):
         ]
 
     def _description(self, url: str) -> PairEngineDescription | None:
-        told = self._watched[url].description
-        return told if isinstance(told, PairEngineDescription) and not told.unfit else None
+        described = self._watched[url].description
+        return described if isinstance(described, PairEngineDescription) and not described.unfit else None
 
     def _kind_of(self, url: str) -> EngineCompatibility | None:
-        told = self._description(url)
-        return told.kind if told is not None else None
+        described = self._description(url)
+        return described.kind if described is not None else None
 
     def _has_role(self, url: str, role: PairRole) -> bool:
-        told = self._description(url)
-        return told is not None and told.paths is not None and told.paths.role is role
+        described = self._description(url)
+        return described is not None and described.paths is not None and described.paths.role is role
 
     def _node(self, url: str) -> str | None:
-        told = self._description(url)
-        return told.paths.node if told is not None and told.paths is not None else None
+        described = self._description(url)
+        return described.paths.node if described is not None and described.paths is not None else None
 
 
-def _same_engine(known: PairCapabilities | None, told: PairCapabilities | None) -> bool:
+def _same_engine(known: PairCapabilities | None, described: PairCapabilities | None) -> bool:
     """Whether two reports describe the same engine, apart from its speed."""
-    if known is None or told is None:
-        return known is told
-    return dataclasses.replace(told, block_s=known.block_s) == known
+    if known is None or described is None:
+        return known is described
+    return dataclasses.replace(described, block_s=known.block_s) == known

@@ -100,8 +100,13 @@ def prefill_body(
     document["stream"] = _raw(False)
     if api is ClientApi.RESPONSES:
         document["store"] = _raw(False)
-    told = {"do_remote_decode": True, "transfer": transfer, "peer": peer, "decode_share": decode_share}
-    document[TRANSFER] = _raw({**told, "epoch": epoch} if epoch else told)
+    params = {
+        "do_remote_decode": True,
+        "transfer": transfer,
+        "peer": peer,
+        "decode_share": decode_share,
+    }
+    document[TRANSFER] = _raw({**params, "epoch": epoch} if epoch else params)
     return msgspec.json.encode(document)
 
 
@@ -109,23 +114,23 @@ def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
     """Where the prefill engine says that the KV is; ``None``: nowhere, so it is no prefill engine."""
     try:
         found = _members.decode(answer).get(TRANSFER)
-        told = msgspec.json.decode(found) if found is not None else None
+        params = msgspec.json.decode(found) if found is not None else None
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return told if isinstance(told, dict) and told.get("do_remote_prefill") is True else None
+    return params if isinstance(params, dict) and params.get("do_remote_prefill") is True else None
 
 
-def decode_body(body: bytes, told: dict[str, Any]) -> bytes:
+def decode_body(body: bytes, params: dict[str, Any]) -> bytes:
     """The body for the decode engine: the client's, with the place of its KV. A client's own value is
     removed: it could name memory of others. Raises ``InvalidGenerationRequest``."""
-    return _without_transfer(members_of(body), told)
+    return _without_transfer(members_of(body), params)
 
 
-def _without_transfer(document: dict[str, msgspec.Raw], told: dict[str, Any] | None = None) -> bytes:
+def _without_transfer(document: dict[str, msgspec.Raw], params: dict[str, Any] | None = None) -> bytes:
     for name in (TRANSFER, "ec_transfer_params"):
         document.pop(name, None)
-    if told is not None:
-        document[TRANSFER] = _raw(told)
+    if params is not None:
+        document[TRANSFER] = _raw(params)
     return msgspec.json.encode(document)
 
 

@@ -146,44 +146,44 @@ class ProgramEventRecords:
         self, key: Key, event: AnyEvent, authorization: str | None, now_s: float, *, delivered: bool
     ) -> RecordedEvent | None:
         """Record an event; returns the record. ``delivered``: an engine receives it now."""
-        told = self._programs.get(key)
+        record = self._programs.get(key)
         if isinstance(event, (Heartbeat, ProgramEnd)):
             return None
-        if told is None:
-            told = ProgramEventRecord(authorization)
-        told.authorization = authorization
+        if record is None:
+            record = ProgramEventRecord(authorization)
+        record.authorization = authorization
         kept = RecordedEvent(
             self._bounded(key[0], event), now_s, not isinstance(event, AegReport) or bool(event.graph)
         )
         if isinstance(event, ProgramStart):
-            told.start = kept
+            record.start = kept
         elif isinstance(event, AegReport):
-            told.graph = kept
+            record.graph = kept
         else:
-            self._note_tool(told, event, kept, delivered)
+            self._note_tool(record, event, kept, delivered)
         if not delivered:
-            told.has_unsent()
-        weight = 1 + (len(told.tools) + len(told.undelivered)) // EVENTS_PER_PROGRAM
-        self._programs.put(key, told, weight)
+            record.has_unsent()
+        weight = 1 + (len(record.tools) + len(record.undelivered)) // EVENTS_PER_PROGRAM
+        self._programs.put(key, record, weight)
         return kept
 
     def _note_tool(
-        self, told: ProgramEventRecord, event: ToolStart | ToolStop, kept: RecordedEvent, delivered: bool
+        self, record: ProgramEventRecord, event: ToolStart | ToolStop, kept: RecordedEvent, delivered: bool
     ) -> None:
         call, starts = event.call_id, isinstance(event, ToolStart)
         if not starts:
-            told.tools.pop(call, None)
-        elif call in told.tools or len(told.tools) < MAX_RUNNING_TOOLS:
-            told.tools[call] = kept
+            record.tools.pop(call, None)
+        elif call in record.tools or len(record.tools) < MAX_RUNNING_TOOLS:
+            record.tools[call] = kept
         # Repeated, or a start whose stop an engine receives now: sent later, the tool would run for ever.
-        told.undelivered = [
+        record.undelivered = [
             one
-            for one in told.undelivered
+            for one in record.undelivered
             if one.event.call_id != call  # type: ignore[union-attr]
             or (not delivered and isinstance(one.event, ToolStart) and not starts)
         ]
         if not delivered:
-            told.undelivered = [*told.undelivered[-MAX_UNDELIVERED_EVENTS + 1 :], kept]
+            record.undelivered = [*record.undelivered[-MAX_UNDELIVERED_EVENTS + 1 :], kept]
 
     def _bounded(self, tenant: str, event: AnyEvent) -> AnyEvent:
         if isinstance(event, AegReport) and event.graph is not None:

@@ -123,17 +123,17 @@ class ProgramIdMapper:
                 return key[1]
             return name if shows_all else FOREIGN_PROGRAM_ID
 
-        def told(value: Any) -> Any:
+        def renamed(value: Any) -> Any:
             if isinstance(value, list):
-                return [told(one) for one in value]
+                return [renamed(one) for one in value]
             if not isinstance(value, dict):
                 return value
             return {
-                name: named(one) if name in _ID_FIELDS and isinstance(one, str) else told(one)
+                name: named(one) if name in _ID_FIELDS and isinstance(one, str) else renamed(one)
                 for name, one in value.items()
             }
 
-        found: dict[str, Any] = told(document) if self.apart else document
+        found: dict[str, Any] = renamed(document) if self.apart else document
         return found
 
     def _rename(self, tenant: str, members: dict[str, msgspec.Raw]) -> None:

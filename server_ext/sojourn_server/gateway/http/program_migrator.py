@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from ...routing import routing_events
+from .engine_client import ask_engine
 from .engine_reports import EngineDescription
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
@@ -30,7 +31,6 @@ MAX_RELEASE_ATTEMPTS = 4
 STORE_POLL_S = 0.02
 COMPUTED_TOKENS_PER_S = 5_000.0
 """Assumed prefill speed: waiting longer for KV than computing it takes does not pay."""
-_TIMEOUT = aiohttp.ClientTimeout(total=MOST_WAIT_S)
 
 
 class _StoredKv(msgspec.Struct):
@@ -43,7 +43,7 @@ class _StoredKv(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class _PendingRelease:
-    """A replica that has not been told to release a program."""
+    """A release that has not been sent to its replica."""
 
     left: routing_events.ReleaseProgramKv
     timer: asyncio.TimerHandle | None = None
@@ -208,10 +208,10 @@ class ProgramMigrator:
             await asyncio.sleep(STORE_POLL_S)
 
     async def _ask(self, url: str, authorization: str | None) -> _StoredKv | None:
-        headers = {"Authorization": authorization} if authorization is not None else {}
+        answer = await ask_engine(
+            self._session(), url, method="POST", authorization=authorization, timeout_s=MOST_WAIT_S
+        )
         try:
-            async with self._session().post(url, headers=headers, timeout=_TIMEOUT) as answer:
-                body = await answer.read()
-                return _decoder.decode(body) if answer.status == 200 else None
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, msgspec.DecodeError):
+            return _decoder.decode(answer.body) if answer is not None and answer.status == 200 else None
+        except msgspec.DecodeError:
             return None

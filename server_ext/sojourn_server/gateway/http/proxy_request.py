@@ -226,8 +226,8 @@ class ProxyRequest:
             with self._shared.metrics.waits(), self._waits():
                 decision = await self.request_state.next()
             if isinstance(decision, routing_events.RejectRequest):
-                told = (decision.status, decision.code, decision.message, decision.retry_after_s)
-                raise RequestRejected(*told, is_counted=True)
+                answer = (decision.status, decision.code, decision.message, decision.retry_after_s)
+                raise RequestRejected(*answer, is_counted=True)
             if isinstance(decision, routing_events.AbortStream):
                 raise RequestRejected(502, REPLICA_LOST, "the replica that was answering is gone", 1.0)
             if isinstance(decision, routing_events.RecallRequest):
@@ -298,12 +298,12 @@ class ProxyRequest:
                 routing_events.PrefillFinished(self.request_state.request_id, decision.prefill_id)
             )
         else:
-            told = await self._prefill(decision)
-            if isinstance(told, EngineAnswer):
+            prefilled = await self._prefill(decision)
+            if isinstance(prefilled, EngineAnswer):
                 # The first engine to see a bad request answers it; nothing is stored.
                 self._sent_to = None
-                return told
-            body = await self._build_body(lambda: decode_body(self._body, told))
+                return prefilled
+            body = await self._build_body(lambda: decode_body(self._body, prefilled))
         answer = await self._post(address, passed, body)
         if is_engine_failure(answer):
             # Another pair may succeed.
@@ -337,15 +337,15 @@ class ProxyRequest:
             answer.response.close()
             if status != 200:
                 raise ReplicaRequestError(f"it failed, status {status}", computing=True)
-            told = parse_transfer_params(answer.first)
-            if told is None:
+            prefilled = parse_transfer_params(answer.first)
+            if prefilled is None:
                 raise ReplicaRequestError("it computed a prompt and reports no KV", computing=True)
         except ReplicaRequestError as error:
             error.replica_id = prefill_id
             raise
         self._prefilled_tokens = parse_prompt_tokens(answer.first)
         shared.routing_backend.tell(routing_events.PrefillFinished(self.request_state.request_id, prefill_id))
-        return told
+        return prefilled
 
     async def _build_body(self, make: Callable[[], BodyT]) -> BodyT:
         """Build a body; of a large request in a thread."""
@@ -460,9 +460,9 @@ class ProxyRequest:
         """Record the engine's count of the prompt, and the id of the answer."""
         if status != 200:
             return
-        told = self._prompt_tokens
-        if told is not None:
-            self._shared.sizes.told(self.question, told)
+        counted = self._prompt_tokens
+        if counted is not None:
+            self._shared.sizes.learn(self.question, counted)
         if self._api is ClientApi.RESPONSES and self._program_id is not None:
             name = self._meter.response_id
             if name is not None:

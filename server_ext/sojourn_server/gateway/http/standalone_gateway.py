@@ -19,11 +19,11 @@ from ...routing.routing_from_preset import (
 )
 from ...routing.routing_limits import RoutingLimits
 from .engine_monitor import POLL_S, EngineMonitor
+from .engine_queries import ResidencyTracker
 from .gateway_app import Gateway, GatewayOptions
 from .gateway_metrics import GatewayMetrics
 from .pair_monitor import PairMonitor
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
-from .residency_tracker import ResidencyTracker
 from .routing_backend import LocalRoutingBackend
 from .routing_state_file import RoutingStateFile
 from .tenant_keys import TenantKeys
@@ -55,9 +55,8 @@ def build_gateway(
         backend,
         gateway.replicas,
         gateway.forwarder.names,
-        gateway.session,
+        gateway.queries,
         speaks_sojourn,
-        engine_key=options.engine_key,
     )
     state_file = RoutingStateFile(state, core) if state is not None else None
     if state_file is not None:

@@ -413,7 +413,7 @@ class CoordinatedRoutingBackend:
             self._mark_disconnected()
             return
         if answer.places is not None:
-            self.places.told(answer.places, answer.places_version)
+            self.places.update(answer.places, answer.places_version)
         for number, action in enumerate(answer.mail, answer.mail_from):
             if number > self._last_mail_number:
                 self._last_mail_number = number

@@ -262,29 +262,29 @@ class Coordinator:
 
     # -- engines ------------------------------------------------------------------
 
-    async def register(self, told: EngineRegistration) -> RegistrationResponse:
+    async def register(self, registration: EngineRegistration) -> RegistrationResponse:
         """An engine registers or renews its registration; due about once a second."""
-        if self._is_superseded_by(told.seen_epoch):
+        if self._is_superseded_by(registration.seen_epoch):
             return RegistrationResponse(self.epoch, ResponseStatus.DEPOSED)
         why = ""
         if self._admission is not None:
-            why = self._admission.why_not(told)
+            why = self._admission.why_not(registration)
             for event in self._admission.drain_events():
                 self._take(event)
         if why:
-            self._forget(told.engine_id, "it is sent nothing")
+            self._forget(registration.engine_id, "it is sent nothing")
             self._refresh_replicas()
             return RegistrationResponse(self.epoch)
-        entry = self.engines.put(told)
+        entry = self.engines.put(registration)
         for place in entry.left:
             self._take(routing_events.ReplicaGone(place.replica_id, place.instance, "registered_anew"))
         for engine_id in entry.replaced:
             # The former engine at this address is gone, or the address would be in use.
             self._forget(engine_id, "replaced")
-        if self.engines.drains(told.engine_id):
+        if self.engines.drains(registration.engine_id):
             self._drain(entry.places)
         self._seen(entry.places, entry.changed)
-        link_event = self._admission.link_event(told) if self._admission is not None else None
+        link_event = self._admission.link_event(registration) if self._admission is not None else None
         if link_event is not None:
             self._pass_on(self.core.take(link_event, self._clock()), None)
         return RegistrationResponse(self.epoch, wanted_engines=self._wanted.engines)

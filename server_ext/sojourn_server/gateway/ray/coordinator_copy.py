@@ -40,8 +40,8 @@ class ProgramAffinityCache:
         if not changes.full and (changes.life != self.life or changes.since > self.version):
             return  # changes in between are missing: they are requested again
         if changes.full and changes.life == self.life:
-            told = {(change.tenant, change.program_id) for change in changes.changes}
-            for key in [key for key in self._homes if key not in told]:
+            reported = {(change.tenant, change.program_id) for change in changes.changes}
+            for key in [key for key in self._homes if key not in reported]:
                 self.put(key, None)
         for change in changes.changes:
             key = (change.tenant, change.program_id)
@@ -86,7 +86,7 @@ class ReplicaCache(Mapping[str, ReplicaInfo]):
             self.inherited = dict(self._places)
             self._inherited_s = now
 
-    def told(self, places: Sequence[ReplicaInfo], version: int) -> None:
+    def update(self, places: Sequence[ReplicaInfo], version: int) -> None:
         """Replace the replicas by the coordinator's; an older report is ignored."""
         if version > self.version:
             self.version = version
@@ -95,14 +95,14 @@ class ReplicaCache(Mapping[str, ReplicaInfo]):
     def expire_inherited(self, now: float) -> None:
         """Forget a predecessor's replicas after ``INHERITED_TTL_S``."""
         if self.inherited and now - self._inherited_s >= INHERITED_TTL_S:
-            told = [place for name, place in self._places.items() if name not in self.inherited]
+            reported = [place for name, place in self._places.items() if name not in self.inherited]
             self.inherited = {}
-            self._set_replicas(told)
+            self._set_replicas(reported)
 
     def _set_replicas(self, places: Sequence[ReplicaInfo]) -> None:
-        told = {place.replica_id: place for place in places}
-        self.inherited = {name: place for name, place in self.inherited.items() if name not in told}
-        before, self._places = self._places, {**self.inherited, **told}
+        reported = {place.replica_id: place for place in places}
+        self.inherited = {name: place for name, place in self.inherited.items() if name not in reported}
+        before, self._places = self._places, {**self.inherited, **reported}
         for replica_id, place in before.items():
             now = self._places.get(replica_id)
             if now is None:

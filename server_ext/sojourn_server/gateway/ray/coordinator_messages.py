@@ -233,8 +233,8 @@ class CoordinatorClient(ABC):
     async def listen(self, listen: m.PollRequest) -> m.CoordinatorResponse:
         return await self._call("listen", listen, m.CoordinatorResponse)
 
-    async def register(self, told: m.EngineRegistration) -> m.RegistrationResponse:
-        return await self._call("register", told, m.RegistrationResponse)
+    async def register(self, registration: EngineRegistration) -> m.RegistrationResponse:
+        return await self._call("register", registration, m.RegistrationResponse)
 
     async def gone(self, gone: m.EngineStopped) -> m.RegistrationResponse:
         return await self._call("gone", gone, m.RegistrationResponse)

@@ -67,26 +67,28 @@ class EngineRegistry:
         """Whether an engine has registered with this coordinator."""
         return engine_id in self._heard
 
-    def put(self, told: EngineRegistration) -> RegistrationResult:
+    def put(self, registration: EngineRegistration) -> RegistrationResult:
         """Register an engine. A restarted engine is not drained any more."""
-        before = self.of(told.engine_id)
+        before = self.of(registration.engine_id)
         was = {place.replica_id: place for place in before}
-        of = told.description
-        self._heard.add(told.engine_id)
-        if self._drains.get(told.engine_id, of.instance) not in (None, of.instance):
-            del self._drains[told.engine_id]
-        elif told.engine_id in self._drains:
-            self._drains[told.engine_id] = of.instance
+        of, paths = registration.description, registration.paths
+        self._heard.add(registration.engine_id)
+        if self._drains.get(registration.engine_id, of.instance) not in (None, of.instance):
+            del self._drains[registration.engine_id]
+        elif registration.engine_id in self._drains:
+            self._drains[registration.engine_id] = of.instance
         places = [
-            ReplicaInfo(a.replica_id, a.url, a.rank, of, ReplicaHealth.UP.value, False, True, told.paths)
+            ReplicaInfo(
+                a.replica_id, a.url, a.rank, of, ReplicaHealth.UP.value, False, True, registration.paths
+            )
             if a.replica_id not in was
             else msgspec.structs.replace(
-                was[a.replica_id], url=a.url, rank=a.rank, description=of, paths=told.paths
+                was[a.replica_id], url=a.url, rank=a.rank, description=of, paths=paths
             )
-            for a in rank_addresses(told.url, of.ranks)
+            for a in rank_addresses(registration.url, of.ranks)
         ]
         now = {place.replica_id for place in places}
-        self._engines[told.engine_id] = places
+        self._engines[registration.engine_id] = places
         return RegistrationResult(
             places,
             places != before,
@@ -94,7 +96,7 @@ class EngineRegistry:
             [
                 engine_id
                 for engine_id, others in self._engines.items()
-                if engine_id != told.engine_id and any(place.replica_id in now for place in others)
+                if engine_id != registration.engine_id and any(place.replica_id in now for place in others)
             ],
         )
 

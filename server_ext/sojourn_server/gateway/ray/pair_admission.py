@@ -68,33 +68,37 @@ class PairAdmission:
         """An engine's last report of its links."""
         return self._links.get(replica_id, {})
 
-    def why_not(self, told: EngineRegistration) -> str:
+    def why_not(self, registration: EngineRegistration) -> str:
         """Why an engine is sent nothing; empty: it is admitted."""
-        why = self._why_not(told)
+        why = self._why_not(registration)
         if not why:
-            self._logged_rejections.pop(told.engine_id, None)
-        elif self._logged_rejections.get(told.engine_id) != why:
-            logger.warning("engine %s is sent nothing: %s", told.engine_id, why)
-            self._logged_rejections[told.engine_id] = why
-        [address] = rank_addresses(told.url, 1)
+            self._logged_rejections.pop(registration.engine_id, None)
+        elif self._logged_rejections.get(registration.engine_id) != why:
+            logger.warning("engine %s is sent nothing: %s", registration.engine_id, why)
+            self._logged_rejections[registration.engine_id] = why
+        [address] = rank_addresses(registration.url, 1)
         lease = self._core.lease(address.replica_id)
         if not why:
-            self._clear_drained_mark(address.replica_id, told.description.instance)
+            self._clear_drained_mark(address.replica_id, registration.description.instance)
         elif (
-            told.paths is not None
+            registration.paths is not None
             and lease is not None
-            and lease[0] == told.description.instance
+            and lease[0] == registration.description.instance
             and self._core.in_flight(address.replica_id)
         ):
             return ""  # it is draining: its requests end there
         return why
 
-    def _why_not(self, told: EngineRegistration) -> str:
-        [address] = rank_addresses(told.url, 1)
-        if told.paths is None:
+    def _why_not(self, registration: EngineRegistration) -> str:
+        [address] = rank_addresses(registration.url, 1)
+        if registration.paths is None:
             self._known.pop(address.replica_id, None)
             return "it reports no KV paths; expected an engine started with --role"
-        now, kind, role = self._clock(), engine_compatibility(told.description, told.paths), told.paths.role
+        now, kind, role = (
+            self._clock(),
+            engine_compatibility(registration.description, registration.paths),
+            registration.paths.role,
+        )
         one = self._known.get(address.replica_id)
         is_new = one is None or (one.kind, one.role) != (kind, role)
         if one is None or is_new:
@@ -148,13 +152,13 @@ class PairAdmission:
             if self._core.drained.get(replica_id) == instance:
                 del self._core.drained[replica_id]
 
-    def link_event(self, told: EngineRegistration) -> routing_events.NicQueueReported | None:
+    def link_event(self, registration: EngineRegistration) -> routing_events.NicQueueReported | None:
         """Record an engine's links; returns the queue of its node, if known."""
-        if not told.links or told.paths is None:
+        if not registration.links or registration.paths is None:
             return None
         self._links = {name: links for name, links in self._links.items() if name in self._core.engines}
-        [address] = rank_addresses(told.url, 1)
-        self._links[address.replica_id] = told.links
-        node = told.paths.node
+        [address] = rank_addresses(registration.url, 1)
+        self._links[address.replica_id] = registration.links
+        node = registration.paths.node
         at_node = [name for name, engine in self._core.engines.items() if engine.seen.node == node]
         return nic_queue_event(node, [self._links.get(name, {}) for name in at_node])
