@@ -118,6 +118,10 @@ def test_installed_policies_are_allowed_by_name(tmp_path):
         (("tiny", "--sojourn-lease-budget", "2"), "expected a share"),
         (("tiny", "--scheduler-cls", "a.B"), "scheduler-cls"),
         (("tiny", "--port", "none"), "not a port"),
+        (
+            ("tiny", *("--kv-host-gib=1", "--kv-disk=/d", "--kv-disk-gib=1"), "--enable-lora"),
+            "--enable-lora: KV of an adapter is identified by the adapter's name and not by its weights",
+        ),
     ],
 )
 def test_mistakes_are_explained(args, said):
@@ -349,7 +353,7 @@ def test_an_untested_vllm_has_no_pairs_though_its_scheduler_be_stock(tmp_path, n
         (["--role", "both", "--kv-store", "."], "expected prefill or decode"),
         ([*member("."), "--kv-host-gib", "0.001"], "both set the place of KV"),
         (member("nowhere"), "does not exist; expected the directory"),
-        ([*member("."), "--kv-listen", "8500"], "--kv-listen: '8500' is no address"),
+        ([*member("."), "--kv-listen", "8500"], "--kv-listen: '8500' is not an address"),
         ([*member("."), "--kv-listen", "tcp:192.0.2.1:0"], "cannot listen there"),
         ([*member("."), "--compute-nic-gbit", "-1"], "--compute-nic-gbit is -1"),
         (["--role", "prefill", "--kv-store", ".", "--kv-buffer-gib", "1e7"], "--kv-buffer-gib is 1e+07"),

@@ -262,6 +262,22 @@ def test_more_host_memory_than_there_is_is_named_with_whose_it_is(engine: Any, m
         kv_connector_settings.KVOffloadSettings.read(scheduler.vllm_config, caches)
 
 
+def test_adapters_are_refused_with_a_disk(engine: Any, monkeypatch: Any) -> None:
+    """A block's key has an adapter's name and not its weights: other weights of that name found its KV."""
+    from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
+    from sojourn_server.vllm.plugin_settings import SettingsError
+
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    scheduler, caches = engine.scheduler, engine.scheduler.kv_cache_config
+    extra: dict[str, Any] = {"host_bytes": 1 << 30}
+    monkeypatch.setattr(scheduler.vllm_config.kv_transfer_config, "kv_connector_extra_config", extra)
+    monkeypatch.setattr(scheduler.vllm_config, "lora_config", object())
+    assert KVOffloadSettings.read(scheduler.vllm_config, caches).disk is None
+    extra |= {"disk": "/d", "disk_bytes": 1 << 30}
+    with pytest.raises(SettingsError, match=r"adapters are enabled \(--enable-lora\).* KV on disk does not"):
+        KVOffloadSettings.read(scheduler.vllm_config, caches)
+
+
 def test_an_engine_that_plans_steps_ahead_is_refused(engine: Any, monkeypatch: Any) -> None:
     from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
     from sojourn_server.vllm.plugin_settings import SettingsError

@@ -245,3 +245,29 @@ def test_nobody_is_told_to_dial_a_wildcard(
 def test_without_a_network_the_hosts_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.utils.network_utils.get_ip", lambda: "0.0.0.0")
     assert reachable_address("tcp:0.0.0.0:8500") == f"tcp:{socket.gethostname()}:8500"
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "extra", "in_pair"),
+    [
+        ("OffloadingConnector", "kv_both", {}, False),
+        ("OffloadingConnector", "kv_consumer", {}, True),
+        ("NixlConnector", "kv_both", {}, True),
+        ("MultiConnector", "kv_both", {"connectors": [{"kv_connector": "OffloadingConnector"}]}, False),
+        ("MultiConnector", "kv_both", {"connectors": [{"kv_connector": "NixlConnector"}]}, True),
+        ("MultiConnector", "kv_both", {"connectors": [{"kv_role": "kv_producer"}]}, True),
+        ("MultiConnector", "kv_both", {"connectors": "x"}, False),
+    ],
+)
+def test_which_engines_of_other_connectors_are_in_a_pair(
+    name: str, role: str, extra: dict[str, Any], in_pair: bool
+) -> None:
+    from sojourn_server.vllm.engine_description import is_one_of_a_pair
+
+    transfer = SimpleNamespace(kv_connector=name, kv_role=role, kv_connector_extra_config=extra)
+    scheduler: Any = SimpleNamespace(
+        connector=object(), vllm_config=SimpleNamespace(kv_transfer_config=transfer)
+    )
+    assert is_one_of_a_pair(scheduler) is in_pair
+    scheduler.connector = None
+    assert not is_one_of_a_pair(scheduler)

@@ -260,15 +260,20 @@ def test_a_second_request_of_a_program_inside_is_not_parked(crowded: Worker) -> 
     assert running(crowded.engine) == {"a1", "a2"}
 
 
-def test_a_request_of_a_pair_is_not_parked_nor_are_its_programs_others(
-    crowded: Worker,
+@pytest.mark.parametrize(
+    ("in_pair", "params", "runs"),
+    [(True, {"peer": 1}, True), (True, "x", False), (False, {"peer": 1}, False)],
+)
+def test_only_a_request_of_a_pair_is_not_parked(
+    crowded: Worker, in_pair: bool, params: Any, runs: bool
 ) -> None:
-    """Who enters is settled elsewhere, for a request of a prefill/decode pair."""
+    """Its pair's gateway has admitted it. A client's own ``kv_transfer_params`` pass nothing."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
     engine = crowded.engine
-    params = SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"kv_transfer_params": {"peer": 1}})
+    crowded.engine.scheduler.sojourn._waiting._in_pair = in_pair
+    params = SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"kv_transfer_params": params})
     request = Request(
         request_id="b2",
         prompt_token_ids=prompt(2, 32),
@@ -279,7 +284,7 @@ def test_a_request_of_a_pair_is_not_parked_nor_are_its_programs_others(
     )
     engine.scheduler.add_request(request)
     crowded.step()
-    assert "b2" in running(engine)
+    assert ("b2" in running(engine)) is runs
     crowded.until_idle()
     assert program(engine, "B")["turns"] == 2
 

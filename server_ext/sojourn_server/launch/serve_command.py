@@ -159,6 +159,12 @@ def build_command(
             _check_parallelism(flags, "tiers below the device")
         added += ["--kv-transfer-config", json.dumps(config)]
         if options.tiers.disk is not None:
+            if flags.has("--enable-lora"):
+                why = _EXCLUDED_WITH_PREFILL_DECODE["--enable-lora"]
+                raise InvalidOption(
+                    f"--enable-lora: {why}, and the disk may hold KV of other weights; leave out "
+                    "--enable-lora or --kv-disk"
+                )
             env.update(hash_seed_environment(environ))
     if options.pair.any:
         config = _pair_config(options, flags, facts)

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from .compat import Scheduler
 
 
+PAIR_CONNECTORS = frozenset(
+    {"NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector"}
+)
+"""vLLM's connectors for pairs of engines, which work with the role ``kv_both`` too."""
+
+
 def host_s_per_token(scheduler: Scheduler, profile: EngineProfile | None) -> float | None:
     """Return seconds to load a token's KV from host memory, ``None`` if unknown."""
     bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
@@ -57,6 +63,24 @@ def kv_transfer_member(scheduler: Scheduler) -> KVTransferMember | None:
     """Return the member of a prefill/decode pair, ``None`` for another engine."""
     connector = scheduler.connector
     return connector.member if isinstance(connector, PathsConnector) else None
+
+
+def is_one_of_a_pair(scheduler: Scheduler) -> bool:
+    """Return whether the engine exchanges KV with another one for each request: by our connector, by one of
+    vLLM's, or by any with the role of a producer or consumer."""
+    connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
+    if connector is None or transfer is None or isinstance(connector, SojournConnector):
+        return False
+    names = {str(transfer.kv_connector)}
+    inner = transfer.kv_connector_extra_config.get("connectors")  # of vLLM's MultiConnector
+    if isinstance(inner, list):
+        names |= {str(one.get("kv_connector")) for one in inner if isinstance(one, dict)}
+    roles = {transfer.kv_role, *(one.get("kv_role") for one in inner or () if isinstance(one, dict))}
+    return (
+        isinstance(connector, PathsConnector)
+        or not names.isdisjoint(PAIR_CONNECTORS)
+        or not roles.isdisjoint({"kv_producer", "kv_consumer"})
+    )
 
 
 def block_bytes(scheduler: Scheduler) -> int:

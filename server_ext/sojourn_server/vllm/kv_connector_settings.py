@@ -170,6 +170,7 @@ class KVOffloadSettings(KVConnectorSettings):
         disk, disk_bytes, name = None, 0, None
         if on_disk:
             disk = options.text("disk", "a directory")
+            _check_adapters(vllm_config, "KV on disk does")
             _check_hash_seed()
             disk_bytes = options.size("disk_bytes", identity.block_bytes, "one block", flag="--kv-disk-gib")
         if "disk_name" in options:
@@ -342,12 +343,7 @@ def _check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
             raise SettingsError(
                 f"this model's layers keep KV of {kept}; transfers support layers that keep KV of all tokens"
             )
-    if vllm_config.lora_config is not None:
-        # The block hashes contain an adapter's name, not its weights: another engine may have other weights.
-        raise SettingsError(
-            "adapters are enabled (--enable-lora); their KV is identified by their names and not by their "
-            "weights, so transfers do not support them"
-        )
+    _check_adapters(vllm_config, "transfers do")
     if vllm_config.speculative_config is not None:
         raise SettingsError("transfers do not support speculative decoding (--speculative-config)")
     transfer = vllm_config.kv_transfer_config
@@ -359,6 +355,16 @@ def _check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
         raise SettingsError(
             f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}; expected 'recompute': otherwise "
             "a block that cannot be read fails its request"
+        )
+
+
+def _check_adapters(vllm_config: VllmConfig, what: str) -> None:
+    """Raise ``SettingsError`` for adapters, where KV outlives the engine or is shared."""
+    if vllm_config.lora_config is not None:
+        # The block hashes contain an adapter's name, not its weights: another engine may have other weights.
+        raise SettingsError(
+            "adapters are enabled (--enable-lora); their KV is identified by their names and not by their "
+            f"weights, so {what} not support them"
         )
 
 

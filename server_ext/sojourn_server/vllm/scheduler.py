@@ -65,6 +65,8 @@ class SojournMixin:
         )
 
     def add_request(self, request: Any) -> None:
+        if not isinstance(request.kv_transfer_params, dict):
+            request.kv_transfer_params = None  # vllm_xargs may have text there, which would stop the engine
         if request.request_id not in self.requests:  # type: ignore[attr-defined]
             self.sojourn.guarded(self.sojourn.arrived, request)
         super().add_request(request)  # type: ignore[misc]

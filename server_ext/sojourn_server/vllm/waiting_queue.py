@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -14,6 +14,7 @@ from ..core.events_and_actions import AdmissionRequested, is_let_in
 from ..core.program_scheduler import ProgramScheduler
 from .allocation_fallback import max_new_tokens
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy
+from .engine_description import is_one_of_a_pair
 
 if TYPE_CHECKING:
     from .compat import Scheduler
@@ -204,6 +205,7 @@ class WaitingQueueAdapter:
         self._clock = clock
         self._guarded = guarded
         self._pool = scheduler.kv_cache_manager.block_pool
+        self._in_pair = is_one_of_a_pair(scheduler)
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
         preset = program_scheduler.preset
         # With user priorities, admission by program would let an unimportant early program delay an important
@@ -266,12 +268,17 @@ class WaitingQueueAdapter:
         return key
 
     def _check_parked(self, request: Request) -> bool:
-        if request.kv_transfer_params:  # the prefill/decode pair has been scheduled; its peer waits
+        if self._is_transfer(request):
             return False
         return self._program_scheduler.is_parked(request.request_id)
 
+    def _is_transfer(self, request: Request) -> bool:
+        """Return whether the request's other half waits at the other engine of a pair. Elsewhere the client's
+        ``kv_transfer_params`` would only let it pass others."""
+        return self._in_pair and isinstance(request.kv_transfer_params, Mapping)
+
     def _needs_admission(self, request: Request) -> bool:
-        if request.kv_transfer_params:  # the prefill/decode pair has been scheduled; its peer waits
+        if self._is_transfer(request):
             return False
         return self._program_scheduler.subject_to_admission(
             request.request_id, preempted=request.status == RequestStatus.PREEMPTED
