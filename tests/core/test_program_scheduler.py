@@ -773,3 +773,22 @@ def test_a_gap_belongs_to_the_first_request_after_it() -> None:
     ]
     assert gaps == [("stopped", None, None), ("aborted", 2.0, TOOL), ("stopped", None, None)]
     assert durations(engine) == [2.0]
+
+
+def test_an_id_that_arrives_again_ends_the_request_before_it() -> None:
+    engine = VirtualEngine()
+    first = engine.arrive("p", prompt(8))
+    engine.admit(first)
+    engine._requests -= 1
+    assert engine.arrive("q", prompt(8, seed=1)) == first
+    assert engine.program_scheduler.live_requests(P) == set()
+    assert engine.program_scheduler.live_requests(ProgramId("q")) == {first}
+    assert engine.program_scheduler.state.requests.running_tokens == 0
+
+
+def test_a_request_of_a_program_that_leaves_as_untracked_is_broken_off() -> None:
+    engine = VirtualEngine()
+    request = engine.arrive("p", prompt(8))
+    engine.program_scheduler.untracked_request_left(request, engine.now)
+    assert engine.program_scheduler.live_requests(P) == set()
+    assert engine.program("p").status is ProgramStatus.ACTING

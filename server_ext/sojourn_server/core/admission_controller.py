@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 
 from sojourn.ids import ProgramId
 
@@ -28,6 +28,10 @@ class AdmissionController:
         """The request has blocks."""
         self._holding[request_state.request_id] = request_state
         request_state.admission_blocked_since_s = None
+
+    def holders(self) -> KeysView[str]:
+        """Requests whose programs hold KV."""
+        return self._holding.keys()
 
     def drop_holder(self, request_id: str) -> None:
         """The request has left the engine, or lost its blocks."""

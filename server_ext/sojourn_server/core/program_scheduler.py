@@ -178,6 +178,7 @@ class ProgramScheduler:
 
     def _arrived(self, fact: RequestArrived, now: float) -> None:
         self._now_s = now
+        self._break_off(fact.request_id, now)
         program_id = fact.identity.program_id
         program = self._lifecycle.open(program_id, now) if program_id is not None else None
         request_state = self._requests.enter(fact.request_id, program, now, fact.prompt_tokens)
@@ -202,13 +203,23 @@ class ProgramScheduler:
         leased = self._leases.set_waiting(program.id, True)
         request_state.record = self._turns.open(fact, program, tool=tool, gap_s=gap_s, leased=leased, now=now)
 
+    def _break_off(self, request_id: str, now: float) -> None:
+        """End a request that the engine does not know any more, for example because its id arrives again."""
+        if request_id in self._requests.states:
+            self._finished(TurnFinished(request_id, TurnFinishReason.ERROR, (), 0, 0, 0, ()), now)
+
     def _untracked_arrived(self, event: UntrackedRequestArrived, now: float) -> None:
+        self._break_off(event.request_id, now)
         self._requests.enter(event.request_id, None, now)
 
     def _untracked_left(self, event: UntrackedRequestLeft, now: float) -> None:
-        request_state = self._requests.states.pop(event.request_id, None)
+        request_state = self._requests.states.get(event.request_id)
+        if request_state is not None and request_state.program is not None:
+            self._break_off(event.request_id, now)
+            return
         self._forecaster.gone(event.request_id)
         if request_state is not None:
+            del self._requests.states[event.request_id]
             self._tiers.finished(request_state, self._now_s)
             self._requests.stop(request_state, self._now_s)
 
@@ -584,6 +595,8 @@ class ProgramScheduler:
             "a lease of an unknown program"
         )
         assert self.awaiting_first_token() <= requests.keys(), "a first token of an unknown request"
+        assert self._admission.holders() <= requests.keys(), "an unknown request holds KV"
+        assert all(program_id in self._programs for program_id in self.state.let_go), "unknown program let go"
         for program in self._programs:
             for request_id in program.live_requests:
                 assert requests[request_id].program is program, f"request {request_id} of another program"
