@@ -124,13 +124,13 @@ def traced(function):
     return tracer
 
 
-def test_a_tracer_that_copies_our_attributes_is_not_removed(online, monkeypatch):
+def test_a_tracer_that_copies_our_attributes_is_not_removed(online):
     places = [(kind, name) for kind in _base_client.SyncAPIClient.__mro__[:2] for name in vars(kind)]
     places = [(k, n) for k, n in places if n in ("request", "_build_request", "_prepare_options")]
     tracers = {}
     for kind, name in places:
         tracers[kind, name] = traced(vars(kind)[name])
-        monkeypatch.setattr(kind, name, tracers[kind, name])
+        setattr(kind, name, tracers[kind, name])  # ``pristine`` undoes it; ``monkeypatch`` would be too late
     sojourn.uninstrument()
     assert all(vars(kind)[name] is tracer for (kind, name), tracer in tracers.items())
     with sojourn.program(), OpenAI(api_key="k", base_url=online.base_url) as client:
@@ -149,7 +149,7 @@ def test_a_tracer_that_copies_our_attributes_is_not_removed(online, monkeypatch)
 
 @pytest.fixture(autouse=True)
 def pristine():
-    """Whatever a test piled up on the client's classes is gone afterwards."""
+    """Restore the client's classes after each test."""
     kinds = (_base_client.BaseClient, _base_client.SyncAPIClient, _base_client.AsyncAPIClient)
     before = [(k, n, f) for k in kinds for n, f in vars(k).items() if callable(f)]
     yield
