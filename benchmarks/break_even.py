@@ -1,15 +1,15 @@
-"""Recompute or reload? The context from which on copying wins on this machine's CPU engine (Tetris §2.1).
+"""Break-even context length on this machine's CPU engine: recompute KV or copy it back (Tetris §2.1).
 
     python benchmarks/break_even.py --out benchmarks/results
 
-Two servers of the same model and pool, one after the other. ``sojourn profile`` predicts on the first: the
-prefill curve, the copies, the break-even. The second has host memory below the device and measures: the time
-to first token of a context of S tokens that is computed, then of the same context once it is in host memory
-only, in turns over all S, ``--rounds`` times. Before each reload a context as large as the pool, which is in
-host memory already, comes back and takes the whole device, so neither measurement waits for copies of what
-it drives out. What copying S tokens out took is what the engine's own counters say of all copies in the run;
-added to the reload it is what Tetris compares with computing. They are medians over the rounds: in the first
-one or two, host memory's pages are touched for the first time. Run it while nothing else runs.
+Two servers with the same model and pool run one after the other. On the first, ``sojourn profile`` measures
+prefill and copies and predicts the break-even. The second has host memory below the device. It measures the
+time to first token of a context of S tokens that is computed, then of the same context when only host memory
+has it, alternating over all S, ``--rounds`` times. Before each reload, another context as large as the pool
+is loaded from host memory and fills the device, so neither measurement waits for the copies of what it
+evicts. The cost of copying S tokens out comes from the engine's counters over all copies of the run. Tetris
+compares the sum of that cost and the reload with computing. Figures are medians over the rounds, since the
+first one or two touch the pages of host memory for the first time. Run it on an idle machine.
 """
 
 from __future__ import annotations

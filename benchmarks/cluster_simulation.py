@@ -1,22 +1,22 @@
-"""Several replicas in the lab: MORI's DP = 3, SAGA's ten tenants, and how far it goes.
+"""Several replicas in the simulator: MORI with DP = 3, SAGA's ten tenants, and scale.
 
     python benchmarks/cluster_simulation.py --only mori scale --traces traces --hours 0.2 --cache kept
     python benchmarks/cluster_simulation.py --only tenants --jobs 1 --cache cluster-cache
 
-Three parts, ``--only`` some of them:
+``--only`` selects parts:
 
-mori     MORI §6.2 with three replicas: h200, qwen3-30b-a3b, a closed loop of 20, 50 and 80 programs a
-         replica. Output tokens a second of ``mori`` against ThunderAgent's router before offloading
-         engines (TA+O) and a prefix-aware router before the same; utilisation, and programs that move.
-tenants  SAGA §9.6: ten tenants at 80 % load, on the paper's model and devices. What a policy does at most is
-         found by having all programs there at once; the best of them is 100 %. Then Poisson arrivals:
-         programs done within 1.5 times what they take alone, for each tenant; utilisation with and
-         without stealing; moves; SAGA's table 4. A page of its own, cluster_tenants.
-scale    64 replicas and 500 programs: what a virtual second costs.
+mori     MORI §6.2 with three replicas: h200, qwen3-30b-a3b, a closed loop of 20, 50 and 80 programs per
+         replica. Output tokens per second of ``mori`` against ThunderAgent's router and a prefix-aware
+         router, both with offloading engines (TA+O); utilisation, and programs that move.
+tenants  SAGA §9.6: ten tenants at 80 % load, on the paper's model and devices. A policy's capacity is its
+         throughput with all programs present; the largest is 100 %. Then Poisson arrivals: programs per
+         tenant that finish within 1.5 times their time alone, utilisation with and without stealing, moves,
+         and SAGA's Table 4. Has its own page, cluster_tenants.
+scale    64 replicas and 500 programs: CPU time per virtual second.
 
-Writes cluster_simulation.json, .md and .svg into ``--out``, and cluster_tenants likewise; text between the
-marks of an .md was written by hand and stays. Finished runs are kept in ``--cache``, so that an
-interrupted run continues.
+Writes cluster_simulation.json, .md and .svg into ``--out``, and the same for cluster_tenants. Text between
+the marks of an .md is written by hand and kept. Finished runs are kept in ``--cache``; an interrupted run
+continues.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def write_cluster(options: argparse.Namespace, run: Run, began: float) -> None:
     write(
         options,
         "cluster_simulation",
-        "Several replicas in the lab",
+        "Several replicas in the simulator",
         "tokens a second",
         found,
         sections,
@@ -193,7 +193,7 @@ def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
     sections += tenant_section(rows, options.load, rate_of(at_once, options.load))
     if less_rows:
         sections += tenant_section(less_rows, options.less_load, rate_of(at_once, options.less_load))
-    title = "SAGA's ten tenants in the lab"
+    title = "SAGA's ten tenants in the simulator"
     write(options, "cluster_tenants", title, "programs in time", found, sections, {"tenants": rows}, began)
 
 
@@ -227,7 +227,7 @@ def write(
         "",
         *([f"![{drawing}]({name}.svg)", ""] if drawn else []),
         *sections,
-        "## What this says",
+        "## Summary",
         "",
         "{by hand}",
         "",
@@ -302,7 +302,7 @@ def at_most_section(rows: Sequence[RunRow]) -> list[str]:
         "programs that moved; moves each", "busy: least to most",
     ]  # fmt: skip
     return [
-        "## All there at once",
+        "## All programs present at once",
         "",
         f"{first.replicas} replicas of {first.hardware} with {first.model}, a KV pool of "
         f"{first.pool_blocks * first.block_size:,} tokens each, {first.programs} programs in all, seed "

@@ -1,17 +1,17 @@
-"""Attention of prefill engines that compute in step, with the compute quota and with steps bounded by tokens.
+"""Attention per step of prefill engines in lockstep: compute quota against token-bounded steps.
 
     python benchmarks/compute_quota.py --out benchmarks/results
 
-Several engines, each vLLM's own scheduler and prefix cache without a model, as data-parallel ranks whose
-expert layers are shared: they plan a step each, and the next begins when the slowest of them is through with
-this one (DualPath §6.2). Each has agents of its own, always with a turn in line: a long context that is
-cached, and a short append. Seconds are virtual, by a shipped device and model or by what ``sojourn profile``
-wrote of an engine (``--profile``); the quota is given its costs of attention, and nothing else of them.
+Several engines run as data-parallel ranks with shared expert layers. Each is vLLM's scheduler and prefix
+cache without a model. Each plans a step, and the next step begins when the slowest engine has finished
+(DualPath §6.2). Each engine has its own agents, one of which always waits with a turn: a long cached context
+and a short append. Time is virtual and comes from a device and model profile or from ``sojourn profile``
+(``--profile``). The quota knows only the attention costs of that profile.
 
-What is reported of each way to bound a step, over the steps in which every engine has somebody waiting:
-attention of a step and engine (mean, spread, the largest over the quota), the share of the quota used, the
-largest over the mean of the engines (1: nobody waits for anybody), and how long all turns took. Neither
-decodes nor copies are there. ``--rows`` prints every step.
+The report covers the steps in which every engine has a waiting request. For each bound it has the attention
+per step and engine (mean, spread, maximum over the quota), the used share of the quota, the maximum over the
+mean of the engines (1: no engine waits), and the time for all turns. There is no decode and no copying.
+``--rows`` prints every step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The demo several times over, and the median of its figures.
+"""Several runs of the demo, and the median of their figures.
 
     python benchmarks/demo_runs.py --runs 3 --json benchmarks/results/demo.json
 
-Every run is ``sojourn demo`` as a user has it, both arms, in a process of its own.
-``--from FILE …`` takes the JSON of runs that were made before in their place.
+Each run is ``sojourn demo`` with both arms, in its own process. ``--from FILE …`` reads the JSON of earlier
+runs instead.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The demo's load under other rules: what is the gate's gain, what the order's, what the leases'?
+"""The demo's load under other policies: the gain of the gate, the order and the leases.
 
     python benchmarks/demo_variants.py --json benchmarks/results/demo_variants.json
 
-One run each of: stock, stock with ``--max-num-seqs 3``, and the presets
-``program-fcfs``, ``static-ttl``, ``continuum-paper`` and ``continuum``; the same
-tasks, seed, flags and KV pool. ``--only NAME …`` runs some and keeps the file's others.
+One run each of stock, stock with ``--max-num-seqs 3``, and the presets ``program-fcfs``, ``static-ttl``,
+``continuum-paper`` and ``continuum``, with the same tasks, seed, flags and KV pool. ``--only NAME …`` runs
+some and keeps the other results of the file.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""What instrumentation costs an agent of each framework: microseconds a turn beyond the bare framework.
+"""Cost of instrumentation for an agent of each framework: microseconds per turn over the bare framework.
 
     .tox/frameworks/bin/python benchmarks/framework_overhead.py [--rounds 40] [--turns 20] [--json FILE]
 
-A scripted agent makes ``turns`` turns, each one LLM request and one tool call, against a
-server in another process that takes ``--answer-ms`` for an answer, as a model would: the
-sender thread works meanwhile. With 0 it fights for the interpreter with an agent that never waits,
-which no real one does. Rounds alternate: bare, instrumented,
-bare, ... so that both meet the same machine; of each pair the difference is taken, and
-of the differences the median. What is not importable here is left out: run it in the
-engine's environment for openai, litellm and mini-swe-agent, with ``tox``'s for the others.
-Nothing leaves this machine.
+A scripted agent makes ``turns`` turns, each with one LLM request and one tool call, against a server in
+another process. The server takes ``--answer-ms`` per answer, as a model would, and the sender thread works
+meanwhile. With 0, the sender competes for the interpreter with an agent that never waits, which no real agent
+does. Rounds alternate between bare and instrumented, so that both see the same machine. The result is the
+median of the differences of each pair. Frameworks that cannot be imported are left out: use the engine's
+environment for openai, litellm and mini-swe-agent, and ``tox``'s for the others. Uses this machine only.
 """
 
 from __future__ import annotations

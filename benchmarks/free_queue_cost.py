@@ -1,11 +1,10 @@
-"""What the order by program costs a block: our queue of free blocks beside vLLM's own.
+"""Cost of the program-ordered free block queue per block, against vLLM's own queue.
 
     python benchmarks/free_queue_cost.py --json benchmarks/results/free_queue_cost.json
 
-Both hold the same pool. A round is a program's turn: so many blocks are taken to be filled, named and given
-back, a part of the program's earlier ones was found again, and the program's score moves. The two queues take
-rounds in turns within one process; the figures are medians of microseconds of thread CPU time for each block
-that went through.
+Both queues manage the same pool. A round is one turn of a program: blocks are allocated, filled, hashed and
+freed, some of the program's earlier blocks are hit again, and the program's score changes. The two queues
+alternate within one process. Figures are medians of thread CPU microseconds per block.
 """
 
 from __future__ import annotations

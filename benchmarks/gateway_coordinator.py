@@ -1,11 +1,11 @@
-"""How much the coordinator of a gateway on Ray does: decisions and facts a second, through Ray's own calls.
+"""Throughput of the coordinator of a gateway on Ray: decisions and facts per second through Ray calls.
 
     python benchmarks/gateway_coordinator.py --out benchmarks/results
 
-A coordinator runs as an actor on a Ray cluster on this machine, with 64 replicas that are only told of. One
-gateway's decider in this process asks it where new programs go, so many at once, and is told as gateways are.
-Facts are told in batches, as gateways gather them for 15 ms: beginnings and ends of answers. Run it while
-nothing else runs.
+A coordinator runs as an actor on a Ray cluster on this machine, with 64 replicas that exist only in its
+state. In this process, one gateway's decider asks it where new programs go, many at once, and receives its
+updates. Facts (begins and ends of answers) are sent in batches, as gateways collect them for 15 ms. Run it
+on an idle machine.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What a request takes longer through a gateway: direct beside the standalone gateway, and beside Ray's.
+"""Latency that a gateway adds to a request: direct, standalone gateway, and gateway on Ray.
 
     python benchmarks/gateway_latency.py --ray --out benchmarks/results
 
-Two engines with the model ``tiny`` answer requests of one token, whose programs have a home. Each round asks
-the same engine once directly, once through uvicorn and aiohttp that pass a request on and do nothing else
-(what no gateway made of these libraries can be below), and once through the gateway, in an order that turns,
-one request at a time, so that whatever else the machine does hits all. Told are medians and 95th percentiles,
-and the median of what a request took longer than the direct one of its round. ``--ray`` does the same with a
-Ray cluster on this machine and two gateways, whose homes are known. Run it while nothing else runs.
+Two engines with the model ``tiny`` answer requests of one token; each program has a home. Each round asks
+the same engine three times: directly; through uvicorn and aiohttp that only relay a request, which is the
+lower bound for a gateway built on these libraries; and through the gateway. The order rotates and one request
+is in flight at a time, so that other load on the machine affects all of them. Reports medians, 95th
+percentiles, and the median difference to the direct request of the same round. ``--ray`` does the same with a
+Ray cluster on this machine and two gateways that know the homes. Run it on an idle machine.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""What of a gateway's time is the gateway's own: beside the same libraries doing nothing else.
+"""The gateway's own share of its latency, against the same libraries without routing.
 
     python benchmarks/gateway_own_cost.py --out benchmarks/results
 
-The engine is a process that answers every request with the same bytes at once. Before it stand, by turns:
-nothing; uvicorn, which answers by itself; uvicorn and aiohttp, which pass a request on and its answer back,
-and do nothing else; ``sojourn gateway``. Requests are asked one at a time over one connection, either one
-after the other (*hot*), or with pauses in which this process goes through memory as an engine's step does
-(*cold*: the caches are full of something else, which is how a gateway finds them beside an engine). Told are
-medians, and CPU time of the gateway's process a request. Linux only; run it while nothing else runs.
+The engine is a process that answers every request at once with the same bytes. In front of it run in turn:
+nothing; uvicorn, which answers by itself; uvicorn and aiohttp, which only relay; ``sojourn gateway``. One
+request at a time uses one connection, either back to back (*hot*) or with pauses in which this process reads
+memory as an engine's step does (*cold*: the caches hold other data, as beside an engine). Reports medians,
+and CPU time per request of the gateway's process. Linux only; run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def lines(found: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 def page(found: dict[str, dict[str, Any]], made: Provenance, rounds: int, wall_s: float) -> str:
     """The page in benchmarks/results."""
-    return f"""# What of a gateway's time is its own
+    return f"""# The gateway's own share of its latency
 
 {made_by(made, wall_s)}
 

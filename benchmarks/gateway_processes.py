@@ -1,8 +1,8 @@
-"""Processes that the gateway's benchmarks start: a gateway, the same libraries doing nothing else, an engine.
+"""Processes of the gateway benchmarks: a gateway, a plain relay, an engine with fixed answers.
 
 python gateway_processes.py --engine PORT           # answers everything with the same bytes at once
-python gateway_processes.py --floor PORT            # uvicorn, which answers so by itself
-python gateway_processes.py --floor PORT ENGINE     # uvicorn and aiohttp, which pass on to that port
+python gateway_processes.py --floor PORT            # uvicorn, which answers the same by itself
+python gateway_processes.py --floor PORT ENGINE     # uvicorn and aiohttp, which relay to port ENGINE
 """
 
 from __future__ import annotations

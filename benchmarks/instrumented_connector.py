@@ -1,7 +1,7 @@
-"""Our paths connector with a window in it, loaded by name in the engines of a benchmark.
+"""The KV transfer connector with a control socket, loaded by name in the engines of a benchmark.
 
 It listens on a Unix socket in the folder that ``prefill_decode_engines.WATCHES`` names and answers each line
-of JSON with one: ``{}`` returns the bytes that the links moved and the seconds that steps waited;
+of JSON with one line: ``{}`` returns the bytes that the links moved and the seconds that steps waited;
 ``{"layerwise": false}`` also sets the worker's switch.
 """
 

@@ -1,11 +1,11 @@
-"""The demo's load beyond the device's memory: stock, host memory under LRU, host memory under our presets.
+"""The demo's load beyond the device's memory: stock, host memory with LRU, host memory with our presets.
 
     python benchmarks/kv_offload_demo.py --json benchmarks/results/kv_offload_demo.json
 
-Eight coding agents whose final contexts are together ``--times`` the KV pool, 1 GiB of host memory in all
-arms but stock, the same tasks, seed, flags and pool. ``lru`` is our mover under the engine's own order,
-``observe``. The arms take turns, ``--rounds`` times; figures are medians over the rounds. Run it while
-nothing else runs.
+Eight coding agents whose final contexts together are ``--times`` the KV pool. All arms but stock have 1 GiB
+of host memory; tasks, seed, flags and pool are equal. ``lru`` is our offload connector with vLLM's eviction
+order (``observe``). The arms alternate, ``--rounds`` times; figures are medians over the rounds. Run it on an
+idle machine.
 """
 
 from __future__ import annotations

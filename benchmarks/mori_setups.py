@@ -1,11 +1,11 @@
-"""MORI's single-replica set-ups in the lab: our ``mori`` beside the rules it has to beat (MORI §6.2).
+"""MORI's single-replica set-ups in the simulator: ``mori`` against its baselines (MORI §6.2).
 
     python benchmarks/mori_setups.py --traces traces --json benchmarks/results/mori_setups.json
 
-Three set-ups, 20, 50 and 80 programs at once, host memory of once and twice the device's, one virtual hour
-each of the Claude Code trace, closed loop: output throughput and mean TTFT as the run has them, and as ratios
-to ``thunderagent-offload``, the paper's own baseline. ``--only SETUP …`` and ``--policies …`` run some and
-keep the others of the JSON.
+Three set-ups, 20, 50 and 80 concurrent programs, host memory of once and twice the device's, one virtual hour
+each of the Claude Code trace in a closed loop. Reports output throughput and mean TTFT, absolute and relative
+to ``thunderagent-offload``, the paper's baseline. ``--only SETUP …`` and ``--policies …`` run some and keep
+the other results of the JSON.
 """
 
 from __future__ import annotations

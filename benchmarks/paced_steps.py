@@ -1,11 +1,11 @@
-"""A logits processor that makes each engine step last a given time, for ``simulator_validation.py --paced``.
+"""A logits processor that gives each engine step a fixed duration, for ``simulator_validation.py --paced``.
 
     SOJOURN_PACE='[step_s, token_s, pair_s, kv_token_s, request_s]' PYTHONPATH=benchmarks \\
         sojourn serve tiny --logits-processors paced_steps:PacedForcedTokens
 
-The worker computes as ever, then sleeps until the step has lasted what its tokens, attention pairs, KV read
-and requests cost together. With a small model that leaves everything real but the duration of a step, which
-is the same on a machine that is busy with other things. Loading this module changes vLLM's model runner.
+The worker computes as usual, then sleeps until the step has lasted the sum of the costs of its tokens,
+attention pairs, KV reads and requests. With a small model everything is real but the duration of a step,
+which then does not depend on other load. Loading this module changes vLLM's model runner.
 """
 
 from __future__ import annotations

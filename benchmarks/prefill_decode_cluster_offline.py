@@ -1,4 +1,4 @@
-"""``prefill_decode_cluster.py`` with all agents present at the start: its runs and tables."""
+"""Runs and tables of ``prefill_decode_cluster.py`` with all agents present at the start."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def links_table(bench: Bench) -> list[str]:
             ]
         )
     return [
-        "## How evenly storage NICs are used (predicted)",
+        "## Balance between storage NICs (predicted)",
         "",
         "The busiest NIC's bytes over the average's in windows of 10 s, from 5 % to half of a run. Published "
         "(Figure 13, three nodes): 1.53 with round robin, 1.18 with the scheduler. Where NICs are not the "
@@ -232,7 +232,7 @@ def packing_table(bench: Bench) -> list[str]:
             ]
         )
     return [
-        "## How much a step computes (2P4D, 660B, 1,024 agents; predicted)",
+        "## Step size (2P4D, 660B, 1,024 agents; predicted)",
         "",
         "All systems above have the quota, though the paper gives it to DualPath and Oracle only and does "
         "not tell what bounds Basic's steps. Here it is tokens for all three. Attention: the slowest "
@@ -262,7 +262,7 @@ def memory_table(bench: Bench) -> list[str]:
             ]
         )
     return [
-        "## What layer by layer is worth by memory (2P4D, 660B, 2,000 agents; predicted)",
+        "## Gain of layerwise transfer by memory (2P4D, 660B, 2,000 agents; predicted)",
         "",
         marked(
             ["device, KV on a prefill device", "Basic", "+ layerwise", "+ scheduling", "less by layerwise"],

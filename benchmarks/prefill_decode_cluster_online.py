@@ -1,4 +1,4 @@
-"""``prefill_decode_cluster.py`` for the paper's Table 3 and §7.4: the fit, its range, and arriving agents."""
+"""Runs and tables of ``prefill_decode_cluster.py`` with arriving agents, and the fit to Table 3."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fit_table(bench: Bench) -> list[str]:
     tried = bench.fit()
     efficiency, took_s = tried[-1]
     return [
-        "## The one number that was fitted",
+        "## The fitted number",
         "",
         f"With {efficiency:.4f} of its FLOP peak a prefill device makes DualPath take {took_s:,.0f} s for "
         f"2,000 agents on 2P4D (the paper's Table 3: {CALIBRATION_JCT_S:,.0f} s); found in {len(tried)} "

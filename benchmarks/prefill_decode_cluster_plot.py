@@ -1,4 +1,4 @@
-"""The picture of ``prefill_decode_cluster.py``."""
+"""The plots of ``prefill_decode_cluster.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines and heads that several tables of ``prefill_decode_cluster.py`` share."""
+"""Rows and headers shared by the tables of ``prefill_decode_cluster.py``."""
 
 from __future__ import annotations
 

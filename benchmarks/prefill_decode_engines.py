@@ -1,4 +1,4 @@
-"""Real engines for the benchmarks of prefill and decode: started together, looked into, stopped."""
+"""Starts, inspects and stops the real engines of the prefill/decode benchmarks."""
 
 from __future__ import annotations
 

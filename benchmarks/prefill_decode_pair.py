@@ -1,16 +1,15 @@
-"""What a second way to storage gives pairs of real engines: links that are slow, contexts that are stored.
+"""Gain of a second path to storage for pairs of real engines with slow storage links.
 
     python benchmarks/prefill_decode_pair.py --out benchmarks/results
     python benchmarks/prefill_decode_pair.py --pairs 2 --out benchmarks/results
 
-Prefill and decode engines of vLLM on this machine's CPU, whose storage links are as slow as ``--megabytes-s``
-makes them, so that reading is what takes time; the model has the shape of ``tiny`` and weights that make each
-token hang on all before it. First every request is computed by a pair that finds nothing stored, and its KV
-stored: what it says then is what it has to say in every arm, or the run fails. Then all are sent at once, on
-their two legs as the gateway sends them, and who reads is chosen by the gateway's core with one policy an
-arm, by its own books; and one longer request alone. Devices forget everything between arms, and no block is
-stored that was not before, so that all arms do the same. Arms take turns, ``--rounds`` times; figures are
-medians. Run it while nothing else runs.
+Prefill and decode engines of vLLM on this machine's CPU. ``--megabytes-s`` limits their storage links, so
+that reading dominates. The model has the shape of ``tiny`` and weights that make each token depend on all
+previous ones. First a pair without stored KV computes every request and stores its KV; its outputs are the
+reference for every arm, and a difference fails the run. Then all requests are sent at once, each on its two
+legs as the gateway sends them. The gateway's routing core chooses the reading side, by one policy per arm and
+from its own records. One longer request is also sent alone. Devices are cleared between arms and no new
+blocks are stored, so all arms do the same work. Arms alternate, ``--rounds`` times; figures are medians.
 """
 
 from __future__ import annotations

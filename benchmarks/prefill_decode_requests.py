@@ -1,4 +1,4 @@
-"""One request on its two legs, as the gateway sends them, and what came of it when."""
+"""One request on its two legs, as the gateway sends them, with results and times."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The gateway's core in place of a gateway: who computes, who writes and, by any policy, who reads.
+"""The gateway's routing core without a gateway: chooses engines, writing side and reading side.
 
-It decides by its own records. A gateway also polls engines for the queues of their links; here no queue is
+It decides from its own records. A gateway also polls engines for the queues of their links; here no queue is
 reported (``NicQueueReported``), and the stored part of a prompt is given exactly, not learned from answers.
 """
 

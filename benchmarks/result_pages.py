@@ -1,4 +1,4 @@
-"""Pages of results that are half generated, half written by hand: a new run leaves the words alone."""
+"""Result pages with generated and hand-written parts: a new run keeps the hand-written text."""
 
 from __future__ import annotations
 

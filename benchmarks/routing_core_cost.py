@@ -1,12 +1,12 @@
-"""What the gateway's routing core takes: a decision, a fact that changes nothing, a look at 10,000 that wait.
+"""CPU cost of the gateway's routing core: a decision, a fact, a scan of 10,000 waiting requests.
 
     python benchmarks/routing_core_cost.py --out benchmarks/results
 
-Programs run in a closed loop: each asks, is answered and asks again, with 500 programs to a replica; what
-programs of their kinds came to is known. A decision is a request that is taken in and sent; a newcomer is the
-first one of a program, as every 17th is. Pairs are prefill and decode engines, as many as DualPath's 48P96D
-has: a decision is both engines and who reads. Times are CPU time of the one thread, of 500 facts at once: the
-median of such rounds, and the worst of a hundred where single looks are timed.
+Programs run in a closed loop of requests and answers, 500 programs per replica; the results of earlier
+programs of their kinds are known. A decision is a request that is accepted and dispatched; a newcomer is the
+first request of a program, one in 17. Pairs are prefill and decode engines, as many as DualPath's 48P96D has;
+a decision is both engines and the reading side. Times are CPU time of the single thread over rounds of 500
+facts: the median of the rounds, and the maximum of a hundred single scans.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""SAGA's ablation (Table 4, with Table 5's modes) and its sweep of tool times (Table 10), in the lab.
+"""SAGA's ablation (Table 4, with Table 5's modes) and its sweep of tool times (Table 10), in the simulator.
 
     python benchmarks/saga_ablation.py --cache ablation-cache
 
 The paper's synthetic steps with tool times of mean 1.2 s (``synthetic:latency-cv:X``), Poisson arrivals until
-all programs have finished. Each row of Table 4 that has a meaning on one replica is run on SAGA as printed
-(``saga-paper``, of the shipped presets), and on ``saga`` (``saga_ablations/*.toml``). Table 10 is swept
-under stock and both. Writes saga_ablation.json and .md into benchmarks/results; what is between the marks of
-the .md was written by hand and stays.
+all programs have finished. Each row of Table 4 that applies to one replica is run on SAGA as published
+(``saga-paper``, of the shipped presets) and on ``saga`` (``saga_ablations/*.toml``). Table 10 is swept under
+stock and both. Writes saga_ablation.json and .md into benchmarks/results. Text between the marks of the .md
+is written by hand and kept.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def page(rows: Rows, made: str) -> str:
         "tool times log-normal with mean 1.2 s. Stock finishes after "
         f"{_mean(first):,.0f} s on average and computes {_again(first)} of prompt tokens again.",
         "",
-        "## What each part is worth (Tables 4 and 5)",
+        "## Gain of each part (Tables 4 and 5)",
         "",
         "Mean completion in seconds, and against all of it; tokens computed again, of all prompt tokens. "
         "Rows of several replicas (session affinity, work stealing, fair shares) have no meaning on one.",
@@ -122,7 +122,7 @@ def page(rows: Rows, made: str) -> str:
         "",
         f"Coefficient of variation {BASE_CV:g}. A prefetch moves nothing yet: no tier is below the device.",
         "",
-        "## How uneven tools may be (Table 10)",
+        "## Variation of tool times (Table 10)",
         "",
         *grid(
             [
@@ -140,7 +140,7 @@ def page(rows: Rows, made: str) -> str:
             ],
         ),
         "",
-        "## What differs, and why",
+        "## Differences from the paper",
         "",
         "{by hand}",
         "",

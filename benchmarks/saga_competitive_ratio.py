@@ -1,16 +1,16 @@
-"""SAGA's competitive ratio in the lab: tokens computed again, over Bélády's, where LRU has twice as many.
+"""SAGA's competitive ratio in the simulator: recomputed tokens over Bélády's, where LRU has twice as many.
 
     python benchmarks/saga_competitive_ratio.py --traces traces --cache ratio-cache
 
-For every trace, programs arrive Poisson and run until all have finished (so every policy does the same
-work), at several sizes of the KV pool. Two first runs tell the trace's own scale. In one each program has
-the device for itself: arrivals are as many as keep ``--live`` of them alive at once. In the other these
-arrive and no KV is ever lost: sizes are shares of the most that living programs' contexts take together.
-(Well below that whoever runs is in each other's way, whatever is evicted, and LRU is as good as Bélády.)
-At each size stock vLLM is run with its accesses recorded; Bélády and
-"LRU + Prefix" (SAGA, Table 2) are replayed on them. Sizes at which LRU ÷ Bélády is 2.0 or more, those of the
-paper's table, are run under every other policy. Writes saga_competitive_ratio.json and .md into
-benchmarks/results; what is between the marks of the .md was written by hand and stays.
+For every trace, programs arrive by a Poisson process and run until all have finished, so every policy does
+the same work, at several sizes of the KV pool. Two first runs find the scale of the trace. In the first, each
+program has the device alone; the arrival rate for the other runs keeps ``--live`` of them alive. In the
+second, programs arrive at that rate and no KV is lost; pool sizes are shares of the largest total of living
+contexts. (Far below it, running programs displace each other whatever is evicted, and LRU is as good as
+Bélády.) At each size, stock vLLM is run with its accesses recorded; Bélády and "LRU + Prefix" (SAGA, Table 2)
+are replayed on them. Sizes at which LRU ÷ Bélády is at least 2.0, as in the paper's table, are run under
+every other policy. Writes saga_competitive_ratio.json and .md into benchmarks/results. Text between the marks
+of the .md is written by hand and kept.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def page(found: dict[str, list[Size]], policies: Sequence[str], live: float, mad
         + "; ".join(f"{name} {a}, {b}" for name, (a, b) in PUBLISHED.items())
         + f". Target for `saga`: {TARGET}.",
         "",
-        f"## Where LRU computes {WORTH:g} times as much again",
+        f"## Sizes at which LRU recomputes {WORTH:g} times as many tokens as Bélády",
         "",
         *grid(
             ["trace", "pool, tokens", "lru", "prefix-lru", *policies],
@@ -267,7 +267,7 @@ def page(found: dict[str, list[Size]], policies: Sequence[str], live: float, mad
             ],
         ),
         "",
-        "## Which mechanism loses what",
+        "## Losses by mechanism",
         "",
         "{by hand}",
         "",

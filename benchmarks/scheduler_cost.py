@@ -1,26 +1,24 @@
-"""CPU of one scheduling step: sojourn against stock, on vLLM's own scheduler without a model.
+"""CPU cost of one scheduling step: sojourn against stock, on vLLM's scheduler without a model.
 
     python benchmarks/scheduler_cost.py --json benchmarks/results/scheduler_cost.json
 
-80 requests decode with long contexts; the extension knows 10,000 programs and
-holds leases. Stock and sojourn take turns in short slices within one process, so
-that whatever else the machine does hits both; the figure is the median ratio of
-neighbouring slices, of thread CPU time, for ``schedule()`` alone and for
-``schedule()`` with ``update_from_output()``. Also: the step in which 10,000
-leases run out.
+80 requests decode with long contexts; the extension tracks 10,000 programs and holds leases. Stock and
+sojourn alternate in short slices within one process, so that other load affects both. The result is the
+median ratio of thread CPU time of neighbouring slices, for ``schedule()`` alone and for ``schedule()`` with
+``update_from_output()``. Also measured: the step in which 10,000 leases expire.
 
     python benchmarks/scheduler_cost.py --full --policy tetris --host-blocks 60000
 
-The same with a full pool. Both engines get the same requests and the same pool, which 80 of them fill: each
-step a token each, so that every hundred steps or so the pool is too small and one is preempted, while others
-wait; every 240 steps one ends. Compared are steps of the same number in both, once more than 95 % of the pool
-is used and somebody has been preempted in both. The policy has been told that outputs are short, which these
-are not: so at first it lets in about as many as stock does, and then looks, gate, choice of a victim,
-preemptions and copies to host memory all happen. Stock takes the next one in wherever it fits, the policy
-asks its gate each step and keeps it out: what is compared is the cost of a step and not what it achieves.
-Time is virtual, 30 ms a step and 0.1 ms for each further token; host memory is there for the policy only. Of
-each: mean and median CPU of a ``schedule()``, and the mean of those that preempted somebody or took somebody
-in. ``--profile`` says where the policy's goes; the other figures of such a run are worth nothing.
+The same with a full pool. Both engines get the same requests and the same pool, which 80 of them fill. Each
+step produces one token per request, so about every hundred steps the pool is too small and a request is
+preempted while others wait; every 240 steps one request ends. The comparison uses steps of the same number in
+both engines once more than 95 % of the pool is used and both have preempted. The policy was trained on short
+outputs, and these are long: at first it admits about as many requests as stock, then forecasts, admission,
+victim selection, preemptions and copies to host memory all occur. Stock admits the next request as soon as it
+fits; the policy consults its admission each step and holds it back. The comparison is about the cost of a
+step, not its effect. Time is virtual, 30 ms per step and 0.1 ms for each further token; only the policy has
+host memory. Reports the mean and median CPU of ``schedule()``, and the mean of those calls that preempted or
+admitted. ``--profile`` shows where the policy's time goes; other figures of such a run are invalid.
 """
 
 from __future__ import annotations

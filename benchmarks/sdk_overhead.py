@@ -1,12 +1,11 @@
-"""What the SDK costs an agent: microseconds a turn on the agent's own thread, and how often it had to wait.
+"""Cost of the SDK for an agent: microseconds per turn on the agent's thread, and how often it had to wait.
 
     python benchmarks/sdk_overhead.py [--turns 2000] [--json FILE]
 
-A turn is one ``request_parts()`` and one tool call's start and stop inside an open
-program. It is measured with a server that answers, one that never answers, one that
-is not there, and without ``init()``. Also: the cost of the openai patch per call
-against a mock transport, and the time ``import sojourn`` takes in a fresh interpreter.
-Nothing leaves this machine.
+A turn is one ``request_parts()`` and one tool call's start and stop inside an open program. It is measured
+with a server that answers, one that never answers, an absent one, and without ``init()``. Also measured: the
+cost of the openai patch per call against a mock transport, and the time of ``import sojourn`` in a fresh
+interpreter. Uses this machine only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How fast the lab is: virtual seconds a wall second, and what a virtual hour costs as programs grow.
+"""Speed of the simulator: virtual seconds per wall second, and its growth with the number of programs.
 
     python benchmarks/simulator_speed.py isobench_trae.jsonl.gz
 
-Stock in a closed loop, one run after the other, each in a process of its own; of wall time only the
-simulation counts, not the seconds in which a process loads torch and vLLM. Exit code 1 where the target of
-80 programs is missed, or cost grows faster than linearly.
+Stock in a closed loop, one run after the other, each in its own process. Only the simulation counts, not the
+import of torch and vLLM. The exit code is 1 if the target for 80 programs is missed or the cost grows faster
+than linearly.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""The lab against the engine it stands for: the same programs on a real CPU server, and in virtual time.
+"""The simulator against a real engine: the same programs on a CPU server and in virtual time.
 
     python benchmarks/simulator_validation.py --json benchmarks/results/simulator_validation.json
 
-A server is started afresh for every run, on its own port: ``sojourn profile`` measures a stock one, the code
-of ``sojourn replay`` drives the others with forced tokens, and the lab simulates the same programs, in the
-same order, with the same gaps, on the fitted profile and the limits that the servers were given. Both worlds
-hand over one record a turn, and one function makes the figures of either.
+Every run starts a new server on its own port. ``sojourn profile`` measures a stock server; the code of
+``sojourn replay`` drives the others with forced tokens. The simulator runs the same programs in the same
+order with the same gaps, on the fitted profile and the servers' limits. Both sides return one record per
+turn, and one function computes the figures of both.
 
-A run is one of many that could have been: who comes a moment sooner may find what the next has lost, and all
-that follows is another. So both worlds are run several times and their medians compared: the real one as
-often as there is time for, in alternating order; the lab with every step's time off by chance, as far as the
-profile's own samples are off. The workload is made for many small losses instead of few large ones: runs of
-the same kind differ by 1 to 3 % in tokens computed again.
+A single run is one sample: a request that arrives slightly earlier may find KV that the next one has lost,
+and everything after it differs. Both sides are therefore run several times and their medians compared. The
+real server runs as often as time allows, in alternating order; the simulator adds random errors to the
+duration of each step, as large as those of the profile's samples. The workload has many small losses instead
+of few large ones: runs of the same kind differ by 1 to 3 % in recomputed tokens.
 
-``--paced``: the tiny model, every step of which lasts what one of smol would on two idle cores. All else is
-real, and a machine that is busy with other things does no harm; only how well a profile fits is not tested.
-``--smoke``: the tiny model, and programs that come in an order which no chance can change.
+``--paced``: the tiny model with step durations of smol on two idle cores. Everything else is real, and other
+load on the machine does not matter; only the fit of the profile is not tested. ``--smoke``: the tiny model,
+and programs whose order does not depend on chance.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from validation_runs import BenchmarkError, measured_off, play_in_simulator, pla
 from validation_scenario import PACE, SMOKE, RunMeasurements, Scenario, plans_of, programs_of
 
 JUDGED = {"completion_mean_s": 0.10, "regenerated_tokens": 0.05}
-"""What the lab is held to: relative errors."""
+"""What the simulator is held to: relative errors."""
 FIGURES = (
     "completion_mean_s",
     "completion_p95_s",
@@ -151,7 +151,7 @@ def measure(scenario: Scenario, profile_file: Path, turns: dict[str, Any]) -> li
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Real, lab and error, one row a figure."""
-    drawn = Table(title="the lab against the engine", title_justify="left")
+    drawn = Table(title="the simulator against the engine", title_justify="left")
     for name in ("policy", "at once", "figure"):
         drawn.add_column(name, no_wrap=True)
     for name in ("real", "from", "to", "lab", "from", "to", "error"):

@@ -1,11 +1,11 @@
-"""The picture of a cascade and how it ends: stock and Tetris with host memory on the same requests.
+"""Plot of a preemption cascade: stock and Tetris with host memory on the same requests.
 
     python benchmarks/tetris_cascade_plot.py --out docs/images/preemption-cascade.svg
 
-Two runs of the lab, 20 virtual minutes each; they take about a minute. Each request is a bar, the first to
-come on top: running, waiting to be let in, or waiting with its blocks gone. What is drawn is read off the
-scheduler after each plan. The seconds shown were chosen since stock preempts much in them; ``--window`` names
-others. What is counted in them, and in the whole runs, is printed.
+Two simulator runs of 20 virtual minutes each; they take about a minute. Each request is a bar, in order of
+arrival from the top: running, waiting for admission, or preempted. The plot is read from the scheduler after
+each step. The time window shows many preemptions of stock; ``--window`` selects another. Prints the counts
+for the window and for the whole runs.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Timeline:
 
 @contextmanager
 def watched() -> Iterator[Timeline]:
-    """Runs of the lab inside fill the timeline: their engine is one that can be seen into."""
+    """Runs of the simulator inside fill the timeline: their engine is one that can be seen into."""
     from sojourn_server.simulator import simulated_engine
 
     timeline = Timeline()

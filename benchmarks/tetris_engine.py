@@ -1,15 +1,14 @@
-"""Long outputs that overflow a real engine's KV pool: stock beside Tetris, who is preempted and how often.
+"""Long outputs that exceed a real engine's KV pool: preemptions under stock and Tetris.
 
     python benchmarks/tetris_engine.py --out benchmarks/results
 
-Requests of two kinds on ``smol``, short answers and long reasoning, their lengths log-normal and drawn from
-the seed (``--mean-short``, ``--mean-long``). All tokens are forced, so every arm writes the same. Each arm
-first answers ``--warm-up`` requests of another seed, which are not counted: no arm has learned anything when
-it begins, and an engine learns once. ``observe`` decides as stock does, with our counters: it tells stock's
-cascades. ``oracle+host`` is told by ``max_tokens``, each output's true length there and out of reach in all
-others: a bound that its engine may rely on, not a hint. ``learned+host`` reads hidden states, which of forced
-tokens and random prompts tell nothing: it shows what a network costs that does not help. The arms take turns,
-``--rounds`` times; figures are medians. Run it while nothing else runs.
+Requests of two kinds on ``smol``, short answers and long reasoning, with log-normal lengths drawn from the
+seed (``--mean-short``, ``--mean-long``). All tokens are forced, so every arm writes the same. Each arm first
+answers ``--warm-up`` requests of another seed, which are not counted, since no arm has learned lengths at its
+start. ``observe`` decides as stock does and counts stock's cascades. ``oracle+host`` gets each output's true
+length as ``max_tokens``, which all other arms set out of reach; it is an upper bound. ``learned+host`` reads
+hidden states, which carry no information for forced tokens and random prompts; it shows the cost of a network
+that does not help. The arms alternate, ``--rounds`` times; figures are medians. Run it on an idle machine.
 """
 
 from __future__ import annotations

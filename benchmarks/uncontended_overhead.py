@@ -1,11 +1,10 @@
-"""Without contention and without hints: does the extension cost anything? Two real servers, taken in turn.
+"""Overhead of the extension without contention and without hints, on two real servers.
 
     python benchmarks/uncontended_overhead.py --json benchmarks/results/uncontended_overhead.json
 
-A stock server and one with the extension run side by side, idle but for the one
-whose turn it is. The load is eight conversations of plain requests, nobody's
-program, in a pool that holds them all. Runs alternate A B B A …, and the figure is
-the median over pairs of the ratio stock ÷ sojourn of the mean completion time.
+A stock server and one with the extension run side by side; only one gets requests at a time. The load is
+eight conversations of plain requests without a program, in a pool that holds them all. Runs alternate
+A B B A …; the figure is the median over pairs of the ratio stock ÷ sojourn of the mean completion time.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Scenario:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 1024
     workload: str = "synthetic:continuum-bfcl"
-    """A trace or synthetic workload of the lab's, or ``ORDERLY``."""
+    """A trace or synthetic workload of the simulator's, or ``ORDERLY``."""
     token_scale: float = 0.012
     """Its programs have 37,302 tokens on average; two cores compute some hundred a second."""
     programs: int = 72
