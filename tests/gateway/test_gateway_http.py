@@ -588,20 +588,28 @@ async def test_an_error_of_ours_is_answered_as_one_and_its_request_is_over(
         assert (await it.chat("p")).status == 200
 
 
+async def call_app(
+    it: World, send: Any, after_body: Any = None, *, stream: bool = False, **more: Any
+) -> None:
+    """A chat completion without a server: ``after_body`` is what is received after its body."""
+    body = json.dumps({"messages": [], "stream": stream}).encode()
+    asked = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        return asked.pop() if asked else await (after_body or asyncio.Event().wait)()
+
+    chat = ClientApi.CHAT
+    scope = {"type": "http", "method": "POST", "path": chat.value, "query_string": b"", "headers": []}
+    await it.gateway.generation.route(chat)({**scope, **more}, receive, send)
+
+
 async def test_an_answer_that_cannot_be_written_is_in_the_books_all_the_same() -> None:
     async with engines(1) as fakes, world(fakes) as it:
-        app = it.gateway.generation.route(ClientApi.CHAT)
-        asked = [{"type": "http.request", "body": b'{"messages": []}', "more_body": False}]
-
-        async def receive() -> Any:
-            return asked.pop() if asked else await asyncio.Event().wait()
 
         async def send(message: Any) -> None:
             raise OSError("the client is gone")
 
-        path = ClientApi.CHAT.value
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
-        await app(scope, receive, send)
+        await call_app(it, send)
         assert "sojourn_gateway_requests_total{" in (await (await it.http.get(f"{it.url}/metrics")).text())
 
 
@@ -620,13 +628,9 @@ async def test_a_client_that_leaves_at_the_head_of_its_stream_ends_it(told: str)
                 over.set()
 
         fakes[0]._stream = endless  # type: ignore[method-assign]
-        body = json.dumps({"messages": [], "stream": True}).encode()
-        asked = [{"type": "http.request", "body": body, "more_body": False}]
         gone = asyncio.Event()
 
-        async def receive() -> Any:
-            if asked:
-                return asked.pop()
+        async def leave() -> Any:
             await gone.wait()
             if told == "an error":
                 raise RuntimeError("the proxy is gone")
@@ -637,30 +641,19 @@ async def test_a_client_that_leaves_at_the_head_of_its_stream_ends_it(told: str)
                 gone.set()
                 await asyncio.sleep(0.2)
 
-        path = ClientApi.CHAT.value
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
-        await asyncio.wait_for(it.gateway.generation.route(ClientApi.CHAT)(scope, receive, send), 60)
+        await asyncio.wait_for(call_app(it, send, leave, stream=True), 60)
         await asyncio.wait_for(over.wait(), 60)
 
 
 async def test_below_a_path_the_engine_is_asked_for_its_own() -> None:
     async with engines(1) as fakes, world(fakes) as it:
-        app = it.gateway.generation.route(ClientApi.CHAT)
-        asked = [{"type": "http.request", "body": b'{"messages": []}', "more_body": False}]
         said: list[Any] = []
-
-        async def receive() -> Any:
-            return asked.pop() if asked else await asyncio.Event().wait()
 
         async def send(message: Any) -> None:
             said.append(message)
 
         path = f"/gw{ClientApi.CHAT.value}"
-        scope = {
-            "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "root_path": "/gw",
-            "query_string": b"", "headers": [],
-        }  # fmt: skip
-        await app(scope, receive, send)
+        await call_app(it, send, path=path, raw_path=path.encode(), root_path="/gw")
         assert said[0]["status"] == 200
 
 

@@ -88,7 +88,7 @@ async def test_an_engine_that_does_not_fit_is_named_once_and_sent_nothing(
     async with pair_engines(1, 2) as (prefill, decode):
         odd, good = decode
         spoil(odd)
-        async with gateway_of(prefill, decode, taken=2) as it:
+        async with gateway_of(prefill, decode, taken=2, poll_s=0.01) as it:
             assert "pairs: 1 of 1 prefill and 1 of 2 decode engines are here" in caplog.text
             looked = odd.looked_at
             for _ in range(3):

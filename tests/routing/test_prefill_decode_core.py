@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from routing_builders import only
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
 from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
@@ -47,11 +48,6 @@ def core(*names: str, pairs: PairScheduler | None = None, **limits: Any) -> Pair
     for name in names:
         made.take(seen(name), 0.0)
     return made
-
-
-def only(actions: list[Any]) -> Any:
-    [action] = actions
-    return action
 
 
 def test_a_request_goes_to_a_pair_and_the_next_to_the_other() -> None:

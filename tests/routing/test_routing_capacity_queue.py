@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from routing_builders import build_core, sends
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.replica_views import ReplicaView, RoutingDecision, RoutingView
-from sojourn_server.policies.routing.work_stealing import NoStealing
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.capacity_queue import MAX_FAILED_ROUTES
-from sojourn_server.routing.routing_events import SendRequest
-from sojourn_server.routing.routing_limits import RoutingLimits
 from sojourn_server.routing.routing_queue import CHUNK, RoutedRequest, TenantQueue
 
 
@@ -35,12 +33,7 @@ class Counted:
 
 
 def core(routing: Any = None, sharing: Any = None, **limits: Any) -> AffinityCore:
-    return AffinityCore(
-        routing or CapacityRouting(),
-        NoStealing(),
-        sharing or FcfsSharing(),
-        RoutingLimits(**{"lease_s": 1e6, **limits}),
-    )
+    return build_core(routing or CapacityRouting(), sharing=sharing, **{"lease_s": 1e6, **limits})
 
 
 def seen(name: str, tokens: int = 1000) -> routing_events.ReplicaRegistered:
@@ -49,10 +42,6 @@ def seen(name: str, tokens: int = 1000) -> routing_events.ReplicaRegistered:
 
 def asked(name: str, tokens: int, tenant: str = "t") -> routing_events.RequestReceived:
     return routing_events.RequestReceived(name, tenant, tokens, name)
-
-
-def sends(actions: list[Any]) -> list[str]:
-    return [action.request_id for action in actions if isinstance(action, SendRequest)]
 
 
 def ends(it: AffinityCore, name: str, now: float, tenant: str = "t") -> list[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from routing_builders import CAPACITY, only, seen, with_replicas
+from routing_builders import build_core as core
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.replica_views import RoutingDecision
 from sojourn_server.policies.routing.routing_policies import RoundRobinRouting, SessionAffinityRouting
-from sojourn_server.policies.routing.work_stealing import NoStealing, WorkStealing
+from sojourn_server.policies.routing.work_stealing import WorkStealing
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.replica_fleet import MAX_REMEMBERED_DRAINS, ReplicaHealth
@@ -22,23 +24,6 @@ from sojourn_server.routing.routing_events import (
 )
 from sojourn_server.routing.routing_limits import RoutingLimits
 
-CAPACITY = 1000
-
-
-def core(routing: Any = None, stealing: Any = None, sharing: Any = None, **limits: Any) -> AffinityCore:
-    return AffinityCore(
-        routing or SessionAffinityRouting(),
-        stealing or NoStealing(),
-        sharing or FcfsSharing(),
-        RoutingLimits(**limits),
-    )
-
-
-def seen(name: str = "a", instance: str = "1", **more: Any) -> routing_events.ReplicaRegistered:
-    return routing_events.ReplicaRegistered(
-        **{"replica_id": name, "instance": instance, "capacity_tokens": CAPACITY, **more}
-    )
-
 
 def asked(
     name: str, program: str | None = None, tokens: int = 100, **more: Any
@@ -46,17 +31,6 @@ def asked(
     return routing_events.RequestReceived(
         **{"request_id": name, "tenant": "t", "program_id": program, "context_tokens": tokens, **more}
     )
-
-
-def with_replicas(of: AffinityCore, *names: str) -> AffinityCore:
-    for name in names:
-        of.take(seen(name), 0.0)
-    return of
-
-
-def only(actions: list[Any]) -> Any:
-    [action] = actions
-    return action
 
 
 # -- sending ------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from routing_builders import build_core, sends, with_replicas
 from sojourn_server.policies.cluster_preset import load_cluster_preset, parse_cluster_preset
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
 from sojourn_server.policies.routing.least_delay_routing import LeastDelayRouting
@@ -23,7 +24,6 @@ from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.request_placer import MAX_REPLICAS_COMPARED
 from sojourn_server.routing.routed_programs import MIN_FINISHED_PROGRAMS, ProgramEstimator, RoutedProgram
-from sojourn_server.routing.routing_events import SendRequest
 from sojourn_server.routing.routing_limits import RoutingLimits
 
 
@@ -53,10 +53,8 @@ def expectations() -> ProgramEstimator:
 
 
 def core(routing: Any, replicas: int = 1, sharing: Any = None, **more: Any) -> AffinityCore:
-    it = AffinityCore(routing, NoStealing(), sharing or FcfsSharing(), RoutingLimits(lease_s=1e6), **more)
-    for number in range(replicas):
-        it.take(routing_events.ReplicaRegistered(f"e{number}", "1", 1000), 0.0)
-    return it
+    it = build_core(routing, sharing=sharing, lease_s=1e6, **more)
+    return with_replicas(it, *(f"e{number}" for number in range(replicas)))
 
 
 def asked(
@@ -70,10 +68,6 @@ def keep_busy(it: AffinityCore) -> None:
     for number in range(len(it.fleet)):
         it.take(routing_events.RequestReceived(f"busy {number}", "nobody", 1), 0.0)
     assert all(replica.in_flight for replica in it.fleet)
-
-
-def sends(actions: list[Any]) -> list[str]:
-    return [action.request_id for action in actions if isinstance(action, SendRequest)]
 
 
 def test_the_policy_sees_residents_and_their_turns_left() -> None:

@@ -8,31 +8,20 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from routing_builders import build_core, seen
 from sojourn_server.policies.fairness.fair_share import AgentFairShare
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
-from sojourn_server.policies.routing.routing_policies import RoundRobinRouting, SessionAffinityRouting
-from sojourn_server.policies.routing.work_stealing import NoStealing
+from sojourn_server.policies.routing.routing_policies import RoundRobinRouting
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.home_change_log import HomeChange, HomeChangeLog, HomeChanges
 from sojourn_server.routing.replica_fleet import ReplicaHealth
 from sojourn_server.routing.routing_events import ProbeReplica, ReleaseProgramKv, SendRequest
-from sojourn_server.routing.routing_limits import RoutingLimits
 from sojourn_server.routing.routing_state import RoutingState
 
 
 def core(routing: Any = None, life: str = "first", **limits: Any) -> AffinityCore:
-    return AffinityCore(
-        routing or SessionAffinityRouting(),
-        NoStealing(),
-        AgentFairShare(),
-        RoutingLimits(**limits),
-        life=life,
-    )
-
-
-def seen(name: str, instance: str = "1", tokens: int = 1000) -> routing_events.ReplicaRegistered:
-    return routing_events.ReplicaRegistered(name, instance, tokens)
+    return build_core(routing, sharing=AgentFairShare(), life=life, **limits)
 
 
 def asked(name: str, program: str, tokens: int = 100) -> routing_events.RequestReceived:
@@ -186,7 +175,7 @@ def test_a_state_that_makes_no_sense_is_refused(changed: dict[str, Any]) -> None
 
 def test_a_replica_without_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="expected ≥ 1"):
-        core().take(seen("a", tokens=0), 0.0)
+        core().take(seen("a", capacity_tokens=0), 0.0)
 
 
 # -- copies of homes ----------------------------------------------------------------------
@@ -204,7 +193,7 @@ def apply(copy: dict[tuple[str, str], tuple[str | None, str | None]], changes: H
 
 def test_changes_come_in_batches_after_ten_milliseconds_or_a_hundred() -> None:
     it = core()
-    it.take(seen("a", tokens=10**9), 0.0)
+    it.take(seen("a", capacity_tokens=10**9), 0.0)
     assert it.flush(0.0) is None
     for number in range(99):
         it.take(asked(f"r{number}", f"p{number}"), 1.0)

@@ -7,33 +7,21 @@ from collections import deque
 from typing import Any
 
 import pytest
+from routing_builders import build_core, seen
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
 from sojourn_server.policies.fairness.tenant_preemption import UrgencyPreemption
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.routing_policies import RoundRobinRouting, SessionAffinityRouting
-from sojourn_server.policies.routing.work_stealing import NoStealing
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.routing_events import RecallRequest, ReleaseProgramKv, SendRequest
-from sojourn_server.routing.routing_limits import RoutingLimits
 
 AT_HOME = SessionAffinityRouting(most_load=math.inf)
 
 
 def core(routing: Any, sharing: Any = None, **limits: Any) -> AffinityCore:
-    return AffinityCore(
-        routing,
-        NoStealing(),
-        sharing or AgentFairShare(),
-        RoutingLimits(**{"lease_s": 1e6, **limits}),
-        yielding=UrgencyPreemption(),
-    )
-
-
-def seen(name: str, **more: Any) -> routing_events.ReplicaRegistered:
-    return routing_events.ReplicaRegistered(
-        **{"replica_id": name, "instance": "1", "capacity_tokens": 1000, **more}
-    )
+    limits = {"lease_s": 1e6, **limits}
+    return build_core(routing, sharing=sharing or AgentFairShare(), yielding=UrgencyPreemption(), **limits)
 
 
 def asked(name: str, tenant: str, tokens: int = 100, **more: Any) -> routing_events.RequestReceived:

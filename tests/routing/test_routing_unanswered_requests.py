@@ -5,21 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sojourn_server.policies.fairness.fair_share import FcfsSharing
-from sojourn_server.policies.routing.routing_policies import SessionAffinityRouting
-from sojourn_server.policies.routing.work_stealing import NoStealing
+from routing_builders import build_core, with_replicas
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.routed_programs import RoutedProgramTable
-from sojourn_server.routing.routing_limits import RoutingLimits
 
 
 def core(*replicas: str, **limits: Any) -> AffinityCore:
-    policies: tuple[Any, Any, Any] = SessionAffinityRouting(), NoStealing(), FcfsSharing()
-    made = AffinityCore(*policies, RoutingLimits(**limits))
-    for name in replicas:
-        made.take(routing_events.ReplicaRegistered(name, "1", 1000), 0.0)
-    return made
+    return with_replicas(build_core(**limits), *replicas)
 
 
 def ask(of: AffinityCore, name: str, program: str | None = "p", tenant: str = "t", now: float = 1.0) -> Any:

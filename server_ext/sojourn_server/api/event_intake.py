@@ -153,7 +153,8 @@ class EventIntake:
     def _forget(self, submission: _Submission) -> None:
         """Take a submission's waiting events out of the queue; what the engine has stays there."""
         host, connection = submission.client
-        queue = self._hosts.get(host, {}).get(connection)
+        connections = self._hosts.get(host)
+        queue = connections.get(connection) if connections is not None else None
         if queue is None or submission not in queue:
             return
         queue.remove(submission)

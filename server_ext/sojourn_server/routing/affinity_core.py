@@ -306,17 +306,13 @@ class AffinityCore(RoutingCore):
 
     def _replay(self, request: RoutedRequest, now: float) -> None:
         """Handle a request whose replica does not answer."""
-        limits = self.limits
         self._capacity_changed = True
         request.failures += 1
         if request.began:
             assert request.replica_id is not None
             self._abort(request.request_id, request.replica_id)
             self.requests.close(request, now)
-        elif (
-            request.failures >= limits.most_failures
-            or request.failures_computing >= limits.most_failures_computing
-        ):
+        elif self._failed_too_often(request):
             self._give_up(request, now)
         else:
             self.requests.undo_send(request, now)

@@ -412,13 +412,9 @@ class PairCore(RoutingCore):
         flight.failures_computing += event.computing
         if event.replica_id in self.engines:
             self._suspect(event.replica_id, now)
-        limits = self.limits
         if flight.began:
             self._close(flight)  # the gateway has ended the stream
-        elif (
-            flight.failures >= limits.most_failures
-            or flight.failures_computing >= limits.most_failures_computing
-        ):
+        elif self._failed_too_often(flight):
             self._close(flight)
             why = f"{flight.failures} pairs of engines in turn did not answer"
             self._reject_failed(event.request_id, why)

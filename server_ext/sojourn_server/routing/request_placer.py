@@ -10,8 +10,7 @@ from ..policies.routing.replica_views import ReplicaView, RoutingDecision, Routi
 from ..policies.routing.routing_policies import RoutingPolicy
 from ..policies.routing.work_stealing import StealingPolicy, StealingReplicaView
 from .replica_fleet import Replica, ReplicaFleet, ReplicaHealth
-from .resident_programs import turns_left
-from .routed_programs import RoutedProgram
+from .routed_programs import RoutedProgram, turns_left
 from .routing_events import AnyRoutingAction, ReleaseProgramKv, SendRequest
 from .routing_limits import PolicyCallError
 from .routing_queue import RoutedRequest, can_move

@@ -44,6 +44,13 @@ class LeasedReplica(Protocol):
     def is_draining(self) -> bool: ...
 
 
+class FailedRequest(Protocol):
+    """A request with the number of its failures, and of those at replicas that had accepted it."""
+
+    failures: int
+    failures_computing: int
+
+
 class RoutingCore(ABC):
     """State machine of one gateway or one coordinator. Single-threaded.
 
@@ -245,6 +252,14 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def _failed(self, event: routing_events.RequestFailed, now: float) -> None: ...
+
+    def _failed_too_often(self, request: FailedRequest) -> bool:
+        """Whether no further replica is to try a request."""
+        limits = self.limits
+        return (
+            request.failures >= limits.most_failures
+            or request.failures_computing >= limits.most_failures_computing
+        )
 
     @abstractmethod
     def _dispatch(self, now: float, *, epoch: bool) -> None:

@@ -9,8 +9,13 @@ from ..policies.fairness.fair_share import SharePolicy
 from ..policies.routing.routing_policies import RoutingPolicy
 from .home_change_log import HomeChangeLog
 from .replica_fleet import Replica, ReplicaFleet
-from .resident_programs import ResidentPrograms, build_resident_programs
-from .routed_programs import ProgramEstimator, RoutedProgram, RoutedProgramTable
+from .routed_programs import (
+    ProgramEstimator,
+    ResidentPrograms,
+    RoutedProgram,
+    RoutedProgramTable,
+    build_resident_programs,
+)
 from .routing_limits import RoutingCounters, RoutingLimits
 from .routing_queue import RoutedRequest, WaitingQueue
 from .tenant_accounting import TenantAccounting

@@ -18,7 +18,7 @@ from ...routing.pair_core import PairCore
 from ...routing.routing_core import RoutingCore
 from ...routing.routing_from_preset import RoutingRules, build_core
 from ...routing.routing_limits import RoutingLimits
-from ...routing.routing_status import PairEngineStatus, ReplicaStatus
+from ...routing.routing_status import PairEngineStatus
 from ..http.engine_reports import registration_event
 from ..http.rate_limited_log import PolicyFailureLog, RateLimitedLog
 from ..http.routing_backend import TICK_S, take_event, with_links
@@ -115,13 +115,11 @@ class Coordinator:
             self.checkpoints = CheckpointWriter(
                 path, options.checkpoint_s, self._checkpoint, self._is_superseded_by
             )
-            first = CoordinatorCheckpoint(
-                epoch=self.epoch,
-                unix_s=kept.unix_s if kept is not None else wall(),
-                core=kept.core if kept is not None else None,
-                engines=self.engines.kept(),
+            unix_s, core = (kept.unix_s, kept.core) if kept is not None else (wall(), None)
+            engines = self.engines.kept()
+            self.checkpoints.write(
+                CoordinatorCheckpoint(epoch=self.epoch, unix_s=unix_s, core=core, engines=engines)
             )
-            self.checkpoints.write(first)
         logger.info("coordinator %d starts with %d programs that have a home", self.epoch, self.restored)
 
     def _new_core(self) -> RoutingCore:
@@ -485,11 +483,10 @@ class Coordinator:
 
     async def state(self) -> CoordinatorState:
         """Everything that the coordinator knows, for operators."""
-        replicas: list[ReplicaStatus] = list(self.core.replica_statuses())
-        pairs: list[PairEngineStatus] = []
-        if self._admission is not None:
-            found = with_links(replicas, self._admission.links_of)
-            pairs, replicas = [one for one in found if isinstance(one, PairEngineStatus)], []
+        links_of = self._admission.links_of if self._admission is not None else lambda replica_id: {}
+        found = with_links(self.core.replica_statuses(), links_of)
+        pairs = [one for one in found if isinstance(one, PairEngineStatus)]
+        replicas = [one for one in found if not isinstance(one, PairEngineStatus)]
         return CoordinatorState(
             self.epoch,
             self.restored,

@@ -1,0 +1,61 @@
+"""Cores, replicas and requests for tests of routing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sojourn_server.policies.fairness.fair_share import FcfsSharing
+from sojourn_server.policies.routing.routing_policies import SessionAffinityRouting
+from sojourn_server.policies.routing.work_stealing import NoStealing
+from sojourn_server.routing import routing_events
+from sojourn_server.routing.affinity_core import AffinityCore
+from sojourn_server.routing.routing_limits import RoutingLimits
+
+CAPACITY = 1000
+
+
+def build_core(
+    routing: Any = None,
+    stealing: Any = None,
+    sharing: Any = None,
+    *,
+    yielding: Any = None,
+    expected: Any = None,
+    life: str = "",
+    **limits: Any,
+) -> AffinityCore:
+    """A core without replicas, that keeps programs at home."""
+    return AffinityCore(
+        routing or SessionAffinityRouting(),
+        stealing or NoStealing(),
+        sharing or FcfsSharing(),
+        RoutingLimits(**limits),
+        yielding=yielding,
+        expected=expected,
+        life=life,
+    )
+
+
+def with_replicas(of: AffinityCore, *names: str) -> AffinityCore:
+    """The core with these replicas."""
+    for name in names:
+        of.take(seen(name), 0.0)
+    return of
+
+
+def seen(
+    name: str = "a", instance: str = "1", capacity_tokens: int = CAPACITY, **more: Any
+) -> routing_events.ReplicaRegistered:
+    """A replica registers."""
+    return routing_events.ReplicaRegistered(name, instance, capacity_tokens, **more)
+
+
+def only(actions: list[Any]) -> Any:
+    """The one action."""
+    [action] = actions
+    return action
+
+
+def sends(actions: list[Any]) -> list[str]:
+    """Requests that are sent, in order."""
+    return [action.request_id for action in actions if isinstance(action, routing_events.SendRequest)]
