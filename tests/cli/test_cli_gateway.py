@@ -1,4 +1,4 @@
-"""``sojourn gateway``: what it refuses before it starts."""
+"""``sojourn gateway``: errors before it starts."""
 
 from __future__ import annotations
 

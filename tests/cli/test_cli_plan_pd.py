@@ -1,4 +1,4 @@
-"""``sojourn plan-pd``: the paper's example, what JSON says, and what is refused."""
+"""``sojourn plan-pd``: the paper's example, the JSON, and refused arguments."""
 
 from __future__ import annotations
 

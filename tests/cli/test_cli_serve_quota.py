@@ -1,4 +1,4 @@
-"""``sojourn serve --compute-quota-s``: what is passed on, and what is refused before an engine starts."""
+"""``sojourn serve --compute-quota-s``: options passed on, and errors before an engine starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sojourn simulate --sweep``: what is wrong is told before anything runs; else table, JSON and plot."""
+"""``sojourn simulate --sweep``: errors before the first run; table, JSON and plot."""
 
 from __future__ import annotations
 

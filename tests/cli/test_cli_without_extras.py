@@ -1,4 +1,4 @@
-"""The light install, ``pip install sojourn``: what works without the extras, and what is said of the rest."""
+"""``pip install sojourn`` without extras: working commands, and the message of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy in CONTRIBUTING does what it says. The examples are run by tests/frameworks."""
+"""The policy in CONTRIBUTING works. The examples are run by tests/frameworks."""
 
 from __future__ import annotations
 

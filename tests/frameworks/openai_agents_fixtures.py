@@ -1,4 +1,4 @@
-"""Agents of the OpenAI Agents SDK for plays and tests, the tools they use, and what was told of them."""
+"""Agents and tools of the OpenAI Agents SDK for scenarios and tests, and the programs that they reported."""
 
 from __future__ import annotations
 

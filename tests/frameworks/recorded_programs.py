@@ -1,4 +1,4 @@
-"""What a server was told, put together again, and everything about it that must hold for any framework."""
+"""Programs rebuilt from the events of a server, and the invariants that hold for every framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the scenarios that can be played here, and says what should be here and is not."""
+"""Finds the scenarios that this environment can run, and the expected ones that it cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a framework is made to play, and what sojourn must have been told of it.
+"""Scenarios of a framework, and the events that it must report for each.
 
 Each ``scenarios_<framework>.py`` has a list ``SCENARIOS`` and a dict ``ABSENT`` (row → why this framework
 has no such thing). ``test_frameworks_scenarios.py`` plays every scenario against the fake server and the

@@ -1,4 +1,4 @@
-"""A real engine that says what a script says: forced tokens, its own chat template and tool parser.
+"""A real engine with scripted answers: forced tokens, its own chat template and tool parser.
 
 ``ScriptedEngine`` is a proxy in front of ``sojourn serve tiny``. It adds the tokens of the script's next
 answer to each LLM request and passes everything else through as it is: headers, streams as they come, the

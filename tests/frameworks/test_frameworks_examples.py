@@ -1,4 +1,4 @@
-"""Every example as a user runs it: a process of its own, its plain version beside it, and what was told."""
+"""Every example as a user runs it: in its own process, with and without sojourn, and what it reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every framework with a place for events that is down, hangs, fails or is not there: nobody notices.
+"""Every framework with an events endpoint that is down, hangs, fails or is missing: results are unchanged.
 
 The same scenarios as in the table, one of each row: the results are those of a run without us, nothing
 waits for the sink, and every event is accounted for.

@@ -1,4 +1,4 @@
-"""LangChain: what the table of scenarios does not say. Handler and middleware, hand-made programs, faults."""
+"""LangChain beyond the scenarios: handler and middleware, hand-made programs, internal errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""litellm beyond the table: whose fields win, which hosts are told, what is put back, and odd bodies."""
+"""litellm beyond the scenarios: merged fields, hosts, restored functions, and unusual bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a user's own code shows of the adapters: kinds of functions, runs within runs, what is kept."""
+"""Adapters with user code: kinds of functions, runs within runs, retained references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without OpenTelemetry's SDK the modules say what to install, and nothing else of the package notices."""
+"""Without OpenTelemetry's SDK the modules name the package to install; the rest works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the tiers is told before an engine starts, on real folders and beside a real second process."""
+"""Checks of KV offload before an engine starts, on real folders and beside a second process."""
 
 from __future__ import annotations
 

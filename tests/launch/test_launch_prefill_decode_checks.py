@@ -1,4 +1,4 @@
-"""What of an engine of a pair is told before it starts, on real folders and sockets."""
+"""Checks of an engine of a pair before it starts, on real folders and sockets."""
 
 from __future__ import annotations
 

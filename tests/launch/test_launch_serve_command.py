@@ -1,4 +1,4 @@
-"""The engine's command line as a function of what the user wrote; no vLLM needed."""
+"""The engine's command line as a function of the user's options; no vLLM needed."""
 
 from __future__ import annotations
 

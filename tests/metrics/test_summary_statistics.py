@@ -1,4 +1,4 @@
-"""Percentiles against the standard library's own definition, and what is said of nothing."""
+"""Percentiles against the standard library's definition, and empty samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cluster presets: what ships loads, an ablation differs in one line, bad ones say what was wrong."""
+"""Shipped cluster presets load, an ablation differs in one line, errors name what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""τ* against brute force over the formula, and what must hold of it for any workload."""
+"""τ* against brute force over the formula, and invariants for any workload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which decode engine: DualPath's two phases by hand, and what holds for any story."""
+"""Selection of the decode engine: DualPath's two phases by hand, and invariants of random runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefill curve recovers what made the points, and the profile survives being written down."""
+"""The prefill curve recovers the coefficients of its samples; profiles survive a round trip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P/D that no link is in the way of, held against DualPath's example; what two paths bring at most."""
+"""P/D ratios without a link bottleneck, against DualPath's example; the maximum gain of two paths."""
 
 from __future__ import annotations
 

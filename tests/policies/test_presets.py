@@ -1,4 +1,4 @@
-"""Presets are data: they load, an ablation is one line, and a wrong one says what is wrong."""
+"""Presets load, an ablation is one line, and errors name what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fitting the costs of a step: what made the samples comes back, and no fit is ever negative."""
+"""Fits of step costs recover the coefficients of their samples and are never negative."""
 
 from __future__ import annotations
 

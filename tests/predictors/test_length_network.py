@@ -1,4 +1,4 @@
-"""The network's size, and what it does not see."""
+"""The network's size and inputs."""
 
 from __future__ import annotations
 

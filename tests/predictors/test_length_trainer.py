@@ -1,4 +1,4 @@
-"""It learns what hidden states say of lengths, forgets what is over, and survives what makes no sense."""
+"""The trainer learns lengths from hidden states, forgets ended requests, and survives invalid input."""
 
 from __future__ import annotations
 

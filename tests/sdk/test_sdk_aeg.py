@@ -1,4 +1,4 @@
-"""Agent Execution Graphs: what may be declared, what hashes tell, and how seeing corrects declaring."""
+"""Agent Execution Graphs: declaration, hashes, and correction by observed runs."""
 
 from __future__ import annotations
 

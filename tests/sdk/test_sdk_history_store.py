@@ -1,4 +1,4 @@
-"""The file between processes: what it keeps, for how long, and what happens where it cannot be used."""
+"""The history file between processes: content, ageing, and files that cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token counts of answers: found where they are, never guessed, only looked for while somebody listens."""
+"""Token counts of answers, which are read only for a listener."""
 
 from __future__ import annotations
 

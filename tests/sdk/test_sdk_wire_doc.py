@@ -1,4 +1,4 @@
-"""The examples of docs/wire.md are what the encoder says, and what the decoder understands."""
+"""The examples of docs/wire.md are the encoder's output, and the decoder reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sojourn gateway --ray`` as a process, on a cluster of its own, and how to look at what it started."""
+"""``sojourn gateway --ray`` as a process on its own cluster, and queries of what it started."""
 
 from __future__ import annotations
 

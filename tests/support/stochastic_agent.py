@@ -1,4 +1,4 @@
-"""An agent whose way depends on chance and on what happened before: what prediction is measured on.
+"""An agent with random, history-dependent transitions, to measure predictions on.
 
     plan ─▶ [outline] ─▶ act ⟲ ─▶ check ─┬▶ fix ─▶ check …
                                          └▶ summarise ─▶ end

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and what is no file stays what it is."""
+"""Atomic files appear whole or not at all; other paths stay unchanged."""
 
 from __future__ import annotations
 

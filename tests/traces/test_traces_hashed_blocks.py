@@ -1,4 +1,4 @@
-"""Prompts recorded as block ids: what sessions shared when recorded they share again, and only that."""
+"""Prompts recorded as block ids: programs share exactly what they shared when recorded."""
 
 from __future__ import annotations
 

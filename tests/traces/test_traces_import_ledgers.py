@@ -1,4 +1,4 @@
-"""Sojourn's own ledgers become programs, and what is no ledger is named."""
+"""Ledgers of the server become programs; other input is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synthetic prompts keep what a cache can see of the recorded ones: lengths and common prefixes."""
+"""Synthetic prompts keep the lengths and common prefixes of the recorded ones."""
 
 from __future__ import annotations
 
