@@ -366,33 +366,23 @@ def test_nothing_but_names_and_numbers_is_written(path: Path):
     assert b"secret" not in dump
 
 
+ONE_TOOL_CALL = """
+import sojourn
+from sojourn.testing import FakeServer
+with FakeServer() as server:
+    sojourn.init(server.url)
+    with sojourn.program("p"), sojourn.tool_call("t"):
+        pass
+"""
+
+
 def test_without_a_file_nothing_is_written_anywhere(python: Callable, tmp_path: Path):
-    python(
-        """
-        import sojourn
-        from sojourn.testing import FakeServer
-        with FakeServer() as server:
-            sojourn.init(server.url)
-            with sojourn.program("p"), sojourn.tool_call("t"):
-                pass
-        """,
-        env={"HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data")},
-    )
+    python(ONE_TOOL_CALL, env={"HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data")})
     assert not list(tmp_path.iterdir())
 
 
 def test_the_platforms_usual_place_is_the_default(python: Callable, tmp_path: Path):
-    python(
-        """
-        import sojourn
-        from sojourn.testing import FakeServer
-        with FakeServer() as server:
-            sojourn.init(server.url)
-            with sojourn.program("p"), sojourn.tool_call("t"):
-                pass
-        """,
-        env={"XDG_DATA_HOME": str(tmp_path), "SOJOURN_HISTORY": ""},
-    )
+    python(ONE_TOOL_CALL, env={"XDG_DATA_HOME": str(tmp_path), "SOJOURN_HISTORY": ""})
     recorded = HistoryStore(tmp_path / "sojourn" / "history.sqlite3", Counters()).load()
     assert recorded is not None
     assert [row.tool for row in recorded.durations] == ["t"]

@@ -7,55 +7,15 @@ import time
 
 import pytest
 import sojourn
+from scripted_transport import Script, Source
 from sojourn import emitter as emitter_module
 from sojourn.emitter import Emitter
 from sojourn.events import Heartbeat, ProgramStart, ToolStart
 from sojourn.http_transport import HttpResponse, HttpTransport
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer, refusing_url
-from sojourn.wire import MAX_BATCH_BYTES, OutcomeBatch, decode_batch, decode_event, encode
+from sojourn.wire import MAX_BATCH_BYTES, decode_batch, encode
 from waiting import wait_until
-
-
-class Source:
-    """Stands for a program."""
-
-    def __init__(self, id="p"):
-        self.id = id
-
-
-class Script:
-    """A transport that answers from a list, then 200; ``hold`` keeps the sender inside a send."""
-
-    def __init__(self, *answers):
-        self.answers = list(answers)
-        self.bodies = []
-        self.times = []
-        self.hold = threading.Event()
-        self.hold.set()
-        self.entered = threading.Event()
-
-    def post(self, path, body):
-        self.times.append(time.monotonic())
-        self.bodies.append(body)
-        self.entered.set()
-        self.hold.wait(30)
-        answer = self.answers.pop(0) if self.answers else 200
-        if isinstance(answer, Exception):
-            raise answer
-        return HttpResponse(answer, encode(OutcomeBatch()))
-
-    def get(self, path, timeout_s):
-        raise OSError
-
-    def after_fork(self):
-        pass
-
-    def close(self):
-        pass
-
-    def events(self):
-        return [decode_event(raw) for body in self.bodies for raw in decode_batch(body).events]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import sojourn
+from scripted_transport import Script, Source
 from sojourn import emitter as emitter_module
 from sojourn.emitter import Emitter
 from sojourn.events import Heartbeat, ToolStart
@@ -82,38 +83,9 @@ def test_a_failed_init_leaves_the_session_before_it_alone(online, monkeypatch):
     assert len(online.events()) == 2
 
 
-class Program:
-    """Stands for one."""
-
-    id = "p"
-    is_open = True
-
-
-class Sink:
-    """A transport that takes everything."""
-
-    def __init__(self):
-        self.bodies = []
-
-    def post(self, path, body):
-        from sojourn.http_transport import HttpResponse
-
-        self.bodies.append(body)
-        return HttpResponse(200, b"{}")
-
-    def get(self, path, timeout_s):
-        raise OSError
-
-    def after_fork(self):
-        pass
-
-    def close(self):
-        pass
-
-
 def test_one_failed_start_of_the_thread_is_not_the_end(monkeypatch):
     now = [0.0]
-    sink = Sink()
+    sink = Script()
     emitter = Emitter(sink, Counters(), clock=lambda: now[0])
     start = threading.Thread.start
     tries = []
@@ -124,28 +96,28 @@ def test_one_failed_start_of_the_thread_is_not_the_end(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     for _ in range(100):
-        assert emitter.put(Program(), Heartbeat)
+        assert emitter.put(Source(), Heartbeat)
     assert emitter.counters["thread_start_failed"] == len(tries) == 1  # not tried again with every event
     now[0] += 2
-    emitter.put(Program(), Heartbeat)
+    emitter.put(Source(), Heartbeat)
     assert emitter.counters["thread_start_failed"] == 2
     monkeypatch.setattr(threading.Thread, "start", start)
     now[0] += 2
-    emitter.put(Program(), Heartbeat)
+    emitter.put(Source(), Heartbeat)
     assert emitter.flush(5)
     assert emitter.counters["events_sent"] == 102
     emitter.close(1)
 
 
 def test_a_thread_that_died_is_replaced(monkeypatch):
-    sink = Sink()
+    sink = Script()
     emitter = Emitter(sink, Counters(), linger_s=0.0)
     with monkeypatch.context() as broken:
         broken.setattr(Emitter, "_wait_for_events", lambda self: False)
-        emitter.put(Program(), Heartbeat)
+        emitter.put(Source(), Heartbeat)
         emitter._thread.join(5)
         assert not emitter._thread.is_alive()
-    emitter.put(Program(), Heartbeat)
+    emitter.put(Source(), Heartbeat)
     assert emitter.flush(5)
     assert emitter.counters["events_sent"] == 2
     emitter.close(1)
@@ -220,7 +192,7 @@ def test_the_lock_is_free_while_the_probe_is_awaited(monkeypatch):
 # ---- backoff
 
 
-class Broken(Sink):
+class Broken(Script):
     """Raises while ``broken``."""
 
     broken = True
@@ -234,10 +206,10 @@ class Broken(Sink):
 def in_backoff(sink, **settings):
     """An emitter that has just failed and would wait for half a minute."""
     emitter = Emitter(sink, Counters(), linger_s=0.0, **settings)
-    emitter.put(Program(), Heartbeat)
+    emitter.put(Source(), Heartbeat)
     wait_until(lambda: emitter.counters["dropped_send"])
     sink.broken = False
-    emitter.put(Program(), Heartbeat)
+    emitter.put(Source(), Heartbeat)
     return emitter
 
 

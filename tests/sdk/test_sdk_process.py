@@ -56,26 +56,14 @@ def test_a_process_that_ends_by_itself_delivers_everything(python, server, end):
     ]
 
 
-def test_a_hanging_server_delays_the_exit_by_a_second_at_most(python, server):
+@pytest.mark.parametrize("sink", ["hang", "refused"])
+def test_the_exit_does_not_wait_for_the_server(python, server, sink):
     server.mode = "hang"
-    code = script(
-        server,
-        """
-        with sojourn.program("p"):
-            pass
-        import atexit
-        started = time.monotonic()
-        atexit._run_exitfuncs()
-        print(time.monotonic() - started)
-        """,
-    )
-    assert float(python(code).stdout) < 1.5
-
-
-def test_an_absent_server_delays_nothing(python):
     code = f"""
-    import time, atexit, sojourn
-    sojourn.init({refusing_url()!r})
+    import atexit, time, sojourn
+    from sdk_settings import resolve_with
+    sojourn.config.Config.resolve = resolve_with(send_timeout_s=3600.0)
+    sojourn.init({server.url if sink == "hang" else refusing_url()!r})
     for _ in range(50):
         with sojourn.program("p"), sojourn.tool_call("t"):
             pass
@@ -83,7 +71,7 @@ def test_an_absent_server_delays_nothing(python):
     atexit._run_exitfuncs()
     print(time.monotonic() - started)
     """
-    assert float(python(code).stdout) < 1.5
+    assert float(python(code).stdout) < 15, "a second at most, and a busy machine"
 
 
 def test_a_killed_process_leaves_whole_events_only(server):
