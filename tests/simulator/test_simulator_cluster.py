@@ -14,10 +14,21 @@ from simulator_small_clusters import SmallCluster
 from simulator_small_runs import SmallRun
 from simulator_small_workload import BLOCK, FlatLatency, SmallLoop, copied_workload, small_workload
 from sojourn_server.policies.cluster_preset import load_cluster_preset
-from sojourn_server.routing.routing_events import RecallRequest, SendRequest
+from sojourn_server.routing.routing_events import (
+    FirstByteSent,
+    RecallRequest,
+    RequestReceived,
+    SendRequest,
+    Tick,
+)
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.run_log import RunLog, TurnLog
-from sojourn_server.simulator.simulated_gateway import SimulatedGateway, isolated_completion_s, prefix_hashes
+from sojourn_server.simulator.simulated_gateway import (
+    DEFAULT_TENANT,
+    SimulatedGateway,
+    isolated_completion_s,
+    prefix_hashes,
+)
 from sojourn_server.simulator.simulator_policies import ClusterPolicy, find_cluster_policy
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -200,25 +211,24 @@ class _Recaller(SimulatedGateway):
         self._done: set[str] = set()
         self.recalled: list[str] = []
 
-    def asked(self, request: Any, **facts: Any) -> list[Any]:
-        actions = super().asked(request, **facts)
-        for action in actions:
-            if isinstance(action, SendRequest) and request.program_id in ("p1", "p4", "p7"):
-                self._due[action.request_id] = (facts["now"] + self._after_s, action.replica_id)
-        return actions
-
-    def began(self, request_id: str, replica: str, now: float) -> list[Any]:
-        self._due.pop(request_id, None)
-        return super().began(request_id, replica, now)
-
-    def tick(self, now: float) -> list[Any]:
-        actions = super().tick(now)
-        for request_id, (due_s, replica) in list(self._due.items()):
-            if due_s <= now:
-                del self._due[request_id]
-                self.recalled.append(request_id)
-                other = f"r{(int(replica[1:]) + 1) % 3}"
-                actions += [RecallRequest(request_id, replica), SendRequest(request_id, other, "elsewhere")]
+    def take(self, event: Any, now: float) -> list[Any]:
+        actions = super().take(event, now)
+        if isinstance(event, RequestReceived):
+            for action in actions:
+                if isinstance(action, SendRequest) and event.program_id in ("p1", "p4", "p7"):
+                    self._due[action.request_id] = (now + self._after_s, action.replica_id)
+        elif isinstance(event, FirstByteSent):
+            self._due.pop(event.request_id, None)
+        elif isinstance(event, Tick):
+            for request_id, (due_s, replica) in list(self._due.items()):
+                if due_s <= now:
+                    del self._due[request_id]
+                    self.recalled.append(request_id)
+                    other = f"r{(int(replica[1:]) + 1) % 3}"
+                    actions += [
+                        RecallRequest(request_id, replica),
+                        SendRequest(request_id, other, "elsewhere"),
+                    ]
         return actions
 
 
@@ -229,25 +239,21 @@ class _Jealous(_Recaller):
         super().__init__(0.0)
         self._at: dict[str, str] = {}
 
-    def asked(self, request: Any, **facts: Any) -> list[Any]:
-        actions = SimulatedGateway.asked(self, request, **facts)
-        self._at |= {
-            action.request_id: action.replica_id for action in actions if isinstance(action, SendRequest)
-        }
+    def take(self, event: Any, now: float) -> list[Any]:
+        actions = SimulatedGateway.take(self, event, now)
+        if isinstance(event, RequestReceived):
+            self._at |= {
+                action.request_id: action.replica_id for action in actions if isinstance(action, SendRequest)
+            }
+        elif isinstance(event, FirstByteSent):
+            replica = event.replica_id
+            assert event.request_id not in self._at or self._at.pop(event.request_id) == replica
+            for other in [name for name, at in self._at.items() if at == replica]:
+                del self._at[other]
+                self.recalled.append(other)
+                elsewhere = f"r{(int(replica[1:]) + 1) % 3}"
+                actions += [RecallRequest(other, replica), SendRequest(other, elsewhere, "elsewhere")]
         return actions
-
-    def began(self, request_id: str, replica: str, now: float) -> list[Any]:
-        assert request_id not in self._at or self._at.pop(request_id) == replica
-        actions = SimulatedGateway.began(self, request_id, replica, now)
-        for other in [name for name, at in self._at.items() if at == replica]:
-            del self._at[other]
-            self.recalled.append(other)
-            elsewhere = f"r{(int(replica[1:]) + 1) % 3}"
-            actions += [RecallRequest(other, replica), SendRequest(other, elsewhere, "elsewhere")]
-        return actions
-
-    def tick(self, now: float) -> list[Any]:
-        return SimulatedGateway.tick(self, now)
 
 
 @pytest.mark.parametrize("engine", ["stock", "saga", "mori"])
@@ -343,9 +349,10 @@ def test_tenants_and_their_deadlines_reach_the_core():
     told = []
 
     class Listening(SimulatedGateway):
-        def asked(self, request: Any, **facts: Any) -> list[Any]:
-            told.append((request.program_id, facts["tenant"], facts["deadline_s"]))
-            return super().asked(request, **facts)
+        def take(self, event: Any, now: float) -> list[Any]:
+            if isinstance(event, RequestReceived):
+                told.append((event.program_id, event.tenant, event.deadline_s))
+            return super().take(event, now)
 
     class Policy(ClusterPolicy):
         def front(self, replicas: int) -> SimulatedGateway:
@@ -356,8 +363,8 @@ def test_tenants_and_their_deadlines_reach_the_core():
     lives = {program.program_id: program for program in run.log.programs}
     for program_id, tenant, deadline_s in told:
         life = lives[program_id]
-        assert life.tenant == tenant
-        expected = None if tenant is None else life.arrived_s + 1.5 * life.expected_s
+        assert (life.tenant or DEFAULT_TENANT) == tenant
+        expected = None if life.tenant is None else life.arrived_s + 1.5 * life.expected_s
         assert deadline_s == expected
     attained = summarize_run(run.log).slo_attainment
     assert set(attained) == {"overall", "t0", "t1"}
@@ -381,8 +388,8 @@ def test_a_gateway_that_holds_everybody_back_is_given_up():
             super().__init__(load_cluster_preset("round-robin"))
             self.tick_s = 1.0
 
-        def asked(self, request: Any, **facts: Any) -> list[Any]:
-            return []
+        def take(self, event: Any, now: float) -> list[Any]:
+            return [] if isinstance(event, RequestReceived) else super().take(event, now)
 
     class Policy(ClusterPolicy):
         def front(self, replicas: int) -> SimulatedGateway:

@@ -113,6 +113,12 @@ class SimulatedGateway:
         self.tick_s = TICK_INTERVAL_S if needs_time else float("inf")
         self.reads_prefixes = preset.routing.reads_prefixes
 
+    def take(
+        self, event: routing_events.AnyRoutingEvent, now: float
+    ) -> list[routing_events.AnyRoutingAction]:
+        """Pass an event to the routing core; returns its actions."""
+        return self.core.take(event, now)
+
     def observe_program(
         self, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float
     ) -> None:
@@ -204,7 +210,7 @@ class GatewayClients(SimulatedClients):
 
     def _take(self, event: routing_events.AnyRoutingEvent) -> None:
         """Pass an event to the routing core, and execute its actions."""
-        for action in self._gateway.core.take(event, self._event_queue.now_s):
+        for action in self._gateway.take(event, self._event_queue.now_s):
             if isinstance(action, SendRequest):
                 self._bound[action.request_id] = action.replica_id
                 self._enter(action.request_id)
