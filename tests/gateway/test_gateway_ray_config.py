@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import subprocess
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sojourn_server.cli import build_app
+from sojourn_server.cli.cli_error import CliError
 from sojourn_server.gateway.ray.ray_config import (
     LOOPBACK_VARIABLE,
     READ_SIDES,
@@ -20,6 +21,7 @@ from sojourn_server.gateway.ray.ray_config import (
     read_key,
     set_ray_environment,
 )
+from typer.testing import CliRunner
 
 PAIRS: dict[str, Any] = {"model": "m", "prefill": {}, "decode": {"min": 2}, "pairs": {"store": "/kv"}}
 
@@ -233,6 +235,15 @@ def test_what_the_page_shows_is_taken() -> None:
     assert served["import_path"] == "sojourn_server.gateway.ray.deployments:build"
 
 
+def refusal(*arguments: str) -> str:
+    """What ``sojourn gateway`` says, in this process, when it refuses to start anything."""
+    done = CliRunner().invoke(build_app(), ["gateway", *arguments], env={"ONE": "k", "SAME": "k"})
+    assert "on Ray, engines run" not in done.output
+    assert isinstance(done.exception, CliError), done
+    assert done.exception.exit_code == 2
+    return f"{done.exception.message}; {done.exception.next_step}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -244,20 +255,13 @@ def test_what_the_page_shows_is_taken() -> None:
         (["--ray", "nowhere.yaml"], "No such file"),
     ],
 )
-def test_the_command_says_what_is_wrong(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_the_command_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
     pytest.importorskip("ray")
     (tmp_path / "c.yaml").write_text("modle: tiny\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "sojourn_server.cli", "gateway"]
-        + [str(tmp_path / "c.yaml") if one == "FILE" else one for one in arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "COLUMNS": "300"},
-        cwd=tmp_path,
-    )
-    assert done.returncode != 0
-    assert said in done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert said in refusal(*(str(tmp_path / "c.yaml") if one == "FILE" else one for one in arguments))
 
 
 @pytest.mark.parametrize(
@@ -276,7 +280,9 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, arguments: list[str], sa
         ("policy: continuum", "continuum is an engine's policy, not a cluster's"),
     ],
 )
-def test_what_can_be_seen_here_is_refused_before_ray_starts(tmp_path: Path, lines: str, said: str) -> None:
+def test_what_can_be_seen_here_is_refused_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, said: str
+) -> None:
     pytest.importorskip("ray")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -284,14 +290,5 @@ def test_what_can_be_seen_here_is_refused_before_ray_starts(tmp_path: Path, line
         lines = lines.replace("TAKEN", str(taken.getsockname()[1]))
         model = "" if lines.startswith("model") else "model: tiny\n"
         (tmp_path / "c.yaml").write_text(f"{model}{lines}\n")
-        done = subprocess.run(
-            [sys.executable, "-m", "sojourn_server.cli", "gateway", "--ray", "c.yaml"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={**os.environ, "ONE": "k", "SAME": "k"},
-            cwd=tmp_path,
-        )
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "on Ray, engines run" not in done.stderr
+        monkeypatch.chdir(tmp_path)
+        assert said in refusal("--ray", "c.yaml")
