@@ -331,8 +331,8 @@ def damaged(recording: Path, tmp_path: Path, how: str) -> Path:
         ("cut", r"bad\.tape, after line \d+: the file stops in the middle: the engine was killed"),
         ("flipped", r"bad\.tape, (after )?line \d+: "),
         ("checksum", r"bad\.tape, after line \d+: damaged \(.*incorrect data check"),
-        ("text", r"bad\.tape: not gzipped; expected a tape"),
-        ("empty", r"bad\.tape: empty; expected a tape"),
+        ("text", r"bad\.tape: not gzipped; expected a recording"),
+        ("empty", r"bad\.tape: empty; expected a recording"),
         ("more", r"bad\.tape: goes on after its end"),
         ("folder", r"bad\.tape: Is a directory"),
         ("missing", r"bad\.tape: No such file or directory"),
@@ -357,13 +357,13 @@ def at(index: int, line: Any) -> Any:
     [
         (
             with_header(sojourn_tape=99),
-            r"line 1: tape version 99, written by sojourn \S+; expected 7: run sojourn parity",
+            r"line 1: recording version 99, written by sojourn \S+; expected 7: run sojourn parity",
         ),
         (
             lambda lines: lines[0].pop("sojourn_tape"),
-            "line 1: not the header of a tape: no field sojourn_tape",
+            "line 1: not the header of a recording: no field sojourn_tape",
         ),
-        (lambda lines: lines[0].pop("pool"), "line 1: not the header of a tape: .*`pool`"),
+        (lambda lines: lines[0].pop("pool"), "line 1: not the header of a recording: .*`pool`"),
         (with_header(pool={"blocks": 3}), "line 1: no scheduler can be built from this: .*block_size"),
         (with_header(limits={"patience": 3}), "line 1: no scheduler can be built from this: .*patience"),
         (
@@ -380,8 +380,8 @@ def at(index: int, line: Any) -> Any:
         (at(10, ["key", None, [99_999, {}]]), "line 11: the facts of 'key' are invalid: KeyError"),
         (at(10, ["event", 1.0, ["e", {"type": "x"}]]), "line 11: the facts of 'event' are invalid"),
         (at(10, ["evict", None, ["A", None, "AAAA", []]]), "line 11: .*3 bytes of block hashes; expected"),
-        (lambda lines: lines.pop(), "the tape stops without its end record"),
-        (lambda lines: lines.append(["tick", 1.0]), r"line \d+: the tape stops without its end record"),
+        (lambda lines: lines.pop(), "no end record"),
+        (lambda lines: lines.append(["tick", 1.0]), r"line \d+: no end record"),
         (lambda lines: lines.append(lines[-1]), r"line \d+: goes on after its end record"),
     ],
 )

@@ -1,8 +1,8 @@
-"""What the requests in the engine will yet write, and the KV that takes: the forecasts of one engine.
+"""Forecasts the remaining output of each request, and the KV demand of all running requests.
 
-It asks the preset's remaining policy about each request, adds up what all that run will need, and learns
-from every output that ends. Between two looks at all that run, what somebody will need is taken away when
-it leaves and added when it comes, so that a look every few steps is enough.
+It asks the preset's remaining-tokens policy about each request, sums the demand of all running requests, and
+learns from every finished output. Between two samples of the running requests, the demand of those that
+leave is subtracted and that of new ones added, so a sample every few steps is enough.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
 REPREDICT_AFTER_TOKENS = 32
-"""A request is asked about again when it has written so many more; until then each is one less."""
+"""Tokens after which a prediction is renewed; until then each written token reduces it by one."""
 MIN_OUTPUT_SAMPLES = 16
-"""Outputs that are enough to know a kind of output by; else a wider kind is taken."""
+"""Minimum number of outputs of a key; with fewer, a wider key is used."""
 MIN_JUDGED_HINTS = 8
-"""Hints of an agent type that were judged before the next one can count."""
+"""Minimum number of judged hints of an agent type before its error counts."""
 MIN_JUDGED_OUTPUTS = 16
-"""Outputs by which a network was judged before its next guess can count, of all types together."""
+"""Minimum number of judged outputs, of all types, before a network's predictions count."""
 PREDICTION_ERROR_WINDOW = 128
-"""By the newest so many it is judged. Each counts once: guesses of one output are off alike."""
+"""Number of newest outputs by which it is judged. Each counts once: errors of one output are alike."""
 MAX_JUDGED_PREDICTIONS_PER_OUTPUT = 16
-"""Of one output no more are looked at."""
+"""Maximum number of judged predictions per output."""
 JUDGED_PREDICTION_SPACING = 1.25
-"""Each when it has written so many times as much as at the one before, so that late ones count as well."""
+"""Judged predictions are taken at output lengths that grow by this factor."""
 PREDICTION_VALID_TOKENS = 4 * REPREDICT_AFTER_TOKENS
-"""A guess is forgotten when so many tokens were written since."""
+"""Tokens after which a network's prediction is not used any more."""
 PREDICTION_VALID_DIVISOR = 4
-"""Or a quarter of all that was written, where that is more."""
+"""Or this fraction of the output, if that is more."""
 STEP_SMOOTHING = 0.05
 """Weight of the newest step in the mean step time."""
 ASSUMED_LINK_BYTES_PER_S = 4e9
-"""Of copies to host memory, until one was measured: a quarter of what PCIe 4 gives."""
+"""Assumed speed of copies to host memory until one is measured: a quarter of PCIe 4."""
 
 
 class DemandForecaster:
-    """Those of one engine. Times are seconds on its monotonic clock."""
+    """The forecasts of one engine. Times are seconds on its monotonic clock."""
 
     def __init__(self, state: SchedulerState) -> None:
         preset = state.preset
@@ -57,40 +57,38 @@ class DemandForecaster:
         self._request_states = state.requests.states
         self._recorder = state.recorder
         self.predictor = preset.remaining
-        """Another one may stand in its place: the lab has some that no engine can have."""
+        """The simulator may replace it by a policy that knows the outputs."""
         self._step_s = 0.0
         self._link_s_per_token: tuple[float | None, float | None] = self._assumed_link()
         """Seconds to copy a token's KV to host memory, and back."""
         self._queued_s = 0.0
         self._guess_off = SlidingMean(PREDICTION_ERROR_WINDOW)
         self._known_off = SlidingMean(PREDICTION_ERROR_WINDOW)
-        """Of each output, by how much a network's guesses were off on average, and what was known without it
-        at the same places."""
+        """Mean errors per output: of the network, and of predictions without it at the same lengths."""
         self._counted: dict[str, RequestGrowth] = {}
-        """Requests that ran at the last look, or came since, as they were then."""
+        """Requests that ran at the last sample or were admitted since, as they were then."""
         self._needed = [0.0] * len(STEP_POINTS)
-        """Blocks that these are expected to need at each of ``POINTS``."""
+        """Blocks that these are expected to need at each of ``STEP_POINTS``."""
         self._room_blocks = self._pool.blocks
         self.changes = 0
-        """Grows when somebody leaves, and with each look: who was kept out before may enter now."""
+        """Grows when a request leaves and with each sample: rejected requests may then be admitted."""
 
     @property
     def predicts(self) -> bool:
-        """Whether it is asked at all what requests will yet write."""
+        """Whether the preset predicts output lengths."""
         return self.predictor.predicts
 
     # -- what happens -----------------------------------------------------------
 
     def record_step(self, seconds: float) -> None:
-        """An engine step took so long."""
+        """An engine step took ``seconds``."""
         if seconds > 0:
             self._step_s += (STEP_SMOOTHING if self._step_s else 1.0) * (seconds - self._step_s)
 
     def copied(
         self, offload_s_per_token: float | None, load_back_s_per_token: float | None, queued_s: float
     ) -> None:
-        """What copies to host memory and back have taken a token so far, ``None`` before the first, and how
-        long those that are queued will yet take."""
+        """Take in measured copy times, ``None`` before the first copy, and the seconds of queued copies."""
         out_s, back_s = self._assumed_link()
         if out_s is not None:
             self._link_s_per_token = offload_s_per_token or out_s, load_back_s_per_token or back_s
@@ -102,20 +100,21 @@ class DemandForecaster:
             self.changes += 1
 
     def remove_demand(self, request_id: str) -> bool:
-        """A request waits and is counted no more, though it may have been let in: the engine need not admit
-        who may enter. Returns whether it was counted. No change to others, for it is asked about first."""
+        """Subtract a request's demand. Returns whether it was counted.
+
+        The engine may not admit a request that was let in; its next question subtracts it first.
+        """
         view = self._counted.pop(request_id, None)
         if view is None:
             return False
-        # What it shares was counted for it too, in what is needed and in the room there is.
+        # Its shared blocks were counted for it, in the demand and in the available blocks.
         self._room_blocks -= view.shared_blocks
         its = needed_blocks([view], self._pool.block_size)
         self._needed = [whole - part for whole, part in zip(self._needed, its, strict=True)]
         return True
 
     def admitted(self, request_state: RequestState, tokens: int, most_tokens: int, now: float) -> None:
-        """A request with so many tokens runs, and may write ``most_tokens`` more: it counts from now on,
-        though nobody was asked to let it in."""
+        """A request of ``tokens`` tokens was admitted; it may write ``most_tokens`` more: add its demand."""
         if self.predicts and most_tokens and request_state.request_id not in self._counted:
             written = max(0, tokens - request_state.prompt_tokens)
             view = self.as_running_view(
@@ -124,19 +123,19 @@ class DemandForecaster:
             self.came(view)
 
     def came(self, view: RunningRequestView) -> None:
-        """A request is let in."""
+        """Add the demand of a request that was let in."""
         self.remove_demand(view.request_id)
         self._counted[view.request_id] = RequestGrowth(view.context_tokens, view.remaining)
         its = needed_blocks([view], self._pool.block_size)
         self._needed = [whole + part for whole, part in zip(self._needed, its, strict=True)]
 
     def ended(self, request_state: RequestState, output_tokens: int, *, cut: bool = False) -> None:
-        """An output has come to its own end, or was ``cut`` at what it was allowed."""
+        """An output has ended by itself, or was ``cut`` at its maximum length."""
         program = request_state.program
         if not self.predicts or program is None or output_tokens < 1:
             return
         self._lengths.observe(program.agent_type, request_state.tool, output_tokens)
-        # One that is cut where its client set the bound says nothing of a hint that lies at or beyond it.
+        # A cut output says nothing about a hint at or beyond its length.
         if not cut or (request_state.hinted_tokens or 0) < output_tokens:
             self._judge_hint(request_state, output_tokens)
         if request_state.predicted_output_tokens is not None:
@@ -146,17 +145,18 @@ class DemandForecaster:
         self._judge_predictions(request_state, output_tokens)
 
     def broken_off(self, request_state: RequestState, output_tokens: int) -> None:
-        """An output was aborted by its client, which teaches nothing of lengths. What was hinted is judged as
-        if it had ended there, else whoever lies and then aborts would be believed for ever; but no hint comes
-        true so, for little would buy that. An output that had not begun says nothing."""
+        """An output was aborted by its client. Its length is not learned.
+
+        Its hint is judged as if the output had ended here, but only if that makes the hint's error worse.
+        Otherwise a client could abort to hide false hints, or to confirm them.
+        """
         if self.predicts and output_tokens >= 1:
             self._judge_hint(request_state, output_tokens, only_worse=True)
 
     def guessed(
         self, request_id: str, at_tokens: int, remaining: RemainingTokens, now: float, *, most_tokens: int
     ) -> None:
-        """A network expects a request that has written ``at_tokens`` tokens, and may write ``most_tokens``
-        more, to write ``remaining`` more."""
+        """Take in a network's prediction at ``at_tokens`` written tokens; ``most_tokens`` may follow."""
         request_state = self._request_states.get(request_id)
         if (
             request_state is None
@@ -176,7 +176,7 @@ class DemandForecaster:
             middle = known[len(known) // 2] if known else None
             counted.append((at_tokens, min(remaining[len(remaining) // 2], most_tokens), middle))
         request_state.guess, request_state.model_predicted_at_tokens = remaining, at_tokens
-        request_state.remaining = None  # so that the next to ask is answered by it
+        request_state.remaining = None  # the next question uses the prediction
 
     def known(self) -> dict[str, float | None]:
         """Return the number of known outputs and the errors of the predictions (``prediction_errors``)."""
@@ -189,8 +189,10 @@ class DemandForecaster:
 
     @property
     def prediction_errors(self) -> tuple[float | None, float | None]:
-        """By how much a network's guesses were off, mean |ln(actual ÷ guessed)| of what was left, and what
-        was expected without it, over outputs; ``None``: too few are known."""
+        """Mean |ln(actual ÷ predicted)| of remaining tokens, with the network and without it.
+
+        ``None``: too few outputs are known.
+        """
         if self._guess_off.count() < MIN_JUDGED_OUTPUTS:
             return None, None
         return self._guess_off.mean(), self._known_off.mean()
@@ -198,10 +200,12 @@ class DemandForecaster:
     # -- what is asked ------------------------------------------------------------
 
     def look(self, running: Sequence[RunningRequestView], used_blocks: int, now: float) -> int | None:
-        """Look at all that run; returns in how many steps they will be short of blocks, ``None`` for not
-        soon. ``used_blocks`` are used or held in the whole pool."""
+        """Sample all running requests. Returns the number of steps until a shortage; ``None``: not soon.
+
+        ``used_blocks`` are used or leased in the whole pool.
+        """
         self.changes += 1
-        # Only what is added up: what else there is to say of each is asked where somebody is to be chosen.
+        # Only what the sum needs; the rest is computed when a victim is chosen.
         self._counted = {view.request_id: self._growth(view, now) for view in running}
         self._needed = needed_blocks(self._counted.values(), self._pool.block_size)
         self._room_blocks = self.available_blocks(running, used_blocks)
@@ -211,29 +215,28 @@ class DemandForecaster:
 
     @property
     def demand(self) -> KvDemandView:
-        """What all that run are expected to need, as of the last look and who came and went since."""
+        """Expected demand of all running requests: the last sample, and admissions and departures since."""
         return KvDemandView(tuple(self._needed), self._room_blocks)
 
     def available_blocks(self, running: Iterable[RunningRequestView], used_blocks: int) -> int:
-        """Blocks that running requests may have, with what they share counted for each: not those that
-        leases hold."""
+        """Blocks for running requests, without leased ones; a shared block counts for each request."""
         return self._pool.blocks - used_blocks + sum(view.blocks for view in running)
 
     def need(
         self, running: Iterable[RunningRequestView], short_blocks: int, used_blocks: int
     ) -> BlockShortage:
-        """Why one of them is to be preempted."""
+        """The shortage for which one of them is preempted."""
         room = self.available_blocks(running, used_blocks)
         return BlockShortage(short_blocks, room, self._pool.block_size, self._step_s)
 
     def foreseen(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
-        """The engine's views of requests, with what each will yet write and how it would come back."""
+        """The engine's views of requests, with each one's remaining output and recovery cost."""
         return [self._with_predictions(view, now) for view in running]
 
     def as_running_view(
         self, request_state: RequestState, *, tokens: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView:
-        """A waiting request as it would run: ``tokens`` are those whose KV it needs and nobody else has."""
+        """A waiting request as it would run; ``tokens`` is the length of its unshared KV."""
         return RunningRequestView(
             request_id=request_state.request_id,
             program_rank=request_state.rank,
@@ -248,7 +251,7 @@ class DemandForecaster:
         )
 
     def recovery(self, tokens: int, now: float, *, copied_tokens: int = 0) -> RecoveryMethod:
-        """How a request that is preempted with ``tokens`` tokens of KV will get them back."""
+        """How a request preempted with ``tokens`` tokens of KV will get it back."""
         return self._preset.recovery.recovery(self._victim(tokens, copied_tokens), now)
 
     # -- inside ---------------------------------------------------------------
@@ -258,7 +261,7 @@ class DemandForecaster:
     ) -> None:
         if request_state.program is not None and request_state.hinted_tokens:
             kind = request_state.program.agent_type or ""
-            # A client may hint a number that no float holds.
+            # A hint may exceed the range of floats.
             off = abs(math.log(output_tokens) - math.log(request_state.hinted_tokens))
             if not only_worse or off > (self._hints_off.mean(kind, 1) or 0.0):
                 self._hints_off.observe(kind, off)
@@ -267,7 +270,7 @@ class DemandForecaster:
         prediction_error, baseline_error = [], []
         for written, guessed, known in request_state.guesses:
             left = output_tokens - written
-            if left >= 1 and known is not None:  # where only one of them says something, neither is better
+            if left >= 1 and known is not None:  # comparable only if both predict
                 prediction_error.append(abs(math.log(left / guessed)))
                 baseline_error.append(abs(math.log(left / known)))
         if prediction_error:
@@ -353,8 +356,10 @@ class DemandForecaster:
 
 
 def _remaining_of_prediction(request_state: RequestState, output_tokens: int) -> RemainingTokens | None:
-    """What a network last guessed, less what was written since: of the lengths that have not been passed, as
-    it lives. ``None``: it guessed nothing, all have been passed, or that is too long ago."""
+    """The network's last prediction, reduced by the tokens written since.
+
+    ``None``: there is none, it is too old, or the output is longer than all of its values.
+    """
     written = output_tokens - request_state.model_predicted_at_tokens
     if request_state.guess is None or written > max(
         PREDICTION_VALID_TOKENS, output_tokens // PREDICTION_VALID_DIVISOR

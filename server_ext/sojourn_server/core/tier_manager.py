@@ -1,17 +1,15 @@
-"""The placer: keeps the queues of placement, asks the policy, and says whose requests wait.
+"""Keeps the queues of placement, asks the policy for moves, and decides which requests are parked.
 
 Theory of operation
 -------------------
-Every program with a request in the engine, or with KV somewhere, has a *place*: the tier in
-whose queue it stands. Facts about requests come from the steward as they happen and only
-change what the policy will see; it is asked in ``tick``, once an engine step, where
-something has happened since or its time has come. So a burst of tool ends is one question,
-and an answer never changes what a step is just planning.
+Every program with a request in the engine or with KV has a *place*: the tier in whose queue it is. Events
+change only what the policy will see. The policy is asked in ``tick``, once an engine step, if something has
+happened or its interval has passed. So a burst of tool ends is one question, and no answer changes a step
+that is being planned.
 
-A request waits, *parked*, while its program is not on the device, or while it came after its
-program was told to leave. It holds no blocks then, and nobody asks about it again before its
-program is moved. Programs that the placer does not know, and all of them after an error of
-the policy, are not parked: what fails here gives the engine's own order back.
+A request is *parked* while its program is not on the device, or if it arrived after its program was ordered
+to leave. It then holds no blocks, and the engine does not ask about it again before its program is moved.
+Unknown programs are not parked. After an error of the policy no program is: the engine's own order returns.
 """
 
 from __future__ import annotations
@@ -49,23 +47,23 @@ from .request_table import RequestState
 from .scheduler_state import Histories, KVPoolConfig
 
 _WaitingEntry = tuple[float, int, str, ProgramId]
-"""A request that waits: since when, its number, its id, its program's."""
+"""A waiting request: start of its wait, its number, its id, its program's id."""
 
 MAX_LONGEST_WAITING_IN_VIEW = 16
-"""Of the programs that have waited longest a policy is shown so many."""
+"""Maximum number of longest-waiting programs in a view."""
 
 MAX_WAITING_IN_VIEW = 256
-"""Of the Waiting queue a policy is shown so many, the first ones."""
+"""Maximum number of programs of the Waiting queue in a view, the first ones."""
 
 ENGINE_PAUSE_S = 120.0
-"""An engine that says nothing for so long stood still: a machine was suspended, weights were loaded."""
+"""An engine without a tick for longer was paused: a suspended machine, or weights being loaded."""
 UNTHROTTLED_PROGRAMS = 200
 MIN_INTERVAL_S_PER_PROGRAM = 50e-6
-"""Seconds between two questions for each program in a tier, beyond the first few: a question takes about 1 µs
-a program, so all of them take 2 % of the time, however many programs come and go."""
+"""Minimum seconds between two questions per program in a tier, beyond the first few. A question takes about
+1 µs per program, so questions take at most 2 % of the time."""
 
 MoveListener = Callable[[ProgramState, TierMove, float], None]
-"""What is told of each move: the program, the move and ``now``."""
+"""Called with each move: the program, the move and ``now``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,16 +75,16 @@ class _PlacedState:
     arrived_s: float
     tier: Tier = Tier.WAITING
     waiting: dict[str, RequestState] = field(default_factory=dict)
-    """Its requests that have no blocks yet, oldest first."""
+    """Its requests without blocks, oldest first."""
     running: dict[str, RequestState] = field(default_factory=dict)
-    """Its requests that have blocks, or had them before they were preempted."""
+    """Its admitted requests, preempted ones included."""
     context_blocks: int = 0
     last_active_s: float = 0.0
     returning: bool = False
     leaves_after: int | None = None
-    """It was told to leave when so many requests had arrived: later ones wait. ``None``: it was not."""
+    """Number of the newest request when it was ordered to leave: later requests wait. ``None``: no order."""
     seen: ProgramTierView | None = None
-    """As the policy sees it since the last fact about it."""
+    """The policy's view of it, as of the last event."""
     filed: tuple[WaitingKey, ProgramId] | None = None
     """Its entry in the Waiting queue."""
 
@@ -98,7 +96,7 @@ class _PlacedState:
 
     @property
     def turn_goes_on(self) -> bool:
-        """It leaves after its turn, and a request that came before it was told so has yet to run."""
+        """It leaves after its turn, and a request from before that order has yet to run."""
         before = self.leaves_after
         return before is not None and any(
             request_state.arrival <= before for request_state in self.waiting.values()
@@ -117,30 +115,29 @@ class TierManager:
         self._histories = histories
         self._moved = moved
         self.places = policy.places
-        """Whether anybody is placed at all; no more after the policy has failed."""
+        """Whether programs are placed; False after the policy has failed."""
         self._by_id: dict[ProgramId, _PlacedState] = {}
         self._in: dict[Tier, dict[ProgramId, _PlacedState]] = {tier: {} for tier in Tier}
         self._line: list[tuple[WaitingKey, ProgramId]] = []
-        """The Waiting queue: programs with a request, ascending."""
+        """The Waiting queue: programs with a request, in order."""
         self._oldest: OrderedDict[int, _WaitingEntry] = OrderedDict()
-        """Requests that wait, by number and in the order of their arrival, but those once told as parked for
-        too long."""
+        """Waiting requests by number, in order of arrival, without those reported as parked for too long."""
         self._arrivals = 0
         """Number of the newest request."""
         self._others: dict[str, int] = {}
-        """Prompt tokens of running requests of nobody who has a place."""
+        """Prompt tokens of running requests without a placed program."""
         self._last_tick_s = -math.inf
-        """When it was last told that time passes."""
+        """Time of the last tick."""
         self._why: PlacementTrigger | None = None
-        """What has happened since the policy was asked."""
+        """Newest event since the policy was asked."""
         self._last_overdue_admission_s = -math.inf
-        """When the policy last let one in since it had waited for too long."""
+        """When the policy last promoted an overdue program."""
         self._asked_s = self._ask_at_s = -math.inf
-        """When it was asked, and when it is asked next where nothing happens."""
+        """When it was asked, and when it is asked next without an event."""
         self._failed: Exception | None = None
-        """Its error at a fact: the next tick raises it, since whoever tells a fact must not be stopped."""
+        """An error of the policy in an event; the next tick raises it, so that the event is handled."""
 
-    # -- facts ----------------------------------------------------------------
+    # -- events ----------------------------------------------------------------
 
     def arrived(self, request_state: RequestState, now: float) -> None:
         """A request of a program has reached the engine."""
@@ -177,10 +174,10 @@ class TierManager:
         self._oldest.pop(request_state.arrival, None)
         place.running[request_state.request_id] = request_state
         place.returning = True
-        if place.tier is not Tier.DEVICE:  # it runs, whoever let it in: that is where it is
+        if place.tier is not Tier.DEVICE:  # it runs, so it is on the device
             self._file(place, Tier.DEVICE)
             self._note(place, now, PlacementTrigger.CAPACITY)
-            # Others of its requests may be parked, and who is ready on the device is not moved any more.
+            # Its other requests may be parked, and ready programs on the device are not moved.
             move = TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.FREE_CAPACITY)
             self._moved(place.program, move, now)
         else:
@@ -194,12 +191,12 @@ class TierManager:
             self._note(place, now, None)
 
     def finished(self, request_state: RequestState, now: float, *, failed: bool = False) -> None:
-        """A request has left the engine. ``failed``: it was broken off, and adds nothing to a context."""
+        """A request has left the engine. ``failed``: it adds nothing to a context."""
         if not self.places:
             return
         self._oldest.pop(request_state.arrival, None)
         if self._others.pop(request_state.request_id, None) is not None and self._kept_out():
-            self._why = PlacementTrigger.TURN_ENDED  # its room is for programs to have
+            self._why = PlacementTrigger.TURN_ENDED  # its blocks are free for programs
         place = self._place_of(request_state)
         if place is None:
             return
@@ -209,17 +206,17 @@ class TierManager:
             place.last_active_s = now
         self._note(place, now, PlacementTrigger.TURN_ENDED)
         if failed and not (place.waiting or place.running or place.context_blocks):
-            self.forget(place.program.id, now)  # a place for nothing would be taken from others
+            self.forget(place.program.id, now)  # a place without KV or requests
 
     def turn_finished(self, program: ProgramState, cached_blocks: int, now: float) -> None:
-        """A program's turn has ended well and left so many blocks."""
+        """A program's turn has ended and left ``cached_blocks`` blocks."""
         place = self._by_id.get(program.id)
         if place is not None:
             place.context_blocks = cached_blocks
             self._note(place, now, PlacementTrigger.TURN_ENDED)
 
     def forget(self, program_id: ProgramId, now: float) -> None:
-        """The program has ended, or is known no more: nobody holds a place for it."""
+        """The program has ended or is forgotten: remove its place."""
         place = self._by_id.pop(program_id, None)
         if place is not None:
             self._dequeue(place)
@@ -229,13 +226,13 @@ class TierManager:
             for request_state in place.running.values():
                 self._others[request_state.request_id] = request_state.prompt_tokens
             self._why = PlacementTrigger.TURN_ENDED
-            # Its requests are kept out by nobody any more, and what lies below is of no more worth.
+            # Its requests are not parked any more, and its KV below the device is worthless.
             self._moved(
                 place.program, TierMove(program_id, Tier.WAITING, MoveTiming.NOW, MoveReason.OVER), now
             )
 
     def cache_reset(self, now: float) -> None:
-        """All that was computed is gone, but for what runs."""
+        """All KV is gone, except that of running requests."""
         for place in list(self._by_id.values()):
             place.context_blocks = 0
             if place.tier in (Tier.HOST, Tier.DISK):
@@ -247,20 +244,19 @@ class TierManager:
     # -- questions --------------------------------------------------------------
 
     def tier(self, program_id: ProgramId) -> Tier:
-        """In whose queue the program stands; DEVICE where nobody is placed."""
+        """The program's queue; DEVICE if programs are not placed."""
         if not self.places:
             return Tier.DEVICE
         place = self._by_id.get(program_id)
         return place.tier if place is not None else Tier.WAITING
 
     def placed(self, program_id: ProgramId) -> Tier | None:
-        """The same, ``None`` where it stands in no queue: it has ended, has asked for nothing yet, or nobody
-        is placed."""
+        """The program's queue; ``None`` if it is in none."""
         place = self._by_id.get(program_id)
         return place.tier if place is not None else None
 
     def parked(self, request_state: RequestState) -> bool:
-        """Whether a waiting request has to wait on: its program is not on the device, or about to leave."""
+        """Whether a waiting request may not run: its program is not on the device, or about to leave."""
         if not self.places or request_state.program is None:
             return False
         place = self._by_id.get(request_state.program.id)
@@ -271,12 +267,12 @@ class TierManager:
         return place.leaves_after is not None and request_state.arrival > place.leaves_after
 
     def parked_for(self, limit_s: float, now: float) -> Iterator[RequestState]:
-        """Requests that have been parked for longer, each once."""
+        """Yield requests that have been parked for longer than ``limit_s``, each once."""
         paused_s = now - self._last_tick_s
         self._last_tick_s = now
         if self._oldest and not 0 <= paused_s < ENGINE_PAUSE_S:
-            # The engine stood still, or its clock was set: nobody was kept out meanwhile. Later than now is
-            # nobody's arrival.
+            # The engine was paused, or its clock was set: that time does not count. No arrival is later than
+            # now.
             shift_s = paused_s if 0 < paused_s < math.inf else 0.0
             for arrival, entry in self._oldest.items():
                 self._oldest[arrival] = (min(entry[0] + shift_s, now), *entry[1:])
@@ -293,11 +289,11 @@ class TierManager:
     # -- asking -------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Ask the policy if there is reason to. Raises what it raises; nobody is placed any more then."""
+        """Ask the policy if something has happened. Raises its errors; then programs are not placed."""
         if self._failed is not None:
             error, self._failed = self._failed, None
             raise error
-        # A clock that was put back must not put off the next question for as long.
+        # A clock that was set back must not delay the next question.
         if not self.places or (self._why is None and self._asked_s <= now < self._ask_at_s):
             return
         shown = len(self._by_id) - len(self._in[Tier.WAITING])
@@ -354,7 +350,7 @@ class TierManager:
         return tuple(found.values())
 
     def _waits(self, entry: _WaitingEntry) -> _PlacedState | None:
-        """Whose request this is, if it waits still: its id may be another request's by now."""
+        """The place of a request that still waits. Its id may be another request's by now."""
         _, arrival, request_id, program_id = entry
         place = self._by_id.get(program_id)
         request_state = place.waiting.get(request_id) if place is not None else None
@@ -374,7 +370,7 @@ class TierManager:
         self._moved(place.program, move, now)
 
     def _give_up(self, now: float) -> None:
-        """Let everybody in, in the engine's own order."""
+        """Unpark all requests: the engine's own order applies."""
         self.places = False
         waiting = [place.program for place in self._by_id.values() if place.waiting]
         self._by_id.clear()
@@ -383,7 +379,7 @@ class TierManager:
         self._line.clear()
         self._oldest.clear()
         for program in waiting:
-            with contextlib.suppress(Exception):  # the others are to be told, whatever happens to one
+            with contextlib.suppress(Exception):  # an error for one must not affect the others
                 self._moved(
                     program, TierMove(program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.GIVEN_UP), now
                 )
@@ -400,7 +396,7 @@ class TierManager:
         self._in[tier][place.program.id] = place
 
     def _note(self, place: _PlacedState, now: float, why: PlacementTrigger | None) -> None:
-        """As ``_look``, for a fact: an error of the policy ends placement, and the next tick tells of it."""
+        """As ``_look``, for an event: an error of the policy ends placement, and the next tick raises it."""
         try:
             self._look(place, now, why)
         except Exception as error:
@@ -408,7 +404,7 @@ class TierManager:
             self._failed = error
 
     def _look(self, place: _PlacedState, now: float, why: PlacementTrigger | None) -> None:
-        """Something has happened to a program: see it anew. ``why``: reason to ask the policy."""
+        """Update the policy's view of a program. ``why``: reason to ask the policy."""
         place.seen = self._seen(place)
         if place.tier is Tier.WAITING and place.waiting:
             self._enqueue(place, now)

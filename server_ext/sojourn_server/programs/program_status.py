@@ -1,14 +1,11 @@
-"""Theory of operation of a program's status: every transition is in this file, and nothing else is.
+"""A program's status: all its transitions.
 
-A program is one agent run. It is REASONING while at least one of its LLM
-requests is in the engine, ACTING while it runs tools or thinks between turns,
-GATED while its request waits because its KV has no place, ENDED when the client
-said so, EXPIRED when it was silent for so long that its state was given up.
-ENDED and EXPIRED are left again only by a new request: a client may be late,
-resumed, or have been declared dead too early, and must never be refused for it.
+A program is one agent run. It is REASONING while an LLM request of it is in the engine, ACTING between its
+turns, GATED while its request waits for a place of its KV, ENDED after the client reported its end, and
+EXPIRED after a long silence. A new request leaves ENDED and EXPIRED: a client may be late or resumed.
 
-A (status, signal) pair that is absent changes nothing and is not an error:
-signals come from networks, twice, late or not at all.
+A (status, signal) pair that is not in the table changes nothing and is no error: signals may be repeated,
+late or lost.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from enum import Enum
 
 
 class ProgramStatus(str, Enum):
-    """Where a program stands."""
+    """Status of a program."""
 
     REASONING = "reasoning"
     ACTING = "acting"
@@ -27,7 +24,7 @@ class ProgramStatus(str, Enum):
 
 
 class ProgramSignal(str, Enum):
-    """What can move a program from one status to another."""
+    """Cause of a transition."""
 
     REQUEST_ARRIVED = "request_arrived"
     TURN_OVER = "turn_over"
@@ -35,7 +32,7 @@ class ProgramSignal(str, Enum):
     GATE = "gate"
     UNGATE = "ungate"
     CONTACT = "contact"
-    """The client said something that proves it is alive."""
+    """The client sent an event."""
     END = "end"
     SILENCE = "silence"
 
@@ -61,5 +58,5 @@ OVER_STATUSES = frozenset({ProgramStatus.ENDED, ProgramStatus.EXPIRED})
 
 
 def next_status(status: ProgramStatus, signal: ProgramSignal) -> ProgramStatus:
-    """The status that follows ``signal``; the same one where the table is silent."""
+    """The status after ``signal``; unchanged if the table has no transition."""
     return STATUS_TRANSITIONS.get((status, signal), status)

@@ -1,4 +1,4 @@
-"""All known programs, in bounded memory; folds statuses through the transition table."""
+"""All known programs, in bounded memory, and their status changes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .program_status import OVER_STATUSES, ProgramSignal, ProgramStatus, next_st
 
 
 class ProgramTable:
-    """At most ``max_programs`` programs; the longest-over are forgotten first.
+    """At most ``max_programs`` programs.
 
-    Then go those that never sent a request, oldest first: they own nothing, so
-    a flood of invented ids costs no real program its KV. Then the one heard of
-    least recently without a request in the engine.
+    Programs that ended first are forgotten first. Next are those that never sent a request, oldest first, so
+    that a flood of invented ids displaces no real program. Last is the one contacted least recently without
+    a request in the engine.
     """
 
     def __init__(self, max_programs: int = 20_000) -> None:
@@ -30,10 +30,7 @@ class ProgramTable:
         self._announced_only: OrderedDict[ProgramId, None] = OrderedDict()
         """Programs known from events alone, the oldest first."""
         self._acting: tuple[OrderedDict[ProgramId, None], ...] = (OrderedDict(), OrderedDict())
-        """Programs between turns, the one heard of least recently first; with heartbeats in the second.
-
-        Two, since the two kinds may be silent for different times.
-        """
+        """Programs between turns, least recently contacted first: without heartbeats, and with them."""
         self._next_rank = 0
 
     def __len__(self) -> int:
@@ -46,7 +43,7 @@ class ProgramTable:
         return program_id in self._programs
 
     def get(self, program_id: ProgramId) -> ProgramState | None:
-        """The program, or None; does not count as hearing of it."""
+        """The program, or None. This is no contact."""
         return self._programs.get(program_id)
 
     def next_rank(self) -> int:
@@ -55,7 +52,7 @@ class ProgramTable:
         return self._next_rank
 
     def open(self, program_id: ProgramId, now: float) -> tuple[ProgramState, list[ProgramState]]:
-        """Get or create a program and mark it as heard of.
+        """Get or create a program and note the contact.
 
         Returns the program and those forgotten to make room for it.
         """
@@ -105,10 +102,9 @@ class ProgramTable:
             self._acting[True][program.id] = None
 
     def silent(self, now: float, *, idle_s: float, promised_s: float) -> ProgramState | None:
-        """A program between turns not heard of for too long, if there is one.
+        """A program between turns that is silent for too long, if there is one.
 
-        Too long is more than ``promised_s`` seconds for one that promised
-        heartbeats, ``idle_s`` for the others.
+        The limit is ``promised_s`` seconds for a program that promised heartbeats, ``idle_s`` for others.
         """
         for acting, silence_s in zip(self._acting, (idle_s, promised_s), strict=True):
             program_id = next(iter(acting), None)
@@ -119,8 +115,7 @@ class ProgramTable:
         return None
 
     def longest_idle_s(self, now: float) -> float:
-        """For how long the program has not been heard of that has been so for longest between turns; 0 where
-        none is."""
+        """Seconds of silence of the program between turns that is silent for longest; 0 without any."""
         oldest = [next(iter(acting)) for acting in self._acting if acting]
         return max((now - self._programs[program_id].last_contact_s for program_id in oldest), default=0.0)
 
@@ -129,7 +124,7 @@ class ProgramTable:
         while len(self._programs) >= self.max_programs:
             victim = self._oldest_forgettable()
             if victim is None:
-                break  # all have requests in the engine: their number is the engine's bound, not ours
+                break  # all have requests in the engine, which bounds their number
             del self._programs[victim.id]
             self._over.pop(victim.id, None)
             self._announced_only.pop(victim.id, None)

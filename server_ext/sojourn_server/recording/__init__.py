@@ -1,4 +1,4 @@
-"""Recordings: everything that a scheduler was told and answered, so that a replay must answer the same.
+"""Recordings of a scheduler's events and answers, so that a replay can be compared with the original.
 
 Imports ``core`` and the packages to its left; no engine. Start with ``recording_scheduler.py``.
 

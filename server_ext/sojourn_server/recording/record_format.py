@@ -1,4 +1,4 @@
-"""Facts and answers as plain JSON values, and facts back as what they were."""
+"""Converts facts and answers to plain JSON values, and facts back."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from ..programs.tool_call_parsers import ParsedToolCall
 
 
 class RecordShape(NamedTuple):
-    """What the parts of one kind of record mean, by their places."""
+    """The parts of one kind of record, by position."""
 
     meaning: str
     facts: tuple[str, ...] = ()
     answer: tuple[str, ...] = ()
-    """Names of a list's places, or one name for a single value."""
+    """Names of a list's positions, or one name for a single value."""
 
 
 _LEASE_FIELDS = (
@@ -120,10 +120,10 @@ RECORD_SHAPES: dict[str, RecordShape] = {
 """Every kind of record. ``request`` is the number its ``arrive`` or ``stranger`` was answered with."""
 
 DECISION_FIELDS = ("at_s", "kind", "program_id", "reason", "numbers")
-"""What an entry of a record's last part means, as in the decision log."""
+"""Fields of an entry of a record's decisions, as in the decision log."""
 
 HASH_BYTES = 8
-"""Of each block hash: among 10^6 blocks two agree with a chance of 3 in 10^8."""
+"""Bytes kept of a block hash. Among 10^6 blocks two are equal with probability 3 in 10^8."""
 
 
 # --- facts ---------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def read_arrival(facts: Sequence[Any]) -> RequestArrived:
 
 
 def _context(context: AgenticContext | None) -> Any:
-    """The hint without its events, which have records of their own, and with no name longer than is kept."""
+    """The hint without its events, which have their own records, and with clipped names."""
     if context is None:
         return None
     ours = context.sojourn
@@ -173,7 +173,7 @@ def _truncated_name(name: str | None) -> str | None:
 
 
 def event_facts(emitter: str, event: AnyEvent) -> tuple[Any, ...]:
-    """The event without words that nothing is decided by."""
+    """The event without fields that no decision depends on."""
     if isinstance(event, ProgramStart):
         event = msgspec.structs.replace(event, name=None)
     elif isinstance(event, ToolStop):
@@ -189,7 +189,7 @@ def read_event(document: Any) -> AnyEvent:
 
 
 def running_facts(number: int | str, view: RunningRequestView) -> tuple[Any, ...]:
-    """What an engine says of a request that runs; the rest of the view is the steward's."""
+    """The engine's part of a running request's view."""
     return (
         number, view.program_rank, view.position, view.blocks, view.context_tokens, view.output_tokens,
         view.most_tokens, view.freed_blocks,
@@ -265,13 +265,13 @@ def read_turn_end(request_id: str, facts: Sequence[Any], hashes: Sequence[bytes]
 
 
 def chain_facts(base: Sequence[Any], hashes: Sequence[Any]) -> tuple[int, bytes]:
-    """A chain of block hashes by how many it shares with ``base``, which both sides know, and the rest."""
+    """A chain of block hashes: the number it shares with ``base``, which both sides know, and the rest."""
     shared = common_prefix_length(base, hashes)
     return shared, b"".join(block_hash[:HASH_BYTES] for block_hash in hashes[shared:])
 
 
 def read_chain(base: Sequence[bytes], facts: Sequence[Any]) -> list[bytes]:
-    """Raises ``ValueError`` for what is no chain upon ``base``."""
+    """Read a chain relative to ``base``. Raises ``ValueError`` if it does not fit."""
     shared, rest = facts
     if not 0 <= shared <= len(base):
         raise ValueError(f"a chain shares {shared} blocks with one of {len(base)}")
@@ -279,7 +279,7 @@ def read_chain(base: Sequence[bytes], facts: Sequence[Any]) -> list[bytes]:
 
 
 def read_hashes(text: str) -> list[bytes]:
-    """Raises ``ValueError`` for what is not a number of whole hashes."""
+    """Read block hashes. Raises ``ValueError`` for a partial hash."""
     data = base64.b64decode(text, validate=True)
     if len(data) % HASH_BYTES:
         raise ValueError(f"{len(data)} bytes of block hashes; expected a multiple of {HASH_BYTES}")
@@ -317,7 +317,7 @@ def lease_answer(lease: Lease | None) -> tuple[Any, ...] | None:
 
 
 def orders_answer(actions: Sequence[Action]) -> list[tuple[str, ...]]:
-    """The actions but for the answer."""
+    """The actions without the answer."""
     orders: list[tuple[str, ...]] = []
     for action in actions:
         if isinstance(action, EngineAction):

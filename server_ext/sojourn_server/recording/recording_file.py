@@ -28,10 +28,10 @@ RECORDING_VERSION = 7
 sojourn that wrote them."""
 
 MAX_RECORDING_BYTES = 1 << 30
-"""Longest tape, compressed. The end record may go beyond it by a few hundred bytes."""
+"""Maximum size, compressed. The end record may exceed it by a few hundred bytes."""
 
 FLUSH_RECORDS = 256
-"""Records written at once: what an engine that is killed leaves untold. About 20 KiB, 0.2 ms."""
+"""Records written at once; a killed engine loses at most that many. About 20 KiB, 0.2 ms."""
 
 _GZIP = 31
 """``wbits`` of zlib for a gzip member with a window of 32 KiB."""
@@ -43,7 +43,7 @@ _TRUNCATION_CAUSES = (
     "allow_unfinished replays it as far as it goes"
 )
 MAX_LINE_BYTES = 1 << 28
-"""A longer line is damage, not a record."""
+"""Maximum length of a line; a longer one is damaged."""
 
 encode_record = msgspec.json.Encoder().encode
 
@@ -119,10 +119,9 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RecordingFile:
-    """One tape, written as records come. No failure is raised: a tape is worth a warning, not an engine.
+    """Writes one recording. A failure is not raised: it ends the recording, and ``warn`` is called once.
 
-    An earlier tape of the same path is kept as ``PATH.previous``. ``warn`` is
-    called once, where the tape has to be given up.
+    An earlier recording of the same path is kept as ``PATH.previous``.
     """
 
     def __init__(
@@ -135,9 +134,9 @@ class RecordingFile:
     ) -> None:
         self.path = Path(path)
         self.full = False
-        """It has reached its bound: the next record must be the last."""
+        """It has reached its maximum size: the next record must be the last."""
         self.records = 0
-        """Records written, the header not counted."""
+        """Number of records, without the header."""
         self._warn = warn
         self._max_bytes = max_bytes
         self._lines: list[bytes] = []
@@ -157,11 +156,11 @@ class RecordingFile:
 
     @property
     def open(self) -> bool:
-        """Whether records are still taken."""
+        """Whether it still takes records."""
         return self._file is not None
 
     def write(self, record: tuple[Any, ...]) -> None:
-        """Take in a record; nothing of it is referred to afterwards."""
+        """Write a record. The caller may change its parts afterwards."""
         if self._file is None:
             return
         try:
@@ -173,7 +172,7 @@ class RecordingFile:
             self.give_up(error)
 
     def close(self) -> None:
-        """Write out all that was taken in; the tape takes no more."""
+        """Write all records and close the file."""
         if self._file is None:
             return
         try:
@@ -184,20 +183,20 @@ class RecordingFile:
             self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
-        """Say what went wrong and take no more. What is written can still be read, but has no end."""
+        """Warn, and take no more records. The written ones can be read, without an end record."""
         file, self._file = self._file, None
         self._lines.clear()
         if file is not None:
-            with contextlib.suppress(OSError):  # closing tries once more to write what could not be written
+            with contextlib.suppress(OSError):  # closing retries the failed write
                 file.close()
         what = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
-        self._warn(f"tape {self.path} is given up after {self.records} records: {what}")
+        self._warn(f"recording {self.path} is given up after {self.records} records: {what}")
 
     def _flush(self, how: int = zlib.Z_SYNC_FLUSH) -> None:
         assert self._file is not None
         text = b"".join(line + b"\n" for line in self._lines)
         self._lines.clear()
-        # What is flushed can be read to its last line, even if nothing follows.
+        # After a flush the file can be read to its last line.
         data = self._packer.compress(text) + self._packer.flush(how)
         self._file.write(data)
         self._file.flush()
@@ -206,11 +205,11 @@ class RecordingFile:
 
 
 class RecordingError(ValueError):
-    """A tape cannot be used; the text names the file, the line, what was found and what was expected."""
+    """A recording cannot be used. The text names file and line, what was found and what was expected."""
 
 
 class RecordedCall(NamedTuple):
-    """One line of a tape, its parts filled up where they were left out."""
+    """One line of a recording, with omitted parts filled in."""
 
     line: int
     """Counted from 1, which is the header."""
@@ -224,7 +223,7 @@ class RecordedCall(NamedTuple):
 
 
 class _HeaderVersion(msgspec.Struct):
-    """As much of a header of another version as a message needs."""
+    """The fields of another version's header that an error names."""
 
     sojourn_tape: Any = None
     versions: dict[str, str] = {}
@@ -233,9 +232,8 @@ class _HeaderVersion(msgspec.Struct):
 class RecordingReader:
     """A whole recording. Raises ``RecordingError`` if it is missing, damaged, cut off or of a wrong version.
 
-    With ``allow_unfinished`` a tape that just stops is read as far as it goes:
-    its engine was killed, or the disk was full. ``records`` may be called again
-    and again; each call reads the file anew, so that it never lies in memory.
+    With ``allow_unfinished`` it may stop without an end record: its engine was killed, or the disk was full.
+    Each call of ``records`` reads the file again, so that it is never in memory as a whole.
     """
 
     def __init__(self, path: str | Path, *, allow_unfinished: bool = False) -> None:
@@ -250,13 +248,11 @@ class RecordingReader:
             if number == 1:
                 self.header = self._header(last)
         if number == 0:
-            raise RecordingError(f"{self.path}: empty; expected a tape")
+            raise RecordingError(f"{self.path}: empty; expected a recording")
         self.lines = number
         self.finished = number > 1 and self._record(number, last).op == "close"
         if not self.finished and not allow_unfinished:
-            raise RecordingError(
-                f"{self.path}, line {number}: the tape stops without its end record: {_TRUNCATION_CAUSES}"
-            )
+            raise RecordingError(f"{self.path}, line {number}: no end record: {_TRUNCATION_CAUSES}")
 
     def records(self) -> Iterator[RecordedCall]:
         """All records in order, the end record included. Raises ``RecordingError``."""
@@ -296,9 +292,9 @@ class RecordingReader:
             with self.path.open("rb") as file:
                 magic = file.read(len(_MAGIC))
                 if not magic:
-                    raise RecordingError(f"{self.path}: empty; expected a tape")
+                    raise RecordingError(f"{self.path}: empty; expected a recording")
                 if magic != _MAGIC:
-                    raise RecordingError(f"{self.path}: not gzipped; expected a tape")
+                    raise RecordingError(f"{self.path}: not gzipped; expected a recording")
                 unpacker.decompress(magic)
                 while packed := file.read(_CHUNK_BYTES):
                     while packed:
@@ -323,11 +319,11 @@ class RecordingReader:
             if found.sojourn_tape == RECORDING_VERSION:
                 return msgspec.json.decode(line, type=RecordingHeader)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise RecordingError(f"{self.path}, line 1: not the header of a tape: {error}") from error
+            raise RecordingError(f"{self.path}, line 1: not the header of a recording: {error}") from error
         if found.sojourn_tape is None:
-            raise RecordingError(f"{self.path}, line 1: not the header of a tape: no field sojourn_tape")
+            raise RecordingError(f"{self.path}, line 1: not the header of a recording: no field sojourn_tape")
         raise RecordingError(
-            f"{self.path}, line 1: tape version {found.sojourn_tape!r}, "
+            f"{self.path}, line 1: recording version {found.sojourn_tape!r}, "
             f"written by sojourn {found.versions.get('sojourn', 'unknown')}; expected {RECORDING_VERSION}: "
             "run sojourn parity of the version that wrote it"
         )
@@ -365,7 +361,7 @@ class RecordingReader:
 
 
 def canonical_line(line: bytes) -> bytes:
-    """The line as it would have been written, whoever edited it meanwhile."""
+    """The line as the recorder would have written it, after an edit."""
     return encode_record(msgspec.json.decode(line))
 
 

@@ -25,30 +25,30 @@ MAX_EVICTIONS_PER_RECORD = 256
 
 
 class RecordSink(Protocol):
-    """Where records go. No method raises."""
+    """Receiver of records. No method raises."""
 
     full: bool
     """The next record must be the last."""
 
     def write(self, record: tuple[Any, ...]) -> None:
-        """Take in a record; nothing of it may be referred to afterwards."""
+        """Write a record. The caller may change its parts afterwards."""
 
     def close(self) -> None:
-        """There are no more."""
+        """No records follow."""
 
     def give_up(self, error: Exception) -> None:
-        """A record could not be made: nothing more can follow."""
+        """A record could not be encoded: no records follow."""
 
 
 class CallRecorder:
-    """Writes calls and what came of them. What fails in here ends the recording, never the call.
+    """Records calls with their results. A failure here ends the recording, never the call.
 
-    ``totals`` is asked for sums over everything, for the end record.
+    ``totals`` returns the sums of the end record.
     """
 
     def __init__(self, sink: RecordSink, totals: Callable[[], dict[str, Any]]) -> None:
         self.decisions = ObservedDecisionLog()
-        """The decision log to be used, so that each record holds the decisions made meanwhile."""
+        """The scheduler's decision log, so that each record holds the decisions of its call."""
         self._sink: RecordSink | None = sink
         self._totals = totals
         self._run_of: tuple[str | None, int | str | None] = (None, None)
@@ -57,7 +57,7 @@ class CallRecorder:
 
     @property
     def running(self) -> bool:
-        """Whether anything is still written down."""
+        """Whether records are still written."""
         return self._sink is not None
 
     def record(
@@ -84,7 +84,7 @@ class CallRecorder:
         return result
 
     def facts(self, make: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
-        """The facts that ``make`` puts into plain values, before the call."""
+        """Return the call's facts as plain values, made by ``make`` before the call."""
         if self._sink is None:
             return ()
         try:
@@ -94,7 +94,7 @@ class CallRecorder:
             return ()
 
     def evicted(self, block_hash: bytes, owner: str | None, taker: int | str | None, now: float) -> None:
-        """A block was reused. Blocks go by the dozen for one request, so one record holds a run of them."""
+        """A block was reused. One record holds a run of blocks that the same request takes."""
         if self._sink is None:
             return
         try:
@@ -172,7 +172,7 @@ class CallRecorder:
 
 
 class ObservedDecisionLog(DecisionLog):
-    """A decision log that also says what was logged since somebody last took note."""
+    """A decision log that also collects new decisions in ``made``."""
 
     def __init__(self) -> None:
         super().__init__()
