@@ -1,6 +1,6 @@
-"""Seconds of a step from first principles: what it computes and what it reads, over what the device can.
+"""Roofline latency of a step: its FLOPs and bytes over the achieved rates of the device.
 
-One step of a transformer is a row of kernels one after the other, so their times add:
+A step is a sequence of kernels, so their times add:
 
     step    = step_overhead + requests · request_overhead
             + layers · (layer_overhead + linear + 2 · all_reduce) + attention + head
@@ -11,18 +11,18 @@ One step of a transformer is a row of kernels one after the other, so their time
     head    = √( compute² + read² ) of the output matrix, for the tokens that are sampled
     all_reduce = overhead + 2 · (tp-1)/tp · tokens · hidden · 2 bytes / bus bandwidth   (tp > 1)
 
-The root of squares is a smooth max: a plain max misses by 27 % at 128 tokens, where reading and computing
-take the same time (measured on A100: 0.377 ms for Llama-3-8B's projections; max says 0.276, this 0.37).
-Of a mixture of experts, tokens compute with their own experts but the step reads every expert that any of
-its tokens uses: E·(1 - (1 - k/E)^tokens) of E, with k for each token drawn evenly.
+The root of squares is a smooth maximum: a plain one is off by 27 % at 128 tokens, where reading and computing
+take the same time (Llama-3-8B's projections on A100: measured 0.377 ms, maximum 0.276, this 0.37).
+In a mixture of experts, tokens compute with their own experts, but the step reads every expert that any of
+its tokens uses: E·(1 - (1 - k/E)^tokens) of E, with k per token drawn uniformly.
 Tensor parallelism divides compute, weights and KV by ``tp``.
 
-How far off it is. The projections are within 15 % of the operators measured in microsoft/vidur's tables from
+Accuracy. The projections are within 15 % of the operators measured in microsoft/vidur's tables from
 1 to 16,384 tokens (tests/simulator/test_simulator_latency_published.py). Attention, the overheads and all of
 B200 are estimates. Left out: power throttling, other work on PCIe, and all that an API server adds to a
-request. A prefill here is an upper bound of what an engine does: expect engines to be 0 to 30 % slower, and
-absolute seconds to be worth ±30 %; ratios between policies on one device depend on them far less.
-A reload from host memory while another one stores takes longer than here (see the PCIe sources).
+request. Prefill throughput is an upper bound: expect engines to be 0 to 30 % slower, and an error of ±30 % in
+absolute seconds; ratios between policies on one device depend on it far less. A load from host memory
+during a store takes longer than here (see the PCIe sources).
 """
 
 from __future__ import annotations

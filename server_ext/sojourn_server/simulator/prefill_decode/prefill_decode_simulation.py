@@ -209,7 +209,7 @@ class PdSimulation:
         for agent in sorted(range(len(arrivals_s)), key=arrivals_s.__getitem__):
             self._queue.in_line(line, arrivals_s[agent], self._arrive, self._states[agent])
 
-    # -- a turn's life -----------------------------------------------------------------
+    # -- steps of a turn -----------------------------------------------------------------
 
     def _arrive(self, state: AgentState) -> None:
         self._submit(state)

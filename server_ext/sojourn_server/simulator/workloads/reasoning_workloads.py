@@ -1,8 +1,7 @@
-"""Long outputs, for Tetris: lengths that were published of what reasoning models write.
+"""Workloads with long outputs, for Tetris: published output lengths of reasoning models.
 
-Tetris names NuminaMath and SWE-bench as its long outputs and gives no lengths but "hundreds of thousands"
-(§1); so they are taken from elsewhere. An output is all that the model writes, thinking included.
-The type of an agent is told to the server: ``agent_type`` of every program.
+Tetris has long outputs from NuminaMath and SWE-bench, without lengths except "hundreds of thousands" (§1);
+the lengths are from other sources. An output includes thinking. Every program has an ``agent_type``.
 
     reasoning-math          DeepSeek-R1 on competition problems, one request each. Published: three quarters
                             are solved within 8K, limit 16K (OpenR1-Math-220k: huggingface.co/blog/open-r1/
@@ -11,9 +10,9 @@ The type of an agent is told to the server: ``agent_type`` of every program.
     reasoning-aime          the same model on AIME. Published: mean 12K (card of DeepSeek-R1-0528), limit
                             32,768 (card of DeepSeek-R1). Chosen: log-normal, as wide as reasoning-math
     reasoning-aime-0528     its successor. Published: mean 23K, limit 64K (card of DeepSeek-R1-0528)
-    reasoning-requests      what a service was asked of DeepSeek-R1: see ``R1_OUTPUT``. Chosen: prompts
+    reasoning-requests      requests to a DeepSeek-R1 service: see ``R1_OUTPUT``. Chosen: prompts
                             independent of outputs; nothing above the last percentile
-    reasoning-mix           two kinds of chats, reasoning-math and reasoning-aime, each as likely (chosen).
+    reasoning-mix           two kinds of chats, reasoning-math and reasoning-aime, equally likely (chosen).
                             Chats: mean outputs of Tetris §1, exponential, as ServeGen (arXiv 2505.09999)
                             finds outputs of services to be; mean prompts of WildChat (arXiv 2405.01470)
                             Table 1, exponential (chosen); of each conversation one request (chosen)
@@ -24,7 +23,7 @@ The type of an agent is told to the server: ``agent_type`` of every program.
                             (Table 1); first prompt of 2–4K tokens (SAGA §2.1), results of 100 to 1,000;
                             what it has thought stays in its context
 
-Prompts of mathematical problems are 40 to 200 tokens long (chosen).
+Prompts of mathematical problems have 40 to 200 tokens (chosen).
 """
 
 from __future__ import annotations

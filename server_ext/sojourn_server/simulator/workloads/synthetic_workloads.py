@@ -1,8 +1,7 @@
-"""Workloads made up after the papers' tables. Synthetic: no line of them was ever recorded.
+"""Synthetic workloads with the statistics of the papers' tables.
 
-What a paper publishes is met, as moments over many programs; what it doesn't is
-chosen here, and each choice is named below. ``source`` of every program says
-``synthetic:NAME``. Same name, count and seed: same programs.
+Published statistics hold as moments over many programs; all other values are chosen here, as listed below.
+``source`` of every program is ``synthetic:NAME``. The same name, count and seed give the same programs.
 
     continuum-swe-bench         Continuum Table 1. Chosen: normal turns; log-normal tool times that end at
                                 the harness' own limit; gamma token totals, independent of turns; one tool
@@ -10,13 +9,13 @@ chosen here, and each choice is named below. ``source`` of every program says
     continuum-bfcl-unscaled     without the 0.4
     continuum-…:X               the same with another ``OUTPUT_SHARE``, above 0 and below 1
     dualpath-32k, -48k, -64k    DualPath Table 2 (see ``dualpath_program``); tools take no time, as in its §7
-    saga-ten-tenants            SAGA §9.1, §2.1 and Table 1 (see ``saga.ten_tenants``)
+    saga-ten-tenants            SAGA §9.1, §2.1 and Table 1 (see ``ten_tenants``)
     latency-cv:X                SAGA Table 10 and §9.1. Chosen: log-normal tool times, mean 1.2 s, X from
                                 0.5 to 3.0; steps exponential between their bounds
     reasoning-…                 long outputs, for Tetris: after the published lengths of what reasoning
-                                models write (see ``reasoning``)
+                                models write (see ``reasoning_workloads``)
 
-No program shares a prompt with another, since no paper says how much they do.
+Programs share no prompts, since no paper states how much they share.
 """
 
 from __future__ import annotations
