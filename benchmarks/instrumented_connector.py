@@ -56,5 +56,5 @@ class WatchedPaths(PathsConnector):
             "open": worker.open_operations,
             "clean": traffic.do(lambda now: traffic.core.is_clean),
             "block_bytes": self.settings.identity.block_bytes,
-            "counts": {**traffic.core.transfer_context.counts, **worker.counts},
+            "counts": {**traffic.core.ctx.counts, **worker.counts},
         }

@@ -44,9 +44,9 @@ def look(worker: Any) -> dict[str, Any]:
     return {
         "open": connector._worker.open_operations,
         "clean": traffic.do(lambda now: traffic.core.is_clean),
-        "counts": dict(traffic.core.transfer_context.counts),
+        "counts": dict(traffic.core.ctx.counts),
         "worker": dict(connector._worker.counts),
-        "reading": traffic.do(lambda now: traffic.core.transfer_context.reads.in_flight),
+        "reading": traffic.do(lambda now: traffic.core.ctx.reads.in_flight),
         "waiting": len(connector._worker._prompts),
         "held": traffic.stats()["slots_used"],
     }
@@ -80,4 +80,4 @@ def end_leases(worker: Any) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     traffic = get_kv_transfer_group()._traffic
-    traffic.do(lambda now: traffic.core.transfer_context.expire(now + 3600.0))
+    traffic.do(lambda now: traffic.core.ctx.expire(now + 3600.0))

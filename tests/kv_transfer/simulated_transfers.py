@@ -236,7 +236,7 @@ class World:
         """The first that is not taken within patience ends the connection, and nothing before that does."""
         end = engine.name, action.conn
         if end not in self._unsent:
-            patience_s = engine.core.transfer_context.limits.patience_s
+            patience_s = engine.core.ctx.limits.patience_s
             at = self.now + patience_s, next(self._numbers)
             heapq.heappush(self._event_queue, (*at, lambda: self._stalled(engine, action.conn)))
         self._unsent.setdefault(end, []).append(action.item)
@@ -287,7 +287,7 @@ def assert_clean(*engines: Engine) -> None:
     """Nothing has leaked: no buffer, lease, place in a queue, or transfer."""
     for engine in engines:
         core = engine.core
-        buffers = core.transfer_context.buffers
+        buffers = core.ctx.buffers
         assert core.is_clean, (
             engine.name,
             core.stats(engine.world.now),
@@ -298,4 +298,4 @@ def assert_clean(*engines: Engine) -> None:
         )
         assert (buffers.used, buffers.leases, buffers.waiting) == (0, 0, 0)
         assert sorted(buffers._free) == list(range(buffers.slots))
-        assert core.transfer_context._holders == {}
+        assert core.ctx._holders == {}

@@ -102,9 +102,7 @@ def samples(prefill_decode_pair: Any, *read: tuple[int, int]) -> list[Any]:
     last = read[-1]
     return [
         prefill_decode_pair.Sample(
-            float(at),
-            {"p0": one[0], "d0": one[1]},
-            {"p0": one[0] < last[0], "d0": one[1] < last[1]},
+            float(at), {"p0": one[0], "d0": one[1]}, {"p0": one[0] < last[0], "d0": one[1] < last[1]}
         )
         for at, one in enumerate(read)
     ]

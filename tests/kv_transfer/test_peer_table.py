@@ -43,7 +43,7 @@ class Dialling:
         [offer] = self.core.take_actions()
         assert isinstance(offer, SendMessage)
         assert (offer.conn, type(offer.message)) == (SECOND, OfferMessage)
-        assert self.core.transfer_context.counts["hung_up"] == 0
+        assert self.core.ctx.counts["hung_up"] == 0
         self.core.lost(SECOND, "the connection has ended", self.now)
         assert self.core.take_events() == [PushEnded("u", False, "the connection has ended")]
         assert_clean(self.engine)

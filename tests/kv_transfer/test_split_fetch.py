@@ -112,7 +112,7 @@ def test_what_a_peer_does_not_bring_is_read_in_the_places_kept_for_it() -> None:
     assert [bytes(part) for part in split_fetch.layer(1, 0.0)] == [
         bytes(part) for part in layers_of(wanted, 1)
     ]
-    assert p.core.transfer_context.counts["blocks_read_instead"] == 4
+    assert p.core.ctx.counts["blocks_read_instead"] == 4
     assert p.over(LoadEnded, "next") is None, "it waits for its turn"
     split_fetch.end()
     world.run(0.1)
@@ -174,7 +174,7 @@ def test_who_waits_for_room_is_kept_waiting_by_what_goes_on_before_it_alone() ->
         engine.do(engine.core.end_load, f"other {number}")
     over = engine.over(LoadEnded, "waits")
     assert over == LoadEnded("waits", 0, "the lease on its buffers has expired")
-    assert world.now - began >= engine.core.transfer_context.limits.lease_s
+    assert world.now - began >= engine.core.ctx.limits.lease_s
     engine.do(engine.core.end_load, "held")
     assert_clean(engine)
 

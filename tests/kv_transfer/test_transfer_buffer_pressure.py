@@ -20,7 +20,7 @@ def test_what_was_left_makes_room_before_others_lose_patience() -> None:
     for number in range(2):
         pushed(world, p, f"left{number}", 100 * number)
     world.run(0.1)
-    assert d.core.transfer_context.buffers.used == 16
+    assert d.core.ctx.buffers.used == 16
     for number in range(6):
         context = pushed(world, p, f"live{number}", 1000 + 10 * number)
         d.do(d.core.expect, f"live{number}")
@@ -28,7 +28,7 @@ def test_what_was_left_makes_room_before_others_lose_patience() -> None:
         assert d.over(PromptTransferEnded, f"live{number}").complete
         assert p.over(PushEnded, f"live{number}").complete
         assert d.prompt(f"live{number}") == [content(one) for one in context]
-    assert d.core.transfer_context.counts["prompts_evicted"] == 1  # and no more than were in the way
+    assert d.core.ctx.counts["prompts_evicted"] == 1  # and no more than were in the way
     d.do(d.core.expect, "left0")
     over = d.over(PromptTransferEnded, "left0")
     assert over is not None, "it is told at once"
@@ -51,10 +51,10 @@ def test_what_is_expected_or_came_only_now_is_left_alone() -> None:
     world.run(0.1)
     pushed(world, p, "next", 200)
     world.run(0.3)
-    assert d.core.transfer_context.counts["prompts_evicted"] == 0
+    assert d.core.ctx.counts["prompts_evicted"] == 0
     d.do(d.core.expect, "new")
     world.run(5.0)
-    assert d.core.transfer_context.counts["prompts_evicted"] == 0
+    assert d.core.ctx.counts["prompts_evicted"] == 0
     assert [len(d.prompt(name)) for name in ("asked", "new")] == [8, 8]
     world.run(60.0)
     assert_clean(p, d)
@@ -160,13 +160,13 @@ def test_requests_in_the_queue_leave_a_share_of_the_buffers_to_others() -> None:
         pushed(world, p, name, 100 * number)
         queued(world, d, *names[: number + 1], seconds=0.5)
     queued(world, d, *names, seconds=40.0)
-    assert d.core.transfer_context.counts["prompts_evicted"] == 0, "nobody else wants the room"
+    assert d.core.ctx.counts["prompts_evicted"] == 0, "nobody else wants the room"
     for number in range(3):
         pushed(world, p, f"live{number}", 1000 + 100 * number)
         d.do(d.core.expect, f"live{number}")
         queued(world, d, *names, seconds=1.4)
         assert len(d.prompt(f"live{number}")) == 8
-    assert d.core.transfer_context.counts["prompts_evicted"] == 1
+    assert d.core.ctx.counts["prompts_evicted"] == 1
     for name in names:
         d.do(d.core.expect, name)
     assert [d.over(PromptTransferEnded, name).complete for name in names] == [True, True, True, False]
@@ -199,13 +199,13 @@ def test_a_request_that_has_left_the_queue_keeps_nothing(how: str) -> None:
     p, d = world.engine("p"), world.engine("d", limits={"slots": 8})
     pushed(world, p, "t", 0)
     queued(world, d, "t", seconds=100.0)
-    assert d.core.transfer_context.buffers.used == 8
+    assert d.core.ctx.buffers.used == 8
     if how == "aborted":
         d.do(d.core.expect, "t")
         d.do(d.core.end_prompt, "t")
     else:  # an engine that does not step keeps nothing for ever
         world.run(29.0)
-        assert d.core.transfer_context.buffers.used == 8
+        assert d.core.ctx.buffers.used == 8
         world.run(2.0)
     assert_clean(p, d)
 

@@ -88,10 +88,10 @@ def test_a_push_sends_each_block_once_and_layers_as_they_are_computed() -> None:
     for layer in range(LAYERS):
         here.do(here.core.give, "t", layer, layers_of(CONTEXT, layer))
         world.run(0.5)
-        assert there.core.transfer_context.counts["bytes_taken"] == (layer + 1) * 8 * BLOCK_BYTES // LAYERS
+        assert there.core.ctx.counts["bytes_taken"] == (layer + 1) * 8 * BLOCK_BYTES // LAYERS
     world.run(until=lambda: there.over(PromptTransferEnded, "t") is not None)
     assert there.prompt("t") == [content(one) for one in CONTEXT]
-    assert here.core.transfer_context.counts["bytes_pushed"] == 8 * BLOCK_BYTES
+    assert here.core.ctx.counts["bytes_pushed"] == 8 * BLOCK_BYTES
     assert_clean(here, there)
 
 
@@ -117,7 +117,7 @@ def test_pushes_that_share_a_prefix_send_it_once() -> None:
         here.give(name, wanted)
         there.do(there.core.expect, name)
     world.run(until=lambda: all(there.over(PromptTransferEnded, name) for name in tails))
-    assert here.core.transfer_context.counts["bytes_pushed"] == (8 + 3) * BLOCK_BYTES
+    assert here.core.ctx.counts["bytes_pushed"] == (8 + 3) * BLOCK_BYTES
     for name, wanted in tails.items():
         assert there.prompt(name) == [content(one) for one in wanted]
     assert_clean(here, there)
@@ -131,7 +131,7 @@ def test_a_thousand_requests_for_one_prefix_read_it_once() -> None:
         engine.load(str(number), CONTEXT)
     world.run(until=lambda: sum(isinstance(event, LoadEnded) for event in engine.events) == 1000)
     assert len(world.reads) == 8
-    assert engine.core.transfer_context.buffers.most_used == 8
+    assert engine.core.ctx.buffers.most_used == 8
     for number in range(1000):
         assert engine.taken(str(number)) == [content(one) for one in CONTEXT]
     assert_clean(engine)
@@ -209,7 +209,7 @@ def test_no_more_writes_wait_than_may() -> None:
     block = [memoryview(content(key(1)))]
     taken = [engine.do(engine.core.store, "r", key(number), b"", block) for number in range(5)]
     assert taken == [True, True, True, False, False]  # one is being written
-    assert engine.core.transfer_context.counts["writes_refused"] == 2
+    assert engine.core.ctx.counts["writes_refused"] == 2
     with pytest.raises(ValueError, match="a block has 96 bytes"):
         engine.do(engine.core.store, "r", key(9), b"", [memoryview(b"short")])
     world.run()
@@ -247,7 +247,7 @@ def test_a_long_queue_is_no_stall_however_long_it_takes() -> None:
     here.load("t", CONTEXT, address="d")
     world.run(60.0, until=lambda: here.over(LoadEnded, "t") is not None)
     assert here.over(LoadEnded, "t") == LoadEnded("t", 8)
-    assert here.core.transfer_context.counts["stalls"] == 0
+    assert here.core.ctx.counts["stalls"] == 0
     assert sum(isinstance(message, ProgressMessage) for _, _, message in world.messages) > 30
     here.taken("t")
     there.do(there.core.end_prompt, "t")

@@ -17,7 +17,7 @@ PURE = [
     "peer_table",
     "push_table",
     "transfer_actions",
-    "transfer_context",
+    "ctx",
     "transfer_core",
     "transfer_limits",
     "transfer_link",

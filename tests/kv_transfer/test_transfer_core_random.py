@@ -95,7 +95,7 @@ def test_whatever_happens(
             here.give(push, whole)
         if request["expects"] and "d" in world.engines:
             there.do(there.core.expect, push)
-        assert all(engine.core.transfer_context.buffers.used <= slots for engine in world.engines.values())
+        assert all(engine.core.ctx.buffers.used <= slots for engine in world.engines.values())
     # Everybody takes what is his as soon as it is there, once.
     seen = dict.fromkeys("pd", 0)
     for _ in range(60):
@@ -120,14 +120,14 @@ def test_whatever_happens(
                 raise AssertionError(f"t{number} is still being pushed")
     # Of what was given up here, buffers there are kept for a lease, in case it is offered yet; and where they
     # are few, the next in line gets them only then.
-    lease_s = max(engine.core.transfer_context.limits.lease_s for engine in alive)
+    lease_s = max(engine.core.ctx.limits.lease_s for engine in alive)
     world.run(lease_s * (len(requests) + 2))
     assert_clean(*alive)
-    assert all(engine.core.transfer_context.buffers.most_used <= slots for engine in alive)
+    assert all(engine.core.ctx.buffers.most_used <= slots for engine in alive)
 
     # Bytes are conserved: what one side counts as sent, the other has taken, or had no use for.
     for engine in alive:
-        counts, links = engine.core.transfer_context.counts, engine.core.links(world.now)
+        counts, links = engine.core.ctx.counts, engine.core.links(world.now)
         assert links["storage read"].moved_bytes == BLOCK_BYTES * (
             counts["blocks_read"] + counts["blocks_unread"]
         )
@@ -139,7 +139,7 @@ def test_whatever_happens(
             if sender == "p" and isinstance(message, DataMessage)
         )
         assert to_peer == here.core.links(world.now)["compute network"].moved_bytes
-        assert there.core.transfer_context.counts["bytes_taken"] <= to_peer
+        assert there.core.ctx.counts["bytes_taken"] <= to_peer
 
 
 @settings(max_examples=60, deadline=None)

@@ -257,7 +257,7 @@ def test_peers_whose_sockets_are_full_keep_the_others_from_nothing() -> None:
         assert here.over(PushEnded, f"to {name}") == PushEnded(
             f"to {name}", False, "the peer accepts no data"
         )
-    assert here.core.transfer_context.counts["stalls"] == 3
+    assert here.core.ctx.counts["stalls"] == 3
     assert_clean(here, there)
 
 
@@ -270,9 +270,9 @@ def test_a_peer_that_takes_nothing_of_what_it_had_read_here_is_cut_off() -> None
     world.deaf.add("p")
     world.run(5.0)
     assert here.over(LoadEnded, "t").good == 0
-    assert there.core.transfer_context.counts["stalls"] == 1
+    assert there.core.ctx.counts["stalls"] == 1
     assert there.core.peers.conns() == []
-    assert there.core.transfer_context.compute.in_flight == 0
+    assert there.core.ctx.compute.in_flight == 0
     here.do(here.core.end_load, "t")
     there.do(there.core.end_prompt, "t")
     assert_clean(here, there)
@@ -334,8 +334,8 @@ def test_storage_that_never_answers_costs_patience_and_its_slot_until_it_does(si
     assert here.over(LoadEnded, "t") == LoadEnded("t", 3, "storage has not answered")
     assert here.taken("t") == [content(one) for one in CONTEXT[:3]]
     there.do(there.core.end_prompt, "t")
-    assert reader.core.transfer_context.buffers.used == 1
-    (item,) = reader.core.transfer_context.reads._in_flight
+    assert reader.core.ctx.buffers.used == 1
+    (item,) = reader.core.ctx.reads._in_flight
     reader.do(reader.core.read_done, item, None)
     assert_clean(here, there)
 
@@ -355,7 +355,7 @@ def test_a_store_that_is_full_says_so_and_nothing_waits_on() -> None:
     world.run(1.0)
     world._write = original  # type: ignore[method-assign]
     assert [event.outcome for event in engine.events if event[0] == "r"] == ["disk_full"]  # type: ignore[union-attr]
-    assert engine.core.transfer_context.counts["write_disk_full"] == 1
+    assert engine.core.ctx.counts["write_disk_full"] == 1
     assert_clean(engine)
 
 
@@ -487,12 +487,12 @@ def test_what_nobody_takes_is_given_back_by_itself() -> None:
     world.put(*CONTEXT)
     here.load("t", CONTEXT, address="d", total=9)
     world.run(until=lambda: here.over(LoadEnded, "t") is not None)
-    assert here.core.transfer_context.buffers.used == 8
-    assert there.core.transfer_context.buffers.used == 9
+    assert here.core.ctx.buffers.used == 8
+    assert there.core.ctx.buffers.used == 9
     world.run(LEASE_S + 2.0)
     assert here.over(LoadEnded, "t") == LoadEnded("t", 0, "the lease on its buffers has expired")
-    assert here.core.transfer_context.counts["leases_expired"] == 1
-    assert there.core.transfer_context.counts["leases_expired"] == 1
+    assert here.core.ctx.counts["leases_expired"] == 1
+    assert there.core.ctx.counts["leases_expired"] == 1
     assert_clean(here, there)
 
 
@@ -502,7 +502,7 @@ def test_a_context_that_is_whole_and_not_asked_for_is_given_back_too() -> None:
     here.offer("t", "d", CONTEXT)
     here.give("t", CONTEXT)
     world.run(LEASE_S + 2.0)
-    assert there.core.transfer_context.counts["leases_expired"] == 1
+    assert there.core.ctx.counts["leases_expired"] == 1
     assert_clean(here, there)
 
 
@@ -541,7 +541,7 @@ def test_a_peer_that_has_started_anew_is_not_whom_the_router_meant() -> None:
     world.kill("d")  # with the whole context in its buffers
     again = world.engine("d")
     assert again.do(again.core.expect, "t", epoch=epoch) is False
-    assert again.core.transfer_context.counts["stale"] == 1
+    assert again.core.ctx.counts["stale"] == 1
     here.offer("u", "d", CONTEXT, epoch=epoch)
     here.load("u", CONTEXT, address="d", epoch=epoch)
     world.run(1.0)
@@ -569,7 +569,7 @@ def test_a_context_larger_than_the_peers_buffers_is_refused_with_both_sizes() ->
     assert here.over(LoadEnded, "r") == LoadEnded("r", 0, why)
     assert here.over(PushEnded, "t") == PushEnded("t", False, why)
     assert there.over(PromptTransferEnded, "t") == PromptTransferEnded("t", False, why)
-    assert there.core.transfer_context.counts["too_large"] == 2
+    assert there.core.ctx.counts["too_large"] == 2
     here.do(here.core.end_load, "r")
     there.do(there.core.end_prompt, "t")
     assert_clean(here, there)
@@ -583,7 +583,7 @@ def test_a_load_larger_than_ones_own_buffers_is_cut_to_what_fits() -> None:
     world.run(1.0)
     assert engine.over(LoadEnded, "t") == LoadEnded("t", 6)
     assert engine.taken("t") == [content(one) for one in CONTEXT[:6]]
-    assert engine.core.transfer_context.counts["loads_cut"] == 1
+    assert engine.core.ctx.counts["loads_cut"] == 1
     assert_clean(engine)
 
 
@@ -598,7 +598,7 @@ def test_more_than_was_announced_does_not_take_the_room_of_others() -> None:
     here.give("t", WHOLE)
     world.run(1.0)
     assert here.over(PushEnded, "t").why == "9 blocks were offered; room was asked for fewer"
-    assert there.core.transfer_context.buffers.most_used <= 10
+    assert there.core.ctx.buffers.most_used <= 10
     here.do(here.core.end_load, "t")
     there.do(there.core.end_load, "other")
     world.run(1.0)
@@ -632,10 +632,7 @@ def test_peers_with_kv_of_another_kind_are_refused_before_a_byte_of_it(
     assert re.search(what, pushed.why), pushed.why
     assert here.over(LoadEnded, "u").good == 0
     assert [type(message) for _, _, message in world.messages] == [HelloMessage, RefusedMessage]
-    assert (here.core.transfer_context.counts["refused"], there.core.transfer_context.counts["refused"]) == (
-        1,
-        1,
-    )
+    assert (here.core.ctx.counts["refused"], there.core.ctx.counts["refused"]) == (1, 1)
     # Both logs say it once, and what weights and hashes are there is only in the log of who has them.
     [(peer, why)] = there.core.peers.refusals.items()
     assert peer == "p"
@@ -663,7 +660,7 @@ def test_who_says_anything_before_hello_is_hung_up_on(message: WireMessage) -> N
     engine = world.engine("d")
     engine.do(engine.core.accepted, 7)
     engine.do(engine.core.received, 7, message, memoryview(b""))
-    assert engine.core.transfer_context.counts["hung_up"] == 1
+    assert engine.core.ctx.counts["hung_up"] == 1
     assert_clean(engine)
 
 
@@ -672,7 +669,7 @@ def test_who_dials_and_says_nothing_is_hung_up_on() -> None:
     engine = world.engine("d")
     engine.do(engine.core.accepted, 7)
     world.run(5.0)
-    assert engine.core.transfer_context.counts["stalls"] == 1
+    assert engine.core.ctx.counts["stalls"] == 1
     assert_clean(engine)
 
 
@@ -760,8 +757,8 @@ def test_a_read_that_comes_back_after_all_writes_where_nobody_looks_any_more() -
     here.give("three", CONTEXT)
     there.do(there.core.expect, "three")
     world.run(until=lambda: there.over(PromptTransferEnded, "three") is not None)
-    (item,) = there.core.transfer_context.reads._in_flight.values()
-    there.core.transfer_context.memory.block(item.work.slot.index)[:] = b"!" * BLOCK_BYTES
+    (item,) = there.core.ctx.reads._in_flight.values()
+    there.core.ctx.memory.block(item.work.slot.index)[:] = b"!" * BLOCK_BYTES
     there.do(there.core.read_done, item.number, None)
     assert there.prompt("three") == [content(one) for one in CONTEXT]
     assert here.over(LoadEnded, "one").good == 3

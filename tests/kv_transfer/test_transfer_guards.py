@@ -21,7 +21,7 @@ def test_a_block_that_somebody_else_brings_is_not_taken_from_a_peer_who_was_not_
     [conn] = q.core.pushes.conns()
     wrong = [memoryview(b"x" * LAYER_BYTES)]
     data = DataMessage(transfer="second", layer=0, indices=[0], traffic_class="kv")  # type: ignore[arg-type]
-    q.core.transfer_context.actions.append(SendMessage(conn, data, wrong))
+    q.core.ctx.actions.append(SendMessage(conn, data, wrong))
     world.carry_out(q)
     world.run(0.1)
     assert not q.over(PushEnded, "second").complete
@@ -44,7 +44,7 @@ def test_a_block_of_which_some_layers_came_is_not_gone_on_with_by_another() -> N
     world.run(0.1)
     q.offer("second", "d", CONTEXT)
     world.run(0.1)
-    slots = list(d.core.transfer_context.buffers._used.values())
+    slots = list(d.core.ctx.buffers._used.values())
     assert [slot.filled for slot in slots] == [1] * 4
     world.kill("p")
     world.run(0.2)
@@ -75,7 +75,7 @@ def test_a_sender_that_computes_for_long_has_its_patience_from_its_last_layer_on
     world.run(5.0)
     assert p.over(PushEnded, "t") is None
     p.give("t", CONTEXT)
-    world.run(p.core.transfer_context.limits.patience_s - 0.5)
+    world.run(p.core.ctx.limits.patience_s - 0.5)
     assert p.over(PushEnded, "t") is None
     world.run(2.0)
     assert p.over(PushEnded, "t").why == "the peer shows no progress"
@@ -94,7 +94,7 @@ def test_hung_storage_is_told_as_a_queue_that_grows() -> None:
         assert known is None if not rates else known is not None and known < 0.1
         world.run(1.0)
         begun = it.core.links(world.now)["storage read"].queued_s
-        assert begun == it.core.transfer_context.limits.patience_s
+        assert begun == it.core.ctx.limits.patience_s
         world.run(14.0)
         queued_s = it.core.links(world.now)["storage read"].queued_s
         assert it.over(LoadEnded, "l").good == 0
@@ -111,5 +111,5 @@ def test_one_hung_read_of_several_is_told_as_a_queue_of_some_length() -> None:
     it.load("l", wanted)
     world.run(60.0)
     queued_s = it.core.links(world.now)["storage read"].queued_s
-    assert queued_s == it.core.transfer_context.limits.patience_s
+    assert queued_s == it.core.ctx.limits.patience_s
     it.do(it.core.end_load, "l")

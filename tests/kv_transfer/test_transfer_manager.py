@@ -341,10 +341,7 @@ def test_a_transport_of_ones_own_takes_the_place_of_one_that_is_not_built_in(tmp
     store = MemoryStore()
     mine = {**builtin_transports(), "nixl": UnixTransport()}
     path = tmp_path / "d.sock"
-    with (
-        manager(store, "d", [f"unix:{path}"]) as there,
-        manager(store, "p", transports=mine) as here,
-    ):
+    with manager(store, "d", [f"unix:{path}"]) as there, manager(store, "p", transports=mine) as here:
         push = here.offer("t", f"nixl:{path}", CONTEXT)
         for layer in range(LAYERS):
             push.give(layer, layers_of(CONTEXT, layer))
@@ -397,7 +394,7 @@ def test_who_has_not_said_who_he_is_cannot_have_much_kept_for_him(
     with manager(store, "d", ["tcp:127.0.0.1:0"]) as here, dialled(here.addresses[0]) as stranger:
         stranger.sendall(frame(message, payload))
         assert stranger.recv(1) == b"", "hung up before anything of it was awaited"
-        eventually(lambda: here.core.transfer_context.counts["not_understood"] == 1)
+        eventually(lambda: here.core.ctx.counts["not_understood"] == 1)
 
 
 def test_strangers_are_turned_away_beyond_a_number(
@@ -409,7 +406,7 @@ def test_strangers_are_turned_away_beyond_a_number(
         eventually(lambda: len(here._conns) == 2)
         third = open_.enter_context(dialled(here.addresses[0]))
         assert third.recv(1) == b""
-        eventually(lambda: here.core.transfer_context.counts["turned_away"] == 1)
+        eventually(lambda: here.core.ctx.counts["turned_away"] == 1)
         first[0].close()
         eventually(lambda: len(here._conns) == 1)
         with manager(store, "p") as there:
@@ -435,7 +432,7 @@ def test_that_a_peer_refuses_is_logged_once(store: MemoryStore, caplog: pytest.L
         for number in range(3):
             push = here.offer(f"t{number}", there.addresses[0], CONTEXT)
             assert push.wait(PATIENCE_S) is not None
-        eventually(lambda: there.core.transfer_context.counts["refused"] == 3)
+        eventually(lambda: there.core.ctx.counts["refused"] == 3)
     lines = [
         record.getMessage() for record in caplog.records if "no KV goes to or from" in record.getMessage()
     ]

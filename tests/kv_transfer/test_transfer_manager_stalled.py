@@ -124,7 +124,7 @@ def test_another_peer_is_served_while_one_takes_nothing(stuck: Stuck, tmp_path: 
     first = here.offer("t", stuck.address, CONTEXT)
     give_all(first)
     assert stuck.has_stopped.wait(PATIENCE_S)
-    eventually(lambda: here.core.transfer_context.compute.in_flight > 0)
+    eventually(lambda: here.core.ctx.compute.in_flight > 0)
     second = here.offer("u", there.addresses[0], CONTEXT)
     give_all(second)
     prompt = there.expect("u")
@@ -163,7 +163,7 @@ def test_what_waits_for_a_peer_that_reads_nothing_is_bounded_in_bytes(
     push = here.offer("t", stuck.address, CONTEXT)
     give_all(push)
     assert stuck.has_stopped.wait(PATIENCE_S)
-    eventually(lambda: here.core.transfer_context.compute.in_flight > 0)
+    eventually(lambda: here.core.ctx.compute.in_flight > 0)
     [conn] = here._conns.values()
     most = 0
     offers = []
@@ -221,11 +221,7 @@ class Greeted:
         self.socket.settimeout(PATIENCE_S)
         self.socket.connect(here.addresses[0].removeprefix("unix:"))
         self.socket.sendall(
-            encode(
-                HelloMessage(
-                    name="x", epoch="y", kv=peer_table.identity_fields(here.core.transfer_context.identity)
-                )
-            )
+            encode(HelloMessage(name="x", epoch="y", kv=peer_table.identity_fields(here.core.ctx.identity)))
         )
         head = decode_head(self.socket.recv(HEAD_BYTES))
         assert isinstance(decode(self.socket.recv(head.message_bytes)), WelcomeMessage)
@@ -270,8 +266,8 @@ def test_a_chunk_of_the_largest_size_is_read(tmp_path: Path, layer_bytes: int) -
         with peer.socket:
             peer.socket.sendall(encode(DATA, largest) + bytes(largest))
             # It is of no transfer that there is, and the peer is still listened to.
-            eventually(lambda: here.core.transfer_context.counts["stray"] == 1)
-            assert here.core.transfer_context.counts["not_understood"] == 0
+            eventually(lambda: here.core.ctx.counts["stray"] == 1)
+            assert here.core.ctx.counts["not_understood"] == 0
 
 
 def test_no_more_connections_are_kept_than_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,8 +83,8 @@ def test_contexts_of_one_peer_are_bounded() -> None:
     assert [message.transfer for message in refused] == [f"t{number}" for number in range(10, 25)]
     assert "10 contexts" in refused[0].reason
     assert len(guest.core.prompts) == 10
-    assert guest.core.transfer_context.buffers.leases == 10
-    assert guest.core.transfer_context.counts["contexts_refused"] == 15
+    assert guest.core.ctx.buffers.leases == 10
+    assert guest.core.ctx.counts["contexts_refused"] == 15
     guest.send(AbortMessage(transfer="t0", reason="enough"))
     guest.send(offer("next", 9000, 8))
     assert len(guest.core.prompts) == 10, "what has ended makes room"
@@ -92,7 +92,7 @@ def test_contexts_of_one_peer_are_bounded() -> None:
 
 def test_keys_of_one_peer_are_bounded() -> None:
     guest = Guest(slots=4096)
-    most = guest.core.transfer_context.limits.peer_keys
+    most = guest.core.ctx.limits.peer_keys
     for number in range(500):
         guest.send(offer(f"t{number}", 4000 * number, 4000))
     held = sum(
@@ -171,10 +171,10 @@ def test_a_peer_that_says_it_lives_and_gives_nothing_loses_its_buffers() -> None
             guest.send(offer(name, 100 * number, 60))
         assert any(isinstance(message, NeedMessage) for message in guest.answers())
         guest.wait(2 * LEASE_S, names, grows)
-        assert guest.core.transfer_context.buffers.used >= 60, "a long step is no crime"
+        assert guest.core.ctx.buffers.used >= 60, "a long step is no crime"
         guest.wait(20 * 5 * LEASE_S, names, grows)
         assert len(guest.core.prompts) == 0, grows
-        assert guest.core.transfer_context.buffers.used == 0
+        assert guest.core.ctx.buffers.used == 0
 
 
 def test_who_waits_in_line_behind_a_silent_peer_is_not_kept_by_saying_that_it_lives() -> None:

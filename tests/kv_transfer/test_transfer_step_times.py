@@ -88,7 +88,7 @@ def test_what_is_pushed_is_copied_beside_the_computing(make: Make, monkeypatch: 
 def test_a_stream_takes_from_its_first_layer_to_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(transfer_handles.time, "perf_counter", clock.perf_counter)
-    load = LoadHandle(None, "l", None)  # type: ignore[arg-type]
+    load = LoadHandle(None, "l")  # type: ignore[arg-type]
     assert load.streamed_s == 0.0
     clock.now_s = 107.0
     load.on_event(LayerLoaded("l", 0))

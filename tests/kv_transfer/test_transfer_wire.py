@@ -40,10 +40,7 @@ EXAMPLES: dict[str, tuple[WireMessage, bytes]] = {
     "hello": (HelloMessage(name="prefill-0", epoch="5f3a", kv=identity_fields(identity())), b""),
     "welcome": (WelcomeMessage(name="decode-0", epoch="77c1"), b""),
     "refused": (RefusedMessage(reason="KV of another kind cannot be used here: the model"), b""),
-    "read": (
-        ReadMessage(transfer="cmpl-1", keys=keys(0, 1), total=3, traffic_class=TrafficClass.KV),
-        b"",
-    ),
+    "read": (ReadMessage(transfer="cmpl-1", keys=keys(0, 1), total=3, traffic_class=TrafficClass.KV), b""),
     "offer": (
         OfferMessage(transfer="cmpl-1", keys=[*keys(0, 1), b"tail of cmpl-1"], traffic_class=TrafficClass.KV),
         b"",

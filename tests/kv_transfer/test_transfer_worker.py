@@ -68,7 +68,7 @@ def test_what_is_stored_is_read_by_either_side_or_both(
     assert set(full_keys(start)) <= set(store.blocks)
     first, second = through(p, d, [*start, *prompt(2, 50)], decode_share=share)
     assert (first.prefilled, second.prefilled) == (50, 1)
-    counts = {engine: engine.manager.core.transfer_context.counts for engine in (p, d)}
+    counts = {engine: engine.manager.core.ctx.counts for engine in (p, d)}
     assert counts[d]["blocks_read"] == read_by_d
     assert counts[p]["blocks_read"] == 6 - read_by_d
     # What the decode side has read is not sent back to it.
@@ -82,7 +82,7 @@ def test_layers_go_out_while_later_ones_are_computed(make: Make) -> None:
     def watch(layer: int) -> None:
         size = 3 * p.kv.layer_bytes
         if layer + 1 < LAYERS:  # the next layer is not computed before this one has arrived
-            run_out = d.manager.core.transfer_context.counts
+            run_out = d.manager.core.ctx.counts
             for _ in range(60_000):
                 if run_out["bytes_taken"] >= (layer + 1) * size:
                     break
@@ -242,10 +242,10 @@ def test_a_request_that_waits_in_the_queue_longer_than_a_lease_has_its_context_a
 def test_a_request_that_leaves_the_queue_lets_go_of_its_context_at_once(make: Make) -> None:
     p, d = make("p", limits=QUEUE), make("d", limits=QUEUE, max_running=1, blocks=20_000)
     queue(p, d)
-    assert d.manager.core.transfer_context.buffers.used == 7
+    assert d.manager.core.ctx.buffers.used == 7
     d.abort("r")
     d.step()
-    assert d.manager.core.transfer_context.buffers.used == 0
+    assert d.manager.core.ctx.buffers.used == 0
     d.abort("long")
     settle(p, d)
 
@@ -268,7 +268,7 @@ def test_what_was_computed_from_holes_is_neither_pushed_nor_stored(
     run(lambda: "r" in p.done, p, d)
     assert first.prefilled == 100 + 4 * FULL_TOKENS
     assert p.worker.counts["blocks_not_filled"] == 4 * PER_FULL
-    assert p.manager.core.transfer_context.counts["pushes_failed"] == 1
+    assert p.manager.core.ctx.counts["pushes_failed"] == 1
     monkeypatch.undo()
     second = d.add(Request("r", whole, first.answer), max_tokens=3)
     settle(p, d)

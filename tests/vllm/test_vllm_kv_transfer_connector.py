@@ -140,9 +140,7 @@ def test_a_context_too_large_for_the_buffers_is_told_of_once(
     connector = engine.scheduler.connector
     counts = {"too_large": 0}
     connector._worker = SimpleNamespace(end_step=lambda: None)
-    connector._traffic = SimpleNamespace(
-        core=SimpleNamespace(transfer_context=SimpleNamespace(counts=counts))
-    )
+    connector._traffic = SimpleNamespace(core=SimpleNamespace(ctx=SimpleNamespace(counts=counts)))
     connector.wait_for_save()
     assert not said
     for counts["too_large"] in (1, 2):

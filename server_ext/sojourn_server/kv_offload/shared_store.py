@@ -18,14 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .block_file import (
-    HEADER_BYTES,
-    PARENT_BYTES,
-    BlockCorrupt,
-    Buffer,
-    KvIdentity,
-    read_block,
-)
+from .block_file import HEADER_BYTES, PARENT_BYTES, BlockCorrupt, Buffer, KvIdentity, read_block
 from .disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError, block_path, block_payload
 from .file_system import FileSystem, LocalFileSystem
 from .offload_jobs import ProbeResult
@@ -227,11 +220,7 @@ class SharedStore:
     """
 
     def __init__(
-        self,
-        own: DiskStore,
-        *,
-        files: FileSystem | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, own: DiskStore, *, files: FileSystem | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._own = own
         self._sibling_stores = SiblingStores(own.path, own.identity, files)

@@ -20,14 +20,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .block_file import (
-    FORMAT_VERSION,
-    KvIdentity,
-    OffloadError,
-    read_file,
-    sync_folder,
-    write_file,
-)
+from .block_file import FORMAT_VERSION, KvIdentity, OffloadError, read_file, sync_folder, write_file
 from .file_system import FileSystem, LocalFileSystem
 
 MANIFEST = "manifest.json"

@@ -24,7 +24,7 @@ PeerAnswer = NeedMessage | CompleteMessage | FailedMessage | AbortMessage
 class PromptRegistry(Protocol):
     """The part of ``IncomingPromptTable`` that a prompt uses."""
 
-    transfer_context: TransferContext
+    ctx: TransferContext
 
     def send(self, conn: int | None, message: PeerAnswer) -> None: ...
     def notify_engine(self, prompt: IncomingPrompt) -> None: ...
@@ -96,7 +96,7 @@ class IncomingPrompt:
         """Since when no more data is expected: the prompt is complete, or its peer has gone."""
         self.moved_s = now
         """Time of the last data, or of the grant of its lease."""
-        self.watch = StallDetector(prompts.transfer_context.limits.patience_s, now)
+        self.watch = StallDetector(prompts.ctx.limits.patience_s, now)
         self._prompts = prompts
 
     # -- as a holder ----------------------------------------------------------------
@@ -109,11 +109,11 @@ class IncomingPrompt:
             self._begin_taking(self.offer, now)
 
     def layers_advanced(self, slot: BufferSlot, before: int, now: float) -> None:
-        transfer_context = self._prompts.transfer_context
-        transfer_context.buffers.renew(self.name, now)
+        ctx = self._prompts.ctx
+        ctx.buffers.renew(self.name, now)
         self.watch.note_progress(now)
         self.moved_s = now
-        if slot.filled < transfer_context.layers:
+        if slot.filled < ctx.layers:
             return
         if self.read is not None:
             self.read.missing.discard(slot.index)
@@ -134,7 +134,7 @@ class IncomingPrompt:
             else:
                 self._need([self.offer.slots.index(slot)], self.offer, now)
         elif slot.bad:  # otherwise the lease keeps the slot until the block is offered
-            self._prompts.transfer_context.drop(self.name, slot, now)
+            self._prompts.ctx.drop(self.name, slot, now)
 
     def lease_expired(self, now: float) -> bool:
         why = "the lease on its buffers has expired"
@@ -155,12 +155,12 @@ class IncomingPrompt:
     # -- the half that reads for a peer ---------------------------------------------
 
     def _begin_reading(self, read: PromptReadSide, now: float) -> None:
-        transfer_context = self._prompts.transfer_context
+        ctx = self._prompts.ctx
         read.state = PromptReadState.READING
-        read.slots = [transfer_context.buffers.slot(self.name, key) for key in read.keys]
-        read.missing = {slot.index for slot in read.slots if slot.filled < transfer_context.layers}
+        read.slots = [ctx.buffers.slot(self.name, key) for key in read.keys]
+        read.missing = {slot.index for slot in read.slots if slot.filled < ctx.layers}
         for slot in read.slots:
-            transfer_context.read(self.name, slot, now, read.traffic_class)
+            ctx.read(self.name, slot, now, read.traffic_class)
         self._check_read(now)
 
     def _lose_read(self, read: PromptReadSide, slot: BufferSlot, why: str, now: float) -> None:
@@ -174,12 +174,12 @@ class IncomingPrompt:
         offered = {each.index for each in self.offer.slots} if self.offer is not None else set()
         for each in given_up:
             if list(each.holders) == [self.name] and each.index not in offered:
-                self._prompts.transfer_context.stop_reading(each)
+                self._prompts.ctx.stop_reading(each)
         read.missing.difference_update([slot.index, *(each.index for each in given_up)])
         self._check_read(now)
 
     def _check_read(self, now: float) -> None:
-        transfer_context, read = self._prompts.transfer_context, self.read
+        ctx, read = self._prompts.ctx, self.read
         if read is None or read.state is not PromptReadState.READING:
             return
         slots = read.slots
@@ -189,78 +189,72 @@ class IncomingPrompt:
             read.state = PromptReadState.DONE
             return
         read.state = PromptReadState.STREAMING
-        transfer_context.reads.close(self.name)
-        per = max(1, transfer_context.limits.chunk_bytes // transfer_context.memory.layer_bytes)
-        for layer in range(transfer_context.layers):
+        ctx.reads.close(self.name)
+        per = max(1, ctx.limits.chunk_bytes // ctx.memory.layer_bytes)
+        for layer in range(ctx.layers):
             for start in range(0, len(slots), per):
                 part = slots[start : start + per]
                 chunk = ReadChunk(self, layer, list(range(start, start + len(part))), part)
-                size = len(part) * transfer_context.memory.layer_bytes
+                size = len(part) * ctx.memory.layer_bytes
                 for slot in part:
-                    transfer_context.buffers.pin(slot)
-                number = transfer_context.compute.put(
-                    self.name, size, chunk, now, read.traffic_class, peer=read.conn
-                )
+                    ctx.buffers.pin(slot)
+                number = ctx.compute.put(self.name, size, chunk, now, read.traffic_class, peer=read.conn)
                 read.in_queue[number] = chunk
         if not read.in_queue:
             read.state = PromptReadState.DONE
-        transfer_context.compute.close(self.name)
+        ctx.compute.close(self.name)
 
     # -- the half that is pushed ----------------------------------------------------
 
     def take_offer(self, offer: PromptOfferSide, now: float) -> None:
         self.offer = offer
         self.moved_s = now
-        if self._prompts.transfer_context.buffers.granted(self.name):
+        if self._prompts.ctx.buffers.granted(self.name):
             self._begin_taking(offer, now)
 
     def data(self, message: DataMessage, payload: memoryview, now: float) -> bool:
         """Store one layer of some blocks. Returns False if it is not the next layer of a pending block."""
-        transfer_context, offer = self._prompts.transfer_context, self.offer
-        size = transfer_context.memory.layer_bytes
+        ctx, offer = self._prompts.ctx, self.offer
+        size = ctx.memory.layer_bytes
         if offer is None or len(payload) != len(message.indices) * size:
             return False
         for at, index in enumerate(message.indices):
             if not 0 <= index < len(offer.slots):
                 return False
             slot = offer.slots[index]
-            if (
-                slot.filler is not self
-                or slot.filled != message.layer
-                or message.layer >= transfer_context.layers
-            ):
+            if slot.filler is not self or slot.filled != message.layer or message.layer >= ctx.layers:
                 return False
-            transfer_context.memory.layer(slot.index, message.layer)[:] = payload[at * size : (at + 1) * size]
-            if message.layer + 1 == transfer_context.layers:
+            ctx.memory.layer(slot.index, message.layer)[:] = payload[at * size : (at + 1) * size]
+            if message.layer + 1 == ctx.layers:
                 slot.filler = None
-            transfer_context.counts["bytes_taken"] += size
-            transfer_context.advance(slot, message.layer + 1, now)
+            ctx.counts["bytes_taken"] += size
+            ctx.advance(slot, message.layer + 1, now)
         return True
 
     def _begin_taking(self, offer: PromptOfferSide, now: float) -> None:
-        transfer_context = self._prompts.transfer_context
-        if not transfer_context.buffers.extend(self.name, offer.keys):
+        ctx = self._prompts.ctx
+        if not ctx.buffers.extend(self.name, offer.keys):
             self.fail(f"{len(offer.keys)} blocks were offered; room was asked for fewer", now, notify=True)
             return
-        transfer_context.buffers.settle(self.name)
-        offer.slots = [transfer_context.buffers.slot(self.name, key) for key in offer.keys]
-        offer.pending = {slot.index for slot in offer.slots if slot.filled < transfer_context.layers}
+        ctx.buffers.settle(self.name)
+        offer.slots = [ctx.buffers.slot(self.name, key) for key in offer.keys]
+        offer.pending = {slot.index for slot in offer.slots if slot.filled < ctx.layers}
         self._need(
             [
                 index
                 for index, slot in enumerate(offer.slots)
-                if slot.filled < transfer_context.layers and slot.filler is None
+                if slot.filled < ctx.layers and slot.filler is None
             ],
             offer,
             now,
         )
-        transfer_context.counts["blocks_offered"] += len(offer.slots)
+        ctx.counts["blocks_offered"] += len(offer.slots)
         self._check_offer(now)
 
     def _need(self, indices: list[int], offer: PromptOfferSide, now: float) -> None:
         for index in indices:
             offer.slots[index].filler = self
-        self._prompts.transfer_context.counts["blocks_needed"] += len(indices)
+        self._prompts.ctx.counts["blocks_needed"] += len(indices)
         self._prompts.send(offer.conn, NeedMessage(transfer=self.transfer, indices=indices))
 
     def _check_offer(self, now: float) -> None:
@@ -280,28 +274,28 @@ class IncomingPrompt:
             return
         self.state = PromptState.FAILED
         self.why = why
-        transfer_context = self._prompts.transfer_context
-        transfer_context.counts["prompts_failed"] += 1
+        ctx = self._prompts.ctx
+        ctx.counts["prompts_failed"] += 1
         if notify:
             for conn in self.conns():
                 self._prompts.send(conn, AbortMessage(transfer=self.transfer, reason=why))
         self.cancel_streaming()
         for slot in list(self.offer.slots) if self.offer is not None else ():
             if slot.filler is self:  # other leases may be waiting for this slot
-                transfer_context.fail(slot, why, now)
+                ctx.fail(slot, why, now)
         self._prompts.notify_engine(self)
         self._prompts.release_buffers(self, now)
 
     def cancel_streaming(self) -> None:
         """Remove chunks that have not been sent from the link."""
-        transfer_context, read = self._prompts.transfer_context, self.read
+        ctx, read = self._prompts.ctx, self.read
         if read is None:
             return
         for number, chunk in list(read.in_queue.items()):
-            if transfer_context.compute.cancel(number):
+            if ctx.compute.cancel(number):
                 del read.in_queue[number]
                 for slot in chunk.slots:
-                    transfer_context.buffers.unpin(slot)
+                    ctx.buffers.unpin(slot)
         if not read.in_queue and read.state is PromptReadState.STREAMING:
             read.state = PromptReadState.DONE
 
@@ -318,7 +312,7 @@ class IncomingPrompt:
 
     @property
     def waits_for_room(self) -> bool:
-        return self.leased and not self._prompts.transfer_context.buffers.granted(self.name)
+        return self.leased and not self._prompts.ctx.buffers.granted(self.name)
 
     @property
     def waits_for_local_resources(self) -> bool:

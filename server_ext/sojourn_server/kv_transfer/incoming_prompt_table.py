@@ -51,8 +51,8 @@ reports progress. A step may take long, but not forever."""
 class IncomingPromptTable:
     """All prompts of one engine."""
 
-    def __init__(self, transfer_context: TransferContext) -> None:
-        self.transfer_context = transfer_context
+    def __init__(self, ctx: TransferContext) -> None:
+        self.ctx = ctx
         self._prompts: dict[str, IncomingPrompt] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
         """Transfers that have been removed, with the reason."""
@@ -81,7 +81,7 @@ class IncomingPromptTable:
         self._wanted.pop(transfer, None)
         if transfer in self._gone:  # report the failure at once
             prompt.state, prompt.why = PromptState.FAILED, self._gone.pop(transfer)
-        self.transfer_context.buffers.renew(prompt.name, now)
+        self.ctx.buffers.renew(prompt.name, now)
         if prompt.state is not PromptState.GATHERING:
             self._event(prompt)
 
@@ -92,9 +92,9 @@ class IncomingPromptTable:
             prompt = self._prompts.get(transfer)
             if prompt is not None and prompt.expected:
                 continue
-            self._wanted[transfer] = now + self.transfer_context.limits.lease_s
+            self._wanted[transfer] = now + self.ctx.limits.lease_s
             if prompt is not None and prompt.state is PromptState.COMPLETE:
-                self.transfer_context.buffers.renew(prompt.name, now)
+                self.ctx.buffers.renew(prompt.name, now)
 
     def blocks(self, transfer: str) -> list[memoryview]:
         """The blocks of a complete prompt, in the order of its offer. Their slots stay pinned until
@@ -108,8 +108,8 @@ class IncomingPromptTable:
         if not prompt.claimed:
             prompt.claimed = True
             for slot in prompt.offer.slots:
-                self.transfer_context.buffers.pin(slot)
-        return [self.transfer_context.memory.block(slot.index) for slot in prompt.offer.slots]
+                self.ctx.buffers.pin(slot)
+        return [self.ctx.memory.block(slot.index) for slot in prompt.offer.slots]
 
     def forget(self, transfer: str, now: float, why: str = "") -> None:
         """Remove a prompt that was taken or is not needed any more; peers are sent ``why``. Ignores unknown
@@ -122,7 +122,7 @@ class IncomingPromptTable:
         prompt.fail(why or "it is not needed any more", now, notify=True)
         if prompt.claimed and prompt.offer is not None:
             for slot in prompt.offer.slots:
-                self.transfer_context.buffers.unpin(slot)
+                self.ctx.buffers.unpin(slot)
         self.release_buffers(prompt, now)
 
     def end_all(self, why: str, now: float) -> None:
@@ -159,7 +159,7 @@ class IncomingPromptTable:
         prompt = prompt or IncomingPrompt(self, message.transfer, now)
         prompt.read = PromptReadSide(conn, keys, message.traffic_class)
         self._prompts[message.transfer] = prompt
-        self.transfer_context.counts["prompts"] += 1
+        self.ctx.counts["prompts"] += 1
         self._lease(prompt, keys, max(0, message.total - len(keys)), now)
 
     def offer(self, conn: int, message: OfferMessage, now: float) -> None:
@@ -193,7 +193,7 @@ class IncomingPromptTable:
         if prompt is None:
             self._gone.pop(message.transfer, None)
             prompt = self._prompts[message.transfer] = IncomingPrompt(self, message.transfer, now)
-            self.transfer_context.counts["prompts"] += 1
+            self.ctx.counts["prompts"] += 1
         prompt.offer = half
         prompt.watch.note_progress(now)
         self._lease(prompt, keys, 0, now)
@@ -204,7 +204,7 @@ class IncomingPromptTable:
         if prompt is None or prompt.offer is None or prompt.offer.conn != conn:
             return False
         if prompt.state is PromptState.GATHERING and not prompt.data(message, payload, now):
-            self.transfer_context.counts["out_of_order"] += 1
+            self.ctx.counts["out_of_order"] += 1
             prompt.fail("the peer sent unexpected data", now, notify=True)
         return True
 
@@ -223,7 +223,7 @@ class IncomingPromptTable:
         if prompt is None or conn not in prompt.conns() or prompt.claimed:
             return
         if prompt.watch.note_counter(done, now) or not prompt.waits_for_room:
-            self.transfer_context.buffers.renew(prompt.name, now)
+            self.ctx.buffers.renew(prompt.name, now)
 
     def open_transfers_on(self, conn: int) -> list[str]:
         """Transfers for which this peer waits for this engine."""
@@ -252,23 +252,23 @@ class IncomingPromptTable:
                 prompt.fail(why, now, notify=False)
 
     def tick(self, now: float) -> None:
-        done = self.transfer_context.done(now)
-        silent_s = MAX_SILENT_LEASES * self.transfer_context.limits.lease_s
+        done = self.ctx.done(now)
+        silent_s = MAX_SILENT_LEASES * self.ctx.limits.lease_s
         for transfer in [each for each, until_s in self._wanted.items() if until_s <= now]:
             del self._wanted[transfer]
         for prompt in list(self._prompts.values()):
             if prompt.state is not PromptState.GATHERING:
                 continue
             if prompt.waits_for_local_resources and prompt.watch.note_counter(done, now, by="here"):
-                self.transfer_context.buffers.renew(prompt.name, now)
+                self.ctx.buffers.renew(prompt.name, now)
                 prompt.moved_s = now
             if prompt.leased and not prompt.waits_for_room and now - prompt.moved_s >= silent_s:
-                self.transfer_context.counts["stalls"] += 1
+                self.ctx.counts["stalls"] += 1
                 self.remember(prompt, "its peer sent no data of it")
                 prompt.fail("its peer sent no data of it", now, notify=True)
                 continue
             if prompt.expected and prompt.watch.stalled(now):
-                self.transfer_context.counts["stalls"] += 1
+                self.ctx.counts["stalls"] += 1
                 prompt.fail("it makes no progress", now, notify=True)
         self._make_room(now)
 
@@ -286,8 +286,8 @@ class IncomingPromptTable:
             indices=chunk.indices,
             traffic_class=item.traffic_class,
         )
-        payload = [self.transfer_context.memory.layer(slot.index, chunk.layer) for slot in chunk.slots]
-        self.transfer_context.actions.append(SendMessage(read.conn, message, payload, item.number))
+        payload = [self.ctx.memory.layer(slot.index, chunk.layer) for slot in chunk.slots]
+        self.ctx.actions.append(SendMessage(read.conn, message, payload, item.number))
 
     def finished(self, item: LinkItem, now: float) -> None:
         """Handle a chunk that was sent or never will be."""
@@ -295,10 +295,10 @@ class IncomingPromptTable:
         read = chunk.prompt.read
         assert read is not None
         for slot in chunk.slots:
-            self.transfer_context.buffers.unpin(slot)
+            self.ctx.buffers.unpin(slot)
         del read.in_queue[item.number]
-        self.transfer_context.buffers.renew(chunk.prompt.name, now)
-        self.transfer_context.counts["bytes_streamed"] += item.nbytes
+        self.ctx.buffers.renew(chunk.prompt.name, now)
+        self.ctx.counts["bytes_streamed"] += item.nbytes
         if not read.in_queue:
             read.state = PromptReadState.DONE
 
@@ -308,10 +308,10 @@ class IncomingPromptTable:
         """Evict prompts while other transfers wait for buffers, longest idle first. A prompt is kept for at
         least half of ``patience_s``: its request may still be on the way, and waiting transfers must not
         time out."""
-        transfer_context = self.transfer_context
-        if not transfer_context.buffers.waiting:
+        ctx = self.ctx
+        if not ctx.buffers.waiting:
             return
-        least_s = transfer_context.limits.patience_s / 2
+        least_s = ctx.limits.patience_s / 2
         left = [
             (prompt.idle_since_s, prompt)
             for prompt in self._prompts.values()
@@ -322,12 +322,12 @@ class IncomingPromptTable:
         unwanted = [each for each in left if not self._is_wanted(each[1])]
         for _, prompt in sorted(unwanted, key=lambda each: each[0]):
             self._evict(prompt, EVICTED_UNCLAIMED, now)
-            if not transfer_context.buffers.waiting:
+            if not ctx.buffers.waiting:
                 return
         if len(unwanted) < len(left):
             for prompt in self._beyond_share({prompt.transfer for _, prompt in left}):
                 self._evict(prompt, EVICTED_LOW_PRIORITY, now)
-                if not transfer_context.buffers.waiting:
+                if not ctx.buffers.waiting:
                     return
 
     def _is_wanted(self, prompt: IncomingPrompt) -> bool:
@@ -337,7 +337,7 @@ class IncomingPromptTable:
     def _beyond_share(self, rest: set[str]) -> list[IncomingPrompt]:
         """Prompts of ``rest`` that exceed the share of queued requests, last of the queue first. Evicting the
         first would drop each prompt just before its turn."""
-        most = self.transfer_context.limits.queue_share * self.transfer_context.limits.slots
+        most = self.ctx.limits.queue_share * self.ctx.limits.slots
         slots: set[int] = set()
         found: list[IncomingPrompt] = []
         for transfer in self._wanted:
@@ -351,11 +351,11 @@ class IncomingPromptTable:
         return found[::-1]
 
     def _evict(self, prompt: IncomingPrompt, why: str, now: float) -> None:
-        self.transfer_context.counts["prompts_evicted"] += 1
+        self.ctx.counts["prompts_evicted"] += 1
         self.remember(prompt, why)
         prompt.fail(why, now, notify=True)
         self.release_buffers(prompt, now)
-        self.transfer_context.grant(now)
+        self.ctx.grant(now)
 
     def remember(self, prompt: IncomingPrompt, why: str) -> None:
         """Remember the eviction of a prompt that the engine has not asked for, so that a later ``expect``
@@ -368,7 +368,7 @@ class IncomingPromptTable:
 
     def _refusal(self, conn: int, transfer: str, keys: int) -> str:
         """Reason to refuse a peer's next prompt; empty: accept it."""
-        limits = self.transfer_context.limits
+        limits = self.ctx.limits
         contexts = {True: 0, False: 0}
         held = {True: keys, False: 0}
         """Keys by whether they belong to this peer. Keys of ended connections are bounded by their lease."""
@@ -388,37 +388,37 @@ class IncomingPromptTable:
             who = "all peers together"
         else:
             who, most_contexts, most_keys = "one peer", limits.peer_contexts, limits.peer_keys
-        self.transfer_context.counts["contexts_refused"] += 1
+        self.ctx.counts["contexts_refused"] += 1
         return f"{who} may have {most_contexts} contexts of {most_keys} keys here at a time, and no more"
 
     def release_buffers(self, prompt: IncomingPrompt, now: float) -> None:
         """Release the prompt's buffers. The prompt stays known until the engine has ended it."""
-        self.transfer_context.release(prompt.name, now)
-        self.transfer_context.reads.close(prompt.name)
+        self.ctx.release(prompt.name, now)
+        self.ctx.reads.close(prompt.name)
         if not prompt.expected:
             self._prompts.pop(prompt.transfer, None)
 
     def send(self, conn: int | None, message: PeerAnswer) -> None:
         if conn is not None:
-            self.transfer_context.actions.append(SendMessage(conn, message))
+            self.ctx.actions.append(SendMessage(conn, message))
 
     def notify_engine(self, prompt: IncomingPrompt) -> None:
         """Notify the engine if it waits for the prompt."""
         if prompt.state is PromptState.COMPLETE:
-            self.transfer_context.counts["prompts_complete"] += 1
+            self.ctx.counts["prompts_complete"] += 1
         if prompt.expected:
             self._event(prompt)
 
     def _event(self, prompt: IncomingPrompt) -> None:
         complete = prompt.state is PromptState.COMPLETE
-        self.transfer_context.events.append(PromptTransferEnded(prompt.transfer, complete, prompt.why))
+        self.ctx.events.append(PromptTransferEnded(prompt.transfer, complete, prompt.why))
 
     def _lease(self, prompt: IncomingPrompt, keys: Sequence[bytes], extra: int, now: float) -> None:
         prompt.leased = True
         try:
-            self.transfer_context.lease(prompt.name, prompt, list(keys), extra, now)
+            self.ctx.lease(prompt.name, prompt, list(keys), extra, now)
         except LeaseTooLarge as error:
-            self.transfer_context.counts["too_large"] += 1
+            self.ctx.counts["too_large"] += 1
             prompt.leased = False
             read, prompt.read = prompt.read, None
             if read is not None:

@@ -60,7 +60,7 @@ class PeerFetch:
         self.peer = peer
         self.traffic_class = traffic_class
         self.conn: int | None = None
-        self.watch = StallDetector(loads.transfer_context.limits.patience_s, now)
+        self.watch = StallDetector(loads.ctx.limits.patience_s, now)
         self.slots: list[BufferSlot | None] = list(slots)
         self._places = {slot.index: place for place, slot in enumerate(slots)}
         self.load = load
@@ -79,7 +79,7 @@ class PeerFetch:
         slots = [slot for slot in self.slots if slot is not None]  # some may have been dropped meanwhile
         self.slots = list(slots)
         self._places = {slot.index: place for place, slot in enumerate(slots)}
-        self._loads.transfer_context.actions.append(
+        self._loads.ctx.actions.append(
             SendMessage(
                 conn,
                 ReadMessage(
@@ -101,7 +101,7 @@ class PeerFetch:
 
     def data(self, message: DataMessage, payload: memoryview, now: float) -> bool:
         """Store one layer of some blocks. Returns False if it is not the next layer."""
-        transfer_context, size = self._loads.transfer_context, self._loads.transfer_context.memory.layer_bytes
+        ctx, size = self._loads.ctx, self._loads.ctx.memory.layer_bytes
         if len(payload) != len(message.indices) * size:
             return False
         for at, index in enumerate(message.indices):
@@ -110,14 +110,14 @@ class PeerFetch:
             slot = self.slots[index]
             if slot is None:  # dropped or given up
                 continue
-            if slot.filled != message.layer or message.layer >= transfer_context.layers:
+            if slot.filled != message.layer or message.layer >= ctx.layers:
                 return False
-            transfer_context.memory.layer(slot.index, message.layer)[:] = payload[at * size : (at + 1) * size]
-            if message.layer + 1 == transfer_context.layers:
+            ctx.memory.layer(slot.index, message.layer)[:] = payload[at * size : (at + 1) * size]
+            if message.layer + 1 == ctx.layers:
                 slot.filler = None
                 self._close(slot)
-            transfer_context.counts["bytes_fetched"] += size
-            transfer_context.advance(slot, message.layer + 1, now)
+            ctx.counts["bytes_fetched"] += size
+            ctx.advance(slot, message.layer + 1, now)
         self.watch.note_progress(now)
         if not self._open:
             self._loads.end_fetch(self, "" if self._loads.has(self.load) else NO_WAITER)
@@ -130,7 +130,7 @@ class PeerFetch:
             if slot is not None:
                 self._close(slot)
                 if slot.filler is self:
-                    self._loads.transfer_context.fail(slot, why, now)
+                    self._loads.ctx.fail(slot, why, now)
         self._failing = False
         if not self._open:
             self._loads.end_fetch(self, "")
@@ -174,25 +174,25 @@ class BlockLoad:
         """By layer, the number of the first ``good`` blocks that lack it."""
 
     def granted(self, now: float) -> None:
-        transfer_context = self._loads.transfer_context
+        ctx = self._loads.ctx
         self.state = LoadState.FILLING
-        self.slots = [transfer_context.buffers.slot(self.name, key) for key in self.keys]
+        self.slots = [ctx.buffers.slot(self.name, key) for key in self.keys]
         self._places = {slot.index: place for place, slot in enumerate(self.slots)}
         self._count_lacking()
         if self._peer is None:
             for slot in self.slots:
-                transfer_context.read(self.id, slot, now, self._class)
+                ctx.read(self.id, slot, now, self._class)
         else:
             self._fetch(self._peer, now)
         self._check(now)
 
     def layers_advanced(self, slot: BufferSlot, before: int, now: float) -> None:
-        transfer_context = self._loads.transfer_context
+        ctx = self._loads.ctx
         if self.state is not LoadState.FILLING:
             return
         for layer in range(before, slot.filled):
             self._lacking[layer] -= 1
-        transfer_context.buffers.renew(self.name, now)
+        ctx.buffers.renew(self.name, now)
         self._check(now)
 
     def lost(self, slot: BufferSlot, why: str, now: float) -> None:
@@ -206,7 +206,7 @@ class BlockLoad:
         self.why = why
         self.good = place
         for each in self.slots[place:]:
-            self._loads.transfer_context.drop(self.name, each, now)
+            self._loads.ctx.drop(self.name, each, now)
             self._places.pop(each.index, None)
         del self.slots[place:]
         self._count_lacking()
@@ -218,9 +218,9 @@ class BlockLoad:
         return not self.claimed
 
     def _fetch(self, peer: ReadingPeer, now: float) -> None:
-        transfer_context = self._loads.transfer_context
+        ctx = self._loads.ctx
         slots = [slot for slot in self.slots if not slot.filled and slot.filler is None]
-        transfer_context.counts["blocks_merged"] += len(self.slots) - len(slots)
+        ctx.counts["blocks_merged"] += len(self.slots) - len(slots)
         if not slots:
             return
         fetch = PeerFetch(self._loads, self.id, peer, slots, self._class, now)
@@ -231,22 +231,22 @@ class BlockLoad:
     def _read_instead(self, slot: BufferSlot, now: float) -> bool:
         """Read a slot that the peer left empty from storage, at most once. Returns whether it is being
         read."""
-        transfer_context = self._loads.transfer_context
+        ctx = self._loads.ctx
         if self._peer is None or not self._peer.or_read_locally or self._layers:
             return False
         if slot.bad or slot.index in self._instead:
             return False
         self._instead.add(slot.index)
-        transfer_context.counts["blocks_read_instead"] += 1
-        transfer_context.read(self.id, slot, now, self._class)
+        ctx.counts["blocks_read_instead"] += 1
+        ctx.read(self.id, slot, now, self._class)
         return True
 
     def _count_lacking(self) -> None:
-        layers = self._loads.transfer_context.layers
+        layers = self._loads.ctx.layers
         self._lacking = [sum(slot.filled <= layer for slot in self.slots) for layer in range(layers)]
 
     def _check(self, now: float) -> None:
-        events = self._loads.transfer_context.events
+        events = self._loads.ctx.events
         while self.slots and self._layers < len(self._lacking) and not self._lacking[self._layers]:
             events.append(LayerLoaded(self.id, self._layers))
             self._layers += 1
@@ -258,8 +258,8 @@ class BlockLoad:
 class LoadTable:
     """All loads of one engine."""
 
-    def __init__(self, transfer_context: TransferContext, peers: PeerTable) -> None:
-        self.transfer_context = transfer_context
+    def __init__(self, ctx: TransferContext, peers: PeerTable) -> None:
+        self.ctx = ctx
         self._peers = peers
         self._loads: dict[str, BlockLoad] = {}
         self._fetches: dict[str, PeerFetch] = {}
@@ -287,12 +287,12 @@ class LoadTable:
             raise ValueError(f"load {load!r} is of {len(keys)} blocks, {len(set(keys))} of them different")
         if peer is not None and peer.transfer in self._fetches:
             raise ValueError(f"transfer {peer.transfer!r} is being fetched already")
-        fits = list(keys[: self.transfer_context.limits.slots])
+        fits = list(keys[: self.ctx.limits.slots])
         if len(fits) < len(keys):
-            self.transfer_context.counts["loads_cut"] += 1
+            self.ctx.counts["loads_cut"] += 1
         made = self._loads[load] = BlockLoad(self, load, fits, peer, traffic_class)
-        self.transfer_context.counts["loads"] += 1
-        self.transfer_context.lease(made.name, made, fits, 0, now)
+        self.ctx.counts["loads"] += 1
+        self.ctx.lease(made.name, made, fits, 0, now)
         return len(fits)
 
     def has(self, load: str) -> bool:
@@ -309,21 +309,21 @@ class LoadTable:
         if not made.claimed:
             made.claimed = True
             for slot in made.slots:
-                self.transfer_context.buffers.pin(slot)
-        return [self.transfer_context.memory.block(slot.index) for slot in made.slots]
+                self.ctx.buffers.pin(slot)
+        return [self.ctx.memory.block(slot.index) for slot in made.slots]
 
     def layer(self, load: str, layer: int) -> list[memoryview]:
         """One layer of a load's blocks, after ``LayerLoaded`` for it. Raises ``ValueError``."""
         made = self._loads.get(load)
         if made is None or any(slot.filled <= layer for slot in made.slots) or not made.slots:
             raise ValueError(f"layer {layer} of load {load!r} is not there")
-        return [self.transfer_context.memory.layer(slot.index, layer) for slot in made.slots]
+        return [self.ctx.memory.layer(slot.index, layer) for slot in made.slots]
 
     def renew(self, load: str, now: float) -> None:
         """Renew the load's lease: the engine still needs it."""
         made = self._loads.get(load)
         if made is not None:
-            self.transfer_context.buffers.renew(made.name, now)
+            self.ctx.buffers.renew(made.name, now)
 
     def end(self, load: str, why: str, now: float) -> None:
         """End a load at any stage. Ignores unknown loads.
@@ -334,23 +334,23 @@ class LoadTable:
         if made is None:
             return
         if made.state is not LoadState.OVER and not why:
-            self.transfer_context.counts["loads_aborted"] += 1
+            self.ctx.counts["loads_aborted"] += 1
         made.state = LoadState.OVER
         if made.claimed:
             for slot in made.slots:
-                self.transfer_context.buffers.unpin(slot)
-        self.transfer_context.release(made.name, now)
-        self.transfer_context.reads.close(load)  # its remaining reads serve other loads
+                self.ctx.buffers.unpin(slot)
+        self.ctx.release(made.name, now)
+        self.ctx.reads.close(load)  # its remaining reads serve other loads
         if why:
-            self.transfer_context.events.append(LoadEnded(load, 0, why))
+            self.ctx.events.append(LoadEnded(load, 0, why))
 
     def end_all(self, why: str, now: float) -> None:
         for load in list(self._loads):
             self.end(load, why, now)
 
     def over(self, load: BlockLoad, now: float) -> None:
-        self.transfer_context.counts["loads_short" if load.why else "loads_whole"] += 1
-        self.transfer_context.events.append(LoadEnded(load.id, load.good, load.why))
+        self.ctx.counts["loads_short" if load.why else "loads_whole"] += 1
+        self.ctx.events.append(LoadEnded(load.id, load.good, load.why))
 
     # -- from peers -----------------------------------------------------------------
 
@@ -363,7 +363,7 @@ class LoadTable:
         if self._fetches.get(fetch.peer.transfer) is fetch:
             del self._fetches[fetch.peer.transfer]
             if why and fetch.conn is not None:
-                self.transfer_context.actions.append(
+                self.ctx.actions.append(
                     SendMessage(fetch.conn, AbortMessage(transfer=fetch.peer.transfer, reason=why))
                 )
 
@@ -373,9 +373,9 @@ class LoadTable:
         if fetch is None or fetch.conn != conn:
             return False
         if not fetch.data(message, payload, now):
-            self.transfer_context.counts["out_of_order"] += 1
+            self.ctx.counts["out_of_order"] += 1
             fetch.fail(0, "the peer sent unexpected data", now)
-            self.transfer_context.actions.append(CloseConnection(conn))
+            self.ctx.actions.append(CloseConnection(conn))
         return True
 
     def failed(self, conn: int, message: FailedMessage | AbortMessage, now: float) -> None:
@@ -405,11 +405,8 @@ class LoadTable:
     def tick(self, now: float) -> None:
         # Waiting behind others is not a stall: for storage while any read completes, for buffers while their
         # holders receive blocks or release them.
-        buffers = self.transfer_context.buffers
-        done, line = (
-            self.transfer_context.done(now),
-            self.transfer_context.reads.moved(now) + buffers.released,
-        )
+        buffers = self.ctx.buffers
+        done, line = (self.ctx.done(now), self.ctx.reads.moved(now) + buffers.released)
         for load in self._loads.values():
             filling = load.state is LoadState.FILLING and done > self._done
             if filling or (load.state is LoadState.WAITING and line > self._queue):
@@ -417,6 +414,6 @@ class LoadTable:
         self._done, self._queue = max(done, self._done), max(line, self._queue)
         for fetch in list(self._fetches.values()):
             if fetch.conn is not None and fetch.watch.stalled(now):
-                self.transfer_context.counts["stalls"] += 1
+                self.ctx.counts["stalls"] += 1
                 # The peer is not sent an abort: blocks it has read are useful once it offers the transfer.
                 fetch.fail(0, "the peer shows no progress", now)

@@ -115,10 +115,10 @@ class _DialedAddress:
 class PeerTable:
     """One connection to each dialled address, and the connections that peers have opened."""
 
-    def __init__(self, transfer_context: TransferContext, name: str, epoch: str) -> None:
+    def __init__(self, ctx: TransferContext, name: str, epoch: str) -> None:
         self.name = name
         self.epoch = epoch
-        self._transfer_context = transfer_context
+        self._ctx = ctx
         self._conns: dict[int, _PeerConn] = {}
         self._addresses: dict[str, _DialedAddress] = {}
         self._dials = 0
@@ -144,25 +144,23 @@ class PeerTable:
             self._dials += 1
             dial = DialPeer(address, self._dials)
             known = self._addresses[address] = _DialedAddress(
-                dial, StallDetector(self._transfer_context.limits.patience_s, now)
+                dial, StallDetector(self._ctx.limits.patience_s, now)
             )
-            self._transfer_context.actions.append(dial)
+            self._ctx.actions.append(dial)
         known.callers.append(caller)
 
     def dialled(self, dial: DialPeer, conn: int, now: float) -> None:
         """Handle a successful dial."""
         known = self._addresses.get(dial.address)
         if known is None or known.dial != dial:  # the dial was given up
-            self._transfer_context.actions.append(CloseConnection(conn))
+            self._ctx.actions.append(CloseConnection(conn))
             return
         known.conn = conn
         self._conns[conn] = _PeerConn(
-            HandshakeStage.DIALLED, StallDetector(self._transfer_context.limits.patience_s, now), dial.address
+            HandshakeStage.DIALLED, StallDetector(self._ctx.limits.patience_s, now), dial.address
         )
-        hello = HelloMessage(
-            name=self.name, epoch=self.epoch, kv=identity_fields(self._transfer_context.identity)
-        )
-        self._transfer_context.actions.append(SendMessage(conn, hello))
+        hello = HelloMessage(name=self.name, epoch=self.epoch, kv=identity_fields(self._ctx.identity))
+        self._ctx.actions.append(SendMessage(conn, hello))
 
     def dial_failed(self, dial: DialPeer, why: str, now: float) -> None:
         """Handle a failed dial."""
@@ -173,7 +171,7 @@ class PeerTable:
     def accepted(self, conn: int, now: float) -> None:
         """Handle a connection opened by a peer."""
         self._conns[conn] = _PeerConn(
-            HandshakeStage.ANSWERED, StallDetector(self._transfer_context.limits.patience_s, now)
+            HandshakeStage.ANSWERED, StallDetector(self._ctx.limits.patience_s, now)
         )
 
     def conns(self) -> list[int]:
@@ -198,32 +196,27 @@ class PeerTable:
         if not isinstance(message, EXPECTED_MESSAGES.get(known.stage, ())):
             return False
         if isinstance(message, HelloMessage):
-            why = incompatibility_reason(self._transfer_context.identity, message.kv)
+            why = incompatibility_reason(self._ctx.identity, message.kv)
             if why is not None:
-                self._transfer_context.counts["refused"] += 1
+                self._ctx.counts["refused"] += 1
                 self._note_refusal(message.name, why)
                 reason = (
-                    incompatibility_reason(
-                        self._transfer_context.identity, message.kv, for_unidentified_peer=True
-                    )
-                    or why
+                    incompatibility_reason(self._ctx.identity, message.kv, for_unidentified_peer=True) or why
                 )
-                self._transfer_context.actions += [
+                self._ctx.actions += [
                     SendMessage(conn, RefusedMessage(reason=reason)),
                     CloseConnection(conn),
                 ]
                 del self._conns[conn]
                 return True
             known.name, known.epoch, known.stage = message.name, message.epoch, HandshakeStage.READY
-            self._transfer_context.actions.append(
-                SendMessage(conn, WelcomeMessage(name=self.name, epoch=self.epoch))
-            )
+            self._ctx.actions.append(SendMessage(conn, WelcomeMessage(name=self.name, epoch=self.epoch)))
             return True
         assert known.address is not None
         if isinstance(message, RefusedMessage):
-            self._transfer_context.counts["refused"] += 1
+            self._ctx.counts["refused"] += 1
             self._note_refusal(known.address, message.reason)
-            self._transfer_context.actions.append(CloseConnection(conn))
+            self._ctx.actions.append(CloseConnection(conn))
             self._give_up(known.address, message.reason, now)
             return True
         assert isinstance(message, WelcomeMessage)
@@ -243,12 +236,12 @@ class PeerTable:
         """Give up dials and handshakes that have timed out."""
         for address, known in list(self._addresses.items()):
             if known.conn is None and known.watch.stalled(now):
-                self._transfer_context.counts["stalls"] += 1
+                self._ctx.counts["stalls"] += 1
                 self._give_up(address, f"{address} does not answer", now)
         for conn, of in list(self._conns.items()):
             if of.stage is not HandshakeStage.READY and of.watch.stalled(now):
-                self._transfer_context.counts["stalls"] += 1
-                self._transfer_context.actions.append(CloseConnection(conn))
+                self._ctx.counts["stalls"] += 1
+                self._ctx.actions.append(CloseConnection(conn))
                 self.lost(conn, "the peer has not identified itself", now)
 
     def _note_refusal(self, peer: str, why: str) -> None:

@@ -253,11 +253,7 @@ class PeerConnection:
     """
 
     def __init__(
-        self,
-        stream: ByteStream,
-        patience_s: float,
-        sent: Callable[[int], None],
-        stalled: Callable[[], None],
+        self, stream: ByteStream, patience_s: float, sent: Callable[[int], None], stalled: Callable[[], None]
     ) -> None:
         """``sent`` is called for each item whose memory is no longer read, sent or not. ``stalled`` is called
         when the peer has accepted nothing for ``patience_s``; it must close the stream."""

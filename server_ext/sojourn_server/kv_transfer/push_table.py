@@ -52,7 +52,7 @@ class BlockPush:
         self.keys = keys
         self.state = PushState.REACHING
         self.conn: int | None = None
-        self.watch = StallDetector(pushes.transfer_context.limits.patience_s, now)
+        self.watch = StallDetector(pushes.ctx.limits.patience_s, now)
         self.needed: dict[int, None] = {}
         self.layers: list[Sequence[memoryview]] = []
         """Blocks computed so far, by layer."""
@@ -71,7 +71,7 @@ class BlockPush:
             return True
         if self.state is not PushState.SENDING or self.in_queue:
             return False
-        return not self.needed or len(self.layers) == self._pushes.transfer_context.layers
+        return not self.needed or len(self.layers) == self._pushes.ctx.layers
 
     def reached(self, conn: int, epoch: str, now: float) -> None:
         if self._pushes.find(self.transfer) is not self:
@@ -83,7 +83,7 @@ class BlockPush:
         self.state = PushState.OFFERED
         self.watch.note_progress(now)
         offer = OfferMessage(transfer=self.transfer, keys=self.keys, traffic_class=self._class)
-        self._pushes.transfer_context.actions.append(SendMessage(conn, offer))
+        self._pushes.ctx.actions.append(SendMessage(conn, offer))
 
     def unreachable(self, why: str, now: float) -> None:
         if self._pushes.find(self.transfer) is self:
@@ -107,14 +107,14 @@ class BlockPush:
         self._enqueue(len(self.layers) - 1, list(self.needed), now)
 
     def _enqueue(self, layer: int, indices: list[int], now: float) -> None:
-        transfer_context = self._pushes.transfer_context
-        size = transfer_context.memory.layer_bytes
-        per = max(1, transfer_context.limits.chunk_bytes // size)
+        ctx = self._pushes.ctx
+        size = ctx.memory.layer_bytes
+        per = max(1, ctx.limits.chunk_bytes // size)
         for start in range(0, len(indices), per):
             part = indices[start : start + per]
             chunk = PushChunk(self, layer, part)
             self.in_queue.add(
-                transfer_context.compute.put(
+                ctx.compute.put(
                     f"push {self.transfer}", len(part) * size, chunk, now, self._class, peer=self.conn
                 )
             )
@@ -128,8 +128,8 @@ class BlockPush:
 class PushTable:
     """All pushes of one engine."""
 
-    def __init__(self, transfer_context: TransferContext, peers: PeerTable) -> None:
-        self.transfer_context = transfer_context
+    def __init__(self, ctx: TransferContext, peers: PeerTable) -> None:
+        self.ctx = ctx
         self._peers = peers
         self._pushes: dict[str, BlockPush] = {}
 
@@ -155,7 +155,7 @@ class PushTable:
         if not keys or len(set(keys)) != len(keys):
             raise ValueError(f"transfer {transfer!r} is of {len(keys)} blocks, {len(set(keys))} different")
         push = self._pushes[transfer] = BlockPush(self, transfer, list(keys), epoch, traffic_class, now)
-        self.transfer_context.counts["pushes"] += 1
+        self.ctx.counts["pushes"] += 1
         self._peers.reach(address, push, now)
 
     def give(self, transfer: str, layer: int, blocks: Sequence[memoryview], now: float) -> bool:
@@ -167,14 +167,13 @@ class PushTable:
         push = self._pushes.get(transfer)
         if push is None:
             return False
-        if layer != len(push.layers) or layer >= self.transfer_context.layers:
+        if layer != len(push.layers) or layer >= self.ctx.layers:
             raise ValueError(
-                f"layer {layer} of transfer {transfer!r}; expected {len(push.layers)} of "
-                f"{self.transfer_context.layers}"
+                f"layer {layer} of transfer {transfer!r}; expected {len(push.layers)} of {self.ctx.layers}"
             )
         if len(blocks) != len(push.keys):
             raise ValueError(f"{len(blocks)} blocks of a layer; {len(push.keys)} were offered")
-        size = self.transfer_context.memory.layer_bytes
+        size = self.ctx.memory.layer_bytes
         if any(block.nbytes != size or not block.c_contiguous for block in blocks):
             raise ValueError(f"every Layer Block has {size} bytes in one piece")
         push.give(blocks, now)
@@ -186,9 +185,7 @@ class PushTable:
         push = chunk.push
         assert push.conn is not None, "nothing is queued before the peer has answered"
         payload = [push.layers[chunk.layer][index].cast("B") for index in chunk.indices]
-        self.transfer_context.actions.append(
-            SendMessage(push.conn, push.message(chunk), payload, item.number)
-        )
+        self.ctx.actions.append(SendMessage(push.conn, push.message(chunk), payload, item.number))
 
     def finished(self, item: LinkItem, now: float) -> None:
         """Handle a chunk that was sent or never will be."""
@@ -196,9 +193,9 @@ class PushTable:
         push.in_queue.discard(item.number)
         push.watch.note_progress(now)
         if push.over is not None and not push.in_queue:
-            self.transfer_context.events.append(push.over)
+            self.ctx.events.append(push.over)
         if self._pushes.get(push.transfer) is push:
-            self.transfer_context.counts["bytes_pushed"] += item.nbytes
+            self.ctx.counts["bytes_pushed"] += item.nbytes
 
     def received(self, conn: int, message: NeedMessage | CompleteMessage | AbortMessage, now: float) -> bool:
         """Handle a peer's answer. Returns False if it belongs to no push."""
@@ -228,18 +225,16 @@ class PushTable:
     def end(self, push: BlockPush, why: str, now: float, notify: bool = False) -> None:
         """End a push; ``why`` is empty if it succeeded. ``notify``: notify the peer."""
         del self._pushes[push.transfer]
-        self.transfer_context.counts["pushes_failed" if why else "pushes_complete"] += 1
+        self.ctx.counts["pushes_failed" if why else "pushes_complete"] += 1
         for number in list(push.in_queue):
-            if self.transfer_context.compute.cancel(number):
+            if self.ctx.compute.cancel(number):
                 push.in_queue.discard(number)
-        self.transfer_context.compute.close(f"push {push.transfer}")
+        self.ctx.compute.close(f"push {push.transfer}")
         if notify and push.conn is not None:
-            self.transfer_context.actions.append(
-                SendMessage(push.conn, AbortMessage(transfer=push.transfer, reason=why))
-            )
+            self.ctx.actions.append(SendMessage(push.conn, AbortMessage(transfer=push.transfer, reason=why)))
         push.over = PushEnded(push.transfer, not why, why)
         if not push.in_queue:  # otherwise the memory is still being read
-            self.transfer_context.events.append(push.over)
+            self.ctx.events.append(push.over)
 
     def end_all(self, why: str, now: float) -> None:
         for push in list(self._pushes.values()):
@@ -260,5 +255,5 @@ class PushTable:
     def tick(self, now: float) -> None:
         for push in list(self._pushes.values()):
             if push.waits_for_peer and push.watch.stalled(now):
-                self.transfer_context.counts["stalls"] += 1
+                self.ctx.counts["stalls"] += 1
                 self.end(push, "the peer shows no progress", now, notify=True)

@@ -72,12 +72,14 @@ class _SlotRead(NamedTuple):
     slot: BufferSlot
 
 
+SEND_WIDTH = 4
+"""Concurrent sends to peers."""
+
+
 class TransferContext:
     """One engine's links and buffers. ``now``: seconds of a monotonic clock."""
 
-    def __init__(
-        self, identity: KvIdentity, limits: TransferLimits, rates: LinkRates, send_width: int = 4
-    ) -> None:
+    def __init__(self, identity: KvIdentity, limits: TransferLimits, rates: LinkRates) -> None:
         share = limits.kv_share
         self.identity = identity
         self.limits = limits
@@ -88,12 +90,13 @@ class TransferContext:
         self.compute = TransferLink(
             "compute network",
             rates.compute,
-            width=send_width,
+            width=SEND_WIDTH,
             kv_share=share,
             sends=True,
-            peer_width=max(1, send_width // 2),
+            peer_width=SEND_WIDTH // 2,
             late_s=limits.patience_s / 4,
         )
+        self.links = (self.reads, self.writes, self.compute)
         self.actions: list[TransferAction] = []
         self.events: list[TransferEvent] = []
         self.counts: Counter[str] = Counter()
@@ -106,7 +109,7 @@ class TransferContext:
 
     def done(self, now: float) -> int:
         """A counter that grows with any progress of this engine."""
-        moved = sum(link.moved(now) for link in (self.reads, self.writes, self.compute))
+        moved = sum(link.moved(now) for link in self.links)
         return moved + self.buffers.released
 
     # -- leases ---------------------------------------------------------------------

@@ -11,7 +11,7 @@ No call blocks. Not thread-safe.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ..kv_offload.block_file import KvIdentity
@@ -72,11 +72,11 @@ class TransferCore:
         self, identity: KvIdentity, limits: TransferLimits, rates: LinkRates, *, name: str, epoch: str
     ) -> None:
         """Raises ``ValueError`` for layers of different sizes."""
-        self.transfer_context = TransferContext(identity, limits, rates)
-        self.peers = PeerTable(self.transfer_context, name, epoch)
-        self.loads = LoadTable(self.transfer_context, self.peers)
-        self.pushes = PushTable(self.transfer_context, self.peers)
-        self.prompts = IncomingPromptTable(self.transfer_context)
+        self.ctx = TransferContext(identity, limits, rates)
+        self.peers = PeerTable(self.ctx, name, epoch)
+        self.loads = LoadTable(self.ctx, self.peers)
+        self.pushes = PushTable(self.ctx, self.peers)
+        self.prompts = IncomingPromptTable(self.ctx)
         self._written: dict[int, str] = {}
         self._checked_s = float("-inf")
         self._reported_s = float("-inf")
@@ -151,7 +151,7 @@ class TransferCore:
         Returns False if it was meant for an earlier process. Raises ``ValueError`` if it is expected already.
         """
         if epoch is not None and epoch != self.peers.epoch:
-            self.transfer_context.counts["stale"] += 1
+            self.ctx.counts["stale"] += 1
             return False
         self.prompts.expect(transfer, now)
         self._settle(now)
@@ -176,15 +176,15 @@ class TransferCore:
     ) -> bool:
         """Write a block to the store; its content must not change until ``BlockStoreEnded``. Returns False if
         too many blocks wait already or the store hangs."""
-        if sum(part.nbytes for part in content) != self.transfer_context.memory.block_bytes:
-            raise ValueError(f"a block has {self.transfer_context.memory.block_bytes} bytes")
-        writes, limits = self.transfer_context.writes, self.transfer_context.limits
+        if sum(part.nbytes for part in content) != self.ctx.memory.block_bytes:
+            raise ValueError(f"a block has {self.ctx.memory.block_bytes} bytes")
+        writes, limits = self.ctx.writes, self.ctx.limits
         if writes.waiting >= limits.max_waiting_writes or writes.stuck(now, limits.patience_s):
-            self.transfer_context.counts["writes_refused"] += 1
+            self.ctx.counts["writes_refused"] += 1
             return False
         work = _StoreWrite(request, key, parent, content)
-        self.transfer_context.writes.put(request, self.transfer_context.memory.block_bytes, work, now)
-        self.transfer_context.writes.close(request)
+        self.ctx.writes.put(request, self.ctx.memory.block_bytes, work, now)
+        self.ctx.writes.close(request)
         self._settle(now)
         return True
 
@@ -208,8 +208,9 @@ class TransferCore:
             if not self.peers.received(conn, message, now):
                 self.close_connection(conn, f"{type(message).__name__} has no business here now", now)
         elif isinstance(message, DataMessage):
-            if not (self.loads.data(conn, message, payload, now) or self._taken(conn, message, payload, now)):
-                self.transfer_context.counts["stray"] += 1  # sent before the peer learned of the end
+            taken = self.loads.data(conn, message, payload, now)
+            if not taken and not self.prompts.data(conn, message, payload, now):
+                self.ctx.counts["stray"] += 1  # sent before the peer learned of the end
         elif isinstance(message, ReadMessage):
             self.prompts.read(conn, message, now)
         elif isinstance(message, OfferMessage):
@@ -218,7 +219,7 @@ class TransferCore:
             self.loads.failed(conn, message, now)
         elif isinstance(message, (NeedMessage, CompleteMessage)):
             if not self.pushes.received(conn, message, now):
-                self.transfer_context.counts["stray"] += 1
+                self.ctx.counts["stray"] += 1
         elif isinstance(message, AbortMessage):
             self.loads.failed(conn, message, now)
             self.pushes.received(conn, message, now)
@@ -232,13 +233,13 @@ class TransferCore:
 
     def close_connection(self, conn: int, why: str, now: float) -> None:
         """Close a connection after a protocol violation."""
-        self.transfer_context.counts["hung_up"] += 1
-        self.transfer_context.actions.append(CloseConnection(conn))
+        self.ctx.counts["hung_up"] += 1
+        self.ctx.actions.append(CloseConnection(conn))
         self.lost(conn, why, now)
 
     def stalled(self, conn: int, now: float) -> None:
         """Handle a peer that has accepted no data for ``patience_s``; the caller closes the connection."""
-        self.transfer_context.counts["stalls"] += 1
+        self.ctx.counts["stalls"] += 1
         self.lost(conn, "the peer accepts no data", now)
 
     def lost(self, conn: int, why: str, now: float) -> None:
@@ -249,18 +250,18 @@ class TransferCore:
 
     def sent(self, item: int, now: float) -> None:
         """Handle the end of a ``SendMessage`` item, sent or not: its memory is no longer read."""
-        self.transfer_context.compute.over(item, now)
+        self.ctx.compute.over(item, now)
         self._settle(now)
 
     def read_done(self, item: int, why: str | None, now: float) -> None:
         """Handle the end of a read; ``why`` is its error, if any."""
-        self.transfer_context.read_done(item, why, now)
+        self.ctx.read_done(item, why, now)
         self._settle(now)
 
     def write_done(self, item: int, outcome: str, now: float) -> None:
         """Handle the end of a write; ``outcome`` as in ``BlockStoreEnded``."""
         self._written[item] = outcome
-        self.transfer_context.writes.over(item, now)
+        self.ctx.writes.over(item, now)
         self._settle(now)
 
     def close(self, now: float) -> None:
@@ -282,148 +283,116 @@ class TransferCore:
 
     def wake_at(self) -> float:
         """Time of the next ``tick``; infinity: nothing is open."""
-        transfer_context = self.transfer_context
-        due = min(
-            link.wake_at()
-            for link in (transfer_context.reads, transfer_context.writes, transfer_context.compute)
-        )
+        due = min(link.wake_at() for link in self.ctx.links)
         return min(due, self._checked_s + self._check_s) if self.busy else due
 
     # -- what goes out --------------------------------------------------------------
 
     def take_actions(self) -> list[TransferAction]:
-        actions, self.transfer_context.actions = self.transfer_context.actions, []
+        actions, self.ctx.actions = self.ctx.actions, []
         return actions
 
     def take_events(self) -> list[TransferEvent]:
-        events, self.transfer_context.events = self.transfer_context.events, []
+        events, self.ctx.events = self.ctx.events, []
         return events
 
     @property
     def busy(self) -> bool:
         """Whether anything is open, so that time matters."""
-        transfer_context = self.transfer_context
+        ctx = self.ctx
         return bool(
             self.peers.busy
             or len(self.loads)
             or len(self.pushes)
             or len(self.prompts)
             or self.prompts.wanted
-            or transfer_context.buffers.leases
-            or any(
-                link.in_flight or link.waiting
-                for link in (transfer_context.reads, transfer_context.writes, transfer_context.compute)
-            )
+            or ctx.buffers.leases
+            or any(link.in_flight or link.waiting for link in ctx.links)
         )
 
     @property
     def is_clean(self) -> bool:
         """Whether nothing is open and nothing has leaked: no lease, slot or queue entry."""
-        transfer_context = self.transfer_context
-        places = sum(
-            link.requests
-            for link in (transfer_context.reads, transfer_context.writes, transfer_context.compute)
-        )
-        return not self.busy and not transfer_context.buffers.used and not places
+        places = sum(link.requests for link in self.ctx.links)
+        return not self.busy and not self.ctx.buffers.used and not places
 
     def links(self, now: float) -> Mapping[str, LinkState]:
         """State of each link, by name."""
-        found: list[TransferLink] = [
-            self.transfer_context.reads,
-            self.transfer_context.writes,
-            self.transfer_context.compute,
-        ]
         return {
             link.name: LinkState(
                 queued_bytes=link.queued_bytes(now),
                 queued_s=self._queued_s(link, now),
                 moved_bytes=link.moved_bytes,
             )
-            for link in found
+            for link in self.ctx.links
         }
 
     def stats(self, now: float) -> dict[str, Any]:
         """Buffers, links and counters, for operators."""
-        buffers = self.transfer_context.buffers
+        buffers = self.ctx.buffers
         return {
             "slots": buffers.slots,
             "slots_used": buffers.used,
             "most_slots_used": buffers.most_used,
             "leases": buffers.leases,
             "leases_waiting": buffers.waiting,
-            "links": {
-                name: {
-                    "queued_bytes": link.queued_bytes,
-                    "queued_s": link.queued_s,
-                    "moved_bytes": link.moved_bytes,
-                }
-                for name, link in self.links(now).items()
-            },
-            "counts": dict(sorted(self.transfer_context.counts.items())),
+            "links": {name: asdict(link) for name, link in self.links(now).items()},
+            "counts": dict(sorted(self.ctx.counts.items())),
         }
 
     # -- inside ---------------------------------------------------------------------
 
     def _queued_s(self, link: TransferLink, now: float) -> float | None:
         # The same time after which hanging reads are given up and leave the queue.
-        hung_s = link.hung_s(now, self.transfer_context.limits.patience_s / 2)
+        hung_s = link.hung_s(now, self.ctx.limits.patience_s / 2)
         queued_s = link.queued_s(now)
-        return max(queued_s or 0.0, hung_s, self.transfer_context.limits.patience_s) if hung_s else queued_s
-
-    def _taken(self, conn: int, message: DataMessage, payload: memoryview, now: float) -> bool:
-        return self.prompts.data(conn, message, payload, now)
+        return max(queued_s or 0.0, hung_s, self.ctx.limits.patience_s) if hung_s else queued_s
 
     def _check(self, now: float) -> None:
-        transfer_context = self.transfer_context
+        ctx = self.ctx
         self.peers.tick(now)
-        transfer_context.give_up_stuck_reads(now)
+        ctx.give_up_stuck_reads(now)
         self._give_up_writes(now)
         self.loads.tick(now)
         self.pushes.tick(now)
         self.prompts.tick(now)
-        transfer_context.expire(now)
-        if now - self._reported_s >= transfer_context.limits.report_interval_s:
+        ctx.expire(now)
+        if now - self._reported_s >= ctx.limits.report_interval_s:
             self._reported_s = now
             self._report_progress(now)
 
     def _give_up_writes(self, now: float) -> None:
         """Give up queued writes behind one that hangs: the engine needs their memory. The memory of the
         hanging write stays in use until the store returns."""
-        writes = self.transfer_context.writes
-        if writes.stuck(now, self.transfer_context.limits.patience_s):
-            self.transfer_context.counts["stalls"] += 1
+        writes = self.ctx.writes
+        if writes.stuck(now, self.ctx.limits.patience_s):
+            self.ctx.counts["stalls"] += 1
             for item in writes.in_queue():
                 writes.cancel(item.number)
-                self.transfer_context.counts["write_stalled"] += 1
-                self.transfer_context.events.append(
-                    BlockStoreEnded(item.work.request, item.work.key, "stalled")
-                )
+                self.ctx.counts["write_stalled"] += 1
+                self.ctx.events.append(BlockStoreEnded(item.work.request, item.work.key, "stalled"))
 
     def _report_progress(self, now: float) -> None:
         """Send each peer the open transfers shared with it and this engine's progress counter."""
-        done = self.transfer_context.done(now)
+        done = self.ctx.done(now)
         parts = (self.loads, self.pushes, self.prompts)
         for conn in sorted(self.loads.conns() | self.pushes.conns() | self.prompts.all_conns()):
             transfers = list(dict.fromkeys(name for part in parts for name in part.open_transfers_on(conn)))
             if transfers:
-                self.transfer_context.actions.append(
-                    SendMessage(conn, ProgressMessage(transfers=transfers, done=done))
-                )
+                self.ctx.actions.append(SendMessage(conn, ProgressMessage(transfers=transfers, done=done)))
 
     def _settle(self, now: float) -> None:
         """Start and finish everything that is possible now."""
-        transfer_context = self.transfer_context
+        ctx = self.ctx
         goes_on = True
         while goes_on:
             goes_on = self._finish(now)
-            transfer_context.grant(now)
-            transfer_context.start_reads(now)
-            for item in transfer_context.writes.take(now):
+            ctx.grant(now)
+            ctx.start_reads(now)
+            for item in ctx.writes.take(now):
                 write: _StoreWrite = item.work
-                transfer_context.actions.append(
-                    WriteBlock(item.number, write.key, write.parent, write.content)
-                )
-            for item in transfer_context.compute.take(now):
+                ctx.actions.append(WriteBlock(item.number, write.key, write.parent, write.content))
+            for item in ctx.compute.take(now):
                 if isinstance(item.work, StreamedChunk):
                     self.prompts.begin(item, now)
                 else:
@@ -431,19 +400,19 @@ class TransferCore:
 
     def _finish(self, now: float) -> bool:
         """Process finished items. Returns whether there were any."""
-        transfer_context = self.transfer_context
-        moved = transfer_context.reads.moved_bytes
-        transfer_context.complete_reads(now)
-        written = transfer_context.writes.finished(now)
+        ctx = self.ctx
+        moved = ctx.reads.moved_bytes
+        ctx.complete_reads(now)
+        written = ctx.writes.finished(now)
         for item in written:
             write: _StoreWrite = item.work
             outcome = self._written.pop(item.number)
-            transfer_context.counts[f"write_{outcome}"] += 1
-            transfer_context.events.append(BlockStoreEnded(write.request, write.key, outcome))
-        sent = transfer_context.compute.finished(now)
+            ctx.counts[f"write_{outcome}"] += 1
+            ctx.events.append(BlockStoreEnded(write.request, write.key, outcome))
+        sent = ctx.compute.finished(now)
         for item in sent:
             if isinstance(item.work, StreamedChunk):
                 self.prompts.finished(item, now)
             else:
                 self.pushes.finished(item, now)
-        return bool(written or sent or transfer_context.reads.moved_bytes > moved)
+        return bool(written or sent or ctx.reads.moved_bytes > moved)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from .transfer_actions import LayerLoaded, LoadEnded, PromptTransferEnded, PushEnded, TransferEvent
+
+if TYPE_CHECKING:
+    from .transfer_core import TransferCore
+
+OutcomeT = TypeVar("OutcomeT", LoadEnded, PushEnded, PromptTransferEnded)
 
 
 class HandleOwner(Protocol):
     """The part of ``TransferManager`` that handles use."""
 
+    core: TransferCore
     changed: threading.Condition
     """Notified after every event."""
 
@@ -20,51 +26,57 @@ class HandleOwner(Protocol):
         """Call the core."""
         ...
 
-    def forget(self, handle: TransferHandle) -> None: ...
+    def forget(self, handle: TransferHandle[Any]) -> None: ...
 
 
-class TransferHandle:
+class TransferHandle(Generic[OutcomeT]):
     """One transfer. Thread-safe."""
 
-    def __init__(self, owner: HandleOwner, kind: str, name: str) -> None:
-        self.kind = kind
+    kind: str
+    _ended_by: type[OutcomeT]
+
+    def __init__(self, owner: HandleOwner, name: str) -> None:
         self.name = name
+        self.outcome: OutcomeT | None = None
+        """How the transfer has ended; ``None``: it is open."""
         self._owner = owner
 
     def on_event(self, event: TransferEvent) -> None:
         """Take an event. The caller holds the owner's lock."""
-        raise NotImplementedError
+        if isinstance(event, self._ended_by):
+            self.outcome = event
 
-    def _wait(self, until: Callable[[], bool], timeout_s: float | None) -> bool:
+    def wait(self, timeout_s: float | None = None) -> OutcomeT | None:
+        """Wait for the end; ``None``: timed out."""
+        self._wait(lambda: self.outcome is not None, timeout_s)
+        return self.outcome
+
+    def _wait(self, until: Callable[[], bool], timeout_s: float | None) -> None:
         with self._owner.changed:
-            return self._owner.changed.wait_for(until, timeout_s)
+            self._owner.changed.wait_for(until, timeout_s)
 
 
-class LoadHandle(TransferHandle):
+class LoadHandle(TransferHandle[LoadEnded]):
     """Blocks being loaded."""
 
-    def __init__(self, owner: HandleOwner, name: str, core: Any) -> None:
-        super().__init__(owner, "load", name)
+    kind = "load"
+    _ended_by = LoadEnded
+
+    def __init__(self, owner: HandleOwner, name: str) -> None:
+        super().__init__(owner, name)
         self.requested_blocks = 0
         """Number of blocks, limited by the buffers."""
-        self.outcome: LoadEnded | None = None
-        self._layers = 0
+        self.layers_loaded = 0
+        """Number of leading layers that have arrived for all blocks of the load."""
         self._first_s = self._newest_s = 0.0
-        self._core = core
 
     def on_event(self, event: TransferEvent) -> None:
+        super().on_event(event)
         if isinstance(event, LayerLoaded):
-            self._layers = event.layer + 1
+            self.layers_loaded = event.layer + 1
             self._newest_s = time.perf_counter()
             if not event.layer:
                 self._first_s = self._newest_s
-        elif isinstance(event, LoadEnded):
-            self.outcome = event
-
-    @property
-    def layers_loaded(self) -> int:
-        """Number of leading layers that have arrived for all blocks of the load."""
-        return self._layers
 
     @property
     def streamed_s(self) -> float:
@@ -73,86 +85,55 @@ class LoadHandle(TransferHandle):
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
         """Wait for a layer or the end of the load. Returns whether the layer has arrived."""
-        self._wait(lambda: self._layers > layer or self.outcome is not None, timeout_s)
-        return self._layers > layer and (self.outcome is None or self.outcome.good > 0)
-
-    def wait(self, timeout_s: float | None = None) -> LoadEnded | None:
-        """Wait for the end; ``None``: timed out."""
-        self._wait(lambda: self.outcome is not None, timeout_s)
-        return self.outcome
+        self._wait(lambda: self.layers_loaded > layer or self.outcome is not None, timeout_s)
+        return self.layers_loaded > layer and (self.outcome is None or self.outcome.good > 0)
 
     def layer(self, layer: int) -> list[memoryview]:
         """One layer that has arrived, by block. Raises ``ValueError``."""
-        found: list[memoryview] = self._owner.do(lambda now: self._core.load_layer(self.name, layer))
+        found: list[memoryview] = self._owner.do(lambda now: self._owner.core.load_layer(self.name, layer))
         return found
 
     def blocks(self) -> list[memoryview]:
         """The blocks that have arrived, valid until ``end``. Raises ``ValueError`` before the load is
         over."""
-        found: list[memoryview] = self._owner.do(lambda now: self._core.load_blocks(self.name))
+        found: list[memoryview] = self._owner.do(lambda now: self._owner.core.load_blocks(self.name))
         return found
-
-    def renew(self) -> None:
-        """Renew the load's lease."""
-        self._owner.do(self._core.renew_load, self.name)
 
     def end(self) -> None:
         """End the load at any stage."""
-        self._owner.do(self._core.end_load, self.name)
+        self._owner.do(self._owner.core.end_load, self.name)
         self._owner.forget(self)
 
 
-class PushHandle(TransferHandle):
+class PushHandle(TransferHandle[PushEnded]):
     """Blocks being sent to a peer."""
 
-    def __init__(self, owner: HandleOwner, name: str, core: Any) -> None:
-        super().__init__(owner, "push", name)
-        self.outcome: PushEnded | None = None
-        self._core = core
-
-    def on_event(self, event: TransferEvent) -> None:
-        if isinstance(event, PushEnded):
-            self.outcome = event
+    kind = "push"
+    _ended_by = PushEnded
 
     def give(self, layer: int, blocks: Sequence[memoryview]) -> bool:
         """Give the next layer of all blocks, unchanged until the push is over. Returns whether it is still
         open."""
-        wanted: bool = self._owner.do(self._core.give, self.name, layer, blocks)
+        wanted: bool = self._owner.do(self._owner.core.give, self.name, layer, blocks)
         return wanted
-
-    def wait(self, timeout_s: float | None = None) -> PushEnded | None:
-        """Wait for the end; ``None``: timed out."""
-        self._wait(lambda: self.outcome is not None, timeout_s)
-        return self.outcome
 
     def abort(self) -> None:
         """Cancel the push. Its memory stays in use until the push is over."""
-        self._owner.do(self._core.abort_push, self.name)
+        self._owner.do(self._owner.core.abort_push, self.name)
 
 
-class PromptHandle(TransferHandle):
+class PromptHandle(TransferHandle[PromptTransferEnded]):
     """A prompt being received."""
 
-    def __init__(self, owner: HandleOwner, name: str, core: Any) -> None:
-        super().__init__(owner, "prompt", name)
-        self.outcome: PromptTransferEnded | None = None
-        self._core = core
-
-    def on_event(self, event: TransferEvent) -> None:
-        if isinstance(event, PromptTransferEnded):
-            self.outcome = event
-
-    def wait(self, timeout_s: float | None = None) -> PromptTransferEnded | None:
-        """Wait for the end; ``None``: timed out."""
-        self._wait(lambda: self.outcome is not None, timeout_s)
-        return self.outcome
+    kind = "prompt"
+    _ended_by = PromptTransferEnded
 
     def blocks(self) -> list[memoryview]:
         """Its blocks in the order of the offer, valid until ``end``. Raises ``ValueError``."""
-        found: list[memoryview] = self._owner.do(lambda now: self._core.prompt_blocks(self.name))
+        found: list[memoryview] = self._owner.do(lambda now: self._owner.core.prompt_blocks(self.name))
         return found
 
     def end(self) -> None:
         """End the prompt at any stage."""
-        self._owner.do(self._core.end_prompt, self.name)
+        self._owner.do(self._owner.core.end_prompt, self.name)
         self._owner.forget(self)

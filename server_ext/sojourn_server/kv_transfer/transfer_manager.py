@@ -91,14 +91,12 @@ class TransferManager:
         self.core = TransferCore(store.identity, limits, rates or LinkRates(), name=name, epoch=self.epoch)
         self.changed = threading.Condition(threading.Lock())
         self._patience_s = limits.patience_s
-        self._max_payload_bytes = max(
-            limits.chunk_bytes, self.core.transfer_context.memory.layer_bytes, MIN_PAYLOAD_BYTES
-        )
+        self._max_payload_bytes = max(limits.chunk_bytes, self.core.ctx.memory.layer_bytes, MIN_PAYLOAD_BYTES)
         self._store = store
         self._on_stored = on_stored
         self._clock = clock
         self._transports = dict(builtin_transports() if transports is None else transports)
-        self._handles: dict[tuple[str, str], TransferHandle] = {}
+        self._handles: dict[tuple[str, str], TransferHandle[Any]] = {}
         self._refusals_logged: set[str] = set()
         self._actions: deque[SendMessage | DialPeer | CloseConnection] = deque()
         self._woken = False
@@ -144,7 +142,7 @@ class TransferManager:
             raise ValueError(
                 f"{peer.address} is this engine's own address: the engine cannot be its own peer"
             )
-        handle = LoadHandle(self, load, self.core)
+        handle = LoadHandle(self, load)
         handle.requested_blocks = self._begin(
             handle, self.core.load, load, keys, peer=peer, traffic_class=traffic_class
         )
@@ -160,7 +158,7 @@ class TransferManager:
         traffic_class: TrafficClass = TrafficClass.KV,
     ) -> PushHandle:
         """Start a push; its layers follow by ``give``. Raises ``ValueError``."""
-        handle = PushHandle(self, transfer, self.core)
+        handle = PushHandle(self, transfer)
         self._begin(
             handle, self.core.offer, transfer, address, keys, epoch=epoch, traffic_class=traffic_class
         )
@@ -169,7 +167,7 @@ class TransferManager:
     def expect(self, transfer: str, *, epoch: str | None = None) -> PromptHandle:
         """Wait for a prompt that is pushed to this engine. Raises ``ValueError`` if it is expected
         already."""
-        handle = PromptHandle(self, transfer, self.core)
+        handle = PromptHandle(self, transfer)
         if not self._begin(handle, self.core.expect, transfer, epoch=epoch):
             handle.outcome = PromptTransferEnded(
                 transfer, False, "this engine has started anew since it was pushed"
@@ -227,7 +225,7 @@ class TransferManager:
             for each in stored:
                 self._on_stored(each)
 
-    def forget(self, handle: TransferHandle) -> None:
+    def forget(self, handle: TransferHandle[Any]) -> None:
         with self.changed:
             if self._handles.get((handle.kind, handle.name)) is handle:
                 del self._handles[handle.kind, handle.name]
@@ -235,7 +233,7 @@ class TransferManager:
     # -- inside ---------------------------------------------------------------------
 
     def _begin(
-        self, handle: TransferHandle, what: Callable[..., Any], *arguments: Any, **options: Any
+        self, handle: TransferHandle[Any], what: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Any:
         """As ``do``; the handle receives all events, including those of this call."""
         name = handle.kind, handle.name
@@ -423,7 +421,7 @@ class TransferManager:
                 or self.core.peers.unidentified_peers >= MAX_UNIDENTIFIED_PEERS
             )
             if full:
-                self.core.transfer_context.counts["turned_away"] += 1
+                self.core.ctx.counts["turned_away"] += 1
         if full or self._closing:
             stream.close()
             return
@@ -471,7 +469,7 @@ class TransferManager:
         except PeerWireError as error:
             why = str(error)
             with self.changed:
-                self.core.transfer_context.counts["not_understood"] += 1
+                self.core.ctx.counts["not_understood"] += 1
         self._drop(number, why)
 
     async def _run_sender(self, number: int, conn: PeerConnection) -> None:

@@ -162,10 +162,7 @@ class TransferPlanner:
             self._end(entry)
             if tokens == 0:
                 return NO_MATCH
-        elif entry.phase in (
-            TransferPhase.TAKING,
-            TransferPhase.RUNNING,
-        ):  # failed or preempted
+        elif entry.phase in (TransferPhase.TAKING, TransferPhase.RUNNING):  # failed or preempted
             entry.fetches = 0
         if entry.waits_for_prompt:
             return self._expect(entry, computed)

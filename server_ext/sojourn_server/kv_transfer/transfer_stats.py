@@ -154,13 +154,13 @@ def transfer_manager_stats(traffic: TransferManager, counts: Mapping[str, int]) 
 
 
 def _numbers(traffic: TransferManager, now: float) -> dict[str, Any]:
-    transfer_context = traffic.core.transfer_context
+    ctx = traffic.core.ctx
     stats = traffic.core.stats(now)
     return {
         **stats,
         "addresses": list(traffic.addresses),
         "epoch": traffic.epoch,
-        "kv": identity_digest(transfer_context.identity),
-        "received_bytes": transfer_context.counts["bytes_fetched"] + transfer_context.counts["bytes_taken"],
-        "block_s": transfer_context.reads.seconds_for(transfer_context.memory.block_bytes) or UNKNOWN_BLOCK_S,
+        "kv": identity_digest(ctx.identity),
+        "received_bytes": ctx.counts["bytes_fetched"] + ctx.counts["bytes_taken"],
+        "block_s": ctx.reads.seconds_for(ctx.memory.block_bytes) or UNKNOWN_BLOCK_S,
     }

@@ -265,7 +265,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         if self._worker is not None:
             self._worker.end_step()
             if self._traffic is not None and not self._warned_context_too_large:
-                self._warn_context_too_large(self._traffic.core.transfer_context.counts["too_large"])
+                self._warn_context_too_large(self._traffic.core.ctx.counts["too_large"])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose blocks need not be kept any more, and requests whose KV has arrived."""
