@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn_server.kv_offload.block_file import HEADER_BYTES, KvIdentity
+from sojourn_server.kv_offload.disk_store import DiskStore, PutOutcome
 from sojourn_server.kv_offload.file_system import FileEntry, LocalFileSystem
 
 BLOCK_BYTES = 96
@@ -142,3 +143,18 @@ def broken(*names: str, code: int = errno.EIO) -> FailAt:
 def files_below(path: Path) -> list[str]:
     """Names of the blocks' files, also of those half written."""
     return sorted(file.name for file in path.glob("*/*"))
+
+
+def open_store(root: Path, blocks: int = 10, **options: Any) -> DiskStore:
+    model = options.pop("model", identity())
+    return DiskStore.open(root, model, budget_bytes=blocks * FILE_BYTES, **options)
+
+
+def put(store: DiskStore, key: bytes) -> PutOutcome:
+    return store.put(key, [payload(key)])
+
+
+def get(store: DiskStore, key: bytes) -> bytes:
+    found = bytearray(BLOCK_BYTES)
+    store.get_into(key, [found])
+    return bytes(found)

@@ -7,31 +7,26 @@ import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
-from faulty_file_system import BLOCK_BYTES, FILE_BYTES, FaultyFiles, files_below, identity, key, payload
+from faulty_file_system import (
+    BLOCK_BYTES,
+    FILE_BYTES,
+    FaultyFiles,
+    files_below,
+    get,
+    identity,
+    key,
+    open_store,
+    payload,
+    put,
+)
 from sojourn_server.kv_offload.block_file import FORMAT_VERSION, BlockCorrupt, BlockDefect
 from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
 from sojourn_server.kv_offload.file_system import LocalFileSystem
 from sojourn_server.kv_offload.store_folder import MANIFEST, IncompatibleStore, StoreInUse
 
 KEYS = [key(number) for number in range(10)]
-
-
-def open_store(root: Path, blocks: int = 10, **options: Any) -> DiskStore:
-    model = options.pop("model", identity())
-    return DiskStore.open(root, model, budget_bytes=blocks * FILE_BYTES, **options)
-
-
-def put(store: DiskStore, key: bytes) -> PutOutcome:
-    return store.put(key, [payload(key)])
-
-
-def get(store: DiskStore, key: bytes) -> bytes:
-    found = bytearray(BLOCK_BYTES)
-    store.get_into(key, [found])
-    return bytes(found)
 
 
 def block_file(store: DiskStore, key: bytes) -> Path:

@@ -23,28 +23,17 @@ from faulty_file_system import (
     FaultyFiles,
     broken,
     files_below,
+    get,
     identity,
     key,
+    open_store,
     payload,
+    put,
 )
 from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
 from sojourn_server.kv_offload.store_folder import StoreInUse
 
 KEYS = [key(number) for number in range(10)]
-
-
-def open_store(root: Path, blocks: int = 10, **options: Any) -> DiskStore:
-    return DiskStore.open(root, identity(), budget_bytes=blocks * FILE_BYTES, **options)
-
-
-def put(store: DiskStore, key: bytes) -> PutOutcome:
-    return store.put(key, [payload(key)])
-
-
-def get(store: DiskStore, key: bytes) -> bytes:
-    found = bytearray(BLOCK_BYTES)
-    store.get_into(key, [found])
-    return bytes(found)
 
 
 @contextmanager

@@ -7,23 +7,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from random_clients import CHAIN_BLOCKS, DEVICE_BLOCKS, DISK_BLOCKS, HOST_SLOTS, RandomClients, key_of
 from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadJobs, OffloadResults
 from sojourn_server.kv_offload.offload_planner import OffloadPlanner
 
-DEVICE_BLOCKS = 12
-HOST_SLOTS = 7
-DISK_BLOCKS = 6
-CHAINS = 4
-CHAIN_BLOCKS = 6
-
 Content = tuple[bytes, int]
 """Whose hash it has, and by which weights it was computed."""
 GARBAGE: Content = (b"garbage", -1)
-
-
-def key_of(chain: int, index: int) -> bytes:
-    return b"chain%02d-block%03d" % (chain, index)
 
 
 class FakeMover:
@@ -104,7 +95,7 @@ class FakeMover:
         return results
 
 
-class TierLife:
+class TierLife(RandomClients):
     """A device that caches chains of blocks, and loses some; requests that ask for chains."""
 
     def __init__(self, seed: int) -> None:
@@ -135,14 +126,6 @@ class TierLife:
         for block_id, content in writes.items():
             self.device[block_id] = content
         self.planner.take_results(self.mover.take_results())
-
-    def turns(self) -> None:
-        """One or two requests that are admitted by the same step."""
-        asked = []
-        for chain in self.draw.sample(range(CHAINS), self.draw.choice([1, 1, 2])):
-            self.requests += 1
-            asked.append((f"r{self.requests}", chain, self.draw.randint(1, CHAIN_BLOCKS)))
-        self._serve(asked)
 
     def ask_again(self) -> None:
         if not self.waiting:
@@ -186,19 +169,6 @@ class TierLife:
         if self.draw.random() < 0.5:
             self.planner.abandon(request_id)
 
-    def _take_block(self, in_use: dict[bytes, int]) -> int:
-        """A block of the device for something else: what was in it is evicted first."""
-        used = {*self.cached.values(), *in_use.values(), *self.taken}
-        free = [block_id for block_id in range(DEVICE_BLOCKS) if block_id not in used]
-        if free:
-            block_id = free[0]
-        else:
-            key = self.draw.choice(list(self.cached))
-            block_id = self.cached.pop(key)
-            self.planner.evicted(key, block_id, self.draw.choice([0, 1, 2]))
-        self.taken.add(block_id)
-        return block_id
-
     def store_ahead(self) -> None:
         keys = self._chain()
         blocks = [(key, self.cached[key]) for key in keys if key in self.cached]
@@ -218,12 +188,6 @@ class TierLife:
 
     def relabel(self) -> None:
         self.planner.set_rank(self._chain(), self.draw.choice([0, 1, 2]))
-
-    def a_client_goes(self) -> None:
-        if self.waiting:
-            request_id = min(self.waiting)
-            del self.waiting[request_id]
-            self.planner.abandon(request_id)
 
     def time_passes(self) -> None:
         self.now += self.draw.choice([0.1, 5.0, 60.0, -30.0])
@@ -252,10 +216,6 @@ class TierLife:
         self.cached.clear()
         self.waiting.clear()
         self._start()
-
-    def _chain(self) -> list[bytes]:
-        chain = self.draw.randrange(CHAINS)
-        return [key_of(chain, index) for index in range(CHAIN_BLOCKS)]
 
     # -- what must hold after each
 

@@ -23,6 +23,7 @@ pytest.importorskip("torch")
 
 from faulty_file_system import WRITES, FaultyFiles
 from offload_harness import Engine, nothing_is_pinned, slots_add_up
+from random_clients import CHAIN_BLOCKS, DEVICE_BLOCKS, DISK_BLOCKS, HOST_SLOTS, RandomClients, key_of
 from sojourn_server.kv_offload.offload_jobs import OffloadJobs
 
 pytestmark = [
@@ -30,11 +31,6 @@ pytestmark = [
     pytest.mark.filterwarnings("error:::sojourn"),
 ]
 
-DEVICE_BLOCKS = 12
-HOST_SLOTS = 7
-DISK_BLOCKS = 6
-CHAINS = 4
-CHAIN_BLOCKS = 6
 OPERATIONS = 1500
 MOST_S = 6.0
 """A machine that is busy with other things leads a shorter life."""
@@ -43,10 +39,6 @@ READS = frozenset({"open", "size", "readv"})
 
 class Dead(Exception):
     """What a device that fails says."""
-
-
-def key_of(chain: int, index: int) -> bytes:
-    return b"chain%02d-block%03d" % (chain, index)
 
 
 class Faults:
@@ -80,7 +72,7 @@ class Faults:
             raise Dead(name)
 
 
-class Life:
+class Life(RandomClients):
     """A device that caches chains of blocks, and loses some; requests that ask for chains."""
 
     def __init__(self, seed: int, folder: Path, ahead: bool) -> None:
@@ -151,14 +143,6 @@ class Life:
 
     # -- what happens
 
-    def turns(self) -> None:
-        """One or two requests that are admitted by the same step."""
-        asked = []
-        for chain in self.draw.sample(range(CHAINS), self.draw.choice([1, 1, 2])):
-            self.requests += 1
-            asked.append((f"r{self.requests}", chain, self.draw.randint(1, CHAIN_BLOCKS)))
-        self._serve(asked)
-
     def ask_again(self) -> None:
         if self.waiting:
             request_id = self.draw.choice(sorted(self.waiting))
@@ -202,19 +186,6 @@ class Life:
         if self.draw.random() < 0.5:
             self.planner.abandon(request_id)
 
-    def _take_block(self, in_use: dict[bytes, int]) -> int:
-        """A block of the device for something else: what was in it is evicted first."""
-        used = {*self.cached.values(), *in_use.values(), *self.taken}
-        free = [block_id for block_id in range(DEVICE_BLOCKS) if block_id not in used]
-        if free:
-            block_id = free[0]
-        else:
-            key = self.draw.choice(list(self.cached))
-            block_id = self.cached.pop(key)
-            self.planner.evicted(key, block_id, self.draw.choice([0, 1, 2]))
-        self.taken.add(block_id)
-        return block_id
-
     def store_ahead(self) -> None:
         blocks = [(key, self.cached[key]) for key in self._chain() if key in self.cached]
         self.planner.store(blocks, self.draw.choice([0, 1, 2]))
@@ -233,12 +204,6 @@ class Life:
 
     def relabel(self) -> None:
         self.planner.set_rank(self._chain(), self.draw.choice([0, 1, 2]))
-
-    def a_client_goes(self) -> None:
-        if self.waiting:
-            request_id = min(self.waiting)
-            del self.waiting[request_id]
-            self.planner.abandon(request_id)
 
     def time_passes(self) -> None:
         self.engine.now += self.draw.choice([0.1, 5.0, 60.0, -30.0])
@@ -298,10 +263,6 @@ class Life:
         self.done.update(self.planner.counts)
         self.done["restarts"] += 1
         self.engine.close()
-
-    def _chain(self) -> list[bytes]:
-        chain = self.draw.randrange(CHAINS)
-        return [key_of(chain, index) for index in range(CHAIN_BLOCKS)]
 
     # -- the end
 
