@@ -17,7 +17,7 @@ PURE = [
     "peer_table",
     "push_table",
     "transfer_actions",
-    "ctx",
+    "transfer_context",
     "transfer_core",
     "transfer_limits",
     "transfer_link",
