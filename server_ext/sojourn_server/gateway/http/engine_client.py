@@ -112,7 +112,7 @@ def open_session() -> aiohttp.ClientSession:
 
 @dataclass(slots=True)
 class _SendAttempt:
-    """What is known of an attempt when it fails."""
+    """State of an attempt, for when it fails."""
 
     idle_s: float = 0.0
     """Idle time of its connection: after a long one the engine may have just closed it."""
@@ -120,7 +120,7 @@ class _SendAttempt:
     """The head of an answer has arrived."""
 
 
-_current_attempt: ContextVar[_SendAttempt] = ContextVar("trying")
+_current_attempt: ContextVar[_SendAttempt] = ContextVar("send_attempt")
 
 
 class _TrackedConnector(aiohttp.TCPConnector):

@@ -62,5 +62,5 @@ class PolicyFailureLog:
             "the policy that routes failed at %d question%s, the last time with %s; please report this",
             new,
             "" if new == 1 else "s",
-            self._counts.newest_policy_failure or "nothing said",
+            self._counts.newest_policy_failure or "no text",
         )

@@ -256,7 +256,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
 
 
 def load_tenants(config: RayConfig) -> TenantKeys:
-    """The configured keys. Raises ``TenantKeysError``, ``ConfigError``."""
+    """The configured keys. Raises ``TenantKeysError``, ``RayConfigError``."""
     if config.tenants is not None:
         return load_tenant_keys(Path(config.tenants))
     key = read_key(config.keys.api, "keys.api")
@@ -329,7 +329,7 @@ def gateway_class(document: dict[str, Any]) -> type[Any]:
 
 def build(args: dict[str, Any]) -> Any:
     """For ``serve deploy`` and a RayService: ``import_path: sojourn_server.gateway.ray.deployments:build``,
-    with the keys of the configuration under ``args``. Raises ``ConfigError``."""
+    with the keys of the configuration under ``args``. Raises ``RayConfigError``."""
     return application(parse_config(args, source="args"))
 
 

@@ -186,7 +186,7 @@ class RayConfig:
 
 
 def read_config(path: Path) -> RayConfig:
-    """From a YAML file. Raises ``ConfigError``."""
+    """From a YAML file. Raises ``RayConfigError``."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -207,7 +207,7 @@ def read_config(path: Path) -> RayConfig:
 
 
 def parse_config(document: object, *, source: str) -> RayConfig:
-    """From a parsed YAML document. Raises ``ConfigError``."""
+    """From a parsed YAML document. Raises ``RayConfigError``."""
     if isinstance(document, Mapping):
         _check_groups(document, source)
     config = _section(RayConfig, document, source, "")
@@ -367,7 +367,7 @@ def _check_pairs(config: RayConfig, wrong: Wrong) -> None:
 
 
 def read_key(name: str | None, key: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """A key from the environment. Raises ``ConfigError``, which does not repeat it."""
+    """A key from the environment. Raises ``RayConfigError``, which does not repeat it."""
     if name is None:
         return None
     value = environment.get(name, "")
