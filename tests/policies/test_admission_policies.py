@@ -5,22 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from admission_views import admission_view
 from sojourn_server.policies.admission.admission_policies import ExpectedGrowthAdmission, NoAdmissionControl
 from sojourn_server.policies.forecasting.context_growth import MIN_PROGRAMS_SEEN, MIN_TURNS_SEEN
-from sojourn_server.policies.policy_views import AdmissionView, ProgramGrowthView
+from sojourn_server.policies.policy_views import ProgramGrowthView
 
-NEWCOMER = AdmissionView(
-    need_blocks=20,
+NEWCOMER = admission_view(
+    20,
     free_blocks=100,
     pool_blocks=1_000,
     block_size=10,
     max_context_tokens=100_000,
-    anything_running=True,
-    earlier=(),
-    observed_turns=0,
-    mean_growth_tokens=0.0,
-    observed_programs=0,
-    mean_turns=0.0,
 )
 YOUNG = ProgramGrowthView(turns=1, first_prompt_tokens=100, context_tokens=100)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from admission_views import admission_view
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.policies.admission.admission_policies import DemandForecastAdmission
@@ -21,7 +22,7 @@ from sojourn_server.policies.forecasting.shortage_forecast import (
     KvDemandView,
     NoShortageForecast,
 )
-from sojourn_server.policies.policy_views import AdmissionView, RunningRequestView
+from sojourn_server.policies.policy_views import RunningRequestView
 from sojourn_server.policies.preset import PresetError, load_preset, parse_preset
 
 NOTHING = (0.0,) * len(STEP_POINTS)
@@ -29,18 +30,12 @@ NEWCOMER = RunningRequestView(
     "new", 2, -1, 0, context_tokens=152, most_tokens=1000, remaining=(33.0,), of_program=True
 )
 """It needs ten blocks of sixteen tokens now, eleven in sixteen steps, twelve in 32, and none in 33."""
-ENTRY = AdmissionView(
-    need_blocks=10,
+ENTRY = admission_view(
+    10,
     free_blocks=100,
     pool_blocks=100,
     block_size=16,
     max_context_tokens=10_000,
-    anything_running=True,
-    earlier=(),
-    observed_turns=0,
-    mean_growth_tokens=0.0,
-    observed_programs=0,
-    mean_turns=0.0,
     own=NEWCOMER,
     needed_blocks=NOTHING,
     available_blocks=100,
