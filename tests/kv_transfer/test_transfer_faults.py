@@ -597,7 +597,7 @@ def test_more_than_was_announced_does_not_take_the_room_of_others() -> None:
     here.offer("t", "d", WHOLE)
     here.give("t", WHOLE)
     world.run(1.0)
-    assert here.over(PushEnded, "t").why == "9 blocks were offered; room was asked for fewer"
+    assert here.over(PushEnded, "t").why == "9 blocks were offered; the read reserved fewer"
     assert there.core.ctx.buffers.most_used <= 10
     here.do(here.core.end_load, "t")
     there.do(there.core.end_load, "other")

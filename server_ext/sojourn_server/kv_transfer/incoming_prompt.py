@@ -234,7 +234,7 @@ class IncomingPrompt:
     def _begin_taking(self, offer: PromptOfferSide, now: float) -> None:
         ctx = self._prompts.ctx
         if not ctx.buffers.extend(self.name, offer.keys):
-            self.fail(f"{len(offer.keys)} blocks were offered; room was asked for fewer", now, notify=True)
+            self.fail(f"{len(offer.keys)} blocks were offered; the read reserved fewer", now, notify=True)
             return
         ctx.buffers.settle(self.name)
         offer.slots = [ctx.buffers.slot(self.name, key) for key in offer.keys]

@@ -284,7 +284,7 @@ class LoadTable:
         if load in self._loads:
             raise ValueError(f"load {load!r} is in progress already")
         if not keys or len(set(keys)) != len(keys):
-            raise ValueError(f"load {load!r} is of {len(keys)} blocks, {len(set(keys))} of them different")
+            raise ValueError(f"load {load!r} has {len(keys)} blocks, {len(set(keys))} of them distinct")
         if peer is not None and peer.transfer in self._fetches:
             raise ValueError(f"transfer {peer.transfer!r} is being fetched already")
         fits = list(keys[: self.ctx.limits.slots])

@@ -153,7 +153,9 @@ class PushTable:
         if transfer in self._pushes:
             raise ValueError(f"transfer {transfer!r} was offered already")
         if not keys or len(set(keys)) != len(keys):
-            raise ValueError(f"transfer {transfer!r} is of {len(keys)} blocks, {len(set(keys))} different")
+            raise ValueError(
+                f"transfer {transfer!r} has {len(keys)} blocks, {len(set(keys))} of them distinct"
+            )
         push = self._pushes[transfer] = BlockPush(self, transfer, list(keys), epoch, traffic_class, now)
         self.ctx.counts["pushes"] += 1
         self._peers.reach(address, push, now)

@@ -206,7 +206,7 @@ class TransferCore:
         """Handle a complete message. ``payload`` is copied before this returns."""
         if isinstance(message, HANDSHAKE_MESSAGES) or not self.peers.is_ready(conn):
             if not self.peers.received(conn, message, now):
-                self.close_connection(conn, f"{type(message).__name__} has no business here now", now)
+                self.close_connection(conn, f"{type(message).__name__} is not allowed here now", now)
         elif isinstance(message, DataMessage):
             taken = self.loads.data(conn, message, payload, now)
             if not taken and not self.prompts.data(conn, message, payload, now):

@@ -170,7 +170,7 @@ class TransferManager:
         handle = PromptHandle(self, transfer)
         if not self._begin(handle, self.core.expect, transfer, epoch=epoch):
             handle.outcome = PromptTransferEnded(
-                transfer, False, "this engine has started anew since it was pushed"
+                transfer, False, "this engine has restarted since the prompt was pushed"
             )
             self.forget(handle)
         return handle
