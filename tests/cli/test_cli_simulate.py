@@ -70,6 +70,7 @@ def refused(*arguments: str) -> CliError:
         ({"program_id": "q", "turns": [{"prompt_tokens": 5}]}, "`output_tokens` - at `$.turns[0]`"),
         ({"program_id": "q", "turns": []}, "line 2: program 'q' has no turns"),
         ({"program_id": "q", "turns": [turn(5, gap_s=-1)]}, "line 2: turn 0: gap_s is -1.0; expected ≥ 0"),
+        ({"program_id": "q", "turns": [turn(5, gap_s=1e308)]}, "gap_s is 1e+308; expected at most 1e+09"),
         ({"program_id": "q", "turns": [turn(5, tool_seconds=-0.5)]}, "turn 0: tool_seconds is -0.5"),
         ({"program_id": "q", "turns": [turn(-5)]}, "line 2: turn 0: prompt_tokens is -5; expected ≥ 0"),
         (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sojourn_server.traces import trace_reader
 from sojourn_server.traces.trace_reader import read_trace
 from sojourn_server.traces.trace_schema import ASSUMED_DECODE_S, TraceError, TraceToolRun, TraceTurn
 
@@ -63,6 +64,10 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
         (program(turns=[turn(tools=[{"name": "x", "s": -2}])]), "turn 0, tool 'x': s is -2"),
         (program(turns=[turn(prompt_tokens="many")]), "Expected `int`, got `str`"),
         (program(arrival_s=-1), "arrival_s is -1"),
+        (program(arrival_s=1e30), r"program .*: arrival_s is 1e\+30; expected at most 1e\+09 seconds"),
+        (program(turns=[turn(), turn(gap_s=1e308)]), r"turn 1: gap_s is 1e\+308; expected at most"),
+        (program(turns=[turn(dt_s=1e16)]), r"turn 0: dt_s is 1e\+16; expected at most"),
+        (program(turns=[turn(tools=[{"name": "x", "s": 2e9}])]), r"turn 0, tool 'x': s is 2e\+09"),
         ([1], "Expected `object`, got `array`"),
         (program("good"), "'good' is on line 1 too"),
     ],
@@ -84,6 +89,21 @@ def test_a_truncated_gzip_says_after_which_line(tmp_path: Path) -> None:
     packed.write_bytes(whole[:20] + bytes([whole[20] ^ 0xFF]) + whole[21:])
     with pytest.raises(TraceError, match=r"t\.jsonl\.gz"):
         list(read_trace(packed))
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_line_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool) -> None:
+    """A line of 1.5 GB was read into memory before anything was said about it."""
+    good = json.dumps(program("good")).encode()
+    monkeypatch.setattr(trace_reader, "MAX_LINE_BYTES", len(good) + 1)
+    path = tmp_path / "t.jsonl"
+    for bad in (b"x" * (len(good) + 2), b" " * (len(good) + 1) + b"\n"):
+        data = good + b"\n" + bad
+        path.write_bytes(gzip.compress(data) if compressed else data)
+        lines = read_trace(path)
+        assert next(lines).program_id == "good"
+        with pytest.raises(TraceError, match=rf"line 2: longer than {len(good) + 1} bytes"):
+            next(lines)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", gzip.compress(b"", mtime=0)])

@@ -193,8 +193,11 @@ def _urls(role: str, texts: list[str], example: str) -> list[str]:
 def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
     import uvicorn
 
+    from sojourn_server.gateway.http.header_deadline import HeaderDeadlineProtocol
+
     uvicorn.run(
         app,
+        http=HeaderDeadlineProtocol,
         host=host,
         port=port,
         log_level=log_level,

@@ -12,6 +12,9 @@ import msgspec
 
 from .trace_schema import TraceError, TraceProgram, check_program
 
+MAX_LINE_BYTES = 256 * 1024 * 1024
+"""Longest line, which is one program. A line is decoded in memory at some ten times its size."""
+
 _decoder = msgspec.json.Decoder(TraceProgram)
 
 
@@ -37,7 +40,12 @@ def read_numbered(path: str | Path, limit: int | None = None) -> Iterator[tuple[
     number = 0
     try:
         with _open(path) as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b""), start=1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise TraceError(
+                        f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes; expected one program, "
+                        "whose records are shorter (MAX_LINE_BYTES in traces/trace_reader.py)"
+                    )
                 if not line.strip():
                     continue
                 if limit is not None and len(seen) >= limit:

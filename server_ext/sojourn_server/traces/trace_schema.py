@@ -130,6 +130,8 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 _SECONDS = ("tool_seconds", "gap_s", "t", "llm_s", "dt_s")
+MAX_SECONDS = 1e9
+"""Longest time in a trace, 31 years. A clock that adds milliseconds to a much longer time stands still."""
 _TOKENS = (
     "prompt_tokens",
     "output_tokens",
@@ -150,14 +152,19 @@ def check_program(program: TraceProgram) -> None:
         raise TraceError(f"program {program.program_id!r} has no turns")
     for name in ("arrival_s", "parent_turn", "start_offset_s", "shared_prefix_tokens"):
         _at_least_zero(program, name, f"program {program.program_id!r}")
+    for name in ("arrival_s", "start_offset_s"):
+        _check_longest(program, name, f"program {program.program_id!r}")
     for index, turn in enumerate(program.turns):
         where = f"turn {index}"
         for name in (*_SECONDS, *_TOKENS):
             _at_least_zero(turn, name, where)
+        for name in _SECONDS:
+            _check_longest(turn, name, where)
         if turn.prompt_tokens == 0:
             raise TraceError(f"{where}: prompt_tokens is 0; expected at least one")
         for run in turn.tools or ():
             _at_least_zero(run, "s", f"{where}, tool {run.name!r}")
+            _check_longest(run, "s", f"{where}, tool {run.name!r}")
     _check_blocks(program)
 
 
@@ -195,3 +202,9 @@ def _at_least_zero(holder: object, name: str, where: str) -> None:
     value = getattr(holder, name)
     if value is not None and not value >= 0:
         raise TraceError(f"{where}: {name} is {value}; expected ≥ 0")
+
+
+def _check_longest(holder: object, name: str, where: str) -> None:
+    value = getattr(holder, name)
+    if value is not None and value > MAX_SECONDS:
+        raise TraceError(f"{where}: {name} is {value:g}; expected at most {MAX_SECONDS:g} seconds")

@@ -1,0 +1,68 @@
+"""uvicorn's HTTP protocol with a deadline for a request's headers, which uvicorn lacks.
+
+Without one a client that sends half a request holds a connection for ever, and some hundreds of such clients
+hold all of a gateway's file descriptors. Bodies have deadlines of their own where they are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+HEADERS_TIMEOUT_S = 10.0
+"""Longest time from a request's first byte to the end of its headers."""
+FIRST_BYTE_TIMEOUT_S = 75.0
+"""Longest time from a connection to its first byte; later requests have uvicorn's keep-alive timeout."""
+_TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class HeaderDeadline(asyncio.Protocol):
+    """A mix-in for uvicorn's protocols. Closes a connection whose request's headers take too long."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    cycle: Any
+    """uvicorn's newest request; ``None`` before the first."""
+    _deadline: asyncio.TimerHandle | None = None
+    _has_begun = False
+    """Some bytes of the next request have arrived."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(FIRST_BYTE_TIMEOUT_S, self._time_out)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_serving():
+            self._cancel_deadline()
+            self._has_begun = False
+        elif not self._has_begun:  # further bytes do not move the deadline
+            self._cancel_deadline()
+            self._has_begun = True
+            self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, self._time_out)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_deadline()
+        super().connection_lost(exc)
+
+    def _is_serving(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _time_out(self) -> None:
+        self._deadline = None
+        if self._is_serving() or self.transport.is_closing():
+            return
+        if self._has_begun:
+            self.transport.write(_TIMED_OUT)
+        self.transport.close()
+
+
+class HeaderDeadlineProtocol(HeaderDeadline, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """The protocol that uvicorn chooses by what is installed, with the deadline."""

@@ -1,0 +1,105 @@
+"""300 half-requests were still open after 64 s: a request's headers have a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from gateway_harness import DEADLINE_S, until
+from sojourn_server.gateway.http import header_deadline
+from sojourn_server.gateway.http.header_deadline import HeaderDeadline, HeaderDeadlineProtocol
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HALF = b"GET / HTTP/1.1\r\nHost: a\r\nX-Half: "
+WHOLE = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+class OverH11(HeaderDeadline, H11Protocol):
+    """uvicorn's choice where httptools is not installed."""
+
+
+@pytest.fixture(params=[HeaderDeadlineProtocol, OverH11])
+def protocol(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[asyncio.Protocol]:
+    monkeypatch.setattr(header_deadline, "HEADERS_TIMEOUT_S", 0.3)
+    found: type[asyncio.Protocol] = request.param
+    return found
+
+
+@asynccontextmanager
+async def listening(protocol: type[asyncio.Protocol]) -> AsyncIterator[int]:
+    async def answer(request: Request) -> Response:
+        await asyncio.sleep(float(request.query_params.get("sleep", "0")))
+        return PlainTextResponse("here")
+
+    bound = socket.socket(proto=socket.IPPROTO_TCP)
+    bound.bind(("127.0.0.1", 0))
+    app = Starlette(routes=[Route("/", answer)])
+    server = uvicorn.Server(uvicorn.Config(app, http=protocol, log_level="error", ws="none", loop="asyncio"))
+    task = asyncio.ensure_future(server._serve(sockets=[bound]))
+    await until(lambda: server.started)
+    try:
+        yield bound.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def test_half_a_request_is_closed_however_slowly_it_goes_on(protocol: type[asyncio.Protocol]) -> None:
+    async with listening(protocol) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HALF)
+
+        async def trickle() -> None:
+            while True:
+                writer.write(b"x")
+                await asyncio.sleep(0.05)
+
+        slowly = asyncio.ensure_future(trickle())
+        try:
+            answer = await asyncio.wait_for(reader.read(), DEADLINE_S)
+        except ConnectionResetError:
+            answer = b""  # bytes that were under way met a closed connection
+        finally:
+            slowly.cancel()
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 408 Request Timeout")
+        writer.close()
+
+
+async def test_half_a_request_after_a_whole_one_is_closed(protocol: type[asyncio.Protocol]) -> None:
+    async with listening(protocol) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(WHOLE)
+        assert (await reader.readuntil(b"here")).startswith(b"HTTP/1.1 200")
+        writer.write(HALF)
+        assert (await asyncio.wait_for(reader.read(), DEADLINE_S)).startswith(b"HTTP/1.1 408 Request Timeout")
+        writer.close()
+
+
+async def test_whole_requests_have_no_deadline(protocol: type[asyncio.Protocol]) -> None:
+    """The answer takes longer than headers may, and headers come in pieces."""
+    async with listening(protocol) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            writer.write(b"GET /?sleep=0.6 HTTP/1.1\r\nHo")
+            await asyncio.sleep(0)
+            writer.write(b"st: a\r\n\r\n")
+            assert (await reader.readuntil(b"here")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_a_connection_without_a_byte_is_closed(
+    protocol: type[asyncio.Protocol], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(header_deadline, "FIRST_BYTE_TIMEOUT_S", 0.2)
+    async with listening(protocol) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b""
+        writer.close()
