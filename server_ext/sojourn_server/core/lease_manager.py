@@ -8,6 +8,7 @@ from typing import Any
 from sojourn.ids import ProgramId
 
 from ..metrics.turn_ledger import EvictedBlock, LossCause
+from ..policies.lease_reclaim.lease_reclaim_policies import reclaim_for_overdue
 from ..policies.policy_protocols import DecisionReason, EndedKvHandling, RetentionDecision
 from ..policies.policy_views import FinishedTurnView, ReclaimRequest
 from ..programs.program_state import ProgramState
@@ -60,7 +61,10 @@ class LeaseManager:
             views = [view._replace(blocks=freed_by(view.program_id)) for view in views]
         if state.preset.eviction.by_program:
             views = [view._replace(score=score(view.program_id)) for view in views]
-        chosen = state.preset.room.release(need, views, now)
+        if need.overdue:
+            chosen = reclaim_for_overdue(need, views, now)
+        else:
+            chosen = state.preset.room.release(need, views, now)
         for program_id in chosen or ():
             self.end(program_id, DecisionReason.PRESSURE, now)
         if not chosen:
@@ -128,20 +132,58 @@ class LeaseManager:
         # A block that several leases share counts once against the budget.
         more = blocks if unheld_blocks is None else unheld_blocks
         held = state.leases.blocks if held_blocks is None else held_blocks
-        if keep.ttl_s > 0 and held + more > state.leases.budget_blocks:
-            keep = RetentionDecision(0.0, DecisionReason.OVER_BUDGET)
+        excess = held + more - state.leases.budget_blocks
+        hinted = keep.reason is DecisionReason.HINTED
+        if keep.ttl_s > 0 and (hinted or excess > 0):
+            share = self._hinted_share_blocks(program.tenant)
+            own = state.leases.hinted_blocks.get(program.tenant, 0) + (more if hinted else 0)
+            if own > share or (excess > 0 and not self._end_excess_hinted(share, excess, now)):
+                keep = RetentionDecision(0.0, DecisionReason.OVER_BUDGET)
         self.log_keep(program, keep, blocks, now, kind)
         if keep.ttl_s <= 0:
             return None
         silent_s = now + SILENCE_INITIAL_S if program.heartbeats else None
         lease = Lease(
             program.id, program.rank, now, keep.ttl_s, now + keep.ttl_s, silent_s, blocks, reload_s,
-            keep.reason, tool,
+            keep.reason, tool, tenant=program.tenant,
         )  # fmt: skip
         lease.limit_s = now + max(keep.ttl_s, state.limits.max_held_s)
         state.leases.grant(lease)
         program.gap_leased = True
         return lease
+
+    def _hinted_share_blocks(self, tenant: str | None) -> int:
+        """Blocks that hinted leases of one tenant may hold.
+
+        The budget is divided equally among tenants with hinted leases or with requests in the engine.
+        Requests without a program count as one more tenant.
+        """
+        state = self._state
+        tenants = {tenant, *state.leases.hinted_blocks}
+        untracked = False
+        for request in state.requests.states.values():
+            if request.program is None:
+                untracked = True
+            else:
+                tenants.add(request.program.tenant)
+        return state.leases.budget_blocks // (len(tenants) + untracked)
+
+    def _end_excess_hinted(self, share_blocks: int, blocks: int, now: float) -> bool:
+        """End hinted leases of tenants above their share, the soonest-expiring first; False if the excess
+        is less than ``blocks``, and then none ends."""
+        held = self._state.leases.hinted_blocks
+        excess = {tenant: held[tenant] - share_blocks for tenant in held if held[tenant] > share_blocks}
+        if sum(excess.values()) < blocks:
+            return False
+        hinted = [lease for lease in self._state.leases if lease.reason is DecisionReason.HINTED]
+        for lease in sorted(hinted, key=lambda lease: (lease.expires_s, lease.program_id)):
+            if blocks <= 0:
+                break
+            if excess.get(lease.tenant, 0) > 0:
+                excess[lease.tenant] -= lease.blocks
+                blocks -= lease.blocks
+                self.end(lease.program_id, DecisionReason.PRESSURE, now)
+        return True
 
     def _chunked_reload_s(self, tokens: int, reload_s: float) -> float:
         pieces = -(-tokens // self._state.pool.step_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, KeysView
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ class Lease:
     reload_s: float
     reason: DecisionReason
     tool: str | None = None
+    tenant: str | None = None
     limit_s: float = float("inf")
     """It ends by then, whatever its client reports."""
     anchored: bool = False
@@ -45,7 +47,10 @@ class Lease:
 
     def view(self) -> LeaseView:
         """What a policy sees of it."""
-        return LeaseView(self.program_id, self.rank, self.expires_s, self.blocks, self.reload_s, self.waiting)
+        return LeaseView(
+            self.program_id, self.rank, self.expires_s, self.blocks, self.reload_s, self.waiting,
+            hinted=self.reason is DecisionReason.HINTED,
+        )  # fmt: skip
 
 
 class LeaseTable:
@@ -57,6 +62,8 @@ class LeaseTable:
         """Grows with every granted or ended lease."""
         self.blocks = 0
         """Blocks held by all leases; a shared block counts for each that holds it."""
+        self.hinted_blocks: Counter[str | None] = Counter()
+        """Blocks held by leases whose TTL their client chose, by tenant; without zeros."""
         self._leases: dict[ProgramId, Lease] = {}
         self._deadlines: list[tuple[float, int, ProgramId]] = []
         self._version: dict[ProgramId, int] = {}
@@ -85,6 +92,8 @@ class LeaseTable:
         self._leases[lease.program_id] = lease
         self.changes += 1
         self.blocks += lease.blocks
+        if lease.reason is DecisionReason.HINTED:
+            self.hinted_blocks[lease.tenant] += lease.blocks
         self._push(lease)
 
     def heard(self, program_id: ProgramId, now: float) -> None:
@@ -130,6 +139,10 @@ class LeaseTable:
         lease = self._leases.pop(program_id, None)
         if lease is not None:
             self.blocks -= lease.blocks
+            if lease.reason is DecisionReason.HINTED:
+                self.hinted_blocks[lease.tenant] -= lease.blocks
+                if not self.hinted_blocks[lease.tenant]:
+                    del self.hinted_blocks[lease.tenant]
             self.changes += 1
             self._version.pop(program_id, None)
         return lease

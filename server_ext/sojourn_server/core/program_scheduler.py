@@ -480,12 +480,20 @@ class ProgramScheduler:
     def queue_key(self, request_id: str, *, preempted: bool | None = None) -> tuple[Any, ...]:
         """The request's place in the queue, lowest first. ``preempted``: its status in the engine now."""
         state = self._requests.states[request_id]
+        if self._overdue_s(state) <= self._now_s:
+            return (-math.inf, state.since_s)
         view = self._requests.waiting(state, self._now_s, leased=self._is_leased(state))
         return self.preset.order.key(view if preempted is None else view._replace(preempted=preempted))
 
     def promoted_s(self, request_id: str) -> float:
         """When waiting alone puts the request first in the queue; ``inf``: never, in the present state."""
-        return self._promoted_s(self._requests.states[request_id])
+        state = self._requests.states[request_id]
+        return min(self._promoted_s(state), self._overdue_s(state))
+
+    def is_overdue(self, request_id: str, now: float) -> bool:
+        """Whether a waiting request has waited so long that it may end any lease."""
+        state = self._requests.states.get(request_id)
+        return state is not None and self._overdue_s(state) <= now
 
     def subject_to_admission(self, request_id: str, *, preempted: bool | None = None) -> bool:
         """Whether ``AdmissionRequested`` must precede the request's admission."""
@@ -591,6 +599,8 @@ class ProgramScheduler:
         running = [state.prompt_tokens for state in requests.values() if state.running]
         assert self._requests.running_tokens == sum(running), "tokens of running requests"
         assert self._leases.blocks == sum(lease.blocks for lease in self._leases), "blocks of leases"
+        hinted = [lease.blocks for lease in self._leases if lease.reason is DecisionReason.HINTED]
+        assert self._leases.hinted_blocks.total() == sum(hinted), "blocks of hinted leases"
         assert all(lease.program_id in self._programs for lease in self._leases), (
             "a lease of an unknown program"
         )
@@ -609,6 +619,15 @@ class ProgramScheduler:
     def _promoted_s(self, request_state: RequestState) -> float:
         leased = self._is_leased(request_state)
         return self.preset.order.promoted_s(self._requests.waiting(request_state, self._now_s, leased=leased))
+
+    def _overdue_s(self, request_state: RequestState) -> float:
+        """When a request may end any lease; ``inf``: never, because it has a program or runs.
+
+        A program waits for earlier programs only, which is what leases are for.
+        """
+        if request_state.program is not None or request_state.running:
+            return math.inf
+        return request_state.since_s + self.state.limits.line_patience_s
 
     def _current_score(self, program_id: ProgramId) -> tuple[float, ...]:
         # Not the overridden questions: a recording holds those of the engine only.

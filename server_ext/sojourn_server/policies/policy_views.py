@@ -81,6 +81,8 @@ class LeaseView(NamedTuple):
     score: tuple[float, ...] = ()
     """The program's place in the eviction order, lowest first; empty if the preset does not order by
     program."""
+    hinted: bool = False
+    """Its client chose the TTL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,8 @@ class ReclaimRequest:
     """False: the engine is idle until blocks are freed."""
     idle_s: float = 0.0
     """Seconds for which nothing has run although a request waited; 0 if something runs."""
+    overdue: bool = False
+    """It has waited so long that it may take any lease, whatever the policy is."""
 
 
 class RunningRequestView(NamedTuple):

@@ -209,6 +209,7 @@ class AllocationFallback:
                 blocks=self._missing_blocks(request, args, kwargs, running),
                 running=running,
                 anything_running=bool(self._scheduler.running),
+                overdue=not running and self._program_scheduler.is_overdue(request.request_id, now),
             )
             if not self._program_scheduler.may_reclaim(need):
                 break

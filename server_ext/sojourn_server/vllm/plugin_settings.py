@@ -52,6 +52,8 @@ class PluginSettings:
     return_grace_s: float = 2.0
     gate_timeout_s: float = 600.0
     """A request whose program gets no place on the device for this time is refused with an error."""
+    line_patience_s: float = 30.0
+    """A request without a program that has waited this long goes first and may end any lease."""
     max_programs: int = 20_000
     compute_quota_s: float = 0.0
     """Maximum seconds of attention a step, by the profile; 0: no limit."""
@@ -145,6 +147,7 @@ class PluginSettings:
             max_hinted_ttl_s=self.max_hinted_ttl_s,
             return_grace_s=self.return_grace_s,
             gate_timeout_s=self.gate_timeout_s,
+            line_patience_s=self.line_patience_s,
         )
 
 

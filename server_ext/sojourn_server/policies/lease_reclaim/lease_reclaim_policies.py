@@ -113,6 +113,18 @@ class EvictionOrderReclaim:
         return _shortest_sufficient_prefix(victims, need.blocks)
 
 
+def reclaim_for_overdue(
+    need: ReclaimRequest, leases: Sequence[LeaseView], now: float
+) -> tuple[ProgramId, ...] | None:
+    """Leases that end for an overdue request, under every policy: those that clients asked for first, then
+    the soonest-expiring. A policy that let them stand would let hints starve requests without a program."""
+    victims = sorted(
+        (lease for lease in leases if lease.program_id != need.program_id),
+        key=lambda lease: (not lease.hinted, lease.waiting, lease.expires_s, lease.program_id),
+    )
+    return _shortest_sufficient_prefix(victims, need.blocks)
+
+
 def _shortest_sufficient_prefix(leases: Sequence[LeaseView], blocks: int) -> tuple[ProgramId, ...] | None:
     """The shortest prefix of ``leases`` with at least ``blocks``; all of them if they have fewer."""
     chosen: list[ProgramId] = []

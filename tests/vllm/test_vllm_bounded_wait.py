@@ -1,0 +1,124 @@
+"""A request of no program waits at most ``line_patience_s`` longer than in stock vLLM, however many hinted
+leases other clients take."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+PATIENCE_S = 5.0
+STEP_S = 0.05
+LONGEST_TURN_S = 3.0
+"""Bound of the time that a request of the load runs: nothing is preempted for the stranger."""
+GIVE_UP_S = 120.0
+BLOCKS = 201
+BLOCK_SIZE = 16
+
+
+class GreedyClients:
+    """Programs that hold hinted leases, some of them in a loop, and one request that always runs."""
+
+    def __init__(
+        self, engine: Any, seed: int, programs: int, looping: int, ttl_s: float, tenants: int
+    ) -> None:
+        self.engine = engine
+        self.random = random.Random(seed)
+        self.looping = looping
+        self.ttl_s = ttl_s
+        self.tenants = tenants
+        self.contexts = {
+            n: [n * 10_000 + i for i in range(self.random.randrange(200, 400))] for n in range(programs)
+        }
+        self.busy: dict[str, int | None] = {}
+        self.numbers = itertools.count()
+
+    def step(self, now: float) -> None:
+        if None not in self.busy.values():
+            self.start(None, [-1 - i for i in range(32)], int(LONGEST_TURN_S / STEP_S) - 10)
+        idle = [n for n in self.contexts if n not in self.busy.values()]
+        for n in self.random.sample(idle, min(len(idle), max(0, self.looping + 1 - len(self.busy)))):
+            self.start(n, self.contexts[n], 4)
+        for request_id in self.engine.step().finished:
+            n = self.busy.pop(request_id, None)
+            if n is not None and len(self.contexts[n]) < 1000:
+                self.contexts[n] += [n * 10_000 + 5_000 + len(self.contexts[n]) + i for i in range(20)]
+
+    def start(self, n: int | None, prompt: list[int], max_tokens: int) -> None:
+        request_id = f"r{next(self.numbers)}"
+        self.busy[request_id] = n
+        program = {
+            "program_id": f"P{n}",
+            "context": {
+                "kv_retention_ttl_seconds": self.ttl_s,
+                "sojourn": {"v": 1, "tenant": f"t{(n or 0) % self.tenants}"},
+            },
+        }
+        self.engine.add(request_id, prompt, max_tokens=max_tokens, **(program if n is not None else {}))
+
+
+def wait_of_a_stranger(make_engine: Callable[..., Any], clock: Any, policy: str | None, **load: Any) -> float:
+    """Virtual seconds from the arrival of a request for half of the pool to its admission."""
+    options = {"settings": {"line_patience_s": PATIENCE_S}} if policy is not None else {}
+    engine = make_engine(policy, blocks=BLOCKS, block_size=BLOCK_SIZE, max_model_len=4096, **options)
+    clients = GreedyClients(engine, **load)
+
+    def step() -> None:
+        clients.step(clock.now)
+        clock.now += STEP_S
+
+    for _ in range(600):
+        step()
+    arrived_s = clock.now
+    engine.add("stranger", [500_000 + i for i in range(BLOCKS // 2 * BLOCK_SIZE)])
+    while clock.now - arrived_s < GIVE_UP_S:
+        step()
+        stranger = engine.scheduler.requests.get("stranger")
+        if stranger is None or stranger.num_computed_tokens:
+            break
+    return clock.now - arrived_s
+
+
+@pytest.mark.parametrize("policy", ["static-ttl", "continuum", "fixed-ttl", "saga", "tetris"])
+def test_hinted_leases_delay_a_stranger_by_no_more_than_the_patience(make_engine, clock, policy) -> None:
+    load = {"seed": 1, "programs": 40, "looping": 8, "ttl_s": 300.0, "tenants": 1}
+    stock_s = wait_of_a_stranger(make_engine, clock, None, **load)
+    ours_s = wait_of_a_stranger(make_engine, clock, policy, **load)
+    assert ours_s <= stock_s + PATIENCE_S + LONGEST_TURN_S
+
+
+@given(
+    load=st.fixed_dictionaries(
+        {
+            "seed": st.integers(0, 1000),
+            "programs": st.integers(1, 60),
+            "looping": st.integers(0, 16),
+            "ttl_s": st.sampled_from([1.0, 30.0, 300.0]),
+            "tenants": st.integers(1, 4),
+        }
+    )
+)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_mix_of_greedy_clients_delays_a_stranger_for_longer(make_engine, clock, load) -> None:
+    stock_s = wait_of_a_stranger(make_engine, clock, None, **load)
+    ours_s = wait_of_a_stranger(make_engine, clock, "static-ttl", **load)
+    assert ours_s <= stock_s + PATIENCE_S + LONGEST_TURN_S
+
+
+def test_a_tenant_cannot_take_the_lease_budget_of_another_with_hints(make_engine) -> None:
+    engine = make_engine("static-ttl", blocks=BLOCKS, max_model_len=4096)
+    for tenant, programs in (("a", 10), ("b", 3), ("a", 1)):
+        for number in range(programs):
+            hint = {"kv_retention_ttl_seconds": 300.0, "sojourn": {"v": 1, "tenant": tenant}}
+            name = f"{tenant}{programs}{number}"
+            prompt = [hash((name, i)) % 100_000 for i in range(20 * BLOCK_SIZE)]
+            engine.add(name, prompt, program_id=name, context=hint)
+            engine.run()
+    leased = engine.scheduler.sojourn.program_scheduler.leased_programs()
+    assert sum(name.startswith("b") for name in leased) == 3
+    assert sum(name.startswith("a") for name in leased) == 6  # what is left of the budget
