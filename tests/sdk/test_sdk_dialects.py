@@ -82,9 +82,9 @@ def test_every_pinned_dialect_exists():
 
 def test_the_page_names_every_dialect_and_its_direction():
     page = (GOLDEN.parent.parent.parent / "docs" / "dialects.md").read_text(encoding="utf-8")
-    overview = page.partition("## Which way is up")[0]
+    overview = page.partition("## Direction of priorities")[0]
     assert {line.split("`")[1] for line in overview.splitlines() if line.startswith("| `")} == set(DIALECTS)
-    directions = page.partition("## Which way is up")[2].partition("##")[0]
+    directions = page.partition("## Direction of priorities")[2].partition("##")[0]
     for line in directions.splitlines():
         if line.startswith("| `"):
             names, _, becomes = [cell.strip() for cell in line.strip("|").split("|")][:3]
@@ -92,7 +92,7 @@ def test_the_page_names_every_dialect_and_its_direction():
                 body, _ = DIALECTS[name].fields(context(priority=7))
                 told = {"vllm_xargs": hint, "nvext": lambda b: b["nvext"]["agent_hints"]["priority"]}
                 read = next(
-                    (told[key] for key in told if key in body), lambda b: b.get("priority", "nothing")
+                    (told[key] for key in told if key in body), lambda b: b.get("priority", "not sent")
                 )
                 assert str(read(body)) == becomes.strip("`"), name
 
