@@ -1,5 +1,5 @@
 # make setup   an environment in .venv with the CPU engine, our packages and the test tools
-# make demo    setup, then the demonstration (about nine minutes); figures in $(JSON), picture in $(PLOT)
+# make demo    setup, then the demonstration (about ten minutes); figures in $(JSON), picture in $(PLOT)
 # make test    setup, then every test, those that start an engine included, and the frameworks'
 # make frameworks  the frameworks' tests alone, with the newest and the oldest releases we support
 # make fast    setup, then the tests that start no engine

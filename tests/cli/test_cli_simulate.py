@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import typer.testing
+from cli_process import COLUMNS, run_sojourn
 from sojourn_server.cli import build_app
 from sojourn_server.cli.console import CliError
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
@@ -298,7 +299,7 @@ def test_messages_are_shown_as_they_are(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def twice(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, subprocess.CompletedProcess[str]]]:
-    """The same command in two folders."""
+    """The same command in two folders and two processes."""
     results = []
     for name in ("first", "second"):
         folder = tmp_path_factory.mktemp(name)
@@ -307,14 +308,13 @@ def twice(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, subproce
             "simulate mini.jsonl --programs 3 --hours 0.01 --pool-tokens 3000 "
             "--policy stock,continuum,belady --json - --plot plots --save runs.json.gz --explain p0"
         )
-        results.append(
-            (
-                folder,
-                subprocess.run(
-                    [*SOJOURN, *command.split()], cwd=folder, capture_output=True, text=True, timeout=500
-                ),
-            )
-        )
+        if name == "first":
+            line = [*SOJOURN, *command.split()]
+            wide = {**os.environ, "COLUMNS": str(COLUMNS)}
+            result = subprocess.run(line, cwd=folder, env=wide, capture_output=True, text=True, timeout=500)
+        else:
+            result = run_sojourn(*command.split(), cwd=folder)
+        results.append((folder, result))
     return results
 
 
@@ -395,7 +395,7 @@ def test_partial_results_are_shown_if_no_program_finishes(tmp_path: Path) -> Non
     out = tmp_path / "out.json"
     command = f"simulate {trace} --programs 1 --hours 0.0005 --policy stock --json {out} --explain p"
     command += f" --plot {tmp_path}"
-    result = subprocess.run([*SOJOURN, *command.split()], capture_output=True, text=True, timeout=500)
+    result = run_sojourn(*command.split())
     assert result.returncode == 0, result.stderr[-3000:]
     said = " ".join(result.stderr.split())
     assert "note: no program finished in this time" in said
@@ -417,7 +417,7 @@ def test_partial_results_are_shown_if_no_program_finishes(tmp_path: Path) -> Non
 def test_a_note_says_that_no_program_arrived(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "out.json"
     command = f"simulate {trace} --programs 1 --rate 0.001 --hours 0.0005 --policy stock --json {out}"
-    result = subprocess.run([*SOJOURN, *command.split()], capture_output=True, text=True, timeout=500)
+    result = run_sojourn(*command.split())
     assert result.returncode == 0, result.stderr[-3000:]
     assert "note: no program arrived in this time" in " ".join(result.stderr.split())
     (row,) = read_results(out).runs

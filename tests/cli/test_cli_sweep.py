@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 import typer.testing
+from cli_process import run_sojourn
 from sojourn_server.cli import build_app
 from sojourn_server.cli.console import CliError
 from sojourn_server.simulator.report.results_file import SimulationResults, read_results
@@ -19,7 +17,6 @@ from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS, RunRow
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")
 
-SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
 WORKLOAD = "synthetic:continuum-bfcl"
 SMALL = f"simulate {WORKLOAD} --programs 8 --hours 0.02 --pool-tokens 20000 --max-model-len 12000 --jobs 2"
 
@@ -81,14 +78,7 @@ class Swept(NamedTuple):
 
 
 def run(folder: Path, arguments: str) -> str:
-    done = subprocess.run(
-        [*SOJOURN, *SMALL.split(), *arguments.split()],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "250"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    done = run_sojourn(*SMALL.split(), *arguments.split(), cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     return done.stderr
@@ -186,7 +176,7 @@ def test_arrivals_are_swept_until_the_last_has_finished(tmp_path: Path) -> None:
         f"simulate {WORKLOAD} --programs 3 --pool-tokens 20000 --max-model-len 12000 --policy stock "
         "--sweep rate_per_s=0.5,0.05 --json -"
     )
-    done = subprocess.run([*SOJOURN, *command.split()], capture_output=True, text=True, timeout=500)
+    done = run_sojourn(*command.split())
     assert done.returncode == 0, done.stderr[-3000:]
     found = msgspec.json.decode(done.stdout, type=SimulationResults)
     assert [(row.rate_per_s, row.loop, row.programs_unfinished) for row in found.runs] == [

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+SLO_FACTOR = 1.5
+"""Deadline of a program as a multiple of its completion time alone (SAGA §9.1)."""
+
 
 class TurnLog(msgspec.Struct, kw_only=True):
     """One LLM request."""

@@ -20,15 +20,12 @@ from sojourn_server.routing.routing_limits import RoutingLimits
 from .event_queue import EventQueue
 from .latency.latency_model import LatencyModel, StepWork
 from .request_router import UNLIMITED_S, RoutableRequest
-from .run_log import RunLog
+from .run_log import SLO_FACTOR, RunLog
 from .simulated_clients import ActiveProgram, SimulatedClients, agent_type_of
 from .simulated_replica import SimulatedReplica
 from .token_accounting import InFlightTurn
 from .workloads.arrival_processes import ArrivalProcess
 from .workloads.program_plans import ProgramPlan
-
-SLO_FACTOR = 1.5
-"""Deadline of a program as a multiple of its completion time alone (SAGA §9.1)."""
 
 
 def isolated_completion_s(plan: ProgramPlan, latency: LatencyModel, max_batched_tokens: int) -> float:

@@ -16,8 +16,7 @@ from pathlib import PurePath
 from sojourn_server.metrics.preemption_cascades import CASCADE_STEPS
 from sojourn_server.metrics.summary_statistics import PERCENTILES, summarise
 
-from ..run_log import ProgramLog, RunLog, TurnLog
-from ..simulated_gateway import SLO_FACTOR
+from ..run_log import SLO_FACTOR, ProgramLog, RunLog, TurnLog
 from .kaplan_meier import estimated_statistics
 from .run_row import (
     NO_STATISTICS,
