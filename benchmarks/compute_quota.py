@@ -33,7 +33,7 @@ from rich.table import Table
 from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.policies.prefill_decode.prefill_compute_quota import AttentionCosts
-from sojourn_server.simulator.latency.latency_model import LatencyModel, StepWork
+from sojourn_server.simulator.latency.latency_protocol import LatencyModel, StepWork
 from sojourn_server.simulator.latency.latency_selection import load_latency_model
 from sojourn_server.simulator.report.results_file import made_with
 

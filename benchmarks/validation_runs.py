@@ -20,7 +20,7 @@ from validation_scenario import RunMeasurements, Scenario, TurnMeasurement
 
 if TYPE_CHECKING:
     from sojourn_server.launch.engine_server import EngineServer
-    from sojourn_server.simulator.latency.latency_model import LatencyModel, StepWork
+    from sojourn_server.simulator.latency.latency_protocol import LatencyModel, StepWork
 
 
 class BenchmarkError(RuntimeError):

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 
 from sojourn.aeg import END, START, Aeg
 
-from . import langchain
+from .langchain import callback_handler
 from .langchain.run_tree import GraphStart, batch_context, starting_graph
 from .method_overlay import Around, overlay_method
 from .monkey_patches import wrap_like
@@ -54,7 +54,7 @@ def patch() -> bool:
         return False
     if not all(callable(getattr(Pregel, name, None)) for name in _AROUND):
         return False
-    if not langchain.install("langgraph"):
+    if not callback_handler.install("langgraph"):
         return False
     for name, around in _AROUND.items():
         if name not in _patched:
@@ -77,7 +77,7 @@ def unpatch() -> None:
         else:
             setattr(owner, name, theirs)
         del _patched[name]
-    langchain.remove("langgraph")
+    callback_handler.remove("langgraph")
 
 
 def wrap(graph: Any) -> Any | None:
@@ -87,7 +87,7 @@ def wrap(graph: Any) -> Any | None:
 
     if not isinstance(graph, Pregel):
         return None
-    copy = graph.with_config({"callbacks": [langchain._handler_class()()]})
+    copy = graph.with_config({"callbacks": [callback_handler.handler_class()()]})
     for name, around in _AROUND.items():
         overlay_method(copy, name, around)
     return copy
@@ -156,7 +156,7 @@ class _Unfinished:
     def __del__(self) -> None:
         try:
             if self._start.run is not None:
-                langchain.tree.give_up(self._start.run)
+                callback_handler.tree.give_up(self._start.run)
         except Exception:
             fault("internal_error")
 
@@ -217,7 +217,7 @@ def _reset(variable: ContextVar[Any], token: Token[Any]) -> None:
 
 def _mark() -> Any:
     try:
-        return (langchain.running_in(),)
+        return (callback_handler.running_in(),)
     except Exception:
         fault("internal_error")
         return None

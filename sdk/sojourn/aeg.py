@@ -14,8 +14,8 @@ from hashlib import sha256
 from types import MappingProxyType
 
 from .errors import ArgumentError
-from .events import AegEdge, AegGraph, AegNode
-from .wire import MAX_GRAPH_BYTES, MAX_GRAPH_EDGES, MAX_GRAPH_NODES, MAX_GRAPH_TOOLS, encode
+from .wire_codec import MAX_GRAPH_BYTES, MAX_GRAPH_EDGES, MAX_GRAPH_NODES, MAX_GRAPH_TOOLS, encode
+from .wire_events import AegEdge, AegGraph, AegNode
 from .wire_names import name_of
 
 START = "__start__"

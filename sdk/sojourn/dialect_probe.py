@@ -13,7 +13,7 @@ import msgspec
 
 from .dialects import DIALECTS, Dialect
 from .http_transport import ServerTransport
-from .wire import CAPABILITIES_PATH, WIRE_VERSION
+from .wire_codec import CAPABILITIES_PATH, WIRE_VERSION
 
 logger = logging.getLogger("sojourn")
 

@@ -28,10 +28,10 @@ from typing import Any, Protocol
 
 from .dialects import DeliveryResult, EventTransport, PendingBatch, SojournEventTransport, TransportContext
 from .event_queue import EventQueue, PendingEvent
-from .events import Event, Heartbeat
 from .http_transport import ServerTransport
 from .ids import EmitterId
 from .stats import Counters
+from .wire_events import Event, Heartbeat
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 30.0

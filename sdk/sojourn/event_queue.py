@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from .events import Event
-from .wire import encode
+from .wire_codec import encode
+from .wire_events import Event
 
 
 class PendingEvent(msgspec.Struct, gc=False):

@@ -19,9 +19,9 @@ from . import runtime
 from .advice import NO_ADVICE, Advice, StepContext
 from .aeg import Aeg
 from .config import claim
-from .events import AegReport, ProgramEnd, ProgramStart
 from .ids import ProgramId
 from .listener_registry import notify_listeners
+from .wire_events import AegReport, ProgramEnd, ProgramStart
 from .wire_names import new_program_id
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from .advice import NO_ADVICE
 from .hints import AgenticContext, SojournContext
 from .ids import EmitterId
 from .program import ExecutionContext, Program, find_context, process_program
-from .wire import MAX_CONTEXT_BYTES, encode
+from .wire_codec import MAX_CONTEXT_BYTES, encode
 from .wire_names import name_of, new_request_id
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from . import process_hooks
 from .config import Config, unclaim
-from .events import Event, Heartbeat
 from .heartbeats import Heartbeats, OpenProgram
 from .stats import Counters, Stats
+from .wire_events import Event, Heartbeat
 
 if TYPE_CHECKING:
     from .aeg import Aeg

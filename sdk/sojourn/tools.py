@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
 from . import runtime
-from .events import ToolStart, ToolStop
 from .listener_registry import notify_listeners
 from .program import (
     ExecutionContext,
@@ -20,6 +19,7 @@ from .program import (
     reset_context,
     status_of,
 )
+from .wire_events import ToolStart, ToolStop
 from .wire_names import call_id_of, name_of, new_call_id
 
 P = ParamSpec("P")

@@ -6,7 +6,7 @@ import itertools
 import os
 
 from .ids import CallId, ProgramId, id_problem
-from .wire import MAX_EVENT_NAME_BYTES
+from .wire_codec import MAX_EVENT_NAME_BYTES
 
 
 def new_program_id() -> ProgramId:

@@ -11,7 +11,7 @@ import pytest
 from api_test_engines import HungEngine, ScriptedEngine, engine_answers
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn.wire import EventBatch, OutcomeBatch, decode_batch
+from sojourn.wire_codec import EventBatch, OutcomeBatch, decode_batch
 from sojourn_server.api import event_intake
 from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError
 from sojourn_server.api.event_intake import (

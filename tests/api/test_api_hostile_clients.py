@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from api_test_engines import BATCH, CANARY, GETS, ScriptedEngine, check_error, client_of, engine_answers
 from fastapi.testclient import TestClient
-from sojourn.wire import MAX_BATCH_BYTES, MAX_BATCH_EVENTS, MAX_EVENT_NAME_BYTES
+from sojourn.wire_codec import MAX_BATCH_BYTES, MAX_BATCH_EVENTS, MAX_EVENT_NAME_BYTES
 from sojourn_server.api import routes
 from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, StockEngineError
 from sojourn_server.api.request_checks import ApiError, read_body

@@ -21,7 +21,7 @@ from api_test_engines import (
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
-from sojourn.wire import MAX_BATCH_BYTES
+from sojourn.wire_codec import MAX_BATCH_BYTES
 from sojourn_server.api.request_checks import ApiKeys
 from sojourn_server.api.routes import build_router
 

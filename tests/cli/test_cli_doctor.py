@@ -5,7 +5,7 @@ import re
 
 import httpx
 import pytest
-from sojourn.wire import WIRE_VERSION
+from sojourn.wire_codec import WIRE_VERSION
 from sojourn_server.cli import build_app, doctor
 from sojourn_server.vllm import compat
 from typer.testing import CliRunner

@@ -80,7 +80,7 @@ def test_an_aborted_request_has_run_and_waited_too() -> None:
 
 
 def test_an_id_used_again_is_a_new_program() -> None:
-    from sojourn.events import ProgramEnd
+    from sojourn.wire_events import ProgramEnd
 
     e = engine()
     turn(e, "p", 1.0, 5.0)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn.aeg import Aeg
-from sojourn.events import AegReport, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.ids import MAX_ID_BYTES, ProgramId
-from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, EventOutcome, WireError
+from sojourn.wire_codec import MAX_BATCH_EVENTS, WIRE_VERSION, EventOutcome, WireError
+from sojourn.wire_events import AegReport, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_server.core.client_event_handler import EVENT_TYPES
 from sojourn_server.core.program_lifecycle import MAX_EMITTERS_PER_PROGRAM, MAX_TOOLS_PER_PROGRAM
-from sojourn_server.core.scheduler_state import SchedulerLimits
+from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.metrics import metric_catalog
 from sojourn_server.programs.program_status import ProgramStatus
 from virtual_engine import TOOL, VirtualEngine, prompt

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from sojourn.aeg import END, START, Aeg
-from sojourn.events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.ids import ProgramId
-from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, WireError
+from sojourn.wire_codec import MAX_BATCH_EVENTS, WIRE_VERSION, WireError
+from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_server.core.engine_service import (
     MAX_DECISIONS_SHOWN,
     MAX_PROGRAMS_SHOWN,

@@ -6,10 +6,11 @@ import json
 import math
 
 import pytest
-from sojourn.events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.ids import ProgramId
+from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_server.core.events_and_actions import EngineActionKind, TurnFinishReason
-from sojourn_server.core.scheduler_state import Histories, SchedulerLimits
+from sojourn_server.core.scheduler_limits import SchedulerLimits
+from sojourn_server.core.scheduler_state import Histories
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.policy_views import ReclaimRequest

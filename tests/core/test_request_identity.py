@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn.wire import MAX_CONTEXT_BYTES, Outcome
+from sojourn.wire_codec import MAX_CONTEXT_BYTES, Outcome
 from sojourn_server.core.request_identity import CONTEXT_KEY, NO_IDENTITY, read_identity
 
 

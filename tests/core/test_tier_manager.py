@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from sojourn.events import ProgramEnd, ProgramStart
 from sojourn.ids import ProgramId
+from sojourn.wire_events import ProgramEnd, ProgramStart
 from sojourn_server.core.events_and_actions import EngineAction, EngineActionKind, TurnFinishReason
-from sojourn_server.core.scheduler_state import SchedulerLimits
+from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.tier_manager import MAX_WAITING_IN_VIEW, UNTHROTTLED_PROGRAMS
 from sojourn_server.policies.eviction.block_labels import BlockLabel
 from sojourn_server.policies.placement.placement_policy import (

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from scheduler_driver import SchedulerDriver
-from sojourn.events import ProgramEnd
 from sojourn.ids import ProgramId
+from sojourn.wire_events import ProgramEnd
 from sojourn_server.core.events_and_actions import (
     ClientEventReceived,
     RequestAdmitted,
@@ -21,7 +21,8 @@ from sojourn_server.core.events_and_actions import (
     TurnFinishReason,
 )
 from sojourn_server.core.request_identity import read_identity
-from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerLimits
+from sojourn_server.core.scheduler_limits import SchedulerLimits
+from sojourn_server.core.scheduler_state import KVPoolConfig
 from sojourn_server.core.tier_manager import ENGINE_PAUSE_S
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
 from sojourn_server.policies.placement.placement_views import (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from sojourn import Aeg
 from sojourn.aeg import END, START
-from sojourn.events import AegReport, ProgramEnd, ToolStart, ToolStop
 from sojourn.ids import ProgramId
+from sojourn.wire_events import AegReport, ProgramEnd, ToolStart, ToolStop
 from sojourn_server.core.events_and_actions import TurnFinishReason
 from sojourn_server.core.scheduler_state import Histories
 from sojourn_server.metrics.turn_ledger import LossCause

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import typer
 from docs_tools import PACKAGES, ROOT, SERVER, block, code_words, documents, rows, top_level_names
-from sojourn.events import ToolStart
-from sojourn.wire import Outcome, decode_batch, decode_context, decode_event
+from sojourn.wire_codec import Outcome, decode_batch, decode_context, decode_event
+from sojourn.wire_events import ToolStart
 from sojourn_server.cli import COMMANDS, build_app
 from sojourn_server.launch.serve_command import LaunchEnvironment, ServeOptions, build_command
 from sojourn_server.metrics.turn_ledger import LossCause

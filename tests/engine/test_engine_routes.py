@@ -19,7 +19,7 @@ import pytest
 from engine_tools import SMALL_SERVER
 from prometheus_client.parser import text_string_to_metric_families
 from sojourn.aeg import Aeg
-from sojourn.wire import MAX_BATCH_BYTES
+from sojourn.wire_codec import MAX_BATCH_BYTES
 from sojourn_server.launch.engine_server import EngineServer
 from sojourn_server.metrics.metric_catalog import METRIC_CATALOG
 from sojourn_server.vllm.compat import installed_vllm

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from scenario_types import ProgramFact, ToolFact
-from sojourn.events import AnyEvent, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.hints import SojournContext
 from sojourn.testing import FakeServer, LlmRequest, ToolUse
-from sojourn.wire import decode_event
+from sojourn.wire_codec import decode_event
+from sojourn.wire_events import AnyEvent, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.wire_names import name_of
 
 

@@ -42,9 +42,9 @@ from autogen_ext.models.openai import OpenAIChatCompletionClient
 from recorded_programs import problems, recorded_programs
 from scenarios_autogen import INFO, graph_with_a_condition, said
 from sojourn.aeg import END, START
-from sojourn.events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.testing import FakeServer, ToolUse
+from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_integrations import autogen
 from sojourn_integrations.autogen import run_scopes as autogen_runs
 from sojourn_integrations.autogen.team_graph import graph_of

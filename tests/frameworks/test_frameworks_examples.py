@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 from scenario_modules import Model
 from scripted_engine import Engine, ScriptedEngine, get
-from sojourn.events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.testing import Answer, FakeServer, LlmRequest, Reply, ToolUse
+from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

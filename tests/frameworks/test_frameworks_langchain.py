@@ -18,11 +18,12 @@ from langchain_core.tools import StructuredTool, ToolException, tool
 from langchain_core.tracers import context as tracers
 from recorded_programs import problems, recorded_programs
 from scenarios_langchain import ASK, ToolBroke, agent, model_at, said, tools, use
-from sojourn.events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.testing import FakeServer
-from sojourn.wire import MAX_EVENT_NAME_BYTES
+from sojourn.wire_codec import MAX_EVENT_NAME_BYTES
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.wire_names import name_of
 from sojourn_integrations import langchain
+from sojourn_integrations.langchain import callback_handler, tool_call_middleware
 from sojourn_integrations.langchain.run_tree import MAX_ROOTS, RunTree
 
 OLD = version("langchain-core").startswith("1.0.")
@@ -33,7 +34,7 @@ def nothing_left_over():
     """Every test ends with an empty tree and no fault of ours, unless it says otherwise."""
     yield
     sojourn.shutdown()
-    assert len(langchain.tree) == 0
+    assert len(callback_handler.tree) == 0
 
 
 def init(server: FakeServer, *script: object) -> None:
@@ -485,15 +486,15 @@ def test_internal_errors_never_reach_the_user(
     assert sojourn.stats()["internal_error"] + sojourn.stats()["resolver_error"] > 0
     assert "ours" not in caplog.text
     monkeypatch.undo()
-    for run in list(langchain.tree._runs.values()):
-        langchain.tree._close(run)
+    for run in list(callback_handler.tree._runs.values()):
+        callback_handler.tree._close(run)
 
 
 def test_a_broken_middleware_scope_never_gets_out(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     init(server, use("upper"), "done")
-    monkeypatch.setattr(langchain, "_tool_call", lambda request: 1 / 0)
+    monkeypatch.setattr(tool_call_middleware, "_tool_call", lambda request: 1 / 0)
     made = agent(server.base_url, "m", middleware=[langchain.Middleware()])
     assert said(made.invoke(ASK))[-1] == ("ai", "done")
     assert sojourn.stats()["internal_error"] == 1

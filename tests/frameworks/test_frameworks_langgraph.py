@@ -21,11 +21,11 @@ from langgraph.types import Command, Send, interrupt
 from recorded_programs import problems, recorded_programs
 from scenarios_langchain import ASK, ToolBroke, model_at, said, tools, use
 from scenarios_langgraph import HI, SCRIPT, State, async_speaker, planner, speaker, tool_graph
-from sojourn.events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.testing import FakeServer
+from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_integrations import langchain, langgraph
-from sojourn_integrations.langchain import interrupted_programs, thread_program_ids
+from sojourn_integrations.langchain import callback_handler, interrupted_programs, thread_program_ids
 from sojourn_integrations.langchain.run_tree import node_path
 from sojourn_integrations.langchain.thread_program_ids import thread_program_id
 
@@ -35,7 +35,7 @@ def nothing_left_over():
     """Every test ends with an empty tree."""
     yield
     sojourn.shutdown()
-    assert len(langchain.tree) == 0
+    assert len(callback_handler.tree) == 0
 
 
 def init(server: FakeServer, *script: object) -> None:
@@ -417,7 +417,7 @@ def test_a_run_that_waits_goes_on_as_the_same_program(server: FakeServer) -> Non
     assert stop.duration_s >= 0.02
     assert program.status == "ok"
     assert set(ids(server)) == {id}
-    assert len(langchain.tree.waiting) == 0
+    assert len(callback_handler.tree.waiting) == 0
 
 
 def test_async_and_streamed_runs_wait_too(server: FakeServer) -> None:
@@ -442,7 +442,7 @@ def test_breakpoints(server: FakeServer, when: str, compiled: bool) -> None:
     node = speaker(model_at(server.base_url, "m"))
     graph = planner(node, checkpointer=InMemorySaver(), **(where if compiled else {}))
     graph.invoke(HI, thread(), **({} if compiled else where))
-    assert len(langchain.tree.waiting) == 1
+    assert len(callback_handler.tree.waiting) == 1
     graph.invoke(None, thread())
     (program,) = recorded(server).values()
     assert program.nodes == ("plan", "work", "plan")
@@ -599,7 +599,7 @@ def test_those_that_wait_are_bounded(server: FakeServer, monkeypatch: pytest.Mon
     graph = planner(asks(model_at(server.base_url, "m")), checkpointer=InMemorySaver())
     for number in range(5):
         graph.invoke(HI, thread(str(number)))
-    assert len(langchain.tree.waiting) == 3
+    assert len(callback_handler.tree.waiting) == 3
     assert sojourn.flush(5)
     ends = [event for event in server.program_events() if isinstance(event, ProgramEnd)]
     assert [event.status for event in ends] == ["cancelled", "cancelled"]
@@ -699,7 +699,7 @@ def test_a_broken_off_async_stream_ends_its_program(server: FakeServer) -> None:
         async for _ in graph.astream(HI):
             break
         await asyncio.sleep(0.05)  # the loop's own hook finalises the generator
-        assert len(langchain.tree) == 0
+        assert len(callback_handler.tree) == 0
 
     asyncio.run(run())
     (program,) = recorded(server).values()
@@ -863,7 +863,7 @@ def test_an_unfamiliar_langgraph_is_left_alone(server: FakeServer, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(langgraph, "GraphStart"), (langchain, "running_in"), (langgraph, "graph_of")]
+    ("owner", "name"), [(langgraph, "GraphStart"), (callback_handler, "running_in"), (langgraph, "graph_of")]
 )
 def test_internal_errors_never_reach_the_user(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
@@ -879,8 +879,8 @@ def test_internal_errors_never_reach_the_user(
     assert graph.batch([HI], thread("c")) == [plain]
     assert sojourn.stats()["internal_error"] + sojourn.stats()["resolver_error"] > 0
     monkeypatch.undo()
-    for run in list(langchain.tree._runs.values()):
-        langchain.tree._close(run)
+    for run in list(callback_handler.tree._runs.values()):
+        callback_handler.tree._close(run)
 
 
 def test_odd_chunks_are_no_fault(server: FakeServer) -> None:

@@ -23,9 +23,9 @@ from openai_agents_fixtures import (
     run,
     waiting,
 )
-from sojourn.events import AegReport
 from sojourn.testing import Answer, FakeServer, LlmRequest, ToolUse
-from sojourn.wire import MAX_GRAPH_NODES
+from sojourn.wire_codec import MAX_GRAPH_NODES
+from sojourn.wire_events import AegReport
 
 agents = pytest.importorskip("agents")
 adapter = import_module("sojourn_integrations.openai_agents")

@@ -14,8 +14,8 @@ import pytest
 import sojourn
 from openai_agents_fixtures import SUM, OpenAIAgents, add, agents_for, fails, only, recorded, run
 from recorded_programs import recorded_programs
-from sojourn.events import ProgramEnd, ProgramStart, ToolStart
 from sojourn.testing import FakeServer, ToolUse
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
 
 agents = pytest.importorskip("agents")
 adapter = import_module("sojourn_integrations.openai_agents")

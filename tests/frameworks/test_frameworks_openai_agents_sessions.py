@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import sojourn
 from openai_agents_fixtures import agents_for, fails, named, only, recorded, run
-from sojourn.events import ProgramStart
 from sojourn.program import Program
 from sojourn.testing import FakeServer, ToolUse
+from sojourn.wire_events import ProgramStart
 from sojourn_integrations.openai_agents import run_programs as programs
 from sojourn_integrations.openai_agents.program_cache import ProgramCache
 

@@ -13,10 +13,10 @@ import stochastic_agent
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
 from sojourn import runtime
-from sojourn.events import AegReport
 from sojourn.learning.advisor import Advisor
 from sojourn.listeners import remove_listener
 from sojourn.testing import FakeServer
+from sojourn.wire_events import AegReport
 
 KIND = "wanderer"
 SEEN = HELD_BACK = 30

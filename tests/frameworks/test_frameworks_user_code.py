@@ -27,6 +27,7 @@ from sojourn.testing import FakeServer
 from sojourn_integrations import langchain
 from sojourn_integrations.autogen import run_scopes as autogen_runs
 from sojourn_integrations.autogen import tool_calls as autogen_tools
+from sojourn_integrations.langchain import callback_handler
 from sojourn_integrations.langchain.thread_program_ids import thread_program_id
 
 KINDS = (inspect.isgeneratorfunction, inspect.isasyncgenfunction, inspect.iscoroutinefunction)
@@ -132,7 +133,7 @@ def test_a_stream_left_with_its_loop_ends_its_program(
     (program,) = recorded_programs(server).values()
     assert program.status == "cancelled"
     assert not sojourn.runtime.session().heartbeats.promised
-    assert len(langchain.tree) == 0
+    assert len(callback_handler.tree) == 0
     assert not autogen_runs._teams
 
 
@@ -211,5 +212,5 @@ def test_two_runs_of_a_thread_that_begin_at_once_are_two_programs(server: FakeSe
     assert sojourn.flush(5)
     programs = recorded_programs(server).values()
     assert [(each.status, each.late) for each in programs] == [("ok", [])] * 2
-    assert len(langchain.tree) == 0
-    assert not langchain.tree._open_ids
+    assert len(callback_handler.tree) == 0
+    assert not callback_handler.tree._open_ids

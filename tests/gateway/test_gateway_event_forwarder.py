@@ -12,8 +12,8 @@ from fake_engine import FakeEngine, engines
 from gateway_harness import World, until, world
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn.events import AegGraph, AegNode, AegReport, ProgramStart, ToolStart, ToolStop
-from sojourn.wire import MAX_BATCH_BYTES, MAX_BATCH_EVENTS, EventBatch, EventOutcome, Outcome, encode
+from sojourn.wire_codec import MAX_BATCH_BYTES, MAX_BATCH_EVENTS, EventBatch, EventOutcome, Outcome, encode
+from sojourn.wire_events import AegGraph, AegNode, AegReport, ProgramStart, ToolStart, ToolStop
 from sojourn_server.gateway.http import program_migrator
 from sojourn_server.gateway.http.ordered_sender import OrderedSender, split_batch
 from sojourn_server.gateway.http.program_event_records import (

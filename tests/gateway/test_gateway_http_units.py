@@ -40,7 +40,7 @@ from sojourn_server.gateway.http.tenant_keys import (
 )
 from sojourn_server.policies.cluster_preset import cluster_preset_names, load_cluster_preset
 from sojourn_server.policies.fairness.fair_share import FcfsSharing
-from sojourn_server.policies.routing.routing_policies import SessionAffinityRouting
+from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
 from sojourn_server.policies.routing.work_stealing import NoStealing
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore

@@ -13,7 +13,7 @@ from gateway_harness import World, until, world
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.ids import MAX_ID_BYTES
-from sojourn.wire import MAX_CONTEXT_BYTES
+from sojourn.wire_codec import MAX_CONTEXT_BYTES
 from sojourn_server.gateway.http import engine_queries
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.generation_request import parse_generation_request

@@ -11,7 +11,7 @@ import pytest
 from fake_engine import FakeEngine, engines
 from gateway_harness import World, until, world
 from sojourn.ids import MAX_ID_BYTES
-from sojourn.wire import MAX_CONTEXT_BYTES, decode_context
+from sojourn.wire_codec import MAX_CONTEXT_BYTES, decode_context
 from sojourn_server.gateway.http import engine_queries
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.generation_request import (

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from fake_openai_server import MiniServer, calls
-from sojourn.events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.testing import FakeServer, LlmRequest, ToolUse
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 WHERE = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

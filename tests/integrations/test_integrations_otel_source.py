@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from sojourn import instrumentation, runtime
 from sojourn.errors import ConfigError
-from sojourn.events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.testing import FakeServer
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_integrations.otel.semantic_conventions import SCOPE
 from sojourn_integrations.otel.source import SojournSpanProcessor, install
 

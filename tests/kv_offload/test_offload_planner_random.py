@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from random_clients import CHAIN_BLOCKS, DEVICE_BLOCKS, DISK_BLOCKS, HOST_SLOTS, RandomClients, key_of
-from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadJobs, OffloadResults
 from sojourn_server.kv_offload.offload_planner import OffloadPlanner
+from sojourn_server.kv_offload.tier_limits import TierLimits
 
 Content = tuple[bytes, int]
 """Whose hash it has, and by which weights it was computed."""

@@ -10,7 +10,7 @@ import sojourn_server.kv_transfer
 
 FOLDER = Path(sojourn_server.kv_transfer.__file__).parent
 PURE = [
-    "buffer_pool",
+    "staging_buffers",
     "incoming_prompt",
     "incoming_prompt_table",
     "load_table",

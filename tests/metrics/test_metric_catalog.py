@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import get_args
 
-from sojourn.events import AnyEvent
 from sojourn.ids import ProgramId
-from sojourn.wire import Outcome
+from sojourn.wire_codec import Outcome
+from sojourn.wire_events import AnyEvent
 from sojourn_server.core.events_and_actions import TurnFinishReason
 from sojourn_server.core.program_lifecycle import PROGRAM_OUTCOMES as PROGRAM_ENDS
 from sojourn_server.metrics.metric_catalog import (

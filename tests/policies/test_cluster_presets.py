@@ -16,8 +16,9 @@ from sojourn_server.policies.cluster_preset import (
     read_cluster_preset,
 )
 from sojourn_server.policies.preset import preset_names
+from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
-from sojourn_server.policies.routing.routing_policies import RoundRobinRouting, SessionAffinityRouting
+from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
 
 
 def test_these_ship() -> None:
@@ -116,7 +117,7 @@ def test_an_operators_file_may_name_a_class_beside_it(tmp_path: Path) -> None:
     file.write_text('routing = "mine:First"')
     assert type(read_cluster_preset(file).routing).__name__ == "First"
     file.write_text('routing = "mine:Lame"')
-    told = r"has no reads_prefixes and no route; routing needs what RoutingPolicy in .*\.routing_policies"
+    told = r"has no reads_prefixes and no route; routing needs what RoutingPolicy in .*\.routing_policy"
     with pytest.raises(PresetError, match=told):
         read_cluster_preset(file)
     with pytest.raises(PresetError, match="No such file"):

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn.aeg import END
 from sojourn.ids import ProgramId
-from sojourn_server.core.scheduler_state import SchedulerLimits
+from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.policies.eviction.eviction_policies import LatestProgramEviction
 from sojourn_server.policies.forecasting.kv_demand import STEP_POINTS
 from sojourn_server.policies.forecasting.remaining_tokens import OutputLengthView

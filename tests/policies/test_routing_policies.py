@@ -15,6 +15,7 @@ from sojourn_server.policies.fairness.fair_share import (
     TenantView,
     WaitingTenantView,
 )
+from sojourn_server.policies.routing.baseline_routing import RandomRouting, RoundRobinRouting
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.least_delay_routing import LeastDelayRouting
 from sojourn_server.policies.routing.prefix_affinity_routing import PrefixAffinityRouting
@@ -24,11 +25,7 @@ from sojourn_server.policies.routing.replica_views import (
     RoutingDecision,
     RoutingView,
 )
-from sojourn_server.policies.routing.routing_policies import (
-    RandomRouting,
-    RoundRobinRouting,
-    SessionAffinityRouting,
-)
+from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
 from sojourn_server.policies.routing.work_stealing import (
     NoStealing,
     StealDecision,

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn.aeg import END, START, Aeg
-from sojourn.events import AegEdge, AegGraph, AegNode
-from sojourn.wire import MAX_GRAPH_BYTES, encode
+from sojourn.wire_codec import MAX_GRAPH_BYTES, encode
+from sojourn.wire_events import AegEdge, AegGraph, AegNode
 from sojourn_server.programs import execution_graphs
 from sojourn_server.programs.execution_graphs import TYPES_PER_GRAPH, GraphError, GraphStore
 

@@ -8,9 +8,10 @@ import pytest
 from routing_builders import CAPACITY, only, seen, with_replicas
 from routing_builders import build_core as core
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
+from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.replica_views import RoutingDecision
-from sojourn_server.policies.routing.routing_policies import RoundRobinRouting, SessionAffinityRouting
+from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
 from sojourn_server.policies.routing.work_stealing import WorkStealing
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_builders import build_core, seen
 from sojourn_server.policies.fairness.fair_share import AgentFairShare
+from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
-from sojourn_server.policies.routing.routing_policies import RoundRobinRouting
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.home_change_log import HomeChange, HomeChangeLog, HomeChanges

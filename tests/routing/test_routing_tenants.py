@@ -10,8 +10,9 @@ import pytest
 from routing_builders import build_core, seen
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
 from sojourn_server.policies.fairness.tenant_preemption import UrgencyPreemption
+from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
-from sojourn_server.policies.routing.routing_policies import RoundRobinRouting, SessionAffinityRouting
+from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.routing_events import RecallRequest, ReleaseProgramKv, SendRequest

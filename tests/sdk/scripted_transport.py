@@ -6,7 +6,7 @@ import threading
 import time
 
 from sojourn.http_transport import HttpResponse
-from sojourn.wire import OutcomeBatch, decode_batch, decode_event, encode
+from sojourn.wire_codec import OutcomeBatch, decode_batch, decode_event, encode
 
 
 class Source:

@@ -19,7 +19,6 @@ import sojourn
 import stochastic_agent
 from sojourn import runtime
 from sojourn.aeg import END, START, Aeg
-from sojourn.events import AegReport, ToolStart
 from sojourn.learning.advisor import MAX_FACTS, Advisor
 from sojourn.learning.history_store import DurationSample, HistoryStore
 from sojourn.learning.run_trace import ProgramRun
@@ -28,7 +27,8 @@ from sojourn.listeners import add_listener, remove_listener
 from sojourn.logical_request import LogicalRequest
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer
-from sojourn.wire import decode_context
+from sojourn.wire_codec import decode_context
+from sojourn.wire_events import AegReport, ToolStart
 from waiting import wait_until
 
 ROUTER = Aeg(["a", "b"], [(START, "a"), ("a", END), ("b", END)])

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn import Aeg, ArgumentError
 from sojourn.aeg import END, START
-from sojourn.events import AegReport
-from sojourn.wire import MAX_GRAPH_BYTES, MAX_GRAPH_EDGES, MAX_GRAPH_NODES, decode_event, encode
+from sojourn.wire_codec import MAX_GRAPH_BYTES, MAX_GRAPH_EDGES, MAX_GRAPH_NODES, decode_event, encode
+from sojourn.wire_events import AegReport
 
 LOOP = [(START, "plan"), ("plan", "act"), ("act", "act", 0.6), ("act", "plan", 0.3), ("act", END, 0.1)]
 

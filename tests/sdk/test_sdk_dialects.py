@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from sojourn.dialects import DIALECTS
 from sojourn.hints import AgenticContext, SojournContext
 from sojourn.testing import FakeServer
-from sojourn.wire import MAX_CONTEXT_BYTES, encode
+from sojourn.wire_codec import MAX_CONTEXT_BYTES, encode
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "dialects"
 
@@ -229,7 +229,7 @@ def _sayable(hints):
     """JSON has no lone surrogates: such ids are refused where a program is made."""
     try:
         encode(hints)
-    except sojourn.wire.WireError:
+    except sojourn.wire_codec.WireError:
         return False
     return True
 

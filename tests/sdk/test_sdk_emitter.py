@@ -10,11 +10,11 @@ import sojourn
 from scripted_transport import Script, Source
 from sojourn import emitter as emitter_module
 from sojourn.emitter import Emitter
-from sojourn.events import Heartbeat, ProgramStart, ToolStart
 from sojourn.http_transport import HttpResponse, HttpTransport
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer, refusing_url
-from sojourn.wire import MAX_BATCH_BYTES, decode_batch, encode
+from sojourn.wire_codec import MAX_BATCH_BYTES, decode_batch, encode
+from sojourn.wire_events import Heartbeat, ProgramStart, ToolStart
 from waiting import wait_until
 
 

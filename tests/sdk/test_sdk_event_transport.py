@@ -15,10 +15,10 @@ from sojourn.dialects import DIALECTS, DeliveryResult, PendingBatch, TransportCo
 from sojourn.dialects.dynamo_events import TraceRecordEncoder
 from sojourn.dialects.end_notifier import MAX_PROGRAMS, EndNotifier
 from sojourn.event_queue import PendingEvent
-from sojourn.events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.http_transport import HttpResponse
 from sojourn.stats import Counters
 from sojourn.testing import refusing_url
+from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 FAREWELLS = {
     "thunderagent": ("/programs/release", "program_id"),

@@ -27,8 +27,8 @@ from openai import AsyncOpenAI, OpenAI
 from sdk_settings import resolve_with
 from sojourn import runtime
 from sojourn.config import Config
-from sojourn.events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.testing import FakeServer, ToolUse, refusing_url
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 from waiting import PATIENCE_S, wait_until, wait_until_async
 
 SINKS = ("refused", "hang", "500", "404", "ok")

@@ -7,9 +7,9 @@ import time
 import pytest
 import sojourn
 from sojourn.aeg import Aeg
-from sojourn.events import AegReport
 from sojourn.testing import FakeServer
-from sojourn.wire import Outcome, decode_context, decode_event
+from sojourn.wire_codec import Outcome, decode_context, decode_event
+from sojourn.wire_events import AegReport
 from waiting import wait_until
 
 GRAPH = Aeg({"plan": (), "act": ("bash",)}, [("plan", "act")])

@@ -6,10 +6,10 @@ import pytest
 import sojourn
 from sdk_settings import resolve_with
 from sojourn.config import Config
-from sojourn.events import Heartbeat, ProgramEnd, ProgramStart
 from sojourn.heartbeats import Heartbeats
 from sojourn.ids import ProgramId
 from sojourn.program import Program
+from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import sojourn
 from scripted_transport import Script, Source
 from sojourn import emitter as emitter_module
 from sojourn.emitter import Emitter
-from sojourn.events import Heartbeat, ToolStart
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer
+from sojourn.wire_events import Heartbeat, ToolStart
 from waiting import wait_until
 
 HOSTILE = [

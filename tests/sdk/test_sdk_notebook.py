@@ -15,9 +15,9 @@ import pytest
 import sojourn
 from openai import OpenAI
 from sojourn import runtime
-from sojourn.events import ProgramEnd, ProgramStart, ToolStart
 from sojourn.program import process_programs
 from sojourn.testing import FakeServer
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
 
 
 class Notebook:

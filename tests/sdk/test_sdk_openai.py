@@ -12,9 +12,9 @@ import openai
 import pytest
 import sojourn
 from openai import AsyncOpenAI, OpenAI, _base_client
-from sojourn.events import ToolStart, ToolStop
 from sojourn.outgoing_request import RetryScope
 from sojourn.testing import FakeServer, ToolUse, refusing_url
+from sojourn.wire_events import ToolStart, ToolStop
 from waiting import wait_until_async
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -11,8 +11,8 @@ import openai
 import pytest
 import sojourn
 from openai import AsyncAzureOpenAI, AsyncOpenAI, AzureOpenAI, OpenAI, _base_client
-from sojourn.events import ToolStop
 from sojourn.testing import FakeServer, refusing_url
+from sojourn.wire_events import ToolStop
 from waiting import wait_until_async
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -264,9 +264,9 @@ def test_a_replica_gets_the_program_id_but_no_events(server):
 
 def test_returned_events_respect_the_queue_and_never_cross_a_fork():
     from sojourn.emitter import Emitter
-    from sojourn.events import Heartbeat
     from sojourn.http_transport import HttpTransport
     from sojourn.stats import Counters
+    from sojourn.wire_events import Heartbeat
 
     class Source:
         id = "p"

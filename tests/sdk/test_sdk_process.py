@@ -8,8 +8,8 @@ import sys
 import time
 
 import pytest
-from sojourn.events import ProgramEnd, ProgramStart, ToolStart
 from sojourn.testing import refusing_url
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
 
 OPENING = """
 import os, sys, time, signal
@@ -29,7 +29,7 @@ def numbers(server):
     return [
         (batch.emitter, event.program_id, event.seq)
         for batch in server.batches
-        for event in [__import__("sojourn.wire").wire.decode_event(raw) for raw in batch.events]
+        for event in [__import__("sojourn.wire_codec").wire_codec.decode_event(raw) for raw in batch.events]
     ]
 
 

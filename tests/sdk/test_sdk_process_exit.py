@@ -12,7 +12,7 @@ import time
 
 import pytest
 from sdk_settings import PATH as SUPPORT
-from sojourn.events import Heartbeat, ProgramEnd
+from sojourn.wire_events import Heartbeat, ProgramEnd
 from waiting import wait_until
 
 QUICK = """

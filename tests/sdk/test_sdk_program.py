@@ -7,9 +7,9 @@ import gc
 
 import pytest
 import sojourn
-from sojourn.events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.program import current_context
-from sojourn.wire import decode_context
+from sojourn.wire_codec import decode_context
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 
 def told(server, count):

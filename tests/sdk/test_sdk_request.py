@@ -7,10 +7,10 @@ import json
 import pytest
 import sojourn
 from sojourn.dialects import DIALECTS
-from sojourn.events import ProgramStart, ToolStart, ToolStop
 from sojourn.hints import AgenticContext, SojournContext
 from sojourn.program import ResolvedContext, add_resolver, remove_resolver
-from sojourn.wire import MAX_CONTEXT_BYTES, decode_context, decode_event
+from sojourn.wire_codec import MAX_CONTEXT_BYTES, decode_context, decode_event
+from sojourn.wire_events import ProgramStart, ToolStart, ToolStop
 
 
 def context_of(body):

@@ -7,10 +7,10 @@ import threading
 import pytest
 import sojourn
 from sojourn import runtime
-from sojourn.events import ProgramEnd, ProgramStart
 from sojourn.heartbeats import Heartbeats
 from sojourn.ids import ProgramId
 from sojourn.program import Program, process_program
+from sojourn.wire_events import ProgramEnd, ProgramStart
 
 
 def keys(server):
@@ -18,7 +18,7 @@ def keys(server):
     return [
         (batch.emitter, event.program_id, event.seq)
         for batch in server.batches
-        for event in [sojourn.wire.decode_event(raw) for raw in batch.events]
+        for event in [sojourn.wire_codec.decode_event(raw) for raw in batch.events]
     ]
 
 
@@ -115,7 +115,7 @@ def test_only_the_process_that_claimed_a_named_program_ends_it(python, server, b
         batch.emitter
         for batch in server.batches
         for raw in batch.events
-        if isinstance(sojourn.wire.decode_event(raw), ProgramEnd)
+        if isinstance(sojourn.wire_codec.decode_event(raw), ProgramEnd)
     ]
     assert enders == [mine]
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import sojourn
 from sojourn.errors import ArgumentError
-from sojourn.events import ProgramEnd, ProgramStart, ToolStart
 from sojourn.ids import MAX_ID_BYTES
 from sojourn.resume_file import ResumeBusy, ResumeFile
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
 import sojourn
-from sojourn.events import ProgramEnd, ProgramStart
+from sojourn.wire_events import ProgramEnd, ProgramStart
 
 
 def in_thread(function):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import sojourn
-from sojourn.events import ToolStart, ToolStop
+from sojourn.wire_events import ToolStart, ToolStop
 
 
 def calls(server):

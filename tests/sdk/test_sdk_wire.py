@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sojourn import events, wire
+from sojourn import wire_codec, wire_events
 from sojourn.hints import AgenticContext, SojournContext
-from sojourn.wire import (
+from sojourn.wire_codec import (
     MAX_BATCH_BYTES,
     MAX_BATCH_EVENTS,
     MAX_CONTEXT_BYTES,
@@ -34,7 +34,7 @@ whole = st.integers(0, 2**60)
 base = {"program_id": ids, "seq": whole, "age_s": seconds}
 some_event = st.one_of(
     st.builds(
-        events.ProgramStart,
+        wire_events.ProgramStart,
         **base,
         name=names,
         agent_type=names,
@@ -44,14 +44,18 @@ some_event = st.one_of(
         heartbeat=st.booleans(),
     ),
     st.builds(
-        events.ToolStart, **base, call_id=ids, tool=ids, tool_class=names, expected_s=st.none() | seconds
+        wire_events.ToolStart, **base, call_id=ids, tool=ids, tool_class=names, expected_s=st.none() | seconds
     ),
     st.builds(
-        events.ToolStop, **base, call_id=ids, duration_s=seconds, status=st.sampled_from(["ok", "timeout"])
+        wire_events.ToolStop,
+        **base,
+        call_id=ids,
+        duration_s=seconds,
+        status=st.sampled_from(["ok", "timeout"]),
     ),
-    st.builds(events.Heartbeat, **base),
-    st.builds(events.AegReport, **base, graph_hash=ids),
-    st.builds(events.ProgramEnd, **base, status=st.sampled_from(["ok", "error", "cancelled"])),
+    st.builds(wire_events.Heartbeat, **base),
+    st.builds(wire_events.AegReport, **base, graph_hash=ids),
+    st.builds(wire_events.ProgramEnd, **base, status=st.sampled_from(["ok", "error", "cancelled"])),
 )
 context = st.builds(
     AgenticContext,
@@ -197,7 +201,7 @@ def test_a_megabyte_of_context_is_refused_by_its_size():
 
 
 def test_batches_are_bounded_in_bytes_and_events():
-    one = msgspec.Raw(encode(events.Heartbeat(program_id="p", seq=1)))
+    one = msgspec.Raw(encode(wire_events.Heartbeat(program_id="p", seq=1)))
     decode_batch(encode(EventBatch(v=1, emitter="e", events=[one] * MAX_BATCH_EVENTS)))
     with pytest.raises(WireError, match="at most 1024"):
         decode_batch(encode(EventBatch(v=1, emitter="e", events=[one] * (MAX_BATCH_EVENTS + 1))))
@@ -247,7 +251,7 @@ def test_an_id_has_no_control_character(text):
 
 def test_lone_surrogates_do_not_get_through():
     with pytest.raises(WireError):
-        encode(events.Heartbeat(program_id="\ud800", seq=0))
+        encode(wire_events.Heartbeat(program_id="\ud800", seq=0))
     survives(decode_context, '{"program_id":"\\ud800"}')
     survives(decode_context, '{"program_id":"\ud800"}')
 
@@ -320,9 +324,15 @@ def test_one_bad_event_does_not_spoil_its_batch():
 
 
 def test_defaults_cost_no_bytes():
-    assert encode(events.Heartbeat(program_id="p", seq=1)) == b'{"type":"heartbeat","program_id":"p","seq":1}'
+    assert (
+        encode(wire_events.Heartbeat(program_id="p", seq=1))
+        == b'{"type":"heartbeat","program_id":"p","seq":1}'
+    )
     assert encode(AgenticContext(program_id="p")) == b'{"program_id":"p"}'
 
 
 def test_paths_are_pinned():
-    assert (wire.EVENTS_PATH, wire.CAPABILITIES_PATH) == ("/sojourn/v1/events", "/sojourn/v1/capabilities")
+    assert (wire_codec.EVENTS_PATH, wire_codec.CAPABILITIES_PATH) == (
+        "/sojourn/v1/events",
+        "/sojourn/v1/capabilities",
+    )

@@ -8,9 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from sojourn.aeg import END, START, Aeg
-from sojourn.events import AegReport, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.hints import AgenticContext, SojournContext
-from sojourn.wire import (
+from sojourn.wire_codec import (
     EventBatch,
     EventOutcome,
     Outcome,
@@ -21,6 +20,7 @@ from sojourn.wire import (
     decode_outcomes,
     encode,
 )
+from sojourn.wire_events import AegReport, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"
 ME = "p-7f3a"

@@ -10,9 +10,9 @@ import sys
 import pytest
 import sojourn
 from sojourn.aeg import Aeg
-from sojourn.events import ProgramEnd, ProgramStart, ToolStart
 from sojourn.testing import FakeServer
-from sojourn.wire import decode_event
+from sojourn.wire_codec import decode_event
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
 
 WORKERS = """
 import multiprocessing, sys

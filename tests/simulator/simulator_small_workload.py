@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from sojourn_server.simulator.latency.latency_model import StepWork
+from sojourn_server.simulator.latency.latency_protocol import StepWork
 from sojourn_server.traces.prompt_builder import TurnPlan
 from sojourn_server.traces.trace_schema import TraceToolRun
 

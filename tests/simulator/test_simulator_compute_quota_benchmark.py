@@ -50,7 +50,7 @@ def test_the_quota_is_kept_and_used_and_engines_hardly_wait_for_one_another(
 
 
 def test_costs_are_those_of_the_latency_model(script: ModuleType) -> None:
-    from sojourn_server.simulator.latency.latency_model import StepWork
+    from sojourn_server.simulator.latency.latency_protocol import StepWork
     from sojourn_server.simulator.latency.latency_selection import load_latency_model
 
     latency, _ = load_latency_model("h200", "llama-3.1-8b")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from sojourn_server.simulator.latency.latency_model import StepWork
 from sojourn_server.simulator.latency.latency_profiles import (
     ModelShape,
     load_hardware_profile,
     load_model_shape,
 )
-from sojourn_server.simulator.latency.roofline import RooflineLatency
+from sojourn_server.simulator.latency.latency_protocol import StepWork
+from sojourn_server.simulator.latency.roofline_latency import RooflineLatency
 
 LLAMA_2_7B = ModelShape(
     name="llama-2-7b",

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.simulator.latency.fitted_latency import FittedLatency
-from sojourn_server.simulator.latency.latency_model import StepWork
 from sojourn_server.simulator.latency.latency_profiles import SHIPPED_PROFILES, LatencyProfileError
+from sojourn_server.simulator.latency.latency_protocol import StepWork
 from sojourn_server.simulator.latency.latency_selection import DeviceOptions, load_latency_model
-from sojourn_server.simulator.latency.roofline import RooflineLatency
+from sojourn_server.simulator.latency.roofline_latency import RooflineLatency
 
 PROFILE = EngineProfile(
     model="tiny",

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from sojourn_server.simulator.latency.latency_model import StepWork
 from sojourn_server.simulator.latency.latency_profiles import load_hardware_profile, load_model_shape
+from sojourn_server.simulator.latency.latency_protocol import StepWork
 from sojourn_server.simulator.latency.latency_selection import DeviceOptions, load_latency_model
 
 pytest.importorskip("torch")

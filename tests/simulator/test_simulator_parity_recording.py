@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from simulator_parity_workload import Agents, Clock, make_engine, record, recording_lines, write_lines
 from sojourn_server.core.events_and_actions import Event, RequestAdmitted, RequestArrived, TurnFinished
 from sojourn_server.core.program_scheduler import ProgramScheduler
-from sojourn_server.core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits
+from sojourn_server.core.scheduler_limits import SchedulerLimits
+from sojourn_server.core.scheduler_state import Histories, KVPoolConfig
 from sojourn_server.policies.policy_views import RunningRequestView
 from sojourn_server.policies.preset import preset_text
 from sojourn_server.programs.tool_call_parsers import ParsedToolCall

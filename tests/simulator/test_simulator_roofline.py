@@ -9,14 +9,14 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.simulator.latency.latency_model import StepWork
 from sojourn_server.simulator.latency.latency_profiles import (
     LatencyProfileError,
     load_hardware_profile,
     load_model_shape,
     shipped_profile_names,
 )
-from sojourn_server.simulator.latency.roofline import RooflineLatency
+from sojourn_server.simulator.latency.latency_protocol import StepWork
+from sojourn_server.simulator.latency.roofline_latency import RooflineLatency
 
 ROOFLINES = [
     RooflineLatency(load_hardware_profile(hardware), load_model_shape(model), tp)

@@ -23,7 +23,7 @@ from sojourn_server.simulator.latency.latency_profiles import (
     load_hardware_profile,
     load_model_shape,
 )
-from sojourn_server.simulator.latency.roofline import RooflineLatency
+from sojourn_server.simulator.latency.roofline_latency import RooflineLatency
 from sojourn_server.simulator.simulation_run import RunSpec, SimulatorError, run_simulation, validate_specs
 from sojourn_server.simulator.simulator_policies import find_policy
 from sojourn_server.simulator.tier_transfers import TierTransfers

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 from scheduler_driver import SchedulerDriver
-from sojourn.events import Event
 from sojourn.ids import ProgramId
-from sojourn.wire import WIRE_VERSION, EventOutcome, decode_outcomes
+from sojourn.wire_codec import WIRE_VERSION, EventOutcome, decode_outcomes
+from sojourn.wire_events import Event
 from sojourn_server.core.engine_service import EngineService
 from sojourn_server.core.events_and_actions import (
     EngineAction,
@@ -29,7 +29,8 @@ from sojourn_server.core.events_and_actions import (
 from sojourn_server.core.lease_table import Lease
 from sojourn_server.core.request_identity import CONTEXT_KEY, read_identity
 from sojourn_server.core.request_table import RequestState
-from sojourn_server.core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits
+from sojourn_server.core.scheduler_limits import SchedulerLimits
+from sojourn_server.core.scheduler_state import Histories, KVPoolConfig
 from sojourn_server.metrics.turn_ledger import EvictedBlock, LossCause
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.preset import Preset, load_preset

@@ -20,6 +20,12 @@ def tool_status(error: BaseException) -> str:
     return status_of(error)
 
 
+def result_status(output: Any) -> str:
+    """Return the status of a tool call that ended without an exception: ``error`` also where
+    ``handle_tool_error`` turned an exception into a message."""
+    return "error" if getattr(output, "status", None) == "error" else "ok"
+
+
 def interrupts_of(error: BaseException | None) -> tuple[Any, ...] | None:
     """Return the interrupts at which a graph stopped, empty for a breakpoint; ``None`` for other errors."""
     if error is None or all(kind.__name__ != "GraphInterrupt" for kind in type(error).__mro__):

@@ -16,7 +16,7 @@ import msgspec
 
 from sojourn.errors import ConfigError
 from sojourn.event_queue import PendingEvent
-from sojourn.events import Event, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.wire_events import Event, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 from .event_transport import DeliveryResult, PendingBatch, TransportContext
 from .server_dialects import header_text

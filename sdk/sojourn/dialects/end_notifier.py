@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sojourn.events import Event, ProgramEnd, ProgramStart
-from sojourn.wire import encode
+from sojourn.wire_codec import encode
+from sojourn.wire_events import Event, ProgramEnd, ProgramStart
 
 from .event_transport import UNSUPPORTED_STATUSES, DeliveryResult, PendingBatch, TransportContext
 

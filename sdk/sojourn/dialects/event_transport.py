@@ -11,8 +11,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from sojourn.event_queue import PendingEvent
-from sojourn.events import Event
 from sojourn.stats import Counters
+from sojourn.wire_events import Event
 
 if TYPE_CHECKING:
     from sojourn.http_transport import ServerTransport

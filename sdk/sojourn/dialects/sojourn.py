@@ -7,9 +7,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from sojourn.events import AegReport, AnyEvent, Event
 from sojourn.hints import AgenticContext
-from sojourn.wire import (
+from sojourn.wire_codec import (
     EVENTS_PATH,
     MAX_BATCH_BYTES,
     MAX_CONTEXT_BYTES,
@@ -20,6 +19,7 @@ from sojourn.wire import (
     decode_outcomes,
     encode,
 )
+from sojourn.wire_events import AegReport, AnyEvent, Event
 
 from .event_transport import UNSUPPORTED_STATUSES, DeliveryResult, PendingBatch, TransportContext
 from .server_dialects import session_header

@@ -13,7 +13,7 @@ from typing import Any
 
 from sojourn.hints import AgenticContext
 from sojourn.ids import MAX_ID_BYTES
-from sojourn.wire import encode
+from sojourn.wire_codec import encode
 
 from .server_dialects import I64_MAX, SESSION_HEADER, VllmDialect, clip, header_text
 

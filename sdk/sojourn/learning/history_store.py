@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from sojourn.wire import MAX_EVENT_NAME_BYTES
+from sojourn.wire_codec import MAX_EVENT_NAME_BYTES
 
 from .run_trace import MAX_PATH, MAX_TURNS, ProgramRun
 from .tool_durations import COUNTED, MAX_SAMPLES

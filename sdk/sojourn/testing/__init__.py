@@ -23,9 +23,8 @@ from urllib.parse import unquote
 
 import msgspec
 
-from sojourn.events import AnyEvent
 from sojourn.hints import AgenticContext
-from sojourn.wire import (
+from sojourn.wire_codec import (
     CAPABILITIES_PATH,
     EVENTS_PATH,
     WIRE_VERSION,
@@ -39,6 +38,7 @@ from sojourn.wire import (
     decode_event,
     encode,
 )
+from sojourn.wire_events import AnyEvent
 
 from .scripted_answers import Answer, ToolUse, answer_body, answer_stream
 

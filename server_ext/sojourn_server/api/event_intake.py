@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 
 import msgspec
-from sojourn.wire import (
+from sojourn.wire_codec import (
     WIRE_VERSION,
     EventBatch,
     EventOutcome,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from sojourn.wire import EventOutcome, Outcome, OutcomeBatch
+from sojourn.wire_codec import EventOutcome, Outcome, OutcomeBatch
 
 
 class EventAnswer(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from sojourn.ids import id_problem
-from sojourn.wire import MAX_BATCH_BYTES, WIRE_VERSION, WireError, decode_batch, encode
+from sojourn.wire_codec import MAX_BATCH_BYTES, WIRE_VERSION, WireError, decode_batch, encode
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response

@@ -160,7 +160,7 @@ def get_capabilities(root: str) -> tuple[int, bytes]:
     Raises ``InvalidUrlError``, ``OSError`` or ``http.client.HTTPException``.
     """
     from sojourn.http_transport import tls_context
-    from sojourn.wire import CAPABILITIES_PATH
+    from sojourn.wire_codec import CAPABILITIES_PATH
 
     try:
         parts = urlsplit(root)

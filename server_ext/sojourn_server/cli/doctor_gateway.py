@@ -26,7 +26,7 @@ def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]
 
     ``goes_on``: further checks follow, and replicas answer those.
     """
-    from sojourn.wire import CAPABILITIES_PATH
+    from sojourn.wire_codec import CAPABILITIES_PATH
 
     answer = get(client, REPLICAS_PATH)
     if not is_gateway_answer(answer):

@@ -66,7 +66,14 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
 
 
 def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
-    from sojourn.wire import CAPABILITIES_PATH, EVENTS_PATH, WIRE_VERSION, EventBatch, decode_outcomes, encode
+    from sojourn.wire_codec import (
+        CAPABILITIES_PATH,
+        EVENTS_PATH,
+        WIRE_VERSION,
+        EventBatch,
+        decode_outcomes,
+        encode,
+    )
 
     answer = get(client, CAPABILITIES_PATH)
     if isinstance(answer, str) or answer.status_code != 200:

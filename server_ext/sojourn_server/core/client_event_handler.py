@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from sojourn.ids import MAX_ID_BYTES, id_problem
-from sojourn.wire import (
+from sojourn.wire_codec import (
     MAX_BATCH_EVENTS,
     EventOutcome,
     Outcome,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from sojourn.ids import ProgramId
-from sojourn.wire import Outcome
+from sojourn.wire_codec import Outcome
 
 from ..metrics.preemption_cascades import PreemptionCascades
 from ..metrics.turn_ledger import LossCause

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 from sojourn.ids import ProgramId
-from sojourn.wire import (
+from sojourn.wire_codec import (
     MAX_BATCH_BYTES,
     MAX_BATCH_EVENTS,
     MAX_CONTEXT_BYTES,

@@ -11,9 +11,9 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import msgspec
-from sojourn.events import AnyEvent
 from sojourn.ids import ProgramId
-from sojourn.wire import EventOutcome
+from sojourn.wire_codec import EventOutcome
+from sojourn.wire_events import AnyEvent
 
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason

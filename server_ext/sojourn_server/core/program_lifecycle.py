@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sojourn.events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.ids import CallId, EmitterId, ProgramId
-from sojourn.wire import EventOutcome, Outcome
+from sojourn.wire_codec import EventOutcome, Outcome
+from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 from ..policies.policy_protocols import DecisionReason
 from ..programs.execution_graphs import GraphError

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sojourn.ids import EmitterId, ProgramId
-from sojourn.wire import Outcome
+from sojourn.wire_codec import Outcome
 
 from ..metrics.decision_log import DecisionLog
 from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length
@@ -73,7 +73,8 @@ from .events_and_actions import (
 from .lease_manager import LeaseManager
 from .program_lifecycle import ProgramLifecycle
 from .request_table import RequestState
-from .scheduler_state import Histories, KVPoolConfig, SchedulerLimits, SchedulerState
+from .scheduler_limits import SchedulerLimits
+from .scheduler_state import Histories, KVPoolConfig, SchedulerState
 from .tier_manager import TierManager
 from .turn_recorder import TurnRecorder
 from .workflow_predictor import WorkflowPredictor

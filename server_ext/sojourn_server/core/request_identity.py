@@ -7,7 +7,7 @@ from typing import Any
 
 from sojourn.hints import AgenticContext
 from sojourn.ids import ProgramId, id_problem
-from sojourn.wire import Outcome, WireError, decode_context
+from sojourn.wire_codec import Outcome, WireError, decode_context
 
 CONTEXT_KEY = "agentic_context"
 

@@ -9,33 +9,7 @@ from itertools import islice
 
 from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
 from .offload_jobs import BlockKey, CopyResult, FileCopy, OffloadJobs, ProbeResult
-
-MAX_STAGE_WAIT_S = 10.0
-"""Default of ``TierLimits.max_stage_wait_s``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierLimits:
-    """Limits of the planner. Times are in seconds."""
-
-    host_slots: int
-    disk_blocks: int = 0
-    """0: no disk."""
-    spill_below: float = 0.25
-    """Write to disk while less than this share of host memory is free or also on disk."""
-    max_spilling: int = 256
-    """Maximum number of blocks being written at once, so that a slow disk's queue stays short."""
-    max_staging: int = 4096
-    """Maximum number of blocks being read at once."""
-    max_stage_wait_s: float = MAX_STAGE_WAIT_S
-    """Maximum wait of a request for the disk; then it computes the rest."""
-    shared: bool = False
-    """Read other engines' stores beside this one's."""
-    min_probe_blocks: int = 8
-    """Minimum number of blocks to search other stores for: fewer are computed sooner than found."""
-    max_probe_wait_s: float = 1.0
-    """Maximum wait of a request for that search."""
-
+from .tier_limits import TierLimits
 
 DISK_INDEX_TIMEOUT_STEPS = 100
 """Steps after which the engine stops waiting for the worker's list of files on disk."""

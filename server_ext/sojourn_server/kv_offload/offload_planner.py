@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count, takewhile
 from typing import NamedTuple
 
-from .disk_planner import DiskPlanner, TierLimits
+from .disk_planner import DiskPlanner
 from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
 from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadResults
+from .tier_limits import TierLimits
 
 STORE_BATCH_BLOCKS = 32
 """Blocks per ahead-of-time store. Reusing one block before the store ends waits for the whole store."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from .buffer_pool import BufferSlot
+from .staging_buffers import BufferSlot
 from .transfer_context import StallDetector, TransferContext
 from .transfer_link import TrafficClass
 from .transfer_wire import AbortMessage, CompleteMessage, DataMessage, FailedMessage, NeedMessage

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from .buffer_pool import LeaseTooLarge
 from .incoming_prompt import (
     IncomingPrompt,
     PeerAnswer,
@@ -25,6 +24,7 @@ from .incoming_prompt import (
     PromptState,
     ReadChunk,
 )
+from .staging_buffers import LeaseTooLarge
 from .transfer_actions import PromptTransferEnded, SendMessage
 from .transfer_context import TransferContext
 from .transfer_link import LinkItem

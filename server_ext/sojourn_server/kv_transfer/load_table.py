@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from .buffer_pool import BufferSlot
 from .peer_table import PeerTable
+from .staging_buffers import BufferSlot
 from .transfer_actions import CloseConnection, LayerLoaded, LoadEnded, SendMessage
 from .transfer_context import StallDetector, TransferContext
 from .transfer_link import TrafficClass

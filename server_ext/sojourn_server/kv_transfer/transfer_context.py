@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from ..kv_offload.block_file import KvIdentity
-from .buffer_pool import BufferPool, BufferSlot, SlotMemory
+from .staging_buffers import BufferPool, BufferSlot, SlotMemory
 from .transfer_actions import ReadBlock, TransferAction, TransferEvent
 from .transfer_limits import LinkRates, TransferLimits
 from .transfer_link import LinkItem, TrafficClass, TransferLink

@@ -10,15 +10,15 @@ from .custom_policies import CustomClassLoader, custom_class_loader
 from .fairness.fair_share import SharePolicy
 from .fairness.tenant_preemption import TenantPreemptionPolicy
 from .preset_store import PolicyRegistry, PresetError, PresetStore, number_option, read_preset_text
-from .routing.routing_policies import RoutingPolicy
+from .routing.routing_policy import RoutingPolicy
 from .routing.work_stealing import StealingPolicy
 
 POLICY_CLASSES: dict[str, dict[str, str]] = {
     "routing": {
-        "random": "routing.routing_policies:RandomRouting",
-        "round-robin": "routing.routing_policies:RoundRobinRouting",
+        "random": "routing.baseline_routing:RandomRouting",
+        "round-robin": "routing.baseline_routing:RoundRobinRouting",
         "prefix-affinity": "routing.prefix_affinity_routing:PrefixAffinityRouting",
-        "session-affinity": "routing.routing_policies:SessionAffinityRouting",
+        "session-affinity": "routing.session_affinity_routing:SessionAffinityRouting",
         "room-for-all": "routing.capacity_routing:CapacityRouting",
         "least-delay": "routing.least_delay_routing:LeastDelayRouting",
     },

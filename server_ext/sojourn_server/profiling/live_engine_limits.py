@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import httpx
-from sojourn.wire import CAPABILITIES_PATH
+from sojourn.wire_codec import CAPABILITIES_PATH
 
 from sojourn_server.metrics.vllm_metrics_page import CachePool, cache_pool, whole
 from sojourn_server.policies.costs.engine_profile import EngineLimits

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from sojourn.aeg import END, START, Aeg
 from sojourn.errors import ArgumentError
-from sojourn.events import AegGraph
-from sojourn.wire import (
+from sojourn.wire_codec import (
     MAX_EVENT_NAME_BYTES,
     MAX_GRAPH_BYTES,
     MAX_GRAPH_EDGES,
@@ -24,6 +23,7 @@ from sojourn.wire import (
     MAX_GRAPH_TOOLS,
     encode,
 )
+from sojourn.wire_events import AegGraph
 
 TYPES_PER_GRAPH = 4
 """Agent types remembered for each graph that may be held: several kinds of agent can share one."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from sojourn.events import AnyEvent, ProgramEnd, ProgramStart, ToolStop
 from sojourn.hints import AgenticContext
 from sojourn.ids import ProgramId
-from sojourn.wire import Outcome
+from sojourn.wire_codec import Outcome
+from sojourn.wire_events import AnyEvent, ProgramEnd, ProgramStart, ToolStop
 
 from ..core.events_and_actions import (
     Action,

@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits
+from ..core.scheduler_limits import SchedulerLimits
+from ..core.scheduler_state import Histories, KVPoolConfig
 from ..policies.costs.engine_profile import PrefillCurve
 from ..policies.preset import parse_preset
 from ..programs.execution_history import SlidingMean, ToolHistory, TurnHistory

@@ -10,7 +10,8 @@ from sojourn.ids import ProgramId
 
 from ..core import events_and_actions as ev
 from ..core.program_scheduler import ProgramScheduler
-from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits
+from ..core.scheduler_limits import SchedulerLimits
+from ..core.scheduler_state import Histories, KVPoolConfig
 from ..metrics.decision_log import Decision, DecisionLog
 from ..policies.costs.engine_profile import PrefillCurve
 from ..policies.policy_views import AbandonedBranch, RunningRequestView

@@ -219,7 +219,7 @@ class CompletionsClient:
 
     async def _capabilities(self) -> dict[str, Any]:
         """Capabilities of the sojourn plugin; empty without the plugin or for another wire version."""
-        from sojourn.wire import CAPABILITIES_PATH, WIRE_VERSION
+        from sojourn.wire_codec import CAPABILITIES_PATH, WIRE_VERSION
 
         try:
             document = (await self._get(CAPABILITIES_PATH)).json()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from ..policies.fairness.fair_share import SharePolicy
 from ..policies.fairness.tenant_preemption import NoTenantPreemption, TenantPreemptionPolicy
 from ..policies.routing.replica_views import RoutingDecision
-from ..policies.routing.routing_policies import RoutingPolicy
+from ..policies.routing.routing_policy import RoutingPolicy
 from ..policies.routing.work_stealing import StealingPolicy
 from . import routing_events
 from .capacity_queue import CapacityQueue

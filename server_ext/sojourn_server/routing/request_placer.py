@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from heapq import nlargest
 
 from ..policies.routing.replica_views import ReplicaView, RoutingDecision, RoutingView
-from ..policies.routing.routing_policies import RoutingPolicy
+from ..policies.routing.routing_policy import RoutingPolicy
 from ..policies.routing.work_stealing import StealingPolicy, StealingReplicaView
 from .replica_fleet import Replica, ReplicaFleet, ReplicaHealth
 from .routed_programs import RoutedProgram, turns_left

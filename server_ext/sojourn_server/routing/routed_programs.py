@@ -22,7 +22,7 @@ from ..policies.forecasting.remaining_tokens import (
     SurvivalPrediction,
 )
 from ..policies.routing.replica_views import ResidentProgramGroup
-from ..policies.routing.routing_policies import RoutingPolicy
+from ..policies.routing.routing_policy import RoutingPolicy
 from ..programs.execution_history import SlidingMean
 from ..programs.output_lengths import OutputLengthHistory
 from .routing_status import ProgramRouteStatus

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..policies.fairness.fair_share import SharePolicy
-from ..policies.routing.routing_policies import RoutingPolicy
+from ..policies.routing.routing_policy import RoutingPolicy
 from .home_change_log import HomeChangeLog
 from .replica_fleet import Replica, ReplicaFleet
 from .routed_programs import (

@@ -18,7 +18,7 @@ from sojourn_server.routing.routing_from_preset import build_routing_core
 from sojourn_server.routing.routing_limits import RoutingLimits
 
 from .event_queue import EventQueue
-from .latency.latency_model import LatencyModel, StepWork
+from .latency.latency_protocol import LatencyModel, StepWork
 from .request_router import UNLIMITED_S, RoutableRequest
 from .run_log import SLO_FACTOR, RunLog
 from .simulated_clients import ActiveProgram, SimulatedClients, agent_type_of

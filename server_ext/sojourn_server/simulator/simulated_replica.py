@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .event_queue import VirtualClock
-from .latency.latency_model import LatencyModel
+from .latency.latency_protocol import LatencyModel
 from .simulated_engine import SimulatedEngine
 from .token_accounting import InFlightTurn, TokenAccounting
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .event_queue import EventQueue, VirtualClock
-from .latency.latency_model import LatencyModel
+from .latency.latency_protocol import LatencyModel
 from .limits.block_accesses import AccessRecorder
 from .request_router import RequestRouter
 from .run_log import REPLICA_STEP_OFFSET, OccupancySample, ReplicaLog, RunLog

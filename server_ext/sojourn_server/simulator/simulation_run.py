@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sojourn_server.traces.trace_schema import TraceError
 
 from .event_queue import VirtualClock
-from .latency.latency_model import DeviceShape, LatencyModel
+from .latency.latency_protocol import DeviceShape, LatencyModel
 from .limits.block_accesses import AccessLog
 from .run_log import RunLog
 from .simulator_policies import SimulatorPolicy, UpperBound, find_cluster_policy, find_policy

@@ -20,7 +20,7 @@ from ..vllm.kv_offload_connector import SojournConnector
 
 if TYPE_CHECKING:
     from ..vllm.compat import KVCacheConfig, KVConnectorRole, VllmConfig
-    from .latency.latency_model import LatencyModel
+    from .latency.latency_protocol import LatencyModel
 
 LAYERS = 32
 """The last layer, 1/32 of a step, is computed after the last load has arrived."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .latency.latency_model import StepWork
+from .latency.latency_protocol import StepWork
 from .run_log import TurnLog
 
 if TYPE_CHECKING:

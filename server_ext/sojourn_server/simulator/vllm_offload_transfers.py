@@ -21,7 +21,7 @@ from ..vllm.compat import (
 )
 
 if TYPE_CHECKING:
-    from .latency.latency_model import LatencyModel
+    from .latency.latency_protocol import LatencyModel
 
 _ALIGNMENT_BYTES = 4096
 """The connector rounds a chunk up to this; see ``vllm_offload_transfer_config``."""

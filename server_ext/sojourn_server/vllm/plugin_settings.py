@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits
+from ..core.scheduler_limits import SchedulerLimits
+from ..core.scheduler_state import Histories, KVPoolConfig
 from ..policies.costs.engine_profile import EngineProfile
 from ..policies.custom_policies import custom_class_loader
 from ..policies.prefill_decode.prefill_compute_quota import AttentionCosts
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 CONFIG_KEY = "sojourn"
 
 logger = logging.getLogger("vllm.sojourn")
+
+_LIMITS = SchedulerLimits()
+"""The defaults of the settings that ``SchedulerLimits`` has too."""
 
 
 class SettingsError(ValueError):
@@ -47,14 +51,14 @@ class PluginSettings:
     """Engine profile written by ``sojourn profile``."""
     tape_file: str | None = None
     """Recording of all events and decisions, for replay in the simulator."""
-    lease_budget_fraction: float = 0.95
-    max_hinted_ttl_s: float = 300.0
-    return_grace_s: float = 2.0
-    gate_timeout_s: float = 600.0
+    lease_budget_fraction: float = _LIMITS.lease_budget_fraction
+    max_hinted_ttl_s: float = _LIMITS.max_hinted_ttl_s
+    return_grace_s: float = _LIMITS.return_grace_s
+    gate_timeout_s: float = _LIMITS.gate_timeout_s
     """A request whose program gets no place on the device for this time is refused with an error."""
-    line_patience_s: float = 30.0
+    line_patience_s: float = _LIMITS.line_patience_s
     """A request without a program that has waited this long goes first and may end any lease."""
-    max_programs: int = 20_000
+    max_programs: int = _LIMITS.max_programs
     compute_quota_s: float = 0.0
     """Maximum seconds of attention a step, by the profile; 0: no limit."""
     strict: bool = False

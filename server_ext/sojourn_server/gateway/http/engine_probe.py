@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection
 
 import aiohttp
-from sojourn.wire import CAPABILITIES_PATH
+from sojourn.wire_codec import CAPABILITIES_PATH
 
 from ...routing.routing_status import LinkStats
 from .engine_client import ask_engine

@@ -16,8 +16,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from sojourn.events import AegReport, AnyEvent, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn.wire import (
+from sojourn.wire_codec import (
     EVENTS_PATH,
     EventBatch,
     EventOutcome,
@@ -27,6 +26,7 @@ from sojourn.wire import (
     decode_outcomes,
     encode,
 )
+from sojourn.wire_events import AegReport, AnyEvent, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 from ...routing import routing_events
 from .engine_client import ask_engine, bearer

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import aiohttp
 import msgspec
-from sojourn.wire import MAX_BATCH_BYTES, OutcomeBatch, WireError, decode_batch, encode
+from sojourn.wire_codec import MAX_BATCH_BYTES, OutcomeBatch, WireError, decode_batch, encode
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 from sojourn.hints import AgenticContext
-from sojourn.wire import Outcome
+from sojourn.wire_codec import Outcome
 
 from ...core.request_identity import CONTEXT_KEY, clipped, read_identity
 from .client_apis import ClientApi

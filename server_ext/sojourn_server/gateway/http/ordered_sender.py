@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from sojourn.wire import (
+from sojourn.wire_codec import (
     MAX_BATCH_BYTES,
     MAX_BATCH_EVENTS,
     WIRE_VERSION,

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import aiohttp
-from sojourn.wire import CAPABILITIES_PATH
+from sojourn.wire_codec import CAPABILITIES_PATH
 
 from ...routing import routing_events
 from ...routing.routing_events import PairRole

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import msgspec
-from sojourn.events import AnyEvent
 from sojourn.hints import AgenticContext
 from sojourn.ids import id_problem
-from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, EventBatch, WireError, decode_event
+from sojourn.wire_codec import MAX_BATCH_EVENTS, WIRE_VERSION, EventBatch, WireError, decode_event
+from sojourn.wire_events import AnyEvent
 
 from .event_forwarder import EventForwarder
 from .generation_request import with_hint

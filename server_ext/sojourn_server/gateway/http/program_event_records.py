@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import msgspec
-from sojourn.events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn.wire import MAX_EVENT_NAME_BYTES, MAX_GRAPH_BYTES, encode
+from sojourn.wire_codec import MAX_EVENT_NAME_BYTES, MAX_GRAPH_BYTES, encode
+from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 MAX_RECORDED_PROGRAMS = 50_000
 MAX_TOTAL_GRAPH_BYTES = 32 << 20

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import msgspec
 from sojourn.ids import MAX_ID_BYTES
-from sojourn.wire import MAX_CONTEXT_BYTES, WireError, decode_event, encode
+from sojourn.wire_codec import MAX_CONTEXT_BYTES, WireError, decode_event, encode
 
 from .generation_request import GenerationRequest, members_of, with_names
 from .program_event_records import Key, TenantBoundedCache

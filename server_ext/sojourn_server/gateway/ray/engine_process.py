@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from sojourn.wire import CAPABILITIES_PATH
+from sojourn.wire_codec import CAPABILITIES_PATH
 
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import LinkStats

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...policies.routing.replica_views import RoutingView
-from ...policies.routing.routing_policies import RoutingPolicy
+from ...policies.routing.routing_policy import RoutingPolicy
 from ...routing.affinity_core import AffinityCore
 from ...routing.replica_fleet import Replica, ReplicaHealth
 from ...routing.routing_core import RoutingCore

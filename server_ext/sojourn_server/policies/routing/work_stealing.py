@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
-from .routing_policies import stable_hash
+from .baseline_routing import stable_hash
 
 
 class StealingReplicaView(NamedTuple):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ...policies.costs.engine_profile import EngineProfile
 from ...policies.costs.step_costs import StepCosts
-from .latency_model import StepWork
 from .latency_profiles import DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S, LatencyProfileError
+from .latency_protocol import StepWork
 
 
 @dataclass(frozen=True, slots=True)

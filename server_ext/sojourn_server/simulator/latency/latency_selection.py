@@ -9,7 +9,6 @@ from typing import Any
 from sojourn_server.policies.costs.engine_profile import EngineProfile
 
 from .fitted_latency import FittedLatency
-from .latency_model import DeviceShape, LatencyModel
 from .latency_profiles import (
     HardwareProfile,
     LatencyProfileError,
@@ -21,7 +20,8 @@ from .latency_profiles import (
     read_profile_toml,
     shipped_profile_names,
 )
-from .roofline import RooflineLatency
+from .latency_protocol import DeviceShape, LatencyModel
+from .roofline_latency import RooflineLatency
 
 GPU_MEMORY_UTILIZATION = 0.92
 """vLLM 0.32's default (config/cache.py)."""

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from simulated_transfers import keys
-from sojourn_server.kv_transfer.buffer_pool import BufferPool, BufferSlot, LeaseTooLarge, SlotMemory
+from sojourn_server.kv_transfer.staging_buffers import BufferPool, BufferSlot, LeaseTooLarge, SlotMemory
 
 SLOTS, LEASE_S = 6, 10.0
 

@@ -30,8 +30,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import sqrt
 
-from .latency_model import StepWork
 from .latency_profiles import HardwareProfile, LatencyProfileError, ModelShape
+from .latency_protocol import StepWork
 
 
 @dataclass(frozen=True)

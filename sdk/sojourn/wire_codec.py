@@ -14,9 +14,9 @@ from enum import Enum
 
 import msgspec
 
-from .events import AnyEvent, Event
 from .hints import AgenticContext
 from .ids import id_problem
+from .wire_events import AnyEvent, Event
 
 WIRE_VERSION = 1
 EVENTS_PATH = "/sojourn/v1/events"

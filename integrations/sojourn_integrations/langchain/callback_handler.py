@@ -1,0 +1,230 @@
+"""``Handler``, the callbacks through which LangChain reports its runs, and its registration for every run.
+
+A callback must not set context variables: LangGraph runs a single node in its caller's context, and ends
+async runs in a task of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from sojourn.program import ResolvedContext, add_resolver, remove_resolver
+
+from sojourn_integrations.safe_scope import fault
+
+from .run_outcomes import result_status, tool_status
+from .run_tree import RunNode, RunTree
+
+tree = RunTree()
+_users: set[str] = set()
+"""Our modules that need the handler in every run."""
+_hook: ContextVar[Any] | None = None
+_running_config: ContextVar[Any] | None = None
+"""LangChain's own class, found at first use."""
+_by_hand = False
+"""True once the user made a ``Handler``: the resolver then stays."""
+
+
+def install(user: str) -> bool:
+    """Add the handler for ``user``. Repeating it is harmless."""
+    global _hook
+    if _hook is None:
+        from langchain_core.runnables.config import var_child_runnable_config
+        from langchain_core.tracers import context
+
+        if not isinstance(getattr(context, "_configure_hooks", None), list):
+            return False
+        if not isinstance(var_child_runnable_config, ContextVar):
+            return False
+        kind = handler_class()
+        handler = kind.__new__(kind)  # not one that the user made
+        # As the default it applies in every thread and task, also in those with an empty context.
+        hook: ContextVar[Any] = ContextVar("sojourn_langchain", default=handler)
+        context.register_configure_hook(hook, inheritable=True, handle_class=kind)
+        add_resolver(_resolve)
+        _hook = hook
+    _users.add(user)
+    return True
+
+
+def remove(user: str) -> None:
+    """Undo ``install`` with its last user."""
+    global _hook
+    _users.discard(user)
+    if _users or _hook is None:
+        return
+    from langchain_core.tracers import context
+
+    hook, _hook = _hook, None
+    context._configure_hooks[:] = [each for each in context._configure_hooks if each[0] is not hook]
+    if not _by_hand:
+        remove_resolver(_resolve)
+
+
+def running_in() -> Any:
+    """Return the id of the run around the running code, from LangChain's context; ``None`` at the top."""
+    global _running_config
+    if _running_config is None:
+        from langchain_core.runnables.config import var_child_runnable_config
+
+        _running_config = var_child_runnable_config
+    config = _running_config.get()
+    return _key(getattr(config.get("callbacks"), "parent_run_id", None)) if config else None
+
+
+def _key(run_id: Any) -> Any:
+    """Return the run's key in the tree, an integer: a UUID computes its hash in Python at each look-up."""
+    return getattr(run_id, "int", run_id)
+
+
+def _above(parent_run_id: Any) -> Any:
+    """Return the run around one that begins. Retrievers and models are not followed: their caller counts."""
+    if parent_run_id is None or tree.get(parent_run_id) is not None:
+        return parent_run_id
+    around = running_in()
+    return parent_run_id if tree.get(around) is None else around
+
+
+def _resolve() -> ResolvedContext | None:
+    id = running_in()
+    return None if id is None else tree.resolve(id)
+
+
+@functools.cache
+def handler_class() -> Any:
+    """Return the class ``Handler``, made at first use, since that imports LangChain."""
+    from langchain_core.callbacks import BaseCallbackHandler
+
+    class Handler(BaseCallbackHandler):
+        """Reports programs, nodes and tool calls: ``config={"callbacks": [Handler()]}``.
+
+        It holds no state: several of them, or one beside ``sojourn.init()``, report everything once. It knows
+        only what callbacks carry; for the graph, its threads and breakpoints use ``sojourn.wrap(graph)``.
+        """
+
+        run_inline = True
+        """Without it async runs call the handler from other threads, late and out of order."""
+        raise_error = False
+        ignore_llm = ignore_chat_model = ignore_retriever = ignore_retry = ignore_custom_event = True
+
+        def __init__(self) -> None:
+            global _by_hand
+            super().__init__()
+            _by_hand = True
+            add_resolver(_resolve)
+
+        def on_chain_start(
+            self,
+            serialized: Any,
+            inputs: Any,
+            *,
+            run_id: Any,
+            parent_run_id: Any = None,
+            metadata: Any = None,
+            name: Any = None,
+            run_type: Any = None,
+            **kwargs: Any,
+        ) -> None:
+            try:
+                tree.chain_started(
+                    _key(run_id),
+                    _above(_key(parent_run_id)),
+                    name=name or _name(serialized),
+                    kind=run_type,
+                    metadata=metadata or {},
+                    inputs=None if _call_ids_are_told else inputs,
+                )
+            except Exception:
+                fault("internal_error")
+
+        def on_chain_end(self, outputs: Any, *, run_id: Any, **kwargs: Any) -> None:
+            _chain_ended(run_id, None)
+
+        def on_chain_error(self, error: BaseException, *, run_id: Any, **kwargs: Any) -> None:
+            _chain_ended(run_id, error)
+
+        def on_tool_start(
+            self, serialized: Any, input_str: str, *, run_id: Any, parent_run_id: Any = None, **kwargs: Any
+        ) -> None:
+            global _call_ids_are_told
+            try:
+                name = _name(serialized) or kwargs.get("name") or "tool"
+                parent = _above(_key(parent_run_id))
+                call_id = kwargs.get("tool_call_id")
+                if "tool_call_id" in kwargs:
+                    _call_ids_are_told = True
+                else:
+                    call_id = _call_id_from_inputs(tree.get(parent), name, kwargs.get("inputs"))
+                tree.tool_started(_key(run_id), parent, name=name, call_id=call_id)
+            except Exception:
+                fault("internal_error")
+
+        def on_tool_end(self, output: Any, *, run_id: Any, **kwargs: Any) -> None:
+            try:
+                tree.tool_ended(_key(run_id), result_status(output))
+            except Exception:
+                fault("internal_error")
+
+        def on_tool_error(self, error: BaseException, *, run_id: Any, **kwargs: Any) -> None:
+            try:
+                tree.tool_ended(_key(run_id), tool_status(error))
+            except Exception:
+                fault("internal_error")
+
+    Handler.__module__, Handler.__qualname__ = __name__.rpartition(".")[0], "Handler"  # where users import it
+    return Handler
+
+
+_call_ids_are_told = False
+"""This langchain-core gives the model's call id to ``on_tool_start``; 1.0.0 does not."""
+
+
+def _chain_ended(run_id: Any, error: BaseException | None) -> None:
+    try:
+        tree.chain_ended(_key(run_id), error)
+    except Exception:
+        fault("internal_error")
+
+
+def _name(serialized: Any) -> str | None:
+    if not isinstance(serialized, Mapping):
+        return None
+    name = serialized.get("name")
+    if not name and isinstance(serialized.get("id"), list) and serialized["id"]:
+        name = serialized["id"][-1]
+    return str(name) if name else None
+
+
+def _call_id_from_inputs(run: RunNode | None, name: str, arguments: Any) -> str | None:
+    """Return the model's call id from the node's input, for LangChain versions without it."""
+    while run is not None and run.inputs is None:
+        run = run.parent
+    if run is None:
+        return None
+    free = [each for each in _tool_calls(run.inputs) if each.get("name") == name]
+    free = [each for each in free if each.get("id") and each["id"] not in run.seen_calls]
+    exact = [each for each in free if each.get("args") == arguments]
+    for each in exact or free:
+        run.seen_calls.add(each["id"])
+        return str(each["id"])
+    return None
+
+
+def _tool_calls(inputs: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(inputs, Mapping) and isinstance(inputs.get("tool_call"), Mapping):
+        yield inputs["tool_call"]
+        return
+    messages = inputs.get("messages") if isinstance(inputs, Mapping) else getattr(inputs, "messages", inputs)
+    if not isinstance(messages, (list, tuple)):
+        return
+    if messages and all(isinstance(each, Mapping) and each.get("type") == "tool_call" for each in messages):
+        yield from messages
+        return
+    for message in reversed(messages):
+        calls = getattr(message, "tool_calls", None)
+        if calls:
+            yield from calls
+            return

@@ -1,0 +1,59 @@
+"""``Middleware``, which reports the tool calls of one agent from around the tool."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import sojourn
+
+from sojourn_integrations.safe_scope import enter, leave
+
+from .run_outcomes import result_status, tool_status
+
+
+@functools.cache
+def middleware_class() -> Any:
+    """Return the class ``Middleware``, made at first use, since that imports LangChain."""
+    from langchain.agents.middleware import AgentMiddleware
+
+    class Middleware(AgentMiddleware):
+        """Reports an agent's tool calls: ``create_agent(model, tools, middleware=[Middleware()])``.
+
+        As the first in the list it reports a call with its retries as one; as the last, every attempt.
+        """
+
+        tools = ()
+
+        @property
+        def name(self) -> str:
+            """The name by which ``create_agent`` distinguishes middlewares."""
+            return "SojournMiddleware"
+
+        def wrap_tool_call(self, request: Any, handler: Any) -> Any:
+            scope = enter(lambda: _tool_call(request))
+            try:
+                result = handler(request)
+            except BaseException as error:
+                leave(scope, error, status=tool_status(error))
+                raise
+            leave(scope, status=lambda: result_status(result))
+            return result
+
+        async def awrap_tool_call(self, request: Any, handler: Any) -> Any:
+            scope = enter(lambda: _tool_call(request))
+            try:
+                result = await handler(request)
+            except BaseException as error:
+                leave(scope, error, status=tool_status(error))
+                raise
+            leave(scope, status=lambda: result_status(result))
+            return result
+
+    Middleware.__module__, Middleware.__qualname__ = __name__.rpartition(".")[0], "Middleware"
+    return Middleware
+
+
+def _tool_call(request: Any) -> Any:
+    call = request.tool_call
+    return sojourn.tool_call(call["name"], call.get("id"))
