@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from engine_tools import float32_engine, scheduler_of
@@ -36,11 +36,16 @@ def arm(model: str, sojourn: dict[str, Any] | None, **settings: Any) -> Iterator
         yield llm
 
 
+def usual_hint(program: int) -> str:
+    """The context of an honest client."""
+    return json.dumps({"program_id": f"P{program}", "kv_retention_ttl_seconds": 120})
+
+
 def generate(
     model: str,
     sojourn: dict[str, Any] | None,
     *,
-    hints: bool,
+    hints: bool | Callable[[int, int], str],
     programs: int = PROGRAMS,
     turns: int = TURNS,
     words: int = WORDS,
@@ -48,6 +53,7 @@ def generate(
 ) -> tuple[list[list[int]], Any]:
     """All tokens of all turns of all programs, and sojourn's stats and decisions where it is on.
 
+    ``hints`` may be a function that gives the ``agentic_context`` of a program's turn, well formed or not.
     Prompts are made of the first ``words`` tokens of the vocabulary. ``settings`` are the engine's, besides
     what all arms have.
     """
@@ -64,8 +70,8 @@ def generate(
     for turn in range(turns):
         params = []
         for n in range(programs):
-            hint = {"program_id": f"P{n}", "kv_retention_ttl_seconds": 120}
-            extra = {"agentic_context": json.dumps(hint)} if hints else None
+            hint = hints(n, turn) if callable(hints) else usual_hint(n)
+            extra = {"agentic_context": hint} if hints else None
             params.append(
                 SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, extra_args=extra)
             )
@@ -89,7 +95,7 @@ def generate(
                     "ledger"
                 ]
             ]
-            if hints
+            if hints is True
             else [],
         }
     for _ in arms:

@@ -8,6 +8,8 @@ shows at the end that this holds of it too.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from engine_tools import LOUD_BLOCK_BYTES, with_tiers
 from multi_turn_programs import OUTPUT_TOKENS, PROGRAMS, generate
@@ -43,6 +45,26 @@ def test_no_hints_and_leases_under_pressure_give_the_tokens_of_stock(loud_model,
     assert by_program["stats"]["ledger"]["device_tokens"] > 0
     taken = [row["evicted_score"] for row in by_program["ledger"] if row["evicted_score"]]
     assert taken, "blocks must have been taken in the order by program"
+
+
+def hostile_hint(program: int, turn: int) -> str:
+    """False, malformed and contradictory contexts, another one each turn; some turns have no program."""
+    theft = {"program_id": f"P{(program + turn) % PROGRAMS}", "sojourn": {"v": 1, "final": True}}
+    lies = {"expected_output_length": 1, "expected_resume": False, "priority": 2**31}
+    greed = {"kv_retention_ttl_seconds": 1e308, "sojourn": {"v": 1, "expected_steps_left": 1e308}}
+    end = {"type": "program_end", "program_id": f"P{program}", "seq": turn}
+    riding = {"sojourn": {"v": 1, "emitter": "e", "events": [end, {"type": "nonsense"}, 7]}}
+    name = {"program_id": f"P{program}"}
+    contexts = [theft, {**name, **lies}, {**name, **greed}, {**name, **riding}, {"program_id": "x" * 10_000}]
+    texts = [*map(json.dumps, contexts), "{", "\0\ud800", "x" * (1 << 20)]
+    return texts[(program + turn) % len(texts)]
+
+
+@pytest.mark.parametrize("policy", ["continuum", "tetris"])
+def test_false_and_hostile_hints_give_the_tokens_of_stock(loud_model, stock, policy):
+    tokens, report = generate(loud_model, {"policy": policy}, hints=hostile_hint)
+    assert tokens == stock
+    assert any(decision["kind"] == "keep" for decision in report["decisions"])
 
 
 def test_what_was_in_host_memory_gives_the_tokens_of_stock(loud_model, stock):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +67,22 @@ def test_a_flood_of_invented_ids_forgets_no_program_that_had_a_turn() -> None:
         opened(table, f"invented{i}", 100.0)
     assert len(table) == 50
     assert all(ProgramId(f"real{i}") in table for i in range(20))
+
+
+def test_a_million_ids_take_the_memory_of_as_many_as_the_table_holds() -> None:
+    table = ProgramTable(1000)
+
+    def invent(first: int, last: int) -> int:
+        """Objects of the interpreter once these programs have been opened."""
+        for i in range(first, last):
+            table.open(ProgramId(f"invented{i:07}"), float(i))
+        gc.collect()
+        return len(gc.get_objects())
+
+    full = invent(0, 2000)
+    assert invent(2000, 1_000_000) <= full + 100
+    assert len(table) == 1000
+    assert table.forgotten == 999_000
 
 
 def test_a_program_in_the_engine_is_never_forgotten() -> None:

@@ -289,6 +289,43 @@ def test_malformed_hints_are_reported_and_change_nothing(make_engine, clock):
     assert engine.ask("programs")["total"] == 0
 
 
+@pytest.mark.parametrize("policy", ["continuum", "saga", "static-ttl"])
+def test_a_hostile_tenant_takes_nothing_from_another(make_engine, clock, policy):
+    """All at once: priority, TTL, invented ids, a hint of 1 MiB, names of 256 bytes and 1,024 tools."""
+    engine = make_engine(policy, blocks=129, max_model_len=1024, settings={"max_programs": 500})
+    alice = {"kv_retention_ttl_seconds": 200, "sojourn": {"v": 1, "tenant": "alice"}}
+    engine.add("a1", prompt(1, 300), program_id="A", context=alice)
+    engine.run()
+    fat = "m" * 256
+    mallory = {"v": 1, "tenant": fat, "agent_type": fat, "node": fat, "expected_steps_left": 1e308}
+    greedy = {
+        "priority": 2**31, "deadline_seconds": 1e-9, "kv_retention_ttl_seconds": 1e308,
+        "expected_output_length": 1, "sojourn": mallory,
+    }  # fmt: skip
+    for number in range(30):
+        padding = {"step_id": "x" * (1 << 20)} if number % 10 == 9 else {}
+        name = f"{number}".rjust(256, "m")
+        engine.add(f"m{number}", prompt(10 + number, 300), program_id=name, context={**greedy, **padding})
+        engine.run()
+        engine.tell(tool(name, 1, tool=fat, expected_s=1e308), emitter=fat)
+    for batch in range(10):
+        for n in range(1024):
+            invented = {"type": "program_start", "program_id": f"invented{batch}-{n}", "seq": 1}
+            engine.tell(invented, tool(name, 2 + n, call=f"{batch}-{n}", tool=fat), emitter=fat)
+    state = engine.scheduler.sojourn.program_scheduler.state
+    assert len(state.programs) <= 500
+    assert max(len(program.tools) for program in state.programs) <= 1024
+    assert all(lease.expires_s <= clock.now + 310.0 for lease in state.leases)
+    assert "A" in state.leases
+    hinted = state.leases.hinted_blocks
+    assert 0 < hinted.total() - hinted["alice"] <= state.leases.budget_blocks // 2
+    stats = engine.ask("stats")["pool"]
+    assert stats["cached"] + stats["free"] + stats["leased"] == stats["total"]
+    engine.add("a2", [*prompt(1, 300), 7, 7, 7, 7], program_id="A", context=alice)
+    engine.run()
+    assert cached_tokens(engine, "A")[-1] == 288, "its KV is still there"
+
+
 def test_no_client_can_stretch_a_lease_for_ever(make_engine, clock):
     """Tools that start and stop without end: the lease ends at its limit, and no other follows in the gap."""
     engine = make_engine("continuum", blocks=65)
