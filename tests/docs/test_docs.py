@@ -303,6 +303,34 @@ def test_a_mechanism_names_code_and_tests_that_exist(row: list[str]) -> None:
         assert name in top_level_names(ROOT / path), place
 
 
+# -- promises ----------------------------------------------------------------------------
+
+PROMISES = (DOCS / "promises.md").read_text(encoding="utf-8")
+PROMISE_ROWS = [
+    row for part in ("engine", "gateway", "client", "formats") for row in rows(block(PROMISES, part))
+]
+
+
+def test_every_promise_has_all_its_cells() -> None:
+    assert len(PROMISE_ROWS) >= 40
+    assert {len(row) for row in PROMISE_ROWS} == {4}
+    assert all(cell.strip("-– ") for row in PROMISE_ROWS for cell in row)
+    assert len(PROMISE_ROWS) == sum(line.startswith("| ") for line in PROMISES.splitlines()) - 4
+
+
+@pytest.mark.parametrize("row", PROMISE_ROWS, ids=lambda row: row[0][:40])
+def test_a_promise_names_modules_and_tests_that_exist(row: list[str]) -> None:
+    modules, tests = code_words(row[1]), code_words(row[2])
+    assert modules
+    assert tests
+    for place in modules:
+        assert (SERVER / place).is_file() or (ROOT / place).is_file(), place
+    for place in tests:
+        path, _, name = place.partition("::")
+        assert name.lower().startswith("test"), place
+        assert name in top_level_names(ROOT / path), place
+
+
 # -- the rest ------------------------------------------------------------------------------
 
 
