@@ -42,12 +42,12 @@ THREAD_RETRY_S = 1.0
 POLL_EVERY_S = 0.02
 """Polling interval while events are expected; the longest delay of an event."""
 POLL_FOR_S = 5.0
-"""How long the thread polls after the last event; then the next event wakes it."""
+"""Time for which the thread polls after the last event; then the next event wakes it."""
 _POLLS = round(POLL_FOR_S / POLL_EVERY_S)
 
 
 class EventSource(Protocol):
-    """What an event is about: a ``Program``."""
+    """Subject of an event: a ``Program``."""
 
     @property
     def id(self) -> str: ...
@@ -434,7 +434,7 @@ class Emitter:
     # ---- processes
 
     def after_fork(self) -> None:
-        """In the child: drop the parent's queue, connection and numbering."""
+        """Drop, in the child, the parent's queue, connection and numbering."""
         self._first = None
         self._event_transport.after_fork()
         self._transport.after_fork()

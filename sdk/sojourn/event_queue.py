@@ -33,7 +33,7 @@ class PendingEvent(msgspec.Struct, gc=False):
 
 
 class EventQueue:
-    """At most ``limit`` events, oldest first within each program."""
+    """Unsent events, at most ``limit``, oldest first within each program."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -25,7 +25,7 @@ class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     final: bool = False
     """No further turn will follow."""
     tenant: str | None = None
-    """As in ``program_start``."""
+    """Tenant, as in ``program_start``."""
     expected_steps_left: float | None = None
     """Turns the client expects to follow this one, from the programs of this kind it has seen; ≥ 0."""
     events: list[msgspec.Raw] = []

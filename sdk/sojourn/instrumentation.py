@@ -41,7 +41,7 @@ FRAMEWORKS: dict[str, Framework] = {
         "langchain_core", "sojourn_integrations.langchain", related_packages=("langchain",)
     ),
 }
-"""By the name that ``instrument()`` and ``stats().instrumented`` use."""
+"""Frameworks by the name that ``instrument()`` and ``stats().instrumented`` use."""
 _active: set[str] = set()
 
 

@@ -28,9 +28,9 @@ class OutgoingRequest:
         self.turn = turn
         self.request = request
         self.prepared: Any = None
-        """For the client's patch: the attempt that was extended last."""
+        """Attempt that was extended last, for the client's patch."""
         self.bound_for: tuple[str, str | None] = ("", None)
-        """For the client's patch: the URL of its request, and the ``host:port`` found for it."""
+        """URL of its request and the ``host:port`` found for it, for the client's patch."""
         self.at_home = False
         """True where it goes to the server that takes the events."""
         self._around = around

@@ -86,7 +86,7 @@ class Program:
         self.implicit = implicit
         """True for the program that stands for a whole process and was not opened by the user."""
         self.tenant = tenant
-        """On whose behalf it runs; a sub-program's is its parent's unless given."""
+        """Tenant on whose behalf it runs; a sub-program's is its parent's unless given."""
         self.aeg = aeg
         """The graph it follows, where one is known."""
         self.node: str | None = None

@@ -52,7 +52,7 @@ class Command(NamedTuple):
     words: tuple[str, ...]
     """Head and arguments, unquoted, without assignments and prefixes; never empty."""
     piped: bool
-    """It reads another command's output."""
+    """Whether it reads another command's output."""
 
     @property
     def head(self) -> str:

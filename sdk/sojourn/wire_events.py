@@ -77,7 +77,7 @@ class AegEdge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     source: str
     target: str
     probability: float | None = None
-    """Of this edge among all from ``source``; absent where the client does not know."""
+    """Probability of this edge among all from ``source``; absent where the client does not know."""
 
 
 class AegGraph(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -106,7 +106,8 @@ def handler_class() -> Any:
         """
 
         run_inline = True
-        """Without it async runs call the handler from other threads, late and out of order."""
+        """Called in the run's own thread: else async runs call the handler from other threads, late and out
+        of order."""
         raise_error = False
         ignore_llm = ignore_chat_model = ignore_retriever = ignore_retry = ignore_custom_event = True
 

@@ -150,7 +150,7 @@ class _Runner:
         return getattr(self._inner, name)
 
     async def run(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
-        """As the runner inside."""
+        """Run the agent as the runner inside does."""
         run = self._begin(starting_agent, input, kwargs)
         if run is None:
             return await self._inner.run(starting_agent, input, **kwargs)
@@ -165,7 +165,7 @@ class _Runner:
         return result
 
     def run_sync(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
-        """As the runner inside."""
+        """Run the agent as the runner inside does."""
         run = self._begin(starting_agent, input, kwargs)
         if run is None:
             return self._inner.run_sync(starting_agent, input, **kwargs)
@@ -180,7 +180,7 @@ class _Runner:
         return result
 
     def run_streamed(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
-        """As the runner inside; the program ends with the loop behind the stream."""
+        """Run the agent as the runner inside does; the program ends with the loop behind the stream."""
         run = self._begin(starting_agent, input, kwargs)
         if run is None:
             return self._inner.run_streamed(starting_agent, input, **kwargs)

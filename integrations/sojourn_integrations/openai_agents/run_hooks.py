@@ -37,7 +37,7 @@ class Run:
         self.owned = owned
         """True where the program was made for this run; else the user ends it."""
         self.agent = agent
-        """Where it started."""
+        """Agent at which it started."""
         self.conversation = conversation
         """Key of its session."""
         self.node: str | None = None

@@ -61,7 +61,7 @@ _ALL: tuple[Dialect, ...] = (
 )
 
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in _ALL}
-"""By name."""
+"""Dialects by name."""
 
 __all__ = [
     "DIALECTS",

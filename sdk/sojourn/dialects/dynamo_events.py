@@ -27,7 +27,7 @@ TOPIC = b"agent-tool-events"
 HIGH_WATER_EVENTS = 1000
 """Events that ZeroMQ holds while no peer reads; further ones are dropped and counted."""
 LINGER_S = 0.2
-"""How long ``close`` waits for what ZeroMQ still holds."""
+"""Time that ``close`` waits for what ZeroMQ still holds."""
 MAX_REMEMBERED = 4096
 """Bound on running tool calls and on programs with a parent; the oldest are forgotten."""
 UNKNOWN_CLASS = "unknown"

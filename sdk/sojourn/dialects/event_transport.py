@@ -68,7 +68,7 @@ class EventTransport(Protocol):
         """Send a batch. An exception counts as a failed batch."""
 
     def after_fork(self) -> None:
-        """In the child: drop the parent's connections and unfinished work without closing them."""
+        """Drop, in the child, the parent's connections and unfinished work without closing them."""
 
     def close(self) -> None:
         """Finish what can be finished until the first failure, then release everything. The emitter's close

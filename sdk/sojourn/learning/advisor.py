@@ -41,12 +41,13 @@ MAX_UNSAVED: Final = 5_000
 MAX_CACHED_ESTIMATES: Final = 4096
 """Estimates of remaining turns that are cached."""
 CLOSE_GRACE_S: Final = 0.05
-"""Time for saving at the end, even where sending used up the whole bound."""
+"""Minimum seconds that ``close`` waits for saving, even where sending used up its whole time."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
 REPORT_EVERY_RUNS: Final = 30
-"""After so many runs a changed graph is reported again. Each version is sent in full once, which costs."""
+"""Number of runs after which a changed graph is reported again. Each version is sent in full once, which
+costs."""
 REPORT_NEW_EDGE_AFTER_RUNS: Final = 4
-"""A graph with a new edge may be reported this soon after the last one."""
+"""Number of runs after which a graph with a new edge is reported again."""
 MOVED: Final = 0.05
 """Smallest change of a probability that makes a new version."""
 LIKELY: Final = 0.03
@@ -223,7 +224,7 @@ class Advisor(ProgramListener):
         return done.wait(timeout_s)
 
     def after_fork(self) -> None:
-        """In the child: keep what was learned; the parent saves what is unsaved."""
+        """Keep, in the child, what was learned; the parent saves what is unsaved."""
         self._fresh()
 
     # ---- the thread

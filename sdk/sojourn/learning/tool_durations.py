@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 ENOUGH_SAMPLES = 5
-"""With fewer samples there is no estimate."""
+"""Minimum number of samples for an estimate."""
 MAX_SAMPLES = 500
 """The newest samples of a key that are kept."""
 MAX_KEYS = 1024

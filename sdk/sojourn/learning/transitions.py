@@ -25,9 +25,10 @@ from .run_trace import ProgramRun
 ORDER: Final = 3
 """Longest history of a prediction, in nodes."""
 HALF_LIFE_RUNS: Final = 20
-"""After this many runs a changed workload outweighs the old one; after 50 the old one has a sixth left."""
+"""Number of runs after which a changed workload outweighs the old one; after 50 the old one has a sixth left.
+"""
 ENOUGH_RUNS: Final = 5
-"""With fewer finished programs there is no estimate of remaining turns."""
+"""Minimum number of finished programs for an estimate of remaining turns."""
 MAX_KINDS: Final = 64
 MAX_ENTRIES: Final = 4096
 """Pairs (context, next) kept per kind; the contexts unseen for longest go first."""

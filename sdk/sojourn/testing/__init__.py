@@ -52,7 +52,7 @@ class LlmRequest(NamedTuple):
 
     path: str
     headers: dict[str, str]
-    """With lower-case names."""
+    """Headers with lower-case names."""
     body: dict[str, Any]
     batches_before: int = 0
     """Event batches that had arrived before it."""
@@ -136,12 +136,12 @@ class FakeServer:
 
     @property
     def url(self) -> str:
-        """For ``sojourn.init``."""
+        """URL for ``sojourn.init``."""
         return f"http://{self.host}"
 
     @property
     def base_url(self) -> str:
-        """For an OpenAI client."""
+        """URL for an OpenAI client."""
         return f"{self.url}/v1"
 
     def events(self, *, piggybacked: bool = False) -> list[AnyEvent]:

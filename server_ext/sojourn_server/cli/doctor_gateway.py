@@ -24,7 +24,7 @@ REPLICAS_PATH = "/sojourn/v1/replicas"
 def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]:
     """Checks of a gateway, its replicas and their pairs; empty if the server is no gateway, or an older one.
 
-    ``goes_on``: further checks follow, and replicas answer those.
+    ``goes_on``: whether checks of a single server follow; the gateway passes them to its replicas.
     """
     from sojourn.wire_codec import CAPABILITIES_PATH
 

@@ -34,7 +34,7 @@ class AdmissionController:
         return self._holding.keys()
 
     def drop_holder(self, request_id: str) -> None:
-        """The request has left the engine, or lost its blocks."""
+        """Forget a request as a holder of KV: it has left the engine or lost its blocks."""
         self._holding.pop(request_id, None)
 
     def applies_to(self, request_state: RequestState, preempted: bool | None = None) -> bool:

@@ -37,7 +37,7 @@ JUDGED_PREDICTION_SPACING = 1.25
 PREDICTION_VALID_TOKENS = 4 * REPREDICT_AFTER_TOKENS
 """Tokens after which a network's prediction is not used any more."""
 PREDICTION_VALID_DIVISOR = 4
-"""Or this fraction of the output, if that is more."""
+"""A prediction stays valid for this part of the output (a quarter), if that is more."""
 STEP_SMOOTHING = 0.05
 """Weight of the newest step in the mean step time."""
 ASSUMED_LINK_BYTES_PER_S = 4e9

@@ -219,7 +219,7 @@ class BlockEvicted(_Event, tag="evict", frozen=True):
 
 
 class CachedBlocksFound(_Event, tag="pin", frozen=True):
-    """After ``PIN_CACHED``: blocks that are still cached. Answered by ``LeaseGranted`` to hold them."""
+    """Answer to ``PIN_CACHED``: blocks that are still cached. ``LeaseGranted`` answers it, to hold them."""
 
     program_id: ProgramId
     blocks: int
@@ -232,7 +232,7 @@ class CachedBlocksFound(_Event, tag="pin", frozen=True):
 
 
 class PrefetchStarted(_Event, tag="prefetch", frozen=True):
-    """After ``PREFETCH``: how much of the program's prefix was not on the device."""
+    """Answer to ``PREFETCH``: how much of the program's prefix was not on the device."""
 
     program_id: ProgramId
     missing_blocks: int
@@ -279,7 +279,7 @@ class EngineAction(NamedTuple):
     program_id: ProgramId
     reason: DecisionReason
     tier: Tier | None = None
-    """Where to, of a PLACE."""
+    """Target of a ``PLACE``."""
 
 
 class RequestRefused(NamedTuple):

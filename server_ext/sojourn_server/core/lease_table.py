@@ -28,14 +28,14 @@ class Lease:
     ttl_s: float
     expires_s: float
     silent_s: float | None
-    """When silence ends it; ``None`` if the client never promised heartbeats."""
+    """Time at which silence ends it; ``None`` if the client never promised heartbeats."""
     blocks: int
     reload_s: float
     reason: DecisionReason
     tool: str | None = None
     tenant: str | None = None
     limit_s: float = float("inf")
-    """It ends by then, whatever its client reports."""
+    """Latest end, whatever its client reports."""
     anchored: bool = False
     """Its time runs from a tool's reported start."""
     waiting: bool = False
@@ -46,7 +46,7 @@ class Lease:
         return self.expires_s if self.silent_s is None else min(self.expires_s, self.silent_s)
 
     def view(self) -> LeaseView:
-        """What a policy sees of it."""
+        """The lease as policies see it."""
         return LeaseView(
             self.program_id, self.rank, self.expires_s, self.blocks, self.reload_s, self.waiting,
             hinted=self.reason is DecisionReason.HINTED,
@@ -54,7 +54,7 @@ class Lease:
 
 
 class LeaseTable:
-    """At most one lease per program; each change takes ``O(log n)``."""
+    """The leases of one engine, at most one per program; each change takes ``O(log n)``."""
 
     def __init__(self, budget_blocks: int) -> None:
         self.budget_blocks = budget_blocks

@@ -88,7 +88,7 @@ class KnownRequest(NamedTuple):
     rank: int
     """Its program's rank by arrival; its own if it is untracked."""
     admitted: bool
-    """It has run. It may have been preempted since."""
+    """Whether it has run. It may have been preempted since."""
 
 
 class ProgramScheduler:
@@ -448,7 +448,7 @@ class ProgramScheduler:
     # -- questions: they change nothing -----------------------------------------
 
     def request(self, request_id: str) -> KnownRequest | None:
-        """What is known of a request in the engine; ``None`` for any other."""
+        """Facts about a request in the engine; ``None`` for any other."""
         state = self._requests.states.get(request_id)
         if state is None:
             return None
@@ -487,7 +487,8 @@ class ProgramScheduler:
         return self.preset.order.key(view if preempted is None else view._replace(preempted=preempted))
 
     def promoted_s(self, request_id: str) -> float:
-        """When waiting alone puts the request first in the queue; ``inf``: never, in the present state."""
+        """Time at which waiting alone puts the request first in the queue; ``inf``: never, in the present
+        state."""
         state = self._requests.states[request_id]
         return min(self._promoted_s(state), self._overdue_s(state))
 
@@ -541,7 +542,7 @@ class ProgramScheduler:
         return self._forecaster.known()
 
     def placed_tier(self, program_id: ProgramId) -> Tier | None:
-        """The queue of the program; ``None`` if it is in none."""
+        """The tier whose queue holds the program; ``None``: no queue does."""
         return self._tiers.placed(program_id)
 
     def placed_counts(self) -> dict[Tier, int]:
@@ -622,7 +623,7 @@ class ProgramScheduler:
         return self.preset.order.promoted_s(self._requests.waiting(request_state, self._now_s, leased=leased))
 
     def _overdue_s(self, request_state: RequestState) -> float:
-        """When a request may end any lease; ``inf``: never, because it has a program or runs.
+        """Time from which a request may end any lease; ``inf``: never, because it has a program or runs.
 
         A program waits for earlier programs only, which is what leases are for.
         """

@@ -42,9 +42,9 @@ class RequestState:
     prompt_tokens: int = 0
     preempted: bool = False
     admitted: bool = False
-    """It has run. It may have been preempted since."""
+    """Whether it has run. It may have been preempted since."""
     admission_blocked_since_s: float | None = None
-    """When the admission policy first refused it, if it still waits."""
+    """Time of the admission policy's first refusal, if it still waits."""
     attained_s: float = 0.0
     """Seconds that its program's requests had run when it arrived."""
     since_s: float = 0.0
@@ -183,7 +183,7 @@ class RequestTable:
         return now - self._idle_since_s
 
     def waiting(self, request_state: RequestState, now: float, *, leased: bool) -> WaitingRequestView:
-        """What the queue order sees of a request; ``leased``: its program holds a lease."""
+        """A request as the queue order sees it; ``leased``: its program holds a lease."""
         program = request_state.program
         return WaitingRequestView(
             preempted=request_state.preempted,

@@ -23,8 +23,8 @@ class SchedulerLimits:
     gate_timeout_s: float = 600.0
     """A request that placement parks for longer is refused with an error."""
     line_patience_s: float = 30.0
-    """After this wait a request without a program goes first in the queue and may end any lease, and later
-    requests no longer pass a program that waits for admission."""
+    """Seconds of waiting after which a request without a program goes first in the queue and may end any
+    lease, and later requests no longer pass a program that waits for admission."""
     return_grace_s: float = 2.0
     """Seconds of a lease after its tool's reported end: the time a request needs to arrive."""
     idle_program_s: float = 1800.0

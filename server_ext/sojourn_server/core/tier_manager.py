@@ -96,7 +96,7 @@ class _PlacedState:
 
     @property
     def turn_goes_on(self) -> bool:
-        """It leaves after its turn, and a request from before that order has yet to run."""
+        """Whether it leaves after its turn and a request from before that order has yet to run."""
         before = self.leaves_after
         return before is not None and any(
             request_state.arrival <= before for request_state in self.waiting.values()
@@ -104,7 +104,11 @@ class _PlacedState:
 
 
 class TierManager:
-    """The queues of one engine. Times are seconds on its monotonic clock."""
+    """Which tier each program of one engine is placed in, and the queue of programs that wait for a place.
+
+    It asks the policy for moves and parks the requests of programs without a place on the device. Times are
+    seconds on the engine's monotonic clock.
+    """
 
     def __init__(
         self, policy: PlacementPolicy, pool: KVPoolConfig, *, histories: Histories, moved: MoveListener
@@ -131,9 +135,9 @@ class TierManager:
         self._why: PlacementTrigger | None = None
         """Newest event since the policy was asked."""
         self._last_overdue_admission_s = -math.inf
-        """When the policy last promoted an overdue program."""
+        """Time at which the policy last promoted an overdue program."""
         self._asked_s = self._ask_at_s = -math.inf
-        """When it was asked, and when it is asked next without an event."""
+        """Times of the last question and of the next one without an event."""
         self._failed: Exception | None = None
         """An error of the policy in an event; the next tick raises it, so that the event is handled."""
 
@@ -396,7 +400,7 @@ class TierManager:
         self._in[tier][place.program.id] = place
 
     def _note(self, place: _PlacedState, now: float, why: PlacementTrigger | None) -> None:
-        """As ``_look``, for an event: an error of the policy ends placement, and the next tick raises it."""
+        """Call ``_look`` for an event: an error of the policy ends placement, and the next tick raises it."""
         try:
             self._look(place, now, why)
         except Exception as error:

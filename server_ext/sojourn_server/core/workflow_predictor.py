@@ -126,7 +126,7 @@ class WorkflowPredictor:
     # -- what is asked ------------------------------------------------------------
 
     def owner_view(self, program: ProgramState, left: AbandonedBranch | None = None) -> EvictionCandidateView:
-        """What the eviction order sees of a program, or of the branch that its newest turn abandoned."""
+        """The eviction order's view of a program, or of the branch that its newest turn abandoned."""
         view = EvictionCandidateView(
             program.rank,
             program.status in OVER_STATUSES,

@@ -54,7 +54,7 @@ class DemoTurnRecord:
 
     start_s: float
     first_tool_s: float
-    """When the answer had arrived and its command began."""
+    """Time at which the answer had arrived and its command began."""
     end_s: float
     prompt_tokens: int
     cached_tokens: int

@@ -107,7 +107,7 @@ class DiskPlanner:
         """Blocks to be written although host memory has room, each with its rank once written."""
         self._staged_by: dict[int, list[HostEntry]] = {}
         self._being_staged: dict[BlockKey, list[_PendingStage]] = {}
-        """By block being read, the requests that wait for it."""
+        """Requests that wait for each block being read."""
         self._staging: dict[str, _PendingStage] = {}
         self._elsewhere: OrderedDict[BlockKey, None] = OrderedDict()
         """Blocks in other engines' stores that requests have asked for, least recently used first."""
@@ -167,7 +167,8 @@ class DiskPlanner:
     # -- what is there --------------------------------------------------------------
 
     def add_existing(self, keys: Sequence[BlockKey]) -> None:
-        """Take the list of an earlier engine's files, least recently used first."""
+        """Add the files that an earlier engine left, given least recently used first; delete those over the
+        budget, and all of them after a reset."""
         self.known = True
         if self._forgotten:
             self._drops += keys
@@ -227,7 +228,7 @@ class DiskPlanner:
         self._ordered.pop(key, None)
 
     def plan_spills(self) -> None:
-        """Once per step: write a batch of ordered blocks, and of others if too little of host memory is
+        """Write a batch of ordered blocks, once per step, and of others if too little of host memory is
         reusable without loss."""
         limits, host = self.limits, self._host
         if not self.known or self.closed or not self._pause.over():

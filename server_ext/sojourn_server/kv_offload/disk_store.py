@@ -136,7 +136,7 @@ class DiskStore:
         clock_ns: Callable[[], int],
         lock: StoreLock,
     ) -> None:
-        """For ``open``, which has made, checked and locked the folder."""
+        """Use a folder that ``open`` has made, checked and locked; only ``open`` calls this."""
         self.path = path
         self.identity = identity
         self.budget_bytes = budget_bytes

@@ -21,11 +21,11 @@ class RetentionRank(IntEnum):
     SPARE = 1
     """The device has it too: a copy made ahead of eviction. Not written to disk."""
     COLD = 2
-    """Of a program idle for so long that its KV belongs on disk; the disk has it."""
+    """Block of a program idle for so long that its KV belongs on disk; the disk has it."""
     PLAIN = 3
-    """Of a busy program whose KV belongs on the device, and of blocks of unknown programs."""
+    """Block of a busy program whose KV belongs on the device, or of an unknown program."""
     IDLE = 4
-    """Of an idle program whose KV belongs in host memory."""
+    """Block of an idle program whose KV belongs in host memory."""
     WANTED = 5
     """Read next: its program has just been admitted. Nothing replaces it."""
 

@@ -32,7 +32,7 @@ class FileCopy(NamedTuple):
 
 
 class ProbeResult(NamedTuple):
-    """What a search of other engines' stores found."""
+    """Result of a search of other engines' stores."""
 
     found: int
     """Number of leading keys found."""
@@ -103,9 +103,9 @@ class OffloadResults:
     lost_slots: list[int] = field(default_factory=list)
     """Slots of failed ``saves`` and ``awaited``: their content is undefined."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By lane, the seconds of copying since the last report."""
+    """Seconds of copying since the last report, by lane."""
     moved_bytes: dict[str, int] = field(default_factory=dict)
-    """By lane, the bytes copied since the last report."""
+    """Bytes copied since the last report, by lane."""
     waited_s: float = 0.0
     """Seconds for which the forward pass waited for copies."""
 
@@ -144,7 +144,7 @@ class OffloadStats:
         self._newest: dict[str, deque[tuple[float, float, int]]] = {
             lane: deque(maxlen=SPEED_SAMPLES) for lane in TRANSFER_DIRECTIONS
         }
-        """By direction: time of the report, seconds and bytes."""
+        """Time of the newest report, its seconds and bytes, by direction."""
 
     def add(self, results: OffloadResults, now: float) -> None:
         """Add one report."""
@@ -163,9 +163,9 @@ class OffloadStats:
         return took_s / moved if moved and took_s > 0 else None
 
     def totals(self) -> dict[str, Any]:
-        """Since the engine started: ``moved_bytes`` and busy ``seconds`` by lane; ``waited_s``, seconds for
-        which forward passes waited for copies between device and host memory; ``overlapped``, the share of
-        those copies' time without waiting, ``None`` before the first copy."""
+        """Totals since the engine started: ``moved_bytes`` and busy ``seconds`` by lane; ``waited_s``,
+        seconds for which forward passes waited for copies between device and host memory; ``overlapped``, the
+        share of those copies' time without waiting, ``None`` before the first copy."""
         copied_s = self._seconds["to_host"] + self._seconds["to_device"]
         return {
             "moved_bytes": {lane: self._bytes[lane] for lane in TRANSFER_DIRECTIONS},

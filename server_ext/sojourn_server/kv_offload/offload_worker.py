@@ -86,8 +86,8 @@ class OffloadWorker:
     # -- a step --------------------------------------------------------------------
 
     def begin_step(self, jobs: OffloadJobs) -> None:
-        """Before the forward pass: awaited stores and saves are complete when it returns, the rest has
-        begun."""
+        """Begin a step, before the forward pass: awaited stores and saves are complete when it returns, the
+        rest has begun."""
         began = time.perf_counter()
         awaited = [self._unfinished(job, copies) for job, copies in jobs.awaited.items()]
         self._save([copy for copies in awaited for copy in copies])
@@ -123,7 +123,7 @@ class OffloadWorker:
             self._waited_s += time.perf_counter() - began
 
     def end_step(self) -> set[int]:
-        """After the forward pass: wait for all loads. Returns the blocks that were not filled."""
+        """End a step, after the forward pass: wait for all loads. Returns the blocks that were not filled."""
         if self._loaded:
             began = time.perf_counter()
             self._loaded[-1].wait()

@@ -41,7 +41,7 @@ class BlockPrefixTree:
         """Full key by short key, for blocks in the store."""
         self._parents: dict[bytes, bytes] = {}
         self._children: Counter[bytes] = Counter()
-        """By block, in the store or not, its number of children in the store."""
+        """Number of children in the store of each block, itself in the store or not."""
         self._used: dict[bytes, int] = {}
         self._uses = 0
         self._ends: list[tuple[int, bytes]] = []
@@ -311,7 +311,7 @@ class SharedStore:
         self._count("borrowed")
 
     def _put_evicting(self, key: bytes, buffers: Sequence[Buffer], parent: bytes) -> PutOutcome:
-        """As ``put``, after deleting the least recently used blocks without children. Ancestors of the new
+        """Put a block after deleting the least recently used blocks without children. Ancestors of the new
         block are never deleted for it: it would be useless without them."""
         outcome = PutOutcome.FULL
         if self._own.file_bytes > self._own.budget_bytes or (parent and not self._has(parent)):

@@ -178,7 +178,7 @@ class VllmFsStore:
         self._count("read")
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
-        """As ``BlockStore.put``; the layout does not record ``parent``."""
+        """Store a block, as ``BlockStore.put`` does; the layout does not record ``parent``."""
         path = self._layout.block_path(self._root, key)
         payload = block_payload(self._identity, buffers, writable=False)
         try:

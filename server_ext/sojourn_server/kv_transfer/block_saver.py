@@ -81,7 +81,7 @@ class BlockSaver:
         self._moved_s = clock()
         """Time of the last progress on blocks of finished requests."""
         self._taken: dict[str, int] = {}
-        """By request, the index after the last block that the previous step saved."""
+        """Index after the last block that the previous step saved, by request."""
         self._lane = TransferThread("paths-stored")
 
     def __contains__(self, request: str) -> bool:

@@ -29,7 +29,8 @@ VIRTUAL_LANES: Mapping[int, VirtualLane] = {
     2: VirtualLane("KV", 0, 64),
     3: VirtualLane("the model's point-to-point messages", 192, 192),
 }
-"""By number, which is also the service level. The assignment of model traffic to lanes is a guess."""
+"""Virtual lanes by number, which is also the service level. The assignment of model traffic to lanes is a
+guess."""
 
 MODEL_LANE, KV_LANE = 1, 2
 HIGH_LIMIT = 240

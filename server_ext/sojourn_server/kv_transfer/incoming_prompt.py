@@ -93,7 +93,7 @@ class IncomingPrompt:
         self.expected = False
         self.claimed = False
         self.idle_since_s: float | None = None
-        """Since when no more data is expected: the prompt is complete, or its peer has gone."""
+        """Time since which no more data is expected: the prompt is complete, or its peer has gone."""
         self.moved_s = now
         """Time of the last data, or of the grant of its lease."""
         self.watch = StallDetector(prompts.ctx.limits.patience_s, now)

@@ -171,7 +171,7 @@ class BlockLoad:
         self._layers = 0
         """Number of leading layers reported as loaded."""
         self._lacking: list[int] = []
-        """By layer, the number of the first ``good`` blocks that lack it."""
+        """Number of the first ``good`` blocks that lack each layer."""
 
     def granted(self, now: float) -> None:
         ctx = self._loads.ctx
@@ -263,7 +263,7 @@ class LoadTable:
         self._peers = peers
         self._loads: dict[str, BlockLoad] = {}
         self._fetches: dict[str, PeerFetch] = {}
-        """By transfer."""
+        """Fetches by transfer."""
         self._done = self._queue = -1
 
     def __len__(self) -> int:

@@ -123,7 +123,7 @@ class PeerTable:
         self._addresses: dict[str, _DialedAddress] = {}
         self._dials = 0
         self.refusals: dict[str, str] = {}
-        """By peer name or address, why it was first refused."""
+        """Reason of the first refusal, by peer name or address."""
 
     @property
     def busy(self) -> bool:

@@ -38,7 +38,7 @@ class TransferHandle(Generic[OutcomeT]):
     def __init__(self, owner: HandleOwner, name: str) -> None:
         self.name = name
         self.outcome: OutcomeT | None = None
-        """How the transfer has ended; ``None``: it is open."""
+        """Outcome of the transfer; ``None``: it is open."""
         self._owner = owner
 
     def on_event(self, event: TransferEvent) -> None:

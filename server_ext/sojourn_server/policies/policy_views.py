@@ -100,7 +100,7 @@ class ReclaimRequest:
     idle_s: float = 0.0
     """Seconds for which nothing has run although a request waited; 0 if something runs."""
     overdue: bool = False
-    """It has waited so long that it may take any lease, whatever the policy is."""
+    """Whether it has waited so long that it may take any lease, whatever the policy is."""
 
 
 class RunningRequestView(NamedTuple):
@@ -125,13 +125,13 @@ class RunningRequestView(NamedTuple):
     remaining: tuple[float, ...] | None = None
     """Equally likely numbers of output tokens still to come, ascending; ``None``: unknown."""
     preemptions: int = 0
-    """How often it was preempted."""
+    """Number of its preemptions."""
     stayed_tokens: int = 0
     """Output tokens since it was last admitted."""
     recover_s: float = 0.0
     """Seconds until it can continue after a preemption: the cheaper of recomputing and copying."""
     of_program: bool = False
-    """It belongs to a program, so there may be hints."""
+    """Whether it belongs to a program, so that there may be hints."""
     freed_blocks: int | None = None
     """Blocks that its preemption would free, because no other request uses them; ``None``: all."""
 
@@ -154,7 +154,7 @@ class BlockShortage(NamedTuple):
 
 
 class ProgramGrowthView(NamedTuple):
-    """A program that holds KV. Admission: how much will it still grow?"""
+    """A program that holds KV, as admission forecasts its growth."""
 
     turns: int
     first_prompt_tokens: int
@@ -230,7 +230,7 @@ class AbandonedBranch(NamedTuple):
     """Free blocks that a program's newest turn did not use: another branch, or an older context."""
 
     used_s: float
-    """When the program last used the oldest of these blocks."""
+    """Time at which the program last used the oldest of these blocks."""
     blocks: int
 
 

@@ -160,9 +160,9 @@ def preset_text(name: str) -> str:
 
 
 def read_preset(path: Path, *, allowed_modules: str = "") -> Preset:
-    """Read a preset file, which may name classes of its own as ``module:Class``. Raises ``PresetError``.
+    """Read a preset file. It may name policy classes (``module:Class``) in Python files beside it.
 
-    ``allowed_modules``: installed packages that may have them too (``custom_class_loader``).
+    ``allowed_modules``: installed packages whose classes it may name too. Raises ``PresetError``.
     """
     own = custom_class_loader(path.parent, allowed_modules)
     return parse_preset(read_preset_text(path), source=str(path), own=own)

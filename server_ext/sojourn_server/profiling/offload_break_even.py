@@ -55,9 +55,9 @@ class OffloadBreakEven(NamedTuple):
     """The threshold by two methods, with their inputs."""
 
     measured: ContextThreshold
-    """From the measured prefill curve and copies."""
+    """Break-even from the measured prefill curve and copies."""
     closed_form: ContextThreshold
-    """From the model's dimensions, this machine's throughput and the same copies."""
+    """Break-even from the model's dimensions, this machine's throughput and the same copies."""
     copy_s_per_token: float | None
     """Seconds to copy a token's KV out and back."""
     flops_per_s: float | None

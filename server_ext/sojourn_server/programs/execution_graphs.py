@@ -39,11 +39,11 @@ class KnownGraph:
 
     aeg: Aeg
     size_bytes: int
-    """Of its JSON."""
+    """Size of its JSON."""
     _following: dict[str, tuple[tuple[str, float], ...]] = field(default_factory=dict, repr=False)
 
     def following(self, node: str) -> tuple[tuple[str, float], ...]:
-        """What may follow ``node``, with probabilities that sum to one; worked out once for each node."""
+        """Successors of ``node``, with probabilities that sum to one; worked out once for each node."""
         found = self._following.get(node)
         if found is None:
             found = tuple(self.aeg.following(node).items())
@@ -53,7 +53,7 @@ class KnownGraph:
 
 
 class GraphStore:
-    """At most ``max_graphs`` graphs of ``max_bytes`` of JSON together.
+    """Graphs of agents, at most ``max_graphs`` of ``max_bytes`` of JSON together.
 
     Each ``end_with_response`` is a use; the graph used least recently is forgotten first.
     As Python objects they take about seven times their JSON.

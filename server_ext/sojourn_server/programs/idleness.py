@@ -47,7 +47,7 @@ class Idleness(NamedTuple):
     """Seconds of the window spent in tool calls, without the running interval."""
     counting: IdlenessPhase = IdlenessPhase.NOTHING
     since_s: float = 0.0
-    """When the running interval began, seconds on the clock that ``now`` is read from."""
+    """Time at which the running interval began, seconds on the clock that ``now`` is read from."""
 
     def at(self, now: float) -> float:
         """ι in [0, 1] at ``now`` seconds, the running interval included; never NaN, whatever ``now``.
@@ -65,7 +65,7 @@ class Idleness(NamedTuple):
 
 
 INITIAL_IDLENESS = Idleness()
-"""Of a program that never ran."""
+"""Idleness of a program that never ran."""
 
 
 class IdlenessTracker:
@@ -107,7 +107,7 @@ class IdlenessTracker:
         self._in_gap = False
         """The inference of that cycle is over."""
         self._reasoning_s = self._acting_s = 0.0
-        """Of the cycle in progress."""
+        """Reasoning seconds of the cycle in progress."""
         self._earlier: list[tuple[float, float]] = []
         """(reasoning, acting) of the finished cycles in the window, oldest first; at most k − 1."""
         self._earlier_reasoning_s = self._earlier_acting_s = 0.0
@@ -145,7 +145,7 @@ class IdlenessTracker:
         self._count()
 
     def reading(self) -> Idleness:
-        """What it shows until the next fact; O(1)."""
+        """The clock's value until the next fact; O(1)."""
         return Idleness(
             self._earlier_reasoning_s + self._reasoning_s,
             self._earlier_acting_s + self._acting_s,

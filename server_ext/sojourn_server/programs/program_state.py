@@ -1,4 +1,4 @@
-"""What is known of one program. ``ProgramTable`` and ``core`` change it."""
+"""State of one program. ``ProgramTable`` and ``core`` change it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FULL_MASK = (1 << SEQ_WINDOW) - 1
 HALF_LIFE = 20.0
 """Number of outcomes after which the weight of an older one is halved."""
 MIN_OUTCOMES = 5.0
-"""With fewer outcomes, hints count as reliable."""
+"""Minimum number of outcomes; with fewer, hints count as reliable."""
 MAX_ERROR_RATIO = 1.25
 """Maximum ratio of the hints' error to that of a constant prediction."""
 ERROR_SLACK = 0.05
@@ -33,7 +33,7 @@ class RunningTool:
     key: str
     """History key, e.g. ``bash:pytest``."""
     started_s: float
-    """On the engine's clock."""
+    """Start, on the engine's clock."""
     expected_s: float | None = None
     name: str = ""
     """The framework's name, e.g. ``bash``."""
@@ -87,12 +87,13 @@ class HintReliability:
 
     @property
     def hints_reliable(self) -> bool:
-        """For many programs: whether hints are no worse than a constant prediction."""
+        """Whether the hints of many programs are no worse than a constant prediction."""
         return self.weight < MIN_OUTCOMES or self.error <= self.base_error * MAX_ERROR_RATIO + ERROR_SLACK
 
     @property
     def no_worse_than_chance(self) -> bool:
-        """For one program. A constant prediction would be too strict: only its last turn has no successor."""
+        """Whether the hints of one program are no worse than chance. A constant prediction would be too
+        strict: only its last turn has no successor."""
         return self.declared < MIN_OUTCOMES or self.error <= self.declared * CHANCE_ERROR
 
     def numbers(self) -> list[float]:
@@ -140,7 +141,7 @@ class ProgramState:
     cached_blocks: int = 0
     """Full blocks that its last turn left in the prefix cache, shared ones included."""
     last_turn_s: float | None = None
-    """When its last turn ended."""
+    """Time at which its last turn ended."""
     turn_node: str | None = None
     """Graph node that the request of its last turn named."""
     turn_steps_left: float | None = None
@@ -175,12 +176,12 @@ class ProgramState:
     ranked: bool = False
     """Its first request has given it its rank; an announcement does not."""
     gap_leased: bool = False
-    """It has had a lease in this gap: no second one follows."""
+    """Whether it has had a lease in this gap: no second one follows."""
     gap_reported: bool = False
     """The client reported this gap's duration, so the inferred one is not recorded."""
     gap_started_s: float | None = None
     gap_inferred_s: float | None = None
-    """When a request last ended an unreported gap: later events of that gap are ignored."""
+    """Time at which a request last ended an unreported gap: later events of that gap are ignored."""
     hinted_ttl_s: float | None = None
     """The client's time-to-live for its last turn, bounded."""
     attained_s: float = 0.0

@@ -12,7 +12,7 @@ from .program_status import OVER_STATUSES, ProgramSignal, ProgramStatus, next_st
 
 
 class ProgramTable:
-    """At most ``max_programs`` programs.
+    """The programs of one engine, at most ``max_programs``.
 
     Programs that ended first are forgotten first. Next are those that never sent a request, oldest first, so
     that a flood of invented ids displaces no real program. Last is the one contacted least recently without

@@ -50,7 +50,7 @@ class ParsedToolCall:
     """One tool call found in an output: what histories are kept by, never its arguments."""
 
     name: str
-    """As the model wrote it, e.g. ``bash`` or ``get_weather``."""
+    """Name as the model wrote it, e.g. ``bash`` or ``get_weather``."""
     command: str | None = None
     """The command head, e.g. ``pytest``, where the tool is a shell."""
 

@@ -54,10 +54,10 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     sojourn_tape: int = RECORDING_VERSION
     versions: dict[str, str]
-    """Of sojourn, the engine and Python."""
+    """Versions of sojourn, the engine and Python."""
     preset_toml: str
     preset_source: str
-    """What the TOML came from, for messages."""
+    """Source of the TOML, for messages."""
     pool: dict[str, Any]
     limits: dict[str, Any]
     curve: tuple[float, float, float] | None
@@ -135,7 +135,7 @@ class RecordingFile:
     ) -> None:
         self.path = Path(path)
         self.full = False
-        """It has reached its maximum size: the next record must be the last."""
+        """Whether it has reached its maximum size: the next record must be the last."""
         self.records = 0
         """Number of records, without the header."""
         self._warn = warn
@@ -241,7 +241,7 @@ class RecordingReader:
         self.path = Path(path)
         self.allow_unfinished = allow_unfinished
         self.finished = False
-        """It has an end record."""
+        """Whether it has an end record."""
         self._read = 0
         """Lines read so far, for messages."""
         last, number = b"", 0

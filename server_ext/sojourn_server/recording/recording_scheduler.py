@@ -85,7 +85,8 @@ class CallRecorder:
         return result
 
     def facts(self, make: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
-        """Return the call's facts as plain values, made by ``make`` before the call."""
+        """Return ``make(*args)``, the call's arguments as plain values; to be called before the recorded
+        call, which may change them. Empty without a recording or if ``make`` fails."""
         if self._sink is None:
             return ()
         try:

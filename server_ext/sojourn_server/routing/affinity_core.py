@@ -163,7 +163,8 @@ class AffinityCore(RoutingCore):
         return self.fleet.longest_tokens
 
     def _is_queue_full(self, tenant: str) -> bool:
-        """Where tenants share capacity, a tenant below its equal part of the queue may exceed the limit."""
+        """Whether the queue is full. A tenant below its equal part may exceed the limit if tenants share
+        capacity."""
         most = self.limits.most_waiting
         if self.waiting < most or not self.tenants.take_turns or self.waiting >= 2 * most:
             return self.waiting >= most
@@ -545,7 +546,8 @@ class AffinityCore(RoutingCore):
 
 
 def _can_retry_at(replica: Replica, request: RoutedRequest) -> bool:
-    """Where the request failed: only at a successor of a replica that may be dead."""
+    """Whether a request may go to a replica: not if it drains, and if the request failed there, only to a
+    successor of a replica that may be dead."""
     if replica.replica_id in request.failed_at:
         return replica.health is ReplicaHealth.SUSPECT
     return replica.health is not ReplicaHealth.DRAINING

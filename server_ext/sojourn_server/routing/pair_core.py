@@ -49,7 +49,7 @@ class PairCore(RoutingCore):
         super().__init__(limits, life)
         self._expects_engines = expects_engines
         self._missing_since_s: float | None = None
-        """When a tick first found a role without engines."""
+        """Time at which a tick first found a role without engines."""
         self.pairs = pairs or PairScheduler()
         self.engines: dict[str, PairEngine] = {}
         self.flights: dict[str, PairRequest] = {}
@@ -119,7 +119,7 @@ class PairCore(RoutingCore):
         return found[::-1]
 
     def replica_statuses(self) -> list[PairEngineStatus]:
-        """Without ``links``: the core does not know them."""
+        """Statuses of the replicas, without ``links``, which the core does not know."""
         counts: Counter[str] = Counter()
         tokens: Counter[str] = Counter()
         for flight in self.flights.values():

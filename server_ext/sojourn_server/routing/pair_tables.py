@@ -21,7 +21,7 @@ class PairEngine:
     """Requests may go there."""
     draining: bool = False
     suspect: bool = False
-    """It failed at a request, or has been silent for too long, and has not reported since."""
+    """Whether it failed at a request, or has been silent for too long, and has not reported since."""
     probed_s: float | None = None
 
     @property
@@ -41,7 +41,7 @@ class PairEngine:
 
     @property
     def is_draining(self) -> bool:
-        """It gets no new requests."""
+        """Whether it gets no new requests."""
         return self.draining
 
     def status(self, requests: int, tokens: int) -> PairEngineStatus:
@@ -94,7 +94,7 @@ class PairRequest:
     asked: RequestReceived
     since_s: float
     waiting_since_s: float
-    """Since when it has no pair."""
+    """Time since which it has no pair."""
     prefill_id: str | None = None
     decode_id: str | None = None
     prefilled: bool = False

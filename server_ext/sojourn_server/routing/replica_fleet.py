@@ -50,7 +50,7 @@ class Replica:
     """Requests that wait for it at the gateway."""
     queued_tokens: int = 0
     idle_since_s: float | None = None
-    """Since when it could take another request; ``None``: it is full."""
+    """Time since which it could take another request; ``None``: it is full."""
     probed_s: float | None = None
 
     @property

@@ -23,7 +23,7 @@ MAX_PREFIX_PIECES = 200_000
 
 
 class PrefixIndex:
-    """By replica, the hashes of the prompt pieces sent there, least recently used first.
+    """Hashes of the prompt pieces sent to each replica, least recently used first.
 
     A hash covers its piece and all pieces before it, so a prompt matches up to its first unknown hash.
     Raises ``ValueError`` for ``most_pieces`` below 1.
@@ -139,7 +139,8 @@ class RequestPlacer:
         return True
 
     def place(self, request: RoutedRequest, reserved_replica: str | None, now: float) -> RoutingDecision:
-        """Route a request that waits for any replica, and bring it there if there is one; its route."""
+        """Choose a replica for a request that waits for any, and bring the request there if one is found.
+        Returns the decision."""
         route = self.route(request, now, reserved_replica)
         if self._fleet.get(route.replica_id) is not None:
             self._requests.take_out(request)
@@ -147,7 +148,7 @@ class RequestPlacer:
         return route
 
     def route_away_from(self, request: RoutedRequest, replica_id: str, now: float) -> RoutingDecision | None:
-        """Where a request and its program could be sent at once if they left a replica."""
+        """Where a request could be sent at once if it and its program left a replica; ``None``: nowhere."""
         route = self.route(request, now, replica_id, leaves=True)
         replica = self._fleet.get(route.replica_id)
         return None if replica is None or self._queues_at(replica) else route

@@ -270,7 +270,7 @@ def _read_means(entries: Any) -> OrderedDict[str | None, SlidingMean]:
 
 
 class _CountedProgram(NamedTuple):
-    """How a program was counted, and where."""
+    """A program as it was counted, and the replica where."""
 
     program: RoutedProgram
     replica_id: str
@@ -281,8 +281,11 @@ class _CountedProgram(NamedTuple):
 
 
 class ResidentPrograms:
-    """``for_s``: how long a program without a request counts after its last event. ``wanted``: the policy
-    reads them; else none is counted."""
+    """Programs that reside at each replica, in groups.
+
+    ``for_s``: how long a program without a request counts after its last event. ``wanted``: the policy reads
+    them; else none is counted.
+    """
 
     def __init__(self, for_s: float = math.inf, *, wanted: bool = True) -> None:
         self._for_s = for_s
@@ -291,7 +294,7 @@ class ResidentPrograms:
         """Programs to be counted again; by identity, because an id may be used again."""
         self._counted: dict[int, _CountedProgram] = {}
         self._groups: dict[str, dict[tuple[float, int], ResidentProgramGroup]] = {}
-        """By replica, groups by turns left and turns done."""
+        """Groups by turns left and turns done, of each replica."""
         self._sorted: dict[str, tuple[ResidentProgramGroup, ...]] = {}
         """The same, sorted, of replicas without changes since the last question."""
         self._lapses: list[tuple[float, int, RoutedProgram]] = []
@@ -399,7 +402,8 @@ def turns_left(program: RoutedProgram) -> float:
 
 
 def build_resident_programs(routing: RoutingPolicy) -> ResidentPrograms:
-    """For a routing policy. A policy class from outside need not declare that it reads them."""
+    """Return the resident programs that a routing policy sees. A policy class from outside need not declare
+    that it reads them."""
     return ResidentPrograms(
         float(getattr(routing, "resident_for_s", math.inf)),
         wanted=bool(getattr(routing, "reads_residents", False)),

@@ -45,7 +45,8 @@ class LeasedReplica(Protocol):
 
 
 class FailedRequest(Protocol):
-    """A request with the number of its failures, and of those at replicas that had accepted it."""
+    """A request's failures: ``failures`` counts the replicas or pairs it failed at, ``failures_computing``
+    those of them that had accepted it."""
 
     failures: int
     failures_computing: int
@@ -162,7 +163,7 @@ class RoutingCore(ABC):
         return 0, 0
 
     def shares_used(self) -> dict[str, float]:
-        """By tenant, usage of its requests in flight ÷ its share; empty where capacity is not shared."""
+        """Usage of each tenant's requests in flight ÷ its share; empty where capacity is not shared."""
         return {}
 
     # -- copies -------------------------------------------------------------------
@@ -189,7 +190,7 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def suspect_all(self, now: float) -> None:
-        """After ``restore``: send new programs to no replica until it registers again."""
+        """Send new programs to no replica until it registers again; called after ``restore``."""
 
     def _all_homes(self) -> Iterator[tuple[Key, Home]]:
         yield from ()

@@ -92,7 +92,7 @@ class RequestReceived(RoutingEvent, frozen=True, tag="Asked"):
 
     request_id: str
     tenant: str
-    """From its API key, never from its body."""
+    """Tenant by its API key, never by its body."""
     context_tokens: int
     program_id: str | None = None
     parent_id: str | None = None
@@ -100,7 +100,7 @@ class RequestReceived(RoutingEvent, frozen=True, tag="Asked"):
     output_tokens: int = 0
     """Output length that the client expects; 0: not given."""
     deadline_s: float | None = None
-    """On the core's clock."""
+    """Deadline on the core's clock."""
     prefix: tuple[int, ...] = ()
     """Rolling hashes of the prompt's pieces; empty where the policy does not read them."""
     exact: bool = False
@@ -149,7 +149,7 @@ class RequestFinished(RoutingEvent, frozen=True, tag="Ended"):
     answered: bool | None = True
     """Answered with status 200, completely or in part. ``None``: unknown; it was if it had begun."""
     prompt_tokens: int = 0
-    """As an engine of a pair counted them; 0: unknown."""
+    """Number of prompt tokens, as an engine of a pair counted them; 0: unknown."""
 
 
 class RequestFailed(RoutingEvent, frozen=True, tag="Failed"):

@@ -29,7 +29,7 @@ READ_SIDE_POLICIES: dict[str, type[ReadSidePolicy]] = {
     "split": WaterFillingRead,
     "prefill": PrefillSideRead,
 }
-"""By their names in the configuration."""
+"""Policies by their names in the configuration."""
 
 
 @dataclass(frozen=True, slots=True)

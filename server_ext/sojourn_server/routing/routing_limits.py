@@ -20,20 +20,21 @@ class RoutingLimits:
     send_below_load: float = math.inf
     """A request waits at the gateway while its replica's load is at least this; ``inf``: engines queue."""
     most_waiting: int = 20_000
-    """Where tenants share capacity, a tenant below its equal part of these may still add requests, up to
-    twice as many in total."""
+    """Maximum number of waiting requests. If tenants share capacity, a tenant below its equal part of these
+    may still add requests, up to twice as many in total."""
     wait_s: float = 600.0
     """A request that waits longer is rejected."""
     line_patience_s: float = 30.0
     """Requests that need less room may pass one that needs more for this long; then a replica is reserved."""
     line_patience_requests: int = 32
-    """Or this many may pass, while it is the first of its tenant."""
+    """Maximum number of requests that may pass it in that time, while it is the first of its tenant."""
     lease_s: float = 10.0
     """A replica that is silent for this long is probed; only the prober may declare it gone."""
     most_failures: int = 3
     """Replicas that one request may fail at; it is sent to none of them twice."""
     most_failures_computing: int = 2
-    """Of these, replicas that had accepted the request: the request may be the cause."""
+    """Replicas that had accepted a request before it failed there, at most: the request itself may be the
+    cause."""
     silent_program_s: float = 1800.0
     """A program that is silent for this long counts as ended."""
     slo_factor: float = 1.5

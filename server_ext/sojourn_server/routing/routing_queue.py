@@ -38,11 +38,11 @@ class RoutedRequest:
     failures: int = 0
     """Replicas that did not answer it."""
     failures_computing: int = 0
-    """Of these, replicas that had accepted it."""
+    """Number of those that had accepted it."""
     failed_at: tuple[str, ...] = ()
-    """Of these, replicas that are still there: it is not sent there again."""
+    """Those that are still there: it is not sent there again."""
     failed_at_gone: tuple[tuple[str, str], ...] = ()
-    """Of these, replicas that are gone, with their instances: an instance may turn out to be alive."""
+    """Those that are gone, with their instances: an instance may turn out to be alive."""
     lost_with: str | None = None
     """The replica that was lost with it last, while it is unknown whether that had accepted it."""
     reason: str = ""
@@ -53,7 +53,7 @@ class RoutedRequest:
     recalled_from: str | None = None
     """The replica from which it was recalled, until another one answers it."""
     recalled: bool = False
-    """It was recalled once, and will not be again."""
+    """Whether it was recalled: it is not recalled again."""
     first_since: int | None = None
     """``admitted_count`` of the capacity queue when it became the first of its row."""
 

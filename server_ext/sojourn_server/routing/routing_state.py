@@ -54,7 +54,7 @@ class RoutingState(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = ROUTING_STATE_VERSION
     taken_s: float
-    """When, on the clock of the core that wrote it; so are all other times."""
+    """Time on the clock of the core that wrote it; so are all other times."""
     number: int
     """Requests so far."""
     epoch: int

@@ -219,7 +219,7 @@ class RoutedRequestTable:
                 self.enqueue_for_any(request)
 
     def replica_came(self, replica: Replica) -> None:
-        """If this instance had been declared gone, restore the failures that requests had there."""
+        """Restore the failures that requests had at this instance if it had been declared gone."""
         came = (replica.replica_id, replica.instance)
         for request in [one for one in self.by_id.values() if came in one.failed_at_gone]:
             waits_anywhere = request.sent_s is None and request.replica_id is None

@@ -16,7 +16,8 @@ from .routing_queue import TenantQueue
 MAX_NEW_ESTIMATES = 256
 """Programs with a new request whose work is estimated per epoch; the others keep their last estimate."""
 MIN_REFRESHED_ESTIMATES = 64
-"""If there are fewer, old estimates are renewed: of 10,000 waiting programs each one every 16 s."""
+"""Minimum number of estimates per epoch: with fewer new requests old estimates are renewed, those of 10,000
+waiting programs every 16 s."""
 
 
 class TenantAccounting:
@@ -54,7 +55,7 @@ class TenantAccounting:
         self._working: OrderedDict[Key, RoutedProgram] = OrderedDict()
         """Programs with requests, oldest estimate first."""
         self._needs_estimate: dict[Key, RoutedProgram] = {}
-        """Of these, programs with a request since their last estimate."""
+        """Those of the programs that had a request since their last estimate."""
         self._tasks: dict[str, dict[Key, tuple[RunningTaskView, bool]]] = {}
         """Work left per program, by tenant; True where a client stated the deadline."""
         self._shares: Mapping[str, float] = {}
@@ -116,7 +117,7 @@ class TenantAccounting:
     # -- shares -----------------------------------------------------------------
 
     def update_shares(self, now: float) -> None:
-        """Once per epoch: compute shares from the work that tenants' programs have left."""
+        """Compute shares, once per epoch, from the work that tenants' programs have left."""
         epoch_s = self._policy.epoch_s
         if not self._policy.divides_capacity or 0 < self._shares_due_s - now <= epoch_s:
             return  # due later than an epoch from now: the clock stepped back

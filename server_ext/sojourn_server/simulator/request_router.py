@@ -19,7 +19,7 @@ class RoutableRequest(NamedTuple):
     since_s: float
     """Time of its arrival at the router."""
     turn: int
-    """From 0."""
+    """Number of the turn, from 0."""
 
 
 class RoutedProgramView(NamedTuple):
@@ -43,7 +43,7 @@ class RequestRouterView:
     """What a router knows now; nothing of the future."""
 
     waiting: tuple[RoutableRequest, ...]
-    """In order of arrival."""
+    """Waiting requests in order of arrival."""
     programs: tuple[RoutedProgramView, ...]
     capacity_tokens: int
     """Tokens of the device's KV pool."""

@@ -71,7 +71,7 @@ class TurnLog(msgspec.Struct, kw_only=True):
 
 
 class ProgramLog(msgspec.Struct, kw_only=True):
-    """One program."""
+    """What the log keeps of one program: its turns, and when it arrived and finished."""
 
     program_id: str
     trace_id: str

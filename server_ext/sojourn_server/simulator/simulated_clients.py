@@ -38,7 +38,7 @@ class ActiveProgram:
     hints: ClientHints | None
     turn: int = 0
     family: int = 1
-    """Of a root: number of programs of its tree that still run, itself included."""
+    """Number of programs of a root's tree that still run, itself included."""
     children: list[ProgramPlan] = field(default_factory=list)
     hashes: list[Any] = field(default_factory=list)
     """Hashes of the blocks of its last turn."""
@@ -98,7 +98,7 @@ class SimulatedClients:
         self._waiting_at_router: dict[str, RoutableRequest] = {}
         self._submitted: dict[str, RequestInTransit] = {}
         self._attempts: dict[str, int] = {}
-        """How often each unanswered request was recalled from an engine."""
+        """Number of times that each unanswered request was recalled from an engine."""
         self._homes: dict[str, str] = {}
         """Engine that received each program's last request."""
         self._moved: set[str] = set()

@@ -26,7 +26,7 @@ class SimulatedOutputs:
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[ParsedToolCall, ...]] = {}
-        """By identity of the request's list of output tokens, which lives as long as the request."""
+        """Calls by identity of the request's list of output tokens, which lives as long as the request."""
 
     def set_calls(self, token_ids: Sequence[int], runs: Sequence[TraceToolRun]) -> None:
         """Set the tool calls of an output."""

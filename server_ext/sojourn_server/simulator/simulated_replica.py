@@ -100,7 +100,7 @@ class SimulatedReplica:
             self._inbox.popleft()()
 
     def begin_next_step(self) -> None:
-        """Between two steps: deliver messages, then begin the next step if there is work."""
+        """Deliver messages, then begin the next step if there is work; called between two steps."""
         self._abort_recalled()
         self.deliver()
         if not self.engine.scheduler.has_requests() and not self._copying():

@@ -343,7 +343,7 @@ def install_scripted_outputs(
 
 
 HASH_STRIDE = 8
-"""Only every eighth block of a context is looked up: eviction takes runs of blocks."""
+"""Distance, in blocks, of the blocks of a context that are looked up: eviction takes runs of blocks."""
 
 
 def sample_occupancy(

@@ -51,7 +51,7 @@ class RunSpec:
     """One policy on one workload. Plain data that can be pickled."""
 
     policy: str
-    """With ``replicas``, the name of a cluster policy: see ``find_cluster_policy``."""
+    """Name of the policy; with ``replicas``, of a cluster policy: see ``find_cluster_policy``."""
     workload: str
     """A trace file, or ``synthetic:NAME``."""
     hardware: str = "a100-80gb"

@@ -35,7 +35,7 @@ class SuiteResult:
     rows: list[RunRow] = field(default_factory=list)
     logs: list[RunLog] = field(default_factory=list)
     orders: list[dict[str, int]] = field(default_factory=list)
-    """Per row: tokens that each eviction order recomputes on the accesses of ``stock`` under the same load;
+    """Tokens that each eviction order recomputes, by row, on the accesses of ``stock`` under the same load;
     empty if these were not recorded."""
 
 

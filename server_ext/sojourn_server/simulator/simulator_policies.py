@@ -123,7 +123,7 @@ _ALL = (
 )
 
 BASELINES: dict[str, Baseline] = {baseline.name: baseline for baseline in _ALL}
-"""By name, in the order of tables."""
+"""Baselines by name, in the order of tables."""
 
 
 class UpperBound(str, Enum):
@@ -156,7 +156,7 @@ class SimulatorPolicy:
     host_cache: bool = False
     """The engine has host memory, through vLLM's connector or sojourn's."""
     own_tiers: bool = False
-    """It is sojourn's connector."""
+    """Whether its tiers are those of sojourn's connector."""
     oracle: bool = False
     """The policy knows the length of each output."""
     prediction_error: float | None = None

@@ -52,7 +52,7 @@ class _RoutedProgram:
     reasoning: bool = False
     paused: bool = False
     marked: bool = False
-    """To be paused at the end of its turn."""
+    """Whether it is to be paused at the end of its turn."""
     request_id: str | None = None
     """Its newest request."""
     backend: int | None = None

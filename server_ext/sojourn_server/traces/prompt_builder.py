@@ -134,7 +134,7 @@ class PromptPlan:
             if plan.base is not None:
                 last_use[plan.base] = index
         self.last_use = last_use
-        """For every turn the last turn that continues its context; the turn itself if there is none."""
+        """Last turn that continues the context of each turn; the turn itself if there is none."""
 
 
 class PromptBuilder:

@@ -60,9 +60,9 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     dt_s: float | None = None
     """Time from this request to the next, if only requests have time stamps."""
     hash_lcp: int | None = None
-    """With recorded block ids: number of leading blocks of the previous prompt that this prompt keeps."""
+    """Number of leading blocks of the previous prompt that this prompt keeps, if block ids were recorded."""
     hash_runs: tuple[tuple[int, int], ...] | None = None
-    """With recorded block ids: the following full blocks, consecutive ids as (first, count)."""
+    """The following full blocks, consecutive ids as (first, count), if block ids were recorded."""
 
     @property
     def idle_s(self) -> float:

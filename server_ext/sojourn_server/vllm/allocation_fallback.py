@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FORECAST_EVERY_STEPS = 32
 """Steps between two forecasts."""
 FORECAST_REQUESTS_PER_STEP = 4
-"""With many running requests forecasts are rarer: at most this many requests a step on average."""
+"""Maximum number of requests forecast in a step on average: with many running ones forecasts are rarer."""
 AMPLE_FREE_SHARE = 0.5
 """No forecast is made while this share of the pool is free and no request waits."""
 

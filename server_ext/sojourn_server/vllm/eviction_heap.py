@@ -15,7 +15,7 @@ Bucket = tuple[ProgramId, float]
 Standing = tuple[float, ...] | None
 """The inputs of a bucket's score, independent of the scale."""
 HeapPosition = tuple[Score, bool, int]
-"""With equal scores abandoned branches are evicted first, then the bucket that was filed first."""
+"""Position in the heap. Among equal scores abandoned branches go first, then the bucket filed first."""
 
 SHARED_BUCKET: Bucket = (ProgramId(""), NEWEST_TURN)
 """Blocks with several owners, evicted last. The wire does not allow an empty program id."""

@@ -58,7 +58,7 @@ def replay_ids(params: SamplingParams) -> list[int] | None:
 
 
 class ForcedTokens(LogitsProcessor):
-    """For model runner V1: keyed by the row of the persistent batch. O(forced rows) a step."""
+    """Forced tokens for model runner V1, keyed by the row of the persistent batch. O(forced rows) a step."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -105,7 +105,8 @@ class ForcedTokens(LogitsProcessor):
 
 
 class ForcedTokensV2(LogitsProcessorV2):
-    """For model runner V2, keyed by request slot. Its interface is tested; it has not been run on CUDA.
+    """Forced tokens for model runner V2, keyed by request slot. Its interface is tested; it has not been run
+    on CUDA.
 
     The device has one table of forced ids per slot, as wide as the longest list so far. A row's number of
     output tokens is its position plus one, minus the prompt's length, so ``apply`` never waits for the

@@ -84,7 +84,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self.abandoned_evicted = 0
         """Blocks of abandoned branches that were reused for other content."""
         self.broken = False
-        """After an error this queue keeps vLLM's order."""
+        """Whether an error has occurred: the queue then keeps vLLM's order."""
         self._evicted = evicted
         self._failed = failed
         self._before_reuse = before_reuse

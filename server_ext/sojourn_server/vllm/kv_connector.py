@@ -111,7 +111,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self.strict = False
         """Raise sojourn's own errors instead of logging them. For tests."""
         self._matches: dict[str, MatchedTokens] = {}
-        """By request, until its blocks are allocated or the step is planned."""
+        """Matches by request, until its blocks are allocated or the step is planned."""
         self._worker: ConnectorWorker[ResultsT] | None = None
 
     # -- what each connector supplies -----------------------------------------------
@@ -211,7 +211,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As ``request_finished``: only one group of KV caches is supported."""
+        """``request_finished`` for the only group: more groups of KV caches are not supported."""
         return self.request_finished(request, block_ids[0])
 
     def failed(self, error: Exception) -> None:

@@ -143,7 +143,8 @@ class KVConnectorSettings:
     block_tokens: int
     """Tokens of an engine block."""
     identity: KvIdentity
-    """Of the blocks in the store: engine blocks (host memory and disk) or Full Blocks (transfers)."""
+    """Identity of the blocks stored: engine blocks (host memory and disk) or Full Blocks (transfers).
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,13 +48,13 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self.planner = OffloadPlanner(self.settings.limits())
             self.traffic = OffloadStats()
             self.off = False
-            """Nothing is saved and nothing is found any more."""
+            """Whether it is off: nothing is saved and nothing is found any more."""
             self.off_because: str | None = None
             self.clock = time.monotonic
             self._loading: deque[list[list[int]]] = deque([[]], maxlen=MAX_STEPS_IN_FLIGHT)
-            """For each of the newest steps, the blocks of the requests that load something in it."""
+            """Blocks of the requests that load something, by step, for the newest steps."""
             self.loaded_tokens: dict[str, int] = {}
-            """By request admitted in this step, the tokens loaded from host memory."""
+            """Tokens loaded from host memory, by request admitted in this step."""
 
     # -- beside the scheduler -----------------------------------------------------
 

@@ -278,7 +278,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return self._worker.take_not_filled() if self._worker is not None else set()
 
     def get_kv_connector_stats(self) -> KVTransferStats | None:
-        """How long steps waited for KV since the last call, for vLLM's log."""
+        """Return how long steps waited for KV since the last call, for vLLM's log."""
         times = self._worker.take_times() if self._worker is not None else None
         return KVTransferStats(data=asdict(times)) if times else None
 

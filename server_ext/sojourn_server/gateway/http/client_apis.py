@@ -17,7 +17,7 @@ from . import proxy_headers
 
 
 class ClientApi(Enum):
-    """By the path under which engines serve it."""
+    """An API for clients; the value is the path under which engines serve it."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"

@@ -49,7 +49,7 @@ class EngineProbe:
         self.lives_before = 0
         """Number of losses: an engine that reports no start time counts as a new one after each."""
         self.asks_for_key = False
-        """It answered the last description with 401."""
+        """Whether it answered the last request for a description with 401."""
         self._session = session
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._read = read
@@ -88,8 +88,8 @@ class EngineProbe:
             return None
 
     async def describe(self) -> EngineDescription | None:
-        """``None``: not available now. An incomplete description never replaces that of a known engine: it
-        would look like another engine."""
+        """Ask the engine for its description. ``None``: none that can be used now; an incomplete one never
+        replaces that of a known engine, since it would look like another engine."""
         found = await asyncio.gather(*(self.get(path) for path in _DESCRIPTION_PATHS))
         statuses = {status for status, _ in found}
         self.asks_for_key = 401 in statuses

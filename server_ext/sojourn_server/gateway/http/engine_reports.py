@@ -125,7 +125,7 @@ class PairCapabilities:
 
 
 def parse_pair_capabilities(capabilities: Mapping[str, Any]) -> PairCapabilities:
-    """From the answer to ``/capabilities``. Raises ``InvalidPairEngine``."""
+    """Parse the members for pairs in an answer to ``/capabilities``. Raises ``InvalidPairEngine``."""
     reported = capabilities.get("paths")
     if not isinstance(reported, Mapping):
         raise InvalidPairEngine("it reports no KV paths; expected an engine started with --role")
@@ -207,14 +207,14 @@ class PairEngineDescription(EngineDescription):
 
     @property
     def kind(self) -> EngineCompatibility | None:
-        """``None``: it cannot be in any pair."""
+        """What an engine must share with its partner; ``None``: it cannot be in any pair."""
         return engine_compatibility(self, self.paths) if self.paths is not None else None
 
 
 def describe_pair(
     capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
 ) -> PairEngineDescription:
-    """As ``describe_engine``, with the members for pairs."""
+    """Describe an engine like ``describe_engine``, with the members for pairs."""
     reported = describe_engine(capabilities, metrics, models, life)
     values = {field.name: getattr(reported, field.name) for field in dataclasses.fields(reported)}
     try:
@@ -228,7 +228,7 @@ def describe_pair(
 
 
 def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -> EngineCompatibility:
-    """An engine's kind."""
+    """What an engine must share with its partner: model, size of its Full Blocks, identity of its KV."""
     return reported.model, paths.block_bytes, paths.block_tokens, paths.kv
 
 

@@ -71,7 +71,7 @@ class EventForwarder:
         """Returns the last description of a replica's engine; set by the engine monitor."""
         self.known = ProgramEventRecords()
         self._graphs_sent: dict[str, tuple[str, set[str]]] = {}
-        """By address, the engine's instance and the hashes of the graphs that it received in full."""
+        """The engine's instance and the hashes of the graphs that it received in full, by address."""
         self._emitter = f"gateway-{secrets.token_hex(6)}"
         self._seq = 0
         self._senders: dict[str, OrderedSender] = {}
@@ -159,7 +159,7 @@ class EventForwarder:
     # -- events of the gateway ---------------------------------------------------------
 
     async def before(self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()) -> None:
-        """Before a request goes to a replica: send the events that the replica lacks, and wait for a while.
+        """Send the events that a replica lacks before a request goes there, and wait for a while.
         ``riding``: events inside the request."""
         telling = self._catch_up(key, replica_id, riding)
         if telling is not None:
@@ -377,7 +377,7 @@ class _EngineBatch:
         self.heard = heard
         """Hashes of the graphs that it received in full."""
         self.spelt: set[str] = set()
-        """Of those, the ones in this batch."""
+        """Those of them that are in this batch."""
         self.events: list[tuple[int, AnyEvent, msgspec.Raw]] = []
         """Events with their positions in the client's batch."""
 

@@ -57,7 +57,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
-    """What an operator chooses."""
+    """Options of a gateway, as an operator chooses them."""
 
     policy: str
     engine_key: str | None = None
@@ -70,7 +70,7 @@ class GatewayOptions:
     in_pairs: bool = False
     """Engines prefill or decode, and a request needs both."""
     read_side: str | None = None
-    """With pairs: the policy for the engine that reads KV from storage."""
+    """Policy for the engine that reads KV from storage; for pairs only."""
 
     def __post_init__(self) -> None:
         for name in ("engine_key", "admin_key"):

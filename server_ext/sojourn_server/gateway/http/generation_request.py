@@ -242,7 +242,8 @@ MIN_TOKENS_PER_BYTE, MAX_TOKENS_PER_BYTE = 0.05, 1.0
 MEAN_WEIGHT = 0.1
 """Weight of the newest answer in the moving mean."""
 MIN_SAMPLE_BYTES = 2_000
-"""In shorter prompts most tokens come from the chat template."""
+"""Minimum size of a prompt from which tokens per byte are learned: in shorter ones most tokens come from the
+chat template."""
 MAX_MODELS = 64
 _INLINE_DATA = re.compile(rb'"data:[^"]*"')
 _MEDIA_PARTS = (b'"image_url"', b'"input_image"', b'"input_audio"', b'"audio_url"', b'"video_url"', b'"file"')

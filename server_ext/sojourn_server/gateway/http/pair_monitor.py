@@ -70,9 +70,9 @@ class PairMonitor(EngineMonitor):
         """Both roles of that kind were present at once."""
         self._refused: dict[str, str] = {}
         self._instances: dict[str, str] = {}
-        """By replica, the last registered instance."""
+        """Last registered instance, by replica."""
         self._links: dict[str, dict[str, LinkStats]] = {}
-        """By address, the last report."""
+        """Last report, by address."""
         self._said: tuple[int, int] | None = None
         """Accepted engines of each role in the last log line."""
         self._looks = 0

@@ -111,7 +111,7 @@ def prefill_body(
 
 
 def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
-    """Where the prefill engine says that the KV is; ``None``: nowhere, so it is no prefill engine."""
+    """Place of the KV, as the prefill engine reports it; ``None``: nowhere, so it is no prefill engine."""
     try:
         found = _members.decode(answer).get(TRANSFER)
         params = msgspec.json.decode(found) if found is not None else None

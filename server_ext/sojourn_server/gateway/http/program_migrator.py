@@ -81,7 +81,7 @@ class ProgramMigrator:
 
     @contextlib.contextmanager
     def waits(self, key: Key) -> Iterator[None]:
-        """While a request waits for its replica, its program's KV elsewhere is kept."""
+        """Keep the KV of a request's program elsewhere while the request waits for its replica."""
         self._waiting[key] += 1
         try:
             yield

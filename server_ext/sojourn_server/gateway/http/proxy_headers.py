@@ -11,9 +11,9 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 SESSION = "X-Session-ID"
 RANK = "X-data-parallel-rank"
 REPLICA = "X-Sojourn-Replica"
-"""In every answer of an engine: the replica that gave it."""
+"""Header in every answer of an engine: the replica that gave it."""
 GATEWAY = "X-Sojourn-Gateway"
-"""In every answer of the gateway itself: a proxy in front of it may answer 404 or 503 too."""
+"""Header in every answer of the gateway itself: a proxy in front of it may answer 404 or 503 too."""
 
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
@@ -89,5 +89,5 @@ def _connection_headers(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[byt
 
 
 def decoded_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """In ASGI's form."""
+    """Return headers in ASGI's form."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

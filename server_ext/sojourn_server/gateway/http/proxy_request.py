@@ -101,7 +101,7 @@ class ParsedRequest(NamedTuple):
     """A client's request."""
 
     body: bytes
-    """In the engines' form."""
+    """The request's body in the engines' form."""
     question: GenerationRequest
     prefix: tuple[int, ...]
     events_fit: bool
@@ -157,7 +157,7 @@ class ProxyRequest:
         """The client has received something."""
         self._sent_to: str | None = None
         self._is_of_pair = False
-        """It was sent to a prefill and a decode engine."""
+        """Whether it was sent to a prefill and a decode engine."""
         self._prefill_attempts = 0
         """Attempts of the first stage."""
         self._prefilled_tokens: int | None = None
@@ -218,7 +218,8 @@ class ProxyRequest:
 
     @property
     def _prompt_tokens(self) -> int | None:
-        """As an engine counted them; streams report it on demand, prefill engines always."""
+        """Number of prompt tokens, as an engine counted them; streams report it on demand, prefill engines
+        always."""
         return self._meter.prompt_tokens or self._prefilled_tokens
 
     async def _until_answered(self) -> None:

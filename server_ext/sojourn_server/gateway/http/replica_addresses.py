@@ -13,11 +13,11 @@ class InvalidReplicaAddress(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAddress:
-    """How to reach a replica."""
+    """Address of a replica."""
 
     replica_id: str
     url: str
-    """Of the engine's API, without a trailing slash."""
+    """URL of the engine's API, without a trailing slash."""
     rank: int | None = None
     """Data-parallel rank; ``None``: the engine has only one."""
 

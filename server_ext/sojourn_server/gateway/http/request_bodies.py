@@ -54,7 +54,7 @@ class BodyBudget:
             )
         self.held_bytes = 0
         self._held_of: dict[str, int] = {}
-        """By tenant, without zeros."""
+        """Bytes held by each tenant, without zeros."""
 
     def begin(self, tenant: str, max_bytes: int | None = None) -> RequestBody:
         """Start one request's body. ``max_bytes``: a lower limit for it."""

@@ -57,7 +57,7 @@ class GatewayRequestState:
             self.take(decision)
 
     def mark_client_disconnected(self) -> None:
-        """From now on ``next`` raises ``ClientDisconnected``."""
+        """Make ``next`` raise ``ClientDisconnected`` from now on."""
         self.client_gone = True
         self._wake()
 
@@ -139,7 +139,7 @@ class RoutingBackend(Protocol):
         ...
 
     def shares_used(self) -> dict[str, float]:
-        """By tenant, usage of its requests in flight ÷ its share; empty where capacity is not shared."""
+        """Usage of each tenant's requests in flight ÷ its share; empty where capacity is not shared."""
         ...
 
 
@@ -206,7 +206,7 @@ class LocalRoutingBackend:
         return with_links(self.core.replica_statuses(), self.links_of)
 
     def shares_used(self) -> dict[str, float]:
-        """By tenant, usage of its requests in flight ÷ its share."""
+        """Usage of each tenant's requests in flight ÷ its share."""
         return self.core.shares_used()
 
     def _take(self, event: routing_events.AnyRoutingEvent) -> None:

@@ -59,7 +59,8 @@ class TenantKeys:
 
 
 def load_tenant_keys(path: Path, environment: Mapping[str, str] = os.environ) -> TenantKeys:
-    """From TOML: ``[tenants]`` with lines ``NAME = ["KEY", ...]``; ``env:VARIABLE`` stands for its value.
+    """Read keys from TOML: ``[tenants]`` with lines ``NAME = ["KEY", ...]``; ``env:VARIABLE`` stands for its
+    value.
 
     Raises ``TenantKeysError``, which repeats no key.
     """

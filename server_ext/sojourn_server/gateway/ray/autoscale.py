@@ -49,7 +49,7 @@ class AutoscaleDecision:
 
     engines: int
     low_since_s: float | None = None
-    """Since when fewer engines would be enough."""
+    """Time since which fewer engines would be enough."""
 
 
 def wanted_engines(

@@ -49,7 +49,7 @@ together when a call returns, or with the other events every ``BATCH_S``."""
 BATCH_S = 0.015
 """Interval for events that no request waits for."""
 LOCAL_DECISION_AFTER_S = 3.0
-"""After this time without the coordinator, requests that wait for it are decided here."""
+"""Seconds without the coordinator after which requests that wait for it are decided here."""
 MAX_BUFFERED_EVENTS = 10_000
 """Limit for buffered events that concern no request."""
 
@@ -180,7 +180,7 @@ class CoordinatedRoutingBackend:
         return None
 
     def shares_used(self) -> dict[str, float]:
-        """By tenant, as the coordinator reported last."""
+        """Usage of each tenant ÷ its share, as the coordinator reported last."""
         return self._uses
 
     def probed(self, replica_id: str, instance: str, alive: bool) -> None:

@@ -59,7 +59,7 @@ AUTOSCALE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorOptions:
-    """What an operator chooses."""
+    """Options of a coordinator, as an operator chooses them."""
 
     checkpoint: Path | None = None
     """``None``: a new coordinator starts with what gateways and engines report."""

@@ -52,7 +52,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     """Turns of programs at home there may be sent without a question."""
     takes_new: bool
     paths: PairCapabilities | None = None
-    """Only for prefill and decode engines."""
+    """Capabilities of an engine of a pair; ``None`` for other engines."""
 
     @property
     def instance(self) -> str:
@@ -129,7 +129,7 @@ class EngineRegistration(msgspec.Struct, frozen=True):
     description: EngineDescription
     seen_epoch: int = 0
     paths: PairCapabilities | None = None
-    """Only for prefill and decode engines."""
+    """Capabilities of an engine of a pair; ``None`` for other engines."""
     links: dict[str, LinkStats] = {}
     """Links by name, of prefill and decode engines; empty: not polled since the last report."""
 

@@ -106,7 +106,7 @@ WANTED_ENGINES_METRIC = "wanted_engines"
 GATEWAY_CPUS = 0.1
 """CPUs that Ray reserves for a gateway."""
 MAX_ONGOING_REQUESTS = 100_000
-"""Per gateway; the coordinator limits waiting requests."""
+"""Maximum requests of one gateway; the coordinator limits waiting requests."""
 STREAM_GRACE_S = 60.0
 
 
@@ -142,7 +142,7 @@ class EngineReplica:
         self._supervisor.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For ``autoscaling_policy``."""
+        """Return the statistics that ``autoscaling_policy`` reads."""
         return {WANTED_ENGINES_METRIC: float(self._supervisor.wanted_engines)}
 
     async def __call__(self) -> str:
@@ -266,7 +266,7 @@ def load_tenants(config: RayConfig) -> TenantKeys:
 
 
 def application(config: RayConfig) -> Any:
-    """For ``serve.run``."""
+    """Return the application for ``serve.run``."""
     document = config.plain()
     gateway: Any = serve.deployment(
         gateway_class(document),
@@ -330,8 +330,11 @@ def gateway_class(document: dict[str, Any]) -> type[Any]:
 
 
 def build(args: dict[str, Any]) -> Any:
-    """For ``serve deploy`` and a RayService: ``import_path: sojourn_server.gateway.ray.deployments:build``,
-    with the keys of the configuration under ``args``. Raises ``RayConfigError``."""
+    """Return the application for ``serve deploy`` and a RayService.
+
+    They name it as ``import_path: sojourn_server.gateway.ray.deployments:build``, with the keys of the
+    configuration under ``args``. Raises ``RayConfigError``.
+    """
     return application(parse_config(args, source="args"))
 
 

@@ -27,7 +27,7 @@ class RegistrationResult(NamedTuple):
     places: list[ReplicaInfo]
     """The engine's replicas."""
     changed: bool
-    """They differ from before."""
+    """Whether they differ from before."""
     left: list[ReplicaInfo]
     """The engine's earlier replicas that are gone or restarted."""
     replaced: list[str]

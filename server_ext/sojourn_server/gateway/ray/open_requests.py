@@ -17,7 +17,7 @@ MAX_WAIT_WITHOUT_REPLICA_S = 60.0
 """A request is rejected after this time without a known replica."""
 MAX_FAILURES = 3
 MAX_FAILURES_AFTER_ACCEPT = 2
-"""Of these, failures at replicas that had accepted the request."""
+"""Maximum number of failures at replicas that had accepted the request."""
 LOAD_COUNT_INTERVAL_S = 0.25
 """Interval between two counts of requests per replica, so that a decision does not count all."""
 
@@ -39,7 +39,7 @@ class OpenRequest:
     """Rejected by this gateway: nothing more is to be decided."""
     failed_at: list[str] = field(default_factory=list)
     failures_computing: int = 0
-    """Of these, failures at replicas that had accepted it."""
+    """Those of the failures that were at replicas that had accepted it."""
 
     @property
     def state(self) -> tuple[str | None, str | None, bool]:
@@ -78,7 +78,7 @@ class OpenRequest:
 
 
 class OpenRequests(Mapping[str, OpenRequest]):
-    """By request id, in order of arrival."""
+    """Requests without an answer, by id and in order of arrival."""
 
     def __init__(self) -> None:
         self._open: dict[str, OpenRequest] = {}

@@ -57,7 +57,7 @@ class PairAdmission:
         self._kind: EngineCompatibility | None = None
         """The kind that is served."""
         self._kind_changed = False
-        """It has changed since ``drain_events``."""
+        """Whether it has changed since ``drain_events``."""
         self._minority_replicas: set[str] = set()
         """Replicas that are drained for that reason alone."""
         self._last_count_s = -math.inf

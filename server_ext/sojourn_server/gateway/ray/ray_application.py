@@ -112,7 +112,7 @@ def report_progress(
 logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 200 << 20
-"""For a local cluster: the store is hardly used."""
+"""Size of a local cluster's object store, which is hardly used."""
 CLUSTER_SCALING_HINT = (
     "This may be due to waiting for the cluster to auto-scale or for a runtime environment to be installed. "
 )
@@ -268,7 +268,7 @@ def _handle_signals(handler: Any) -> None:
 
 
 def listen_addresses(config: RayConfig) -> str:
-    """Where the gateways answer."""
+    """Addresses at which the gateways answer."""
     here = f"http://{config.host}"
     direct = "" if config.direct_port is None else f", and {here}:{config.direct_port} without Serve's proxy"
     return f"{here}:{config.port} answers{direct}"

@@ -175,7 +175,7 @@ class RayConfig:
         return AutoscaleLimits(min_engines=self.total_min_engines, max_engines=self.total_min_engines)
 
     def plain(self) -> dict[str, Any]:
-        """As a document of lists, maps and texts that ``parse_config`` reads."""
+        """The configuration as a document of lists, maps and texts that ``parse_config`` reads."""
         document = dataclasses.asdict(self)
         for key in _KEYS_WITHOUT_PREFILL_DECODE if self.in_pairs else _PREFILL_DECODE_KEYS:
             del document[key]
@@ -186,7 +186,7 @@ class RayConfig:
 
 
 def read_config(path: Path) -> RayConfig:
-    """From a YAML file. Raises ``RayConfigError``."""
+    """Read a configuration from a YAML file. Raises ``RayConfigError``."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -207,7 +207,7 @@ def read_config(path: Path) -> RayConfig:
 
 
 def parse_config(document: object, *, source: str) -> RayConfig:
-    """From a parsed YAML document. Raises ``RayConfigError``."""
+    """Build a configuration from a parsed YAML document. Raises ``RayConfigError``."""
     if isinstance(document, Mapping):
         _check_groups(document, source)
     config = _section(RayConfig, document, source, "")

@@ -76,12 +76,12 @@ class ProgramTierView:
     waiting_since_s: float = 0.0
     """Arrival of its longest-waiting request; meaningful only if READY."""
     last_active_s: float = 0.0
-    """When one of its requests last ran; its arrival if it never ran."""
+    """Time at which one of its requests last ran; its arrival if it never ran."""
     returning: bool = False
-    """It ran before."""
+    """Whether it ran before."""
     pending: bool = False
-    """It leaves the device after its turn. Requests that were running at the decision finish; later ones are
-    held back."""
+    """Whether it leaves the device after its turn. Requests that were running at the decision finish; later
+    ones are held back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class PlacementView:
     waiting: Sequence[ProgramTierView] = ()
     """The Waiting queue. Programs without a request may be left out."""
     last_overdue_promotion_s: float = -math.inf
-    """When a program was last promoted because it was overdue."""
+    """Time at which a program was last promoted because it was overdue."""
     waiting_sorted: bool = False
     """``waiting`` is in ascending order of ``waiting_key`` and may be cut after a few hundred. For thousands
     of programs, keeping an order costs less than sorting for each question."""

@@ -79,7 +79,7 @@ class BestFitVictim:
 def _preselected_candidates(
     candidates: Sequence[RunningRequestView], need: BlockShortage
 ) -> Sequence[RunningRequestView]:
-    """At most ``MAX_CANDIDATES_COMPARED`` candidates that include a good one."""
+    """Candidates that include a good one, at most ``MAX_CANDIDATES_COMPARED``."""
     if len(candidates) <= MAX_CANDIDATES_COMPARED:
         return candidates
     least = heapq.nsmallest(

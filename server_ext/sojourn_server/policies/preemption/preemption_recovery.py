@@ -58,7 +58,7 @@ class RecoveryPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlwaysRecompute:
-    """As in the unmodified engine: the KV of reused blocks is lost."""
+    """Recomputation, as in the unmodified engine: the KV of reused blocks is lost."""
 
     def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod:
         return RecoveryMethod.RECOMPUTE

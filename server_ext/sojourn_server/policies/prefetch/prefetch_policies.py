@@ -28,7 +28,7 @@ class NoPrefetch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LikeliestSuccessorPrefetch:
-    """Once a tool with a known likely successor runs, load the prefix by the time the tool may end.
+    """Loads a prefix by the time its tool may end, if the tool has a known likely successor.
 
     The paper starts at once (``early_share`` 0). This policy waits until ``early_share`` of such calls have
     ended, minus the copy time: KV that is loaded earlier only takes blocks from others. Raises

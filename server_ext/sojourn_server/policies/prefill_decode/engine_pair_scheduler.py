@@ -143,7 +143,8 @@ class PairScheduler:
             self._prefill.finish(flight.prefill, flight.request.tokens)
 
     def end(self, request_id: int | str) -> None:
-        """It is answered or cancelled, in any state. Raises ``KeyError`` for an unknown request."""
+        """Forget a request that was answered or cancelled, in any state. Raises ``KeyError`` for an unknown
+        request."""
         flight = self._flights.pop(request_id)
         if self._unplaced.pop(request_id, None) is not None:
             return

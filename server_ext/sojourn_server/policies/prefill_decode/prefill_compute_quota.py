@@ -98,9 +98,10 @@ class PrefillComputeQuota:
         tokens_at_most: float = math.inf,
         max_requests_per_step: float = math.inf,
     ) -> PrefillStepPlan:
-        """``requests``: running ones first, then waiting ones, first come first served.
+        """Return the prefill work of one step.
 
-        Consumes no more of them than it looks at. Raises ``ValueError`` for one without new tokens."""
+        ``requests``: running first, then waiting, first come first served; read only as far as needed. Raises
+        ``ValueError`` for a request without new tokens or with negative cached ones."""
         chunks: list[int] = []
         left_s, tokens = self.quota_s, 0
         spent_s = 0.0

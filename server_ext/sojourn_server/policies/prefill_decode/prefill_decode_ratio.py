@@ -28,9 +28,9 @@ class NodeLinks:
 
     devices: int = 8
     compute_nic_bytes_per_s: float = 50e9
-    """Of each device."""
+    """Rate of each device."""
     storage_nic_bytes_per_s: float = 50e9
-    """Of the node, independent of its devices."""
+    """Rate of the node, independent of its devices."""
     dram_bytes_per_s: float = 500e9
     """Reads and writes together."""
 

@@ -70,7 +70,7 @@ class _PrefillNode:
     best: tuple[int, int] = (-1, -1)
     """(tokens, number) of its engine with the fewest tokens."""
     long: bool = False
-    """It is in the heap of nodes with long queues."""
+    """Whether it is in the heap of nodes with long queues."""
 
 
 _HeapEntry = tuple[int, int, int]

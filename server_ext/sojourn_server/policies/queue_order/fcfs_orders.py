@@ -35,7 +35,7 @@ class ProgramFcfs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrictProgramFcfs:
-    """By the program's first arrival only.
+    """First come, first served by the program's first arrival only.
 
     For presets in which earlier programs never yield to later ones. There a preempted request of a later
     program must not go first: it would wait for blocks of earlier programs, and they for their turn.

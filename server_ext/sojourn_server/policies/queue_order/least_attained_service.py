@@ -80,7 +80,8 @@ class LeastAttainedService:
         return (self._levels.level(request.attained_s, request.ran_s), request.arrived_s, request.arrival)
 
     def promoted_s(self, request: WaitingRequestView) -> float:
-        """When the program's waiting reaches ``beta`` times its service; not before the present wait."""
+        """Time at which the program's waiting reaches ``beta`` times its service; not before the present
+        wait."""
         if self._levels.level(request.attained_s, request.ran_s) == 0:
             return math.inf
         bearable_s = self.beta * (request.attained_s + request.ran_s)

@@ -77,10 +77,10 @@ class RoutingDecision(NamedTuple):
     replica_id: str | None
     reason: str
     needs_tokens: int = 0
-    """It waits until a replica that takes new programs has this many tokens free, or no resident program;
+    """Tokens that must be free at a replica that takes new programs, unless it has no resident program;
     until then other requests of at least this size without KV wait too. 0: all others wait behind it."""
     passes: bool = False
-    """It overtakes requests that wait for room, because it is not expected to stay."""
+    """Whether it overtakes requests that wait for room, because it is not expected to stay."""
 
 
 NO_REPLICA = RoutingDecision(None, "no_replica")

@@ -14,7 +14,7 @@ class StealingReplicaView(NamedTuple):
 
     replica_id: str
     load: float
-    """As ``ReplicaView.load``."""
+    """Load, as in ``ReplicaView``."""
     queued: int
     """Requests that wait for the replica at the gateway."""
     idle_s: float

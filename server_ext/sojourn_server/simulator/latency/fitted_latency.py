@@ -26,7 +26,7 @@ class FittedLatency:
 
     @classmethod
     def of(cls, profile: EngineProfile) -> FittedLatency:
-        """From a profile; version 1 requires decode points. Raises ``LatencyProfileError``."""
+        """Build it from a profile; version 1 requires decode points. Raises ``LatencyProfileError``."""
         return cls(
             profile.steps if profile.steps is not None else _step_costs_from_curves(profile),
             profile.device_to_host_bytes_per_s,

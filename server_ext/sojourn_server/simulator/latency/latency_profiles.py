@@ -154,7 +154,7 @@ class HardwareProfile:
     max_num_batched_tokens: float
     """vLLM's default for the API server on this device."""
     disk_read_bytes_per_s: float = DISK_READ_BYTES_PER_S
-    """Per machine, whatever its number of devices; files of one block each, one after the other."""
+    """Rate of the machine, whatever its number of devices; files of one block each, one after the other."""
     disk_write_bytes_per_s: float = DISK_WRITE_BYTES_PER_S
     sources: tuple[tuple[str, str], ...] = ()
     """(constant, its source)"""
@@ -235,11 +235,11 @@ class ModelShape:
     kv_heads: int
     head_size: int
     intermediate_size: int
-    """Of the dense MLP, or of one expert if ``experts`` > 0."""
+    """Width of the dense MLP, or of one expert if ``experts`` > 0."""
     vocabulary: int
     max_context_tokens: int
     experts: int = 0
-    """Per layer; 0: a dense model."""
+    """Number of experts per layer; 0: a dense model."""
     experts_per_token: int = 0
     tied_embeddings: bool = False
     """Whether output head and input embedding share one matrix."""

@@ -51,7 +51,7 @@ class DeviceShape(NamedTuple):
     hardware: str
     model: str
     kv_bytes_per_token: int
-    """On all devices together."""
+    """Bytes of a token's KV on all devices together."""
     kv_pool_tokens: int
     """Tokens of KV that fit beside the weights."""
     max_context_tokens: int

@@ -80,7 +80,8 @@ def _touched_blocks(entry: SequenceEntry) -> int:
 
 
 def _next_uses(sequence: AccessSequence) -> list[array[int] | None]:
-    """For each entry and each block it touches: the entry of its next chargeable touch, or ``_NEVER``."""
+    """Return, for each entry, the entries of the next chargeable touches of the blocks that it touches, or
+    ``_NEVER``."""
     known = bytearray(sequence.blocks)
     reached = [0] * len(sequence.chains)
     full_before = [0] * len(sequence.chains)
@@ -121,14 +122,14 @@ class _OptimalEviction:
         self._cached = bytearray(sequence.blocks)
         self._pins = [0] * sequence.blocks
         self._next_use = [_NEVER] * sequence.blocks
-        """At its last touch."""
+        """Next use of each block, as of its last touch."""
         self._known = bytearray(sequence.blocks)
         self._touched = [0] * len(sequence.chains)
         self._full = [0] * len(sequence.chains)
         self._admission = [0] * len(sequence.chains)
-        """Per request, number of its latest admission."""
+        """Number of each request's latest admission."""
         self._untracked_blocks = [0] * len(sequence.chains)
-        """Per request, places of blocks without an id."""
+        """Places of each request's blocks without an id."""
         self._space = sequence.pool_blocks
         """Free places; negative: to be freed by eviction."""
         self._runs: list[tuple[int, int, int, array[int]]] = []

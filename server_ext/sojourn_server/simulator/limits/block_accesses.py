@@ -43,7 +43,7 @@ class AccessLog(msgspec.Struct, kw_only=True):
     block_size: int
     chains: list[list[int]] = msgspec.field(default_factory=list)
     prompt_blocks: list[int] = msgspec.field(default_factory=list)
-    """Per request, number of full prompt blocks that the cache lookup covers."""
+    """Number of full prompt blocks that the cache lookup covers, by request."""
     owners: list[str] = msgspec.field(default_factory=list)
     """Program of each request."""
     requests: list[str] = msgspec.field(default_factory=list)
@@ -59,9 +59,9 @@ class AccessRecorder:
         self._size = block_size
         self._index: dict[str, int] = {}
         self._held: dict[str, tuple[int, int]] = {}
-        """Per running request: (blocks, computed tokens)."""
+        """(Blocks, computed tokens) of each running request."""
         self._reached: dict[str, int] = {}
-        """Per request in the engine: maximum number of full blocks; a preempted one has none."""
+        """Maximum number of full blocks of each request in the engine; a preempted one has none."""
 
     def step(self, planned: SchedulerOutput, requests: dict[str, Request]) -> None:
         """Record a scheduled step."""
@@ -152,12 +152,12 @@ class AccessSequence:
     """Number of distinct block ids, 0 to ``blocks`` - 1, in order of first appearance."""
     chains: list[array[int]]
     owner_of: list[int]
-    """Per request, index into ``owners``."""
+    """Index into ``owners``, by request."""
     owners: list[str]
-    """In order of first admission: the index is the program's rank."""
+    """Programs in order of first admission: the index is the program's rank."""
     entries: list[SequenceEntry]
     last_entry: list[int]
-    """Per owner, its last entry."""
+    """Last entry of each owner."""
 
 
 def prepare_access_sequence(log: AccessLog) -> AccessSequence:

@@ -39,17 +39,17 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     computed_tokens: int = 0
     """Looked up, not found, hence computed: first-time, recomputed and duplicate ones."""
     regenerated_tokens: int = 0
-    """Of these, tokens computed before, by any request, and lost since: what a better order could have saved.
-    """
+    """Those of the computed tokens that some request had computed before and that were lost since: what a
+    better order could have saved."""
     duplicated_tokens: int = 0
-    """Of these, tokens that were cached at that moment but not at admission, whatever the order. The optimum
-    has none by definition."""
+    """Those of the computed tokens that were cached at that moment but not at admission, whatever the order.
+    The optimum has none by definition."""
     regenerated_by_owner: dict[str, int] = msgspec.field(default_factory=dict)
-    """Per program, recomputed tokens; programs without any are left out."""
+    """Recomputed tokens by program; programs without any are left out."""
     regenerated_by_request: list[int] = msgspec.field(default_factory=list)
-    """Per request of the log, recomputed tokens."""
+    """Recomputed tokens of each request of the log."""
     hit_blocks: list[int] = msgspec.field(default_factory=list)
-    """Per admission, in order of the log: reused leading blocks."""
+    """Leading blocks that each admission reused; one entry per admission, in the order of the log."""
     given_back_tokens: int = 0
     """Reused tokens that were freed again for lack of space."""
     overflow_blocks: int = 0
@@ -128,21 +128,21 @@ class _ReplayPool:
         """Free places without content."""
         self._holders = [0] * size
         self._content = [-1] * size
-        """Per place, the block cached there, or -1."""
+        """Block cached at each place, or -1."""
         self._place = [-1] * sequence.blocks
-        """Per block, the place where it was cached first, or -1."""
+        """Place where each block was cached first, or -1."""
         self._copies: dict[int, list[int]] = {}
-        """Per block that is cached more than once, its other places, in order."""
+        """Other places, in order, of each block that is cached more than once."""
         self._known = bytearray(sequence.blocks)
         """1: was computed before."""
         self._writing: dict[int, int] = {}
         """Incomplete blocks → number of requests that compute them."""
         self._tables: dict[int, list[int]] = {}
-        """Per admitted request, its places; in order of admission."""
+        """Places of each admitted request; in order of admission."""
         self._cached_of: dict[int, int] = {}
-        """Per admitted request, number of its cached blocks."""
+        """Number of each admitted request's cached blocks."""
         self._recorded: dict[int, int] = {}
-        """Per admitted request, blocks held in the recorded run."""
+        """Blocks that each admitted request held in the recorded run."""
         self._surplus = False
         """Whether any request may hold more than in the recorded run."""
         self._outside = 0
@@ -260,7 +260,7 @@ class _ReplayPool:
         return places
 
     def _free_places(self, count: int) -> list[int]:
-        """At most ``count`` free places; empty ones first."""
+        """Free places, at most ``count``; empty ones first."""
         empty = self._empty
         places = empty[len(empty) - min(count, len(empty)) :]
         del empty[len(empty) - len(places) :]

@@ -23,7 +23,7 @@ class FreeRunQueue:
     def __init__(self, run_of: dict[int, int]) -> None:
         """``run_of`` may be shared by several queues, if each place is in only one of them."""
         self._run_of = run_of
-        """Per free place, the run that holds it; other runs hold stale entries."""
+        """The run that holds each free place; other runs hold stale entries."""
         self._runs: deque[tuple[int, list[int]]] = deque()
         """(number, remaining places, the next one last)."""
 
@@ -133,18 +133,18 @@ class ProgramEvictionOrder:
         self._over = [owner == "" for owner in owners]
         self._last_turn = [0] * len(owners)
         self._members: list[tuple[int, ...]] = []
-        """Per group, its owners, sorted."""
+        """Owners of each group, sorted."""
         self._with: dict[tuple[int, int], int] = {}
         """(group, program) → the group of both."""
         self._groups_of: list[list[int]] = [[] for _ in owners]
         self._group_at: list[int] = []
-        """Per place, the group of its block; ``_TOO_MANY_OWNERS`` if it has more than ``MAX_OWNERS``."""
+        """Group of the block at each place; ``_TOO_MANY_OWNERS`` if it has more than ``MAX_OWNERS``."""
         self._run_of: dict[int, int] = {}
         self._free: dict[int, FreeRunQueue] = {}
-        """Per group, its free places."""
+        """Free places of each group."""
         self._frees = 0
         self._key: dict[int, tuple[EvictionScore, int, int]] = {}
-        """Per group with free places, its valid heap entry."""
+        """Valid heap entry of each group with free places."""
         self._heap: list[tuple[tuple[EvictionScore, int, int], int]] = []
 
     def freed(self, blocks: Sequence[int], owner: int, now: int) -> None:

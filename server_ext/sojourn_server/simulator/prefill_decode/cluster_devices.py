@@ -209,7 +209,7 @@ class PrefillGroup:
         self.tokens = 0
         self.busy_s = 0.0
         self.last_attention_s = 0.0, 0.0
-        """Of the current or last step: maximum and mean over the devices."""
+        """Attention seconds of the current or last step: maximum and mean over the devices."""
 
     def begin(self) -> float:
         """Plan a step. Returns its seconds; 0.0 without ready requests."""

@@ -30,7 +30,7 @@ class PdModel:
     group_nodes: int
     """Prefill nodes that share experts and compute in step; 0: each device alone."""
     prefill_weight_bytes: float
-    """Per prefill device."""
+    """Bytes of weights on each prefill device."""
     decode_weight_bytes: float
     prefill_step_s: float
     """Fixed seconds of a prefill step."""
@@ -140,7 +140,7 @@ def _qwen_32b() -> PdModel:
 
 
 PD_MODELS = {model.name: model for model in (_deepseek_660b(), _deepseek_27b(), _qwen_32b())}
-"""By name."""
+"""Models by name."""
 
 
 CALIBRATED_EFFICIENCY = 0.31

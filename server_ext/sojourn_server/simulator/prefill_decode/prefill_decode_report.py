@@ -30,7 +30,8 @@ COLUMNS = {
 }
 """Column → meaning. The last word of a title is on a second line."""
 OFFLINE_ONLY = {"took s", "faster", "attention"}
-"""With arrivals the run time is given, and the first twentieth is nearly empty."""
+"""Columns left out of runs with arrivals: there the run time is given and the first twentieth is nearly
+empty."""
 ONLINE_ONLY = {"agents", "TTFT s", "TTST s", "TPOT ms"}
 MOSTLY = 0.5
 """Share of the time in which storage must be the bottleneck for a second path to matter."""

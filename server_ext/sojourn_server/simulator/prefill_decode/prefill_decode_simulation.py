@@ -84,7 +84,7 @@ class PdSimulation:
         """Tokens of finished turns."""
         self.submitted = 0
         self.attention_in: list[list[float]] = []
-        """Per window of time: sums of the maximum and the mean attention seconds of each step."""
+        """Sums of the maximum and the mean attention seconds of each step, by window of time."""
         self.latencies = None if latencies_from_s is None else TokenLatencies(latencies_from_s)
         self._build(cluster, system, agents)
         self._schedule_arrivals(arrivals_s or [0.0] * len(agents))
@@ -401,9 +401,9 @@ class TokenLatencies:
     def __init__(self, from_s: float) -> None:
         self.from_s = from_s
         self.first_token_s = array("d")
-        """From the request to its first token."""
+        """Seconds from the request to its first token."""
         self.second_token_s = array("d")
-        """From the first token to the second."""
+        """Seconds from the first token to the second."""
         self.per_token_s = array("d")
         """Mean time between the later tokens."""
 

@@ -128,6 +128,6 @@ PD_SYSTEMS = {
         PdSystem(name="oracle", title="Oracle", side=PrefillSideRead, free_io=True),
     )
 }
-"""By name, in the order of the ablation. ``scheduling`` is DualPath as published, which does not include
-``split``."""
+"""Systems by name, in the order of the ablation. ``scheduling`` is DualPath as published, which does not
+include ``split``."""
 PUBLISHED_SYSTEMS = ("basic", "layerwise", "dual-path", "scheduling", "oracle")

@@ -223,7 +223,7 @@ def plot_occupancy(runs: Sequence[RunLog]) -> Any:
 
 
 def binned_samples(run: RunLog) -> tuple[list[float], list[list[OccupancySample]]]:
-    """At most ``_BINS`` times, in virtual seconds, each with the samples around it."""
+    """Times in virtual seconds, at most ``_BINS``, each with the samples around it."""
     samples = run.occupancy
     if len(samples) <= _BINS:
         return [sample.at_s for sample in samples], [[sample] for sample in samples]

@@ -32,7 +32,7 @@ class PlotStyle(NamedTuple):
 
     colour: str
     dash: Any
-    """As matplotlib's ``linestyle``."""
+    """Style of the line, as matplotlib's ``linestyle``."""
     marker: str
     width: float = 1.8
 

@@ -41,7 +41,7 @@ class ResultColumn(NamedTuple):
     when: Callable[[RunRow], bool] = lambda row: True
     """The column is shown if this holds for a row."""
     compare_to_stock: bool = False
-    """Also show the factor relative to stock."""
+    """Whether to show the factor relative to stock too."""
     decimals: int | None = None
     """Decimals; ``None``: as many as the smallest value needs."""
 
@@ -90,7 +90,7 @@ def _completion(name: str) -> Callable[[RunRow], ColumnValue | None]:
 
 
 def _share(amount: Callable[[RunRow], int]) -> Callable[[RunRow], float | None]:
-    """In percent of the prompt tokens."""
+    """Share of the prompt tokens in percent."""
     return lambda row: 100.0 * amount(row) / row.prompt_tokens if row.prompt_tokens else None
 
 

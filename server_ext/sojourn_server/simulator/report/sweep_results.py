@@ -46,7 +46,7 @@ class SweepRuns(msgspec.Struct, kw_only=True, frozen=True):
     meaning: str
     """Meaning of the field, with its unit."""
     values: tuple[SweepValue, ...]
-    """In the given order."""
+    """Values in the given order."""
 
     def rows_of(self, value: SweepValue, rows: Sequence[RunRow]) -> list[RunRow]:
         """The rows of ``value``; ``rows`` are all rows of the suite."""

@@ -117,7 +117,7 @@ class OpenLoop:
             yield at_s, plan
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """None: arrivals are independent of finished programs."""
+        """Return no arrivals: they are independent of finished programs."""
         return None
 
 

@@ -30,7 +30,7 @@ class LogNormal:
 
     @classmethod
     def with_moments(cls, mean: float, sd: float, cap: float = math.inf) -> LogNormal:
-        """From mean and standard deviation *after* clipping.
+        """Build it from mean and standard deviation *after* clipping.
 
         In closed form without a cap, else by bisection. Raises ``ValueError`` if none exists.
         """
@@ -51,7 +51,7 @@ class LogNormal:
 
     @classmethod
     def with_mean(cls, mean: float, sigma: float, cap: float) -> LogNormal:
-        """From ``sigma`` and the mean *after* clipping, by bisection.
+        """Build it from ``sigma`` and the mean *after* clipping, by bisection.
 
         Raises ``ValueError`` for a mean that is not between 0 and the cap.
         """
@@ -68,9 +68,9 @@ class LogNormal:
 
     @classmethod
     def through(cls, mean: float, probability: float, value: float, cap: float) -> LogNormal:
-        """From one quantile and the mean *after* clipping.
+        """Build it from one quantile and the mean *after* clipping, by bisection over sigma.
 
-        By bisection over sigma. Raises ``ValueError`` if none is found: the mean must be below the value, and
+        Raises ``ValueError`` if none is found: the mean must be below the value, and
         the value between median and cap.
         """
         score = _NORMAL.inv_cdf(probability)
@@ -168,7 +168,7 @@ class TruncatedExponential:
 
     @classmethod
     def with_mean(cls, mean: float, low: float, high: float) -> TruncatedExponential:
-        """By bisection over the rate. Raises ``ValueError`` for an impossible mean."""
+        """Build it from its mean by bisection. Raises ``ValueError`` for an impossible mean."""
         if not low < mean < (low + high) / 2:
             raise ValueError(f"mean {mean} is not between {low} and the middle of {low} and {high}")
         span = high - low

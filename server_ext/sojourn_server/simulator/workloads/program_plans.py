@@ -53,7 +53,7 @@ class PlaybackOptions:
             raise ValueError(f"token_scale is {self.token_scale}; expected > 0")
 
     def gap_s(self, turn: TraceTurn) -> float:
-        """Client-side seconds after ``turn``."""
+        """Seconds that the client idles after ``turn``."""
         if not self.human_gaps and (turn.gap_kind == "human" or turn.interactive):
             return 0.0
         return turn.idle_s if self.max_gap_s is None else min(turn.idle_s, self.max_gap_s)
@@ -76,10 +76,10 @@ class ProgramPlan:
     cut: bool
     """Whether the context limit cuts off recorded turns."""
     parent_turn: int | None = None
-    """For a sub-agent: turn of its parent after whose end it starts, with ``delay_s``."""
+    """Turn of a sub-agent's parent after whose end it starts, with ``delay_s``."""
     delay_s: float = 0.0
     start_offset_s: float | None = None
-    """For a sub-agent without a known parent turn: seconds after its parent's start."""
+    """Seconds after its parent's start, for a sub-agent without a known parent turn."""
     children: list[ProgramPlan] = field(default_factory=list)
     _builder: PromptBuilder = field(repr=False)
     _turns: Sequence[TraceTurn] = field(repr=False)

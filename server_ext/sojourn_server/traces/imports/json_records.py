@@ -12,7 +12,7 @@ from typing import Any
 from ..trace_schema import TraceError
 
 _BLANK = " \t\r\n,"
-"""Between records; some writers leave commas."""
+"""Characters between records; some writers leave commas."""
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, Any]]:
