@@ -1,4 +1,4 @@
-"""When the next heartbeat of each open program is due. Heartbeats keep a lease while an agent is silent."""
+"""Due times of the next heartbeat of each open program. Heartbeats keep a lease while an agent is silent."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from .cli_error import CliError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 OPENAI_BASE_URL = "OPENAI_BASE_URL"
-"""Where agents send their requests; the server there need not be a sojourn server."""
+"""URL to which agents send their requests; the server there need not be a sojourn server."""
 NOT_FOUND = 127
 """Exit code of a shell for a command that does not exist."""
 PROBE_TIMEOUT_S = 1.0

@@ -96,7 +96,7 @@ class OffloadResults:
     on_disk: Sequence[BlockKey] | None = None
     """Reported once: keys left by an earlier engine, least recently used first."""
     stored: dict[int, CopyResult] = field(default_factory=dict)
-    """By store that has ended."""
+    """Results of the stores that have ended, by job."""
     spilled: dict[int, Mapping[BlockKey, CopyResult]] = field(default_factory=dict)
     staged: dict[int, Mapping[BlockKey, CopyResult]] = field(default_factory=dict)
     probed: dict[int, ProbeResult] = field(default_factory=dict)

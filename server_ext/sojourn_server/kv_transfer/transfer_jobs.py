@@ -111,11 +111,11 @@ class TransferResults:
     """Results of earlier orders."""
 
     ready: dict[int, int] = field(default_factory=dict)
-    """By fetch that can be streamed, its leading blocks that have arrived or will arrive."""
+    """Leading blocks that have arrived or will arrive, by fetch that can be streamed."""
     prompts: dict[int, int] = field(default_factory=dict)
-    """By expected context, its Full Blocks; 0: it will never be complete."""
+    """Full Blocks of each expected context; 0: it will never be complete."""
     stored: dict[str, int] = field(default_factory=dict)
-    """By request, the index of the first Full Block that the store did not accept this time."""
+    """Index of the first Full Block that the store did not accept this time, by request."""
 
     def __bool__(self) -> bool:
         return bool(self.ready or self.prompts or self.stored)

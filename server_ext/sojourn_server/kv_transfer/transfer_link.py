@@ -33,9 +33,9 @@ class TrafficClass(Enum):
     """
 
     MODEL = "model"
-    """A forward pass waits for it."""
+    """Traffic that a forward pass waits for."""
     KV = "kv"
-    """It can wait."""
+    """Traffic that can wait."""
 
 
 class TrafficClassArbiter:
@@ -89,9 +89,9 @@ class LinkItem:
     until_s: float = 0.0
     """Earliest end, by the rate."""
     is_held: bool = False
-    """It has the link's capacity and starts only at ``until_s``."""
+    """Whether it has the link's capacity and starts only at ``until_s``."""
     is_over: bool = False
-    """Its I/O has ended, with or without an error."""
+    """Whether its I/O has ended, with or without an error."""
 
 
 _QueueKey = tuple[TrafficClass, int | None]
@@ -138,7 +138,7 @@ class TransferLink:
         self._numbers = 0
         self._requests: dict[str, _LinkRequest] = {}
         self._queues: dict[_QueueKey, list[tuple[int, str]]] = {}
-        """By class and peer, a heap of requests that may have queued items."""
+        """Heap of requests that may have queued items, by class and peer."""
         self._waiting: dict[int, LinkItem] = {}
         self._waiting_bytes = 0
         self._in_flight: dict[int, LinkItem] = {}

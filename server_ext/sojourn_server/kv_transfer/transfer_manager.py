@@ -235,7 +235,7 @@ class TransferManager:
     def _begin(
         self, handle: TransferHandle[Any], what: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Any:
-        """As ``do``; the handle receives all events, including those of this call."""
+        """Call ``do`` with a new handle, which receives all events, including those of this call."""
         name = handle.kind, handle.name
 
         def begin(now: float) -> Any:
@@ -248,7 +248,7 @@ class TransferManager:
         return self.do(begin)
 
     def _take_out(self) -> list[BlockStoreEnded]:
-        """With the lock held: deliver events to handles and queue actions. Returns the ended writes."""
+        """Deliver events to handles and queue actions, with the lock held. Returns the ended writes."""
         stored = []
         for event in self.core.take_events():
             if isinstance(event, BlockStoreEnded):

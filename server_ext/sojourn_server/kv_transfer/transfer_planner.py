@@ -60,7 +60,7 @@ class ExternalMatch(NamedTuple):
     tokens: int | None
     """``None``: not known yet."""
     is_async: bool = False
-    """They are loaded beside other steps, not in the step that runs the request."""
+    """Whether they are loaded beside other steps, not in the step that runs the request."""
 
 
 NO_MATCH = ExternalMatch(0)

@@ -30,14 +30,14 @@ class TransferStepTimes:
     """Seconds, for one step or summed over many."""
 
     waited_s: float = 0.0
-    """The forward pass waited for a layer to arrive."""
+    """Seconds that the forward pass waited for a layer to arrive."""
     copied_s: float = 0.0
-    """The forward pass waited while arrived layers were copied into blocks."""
+    """Seconds that the forward pass waited while arrived layers were copied into blocks."""
     streamed_s: float = 0.0
-    """Between the arrival of a load's first and last layer, summed over loads. Blocks read from local storage
-    arrive whole and add nothing."""
+    """Seconds between the arrival of a load's first and last layer, summed over loads. Blocks read from local
+    storage arrive whole and add nothing."""
     gathered_s: float = 0.0
-    """Layers were copied out of blocks for pushes, beside the forward pass."""
+    """Seconds of copying layers out of blocks for pushes, beside the forward pass."""
     push_waited_s: float = 0.0
     """Steps waited at their end for these copies."""
 

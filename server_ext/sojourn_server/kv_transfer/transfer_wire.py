@@ -111,7 +111,7 @@ class DataMessage(WireMessage, frozen=True, tag="data"):
 
 
 class FailedMessage(WireMessage, frozen=True, tag="failed"):
-    """Of the blocks to be read, those from ``index`` on will not arrive."""
+    """The blocks to be read from ``index`` on will not arrive."""
 
     transfer: str
     index: int
@@ -132,7 +132,7 @@ class AbortMessage(WireMessage, frozen=True, tag="abort"):
 
 
 class ProgressMessage(WireMessage, frozen=True, tag="progress"):
-    """These transfers are still open. ``done`` grows with any progress of the sender: a peer that sees it
+    """Transfers that are still open. ``done`` grows with any progress of the sender: a peer that sees it
     grow keeps waiting."""
 
     transfers: list[str]

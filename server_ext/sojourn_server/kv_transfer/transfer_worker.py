@@ -58,7 +58,7 @@ class _ActivePush:
     handle: PushHandle | None
     lock: threading.Lock = field(default_factory=threading.Lock)
     invalid: bool = False
-    """It depends on blocks that were not filled."""
+    """Whether it depends on blocks that were not filled."""
     given: int = 0
     """Number of layers handed to the sending thread."""
 

@@ -119,7 +119,7 @@ PATH_OUTCOMES = frozenset(
 PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
 TURN_OUTCOMES = frozenset({"stopped", "length", "aborted", "error"})
 PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
-"""As reported by the client; ``silent`` if the program was removed for inactivity."""
+"""Outcomes of programs as reported by clients; ``silent`` if the program was removed for inactivity."""
 PREEMPTION_MODES = frozenset(recovery.value for recovery in RecoveryMethod)
 KV_STATES = frozenset({"running", "leased", "cached", "free"})
 PREFETCH_OUTCOMES = frozenset({"in_place", "in_host", "from_disk", "no_tier"})

@@ -202,7 +202,8 @@ class MetricsRecorder:
 
 
 class ToolLabels:
-    """At most ``max_names`` learnt names. They never change, so a series keeps its meaning.
+    """Names of tools that label metrics: at most ``max_names`` learnt ones. They never change, so a series
+    keeps its meaning.
 
     Half of the places go to the first names seen, so that a small deployment is labelled from its first call
     on. The other half takes ``EARNED_AFTER`` sightings, so that a client with random names cannot take all

@@ -1,5 +1,4 @@
-"""Between vLLM's scheduler and the ``ProgramScheduler``: translates events, executes actions. No policy
-here."""
+"""The adapter between vLLM's scheduler and the ``ProgramScheduler``: events in, actions out. No policy here."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ class RequestRejected(Exception):
 
 
 async def send_internal_error(send: AsgiSend, api: ClientApi) -> None:
-    """To be called in an ``except`` block, before anything was answered."""
+    """Log the exception and answer with an internal error. To be called in an ``except`` block, before
+    anything was answered."""
     logger.exception("the gateway failed at a request; please report this")
     await send_rejection(send, api, RequestRejected(500, GATEWAY_FAILED, "the gateway failed; see its log"))
 

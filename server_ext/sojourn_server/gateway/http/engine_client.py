@@ -24,8 +24,8 @@ CONNECT_TIMEOUT_S = 5.0
 IDLE_CONNECTION_S = 3.0
 """vLLM closes connections after five idle seconds; writing to one that is closing costs a retry."""
 STALE_CONNECTION_S = 1.0
-"""If a connection breaks after this idle time, its engine probably closed it unread; if earlier, the engine
-read the request and died of it."""
+"""Idle seconds after which a broken connection was probably closed by its engine, unread; if earlier, the
+engine read the request and died of it."""
 _ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
 """Texts of an API server whose engine core is dead, while it still runs for a moment."""
 

@@ -23,8 +23,8 @@ RESIDENCY_POLL_S = 5.0
 """MORI's tick."""
 MAX_PROGRAMS_PER_POLL = 1000
 STRAGGLER_WAIT_S = 0.5
-"""Where one answer is enough, the others are awaited this long after it: clients of these routes give up
-after one or two seconds."""
+"""Seconds that further answers are awaited if one is enough: clients of these routes give up after one or
+two seconds."""
 
 
 class EngineReplies(NamedTuple):

@@ -377,7 +377,7 @@ class _EngineBatch:
         self.heard = heard
         """Hashes of the graphs that it received in full."""
         self.spelt: set[str] = set()
-        """Those of them that are in this batch."""
+        """Hashes of the graphs that are in full in this batch."""
         self.events: list[tuple[int, AnyEvent, msgspec.Raw]] = []
         """Events with their positions in the client's batch."""
 

@@ -50,7 +50,7 @@ def engine_request_headers(
 
 
 def without_credentials(headers: RawHeaders) -> RawHeaders:
-    """Without the key, for an operator's request: that key is for the gateway alone."""
+    """Return an operator's headers without the key, which is for the gateway alone."""
     return [pair for pair in headers if pair[0].lower() not in (b"authorization", b"x-api-key")]
 
 

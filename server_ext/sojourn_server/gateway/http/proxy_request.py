@@ -92,7 +92,8 @@ class ProxyContext:
         await send_rejection(send, api, refused)
 
     async def send_internal_error(self, send: AsgiSend, api: ClientApi) -> None:
-        """To be called in an ``except`` block, before anything was answered."""
+        """Count an internal error and answer with it. To be called in an ``except`` block, before anything
+        was answered."""
         self.metrics.refused(GATEWAY_FAILED)
         await send_internal_error(send, api)
 
@@ -367,7 +368,8 @@ class ProxyRequest:
     async def _pass_back(
         self, answer: EngineAnswer, decision: routing_events.SendRequest, waited_s: float
     ) -> None:
-        """After the first byte the request cannot go to another replica."""
+        """Pass the engine's answer to the client; after its first byte the request cannot go to another
+        replica."""
         response, replica_id = answer.response, decision.replica_id
         self.request_state.answered()
         self.has_begun = True

@@ -105,7 +105,7 @@ class PollRequest(msgspec.Struct, frozen=True):
     """Version of the gateway's copy of homes; -1: it has none of this epoch."""
     places_version: int
     join: int = 0
-    """As in ``ReportRequest``."""
+    """``join`` of ``ReportRequest``."""
 
 
 class CoordinatorResponse(msgspec.Struct, frozen=True, omit_defaults=True):

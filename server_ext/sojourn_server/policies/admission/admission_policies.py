@@ -88,7 +88,7 @@ class ExpectedGrowthAdmission:
 
 
 SLIGHT_SHARE = 0.1
-"""When less than this share of a request's peak demand is expected to remain, it has most likely ended."""
+"""Share of a request's peak demand; if less is expected to remain, it has most likely ended."""
 
 LARGEST_SHARE = 0.5
 """Maximum share of the available blocks that is reserved for one request."""

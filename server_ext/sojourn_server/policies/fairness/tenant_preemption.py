@@ -41,7 +41,7 @@ class PreemptibleRequestView(NamedTuple):
     used: float
     """Share of capacity that its tenant gives up."""
     sent_s: float | None
-    """When it was sent; ``None``: it waits for the replica at the gateway."""
+    """Time at which it was sent; ``None``: it waits for the replica at the gateway."""
 
 
 class TenantPreemptionPolicy(Protocol):

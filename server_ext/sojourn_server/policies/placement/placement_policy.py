@@ -19,8 +19,8 @@ WaitingKey = tuple[int, float, float, str]
 class MoveTiming(str, Enum):
     NOW = "now"
     AFTER_TURN = "after_turn"
-    """After the running turn. At its end the policy is asked again and decides whether and where the program
-    moves; until then it is ``pending``."""
+    """The move follows the running turn. At its end the policy is asked again and decides whether and where
+    the program moves; until then it is ``pending``."""
 
 
 class MoveReason(str, Enum):

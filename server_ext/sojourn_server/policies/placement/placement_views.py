@@ -118,5 +118,5 @@ class PlacementView:
     """``waiting`` is in ascending order of ``waiting_key`` and may be cut after a few hundred. For thousands
     of programs, keeping an order costs less than sorting for each question."""
     longest_waiting: Sequence[ProgramTierView] = ()
-    """With ``waiting_sorted``: the ready programs off the device that have waited longest, in that order.
+    """The ready programs off the device that have waited longest, in that order, if ``waiting_sorted``.
     They may appear in other groups too, or be cut from ``waiting``."""

@@ -78,7 +78,8 @@ def _figure(
 
 
 def _completion(name: str) -> Callable[[RunRow], ColumnValue | None]:
-    """In a closed loop that was cut off, policies finish different programs."""
+    """Return the column of completion times. In a closed loop that was cut off, policies finish different
+    programs."""
     read = _figure(lambda row: row.completion_s, name)
 
     def value(row: RunRow) -> ColumnValue | None:
