@@ -1,4 +1,4 @@
-"""The adapter between vLLM's scheduler and the ``ProgramScheduler``: events in, actions out. No policy here."""
+"""Adapter between vLLM's scheduler and the ``ProgramScheduler``: events in, actions out; no policy."""
 
 from __future__ import annotations
 
