@@ -32,8 +32,8 @@ class ScriptedEngine:
 
     ``events`` is the answer to each batch of a call."""
 
-    busy_s = 0.0
-    """Engine time that each call with events reports."""
+    wait_s = 0.0
+    """Wait that each call with events asks for."""
 
     def __init__(self, *per_engine: dict[str, Any]) -> None:
         self.per_engine = per_engine
@@ -49,7 +49,7 @@ class ScriptedEngine:
             batches = [
                 [self._answer(answers, "events", batch) for batch in asked] for answers in self.per_engine
             ]
-            return [json.dumps({"busy_s": self.busy_s, "batches": found}) for found in batches]
+            return [json.dumps({"wait_s": self.wait_s, "batches": found}) for found in batches]
         return [json.dumps(self._answer(answers, op, asked)) for answers in self.per_engine]
 
     def _answer(self, answers: dict[str, Any], op: str, asked: Any) -> Any:

@@ -8,20 +8,18 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from api_test_engines import HungEngine, ScriptedEngine, engine_answers
+from api_test_engines import HungEngine, ScriptedEngine, engine_answers, outcomes
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.wire_codec import EventBatch, OutcomeBatch, decode_batch
 from sojourn_server.api import event_intake
 from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError
 from sojourn_server.api.event_intake import (
-    ENGINE_BURST_S,
-    ENGINE_SHARE,
-    MAX_BYTES_PER_CALL,
     MAX_EVENTS_PER_CALL,
-    MAX_WAITING_EVENTS,
+    MAX_LATE_CALLS,
     EventIntake,
 )
+from sojourn_server.core.event_time_budget import EVENT_BURST_S, EVENT_SHARE, EventTimeBudget
 
 EVENT_COST_S = 26e-6
 
@@ -48,12 +46,14 @@ class CountingEngine(ScriptedEngine):
         self.time = time
         self.sizes: list[int] = []
         self.spent_s = 0.0
+        self.budget = EventTimeBudget(time.now)
 
     async def call(self, op: str, payload: str) -> list[str]:
         self.sizes.append(sum(len(batch["events"]) for batch in json.loads(payload)))
-        self.busy_s = EVENT_COST_S * self.sizes[-1]
-        self.spent_s += self.busy_s
-        self.time.now += self.busy_s
+        busy_s = EVENT_COST_S * self.sizes[-1]
+        self.spent_s += busy_s
+        self.time.now += busy_s
+        self.wait_s = self.budget.spend(busy_s, self.time.now)
         await asyncio.sleep(0)
         return await super().call(op, payload)
 
@@ -105,7 +105,7 @@ async def test_a_flood_gets_its_share_of_the_engines_time_and_no_more() -> None:
     answers = await settled(*flood)
     assert all(seqs(answer) == list(range(1000)) for answer in answers)
     assert max(engine.sizes) == MAX_EVENTS_PER_CALL
-    allowed_s = ENGINE_SHARE * (time.now - started) + ENGINE_BURST_S + MAX_EVENTS_PER_CALL * EVENT_COST_S
+    allowed_s = EVENT_SHARE * (time.now - started) + EVENT_BURST_S + MAX_EVENTS_PER_CALL * EVENT_COST_S
     assert engine.spent_s <= allowed_s
     assert engine.spent_s >= 0.5 * allowed_s  # the share is used, too
     assert_empty(intake)
@@ -147,13 +147,59 @@ async def test_many_small_batches_go_to_the_engine_together() -> None:
     assert engine.sizes == [64]
 
 
-async def test_large_events_go_one_by_one() -> None:
+async def test_large_events_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_intake, "MAX_BYTES_PER_CALL", 50)  # one heartbeat
     time = VirtualTime()
     engine = CountingEngine(time)
     intake = intake_of(engine, time)
-    answer = await intake.submit(("h", "1"), batch_of("e", 3, size=MAX_BYTES_PER_CALL), 5)
+    answer = await intake.submit(("h", "1"), batch_of("e", 3), 5)
     assert seqs(answer) == [0, 1, 2]
     assert engine.sizes == [1, 1, 1]
+
+
+async def test_an_event_that_grows_beyond_the_limit_costs_itself_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_intake, "MAX_ENGINE_EVENT_BYTES", 80)
+    time = VirtualTime()
+    intake = intake_of(
+        ScriptedEngine({"events": lambda batch: outcomes(*["applied"] * len(batch["events"]))}), time
+    )
+    good = {"type": "heartbeat", "program_id": "p", "seq": 1}
+    long = {"type": "tool_start", "program_id": "p", "seq": 0, "call_id": "c", "tool": "b", "age_s": 9e15}
+    text = json.dumps({"v": 1, "emitter": "e", "events": [long, good]}).replace("9000000000000000.0", "9e15")
+    answer = await intake.submit(("h", "1"), decode_batch(text.encode()), 5)
+    assert [outcome.outcome.value for outcome in answer.outcomes] == ["rejected", "applied"]
+    assert "longer than 80 bytes" in answer.outcomes[0].reason
+
+
+async def test_empty_batches_fill_the_queue_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_intake, "MAX_WAITING", 10)
+    engine = HungEngine(events=_echo)
+    intake = intake_of(engine, VirtualTime())
+    tasks = [asyncio.ensure_future(intake.submit(("h", str(n)), batch_of("e", 0), 60)) for n in range(100)]
+    await until(lambda: sum(task.done() for task in tasks) > 50)
+    assert intake._waiting <= 10
+    engine.released.set()
+    refused = [answer for answer in await settled(*tasks) if isinstance(answer, EngineUnavailableError)]
+    assert len(refused) < 100
+    assert_empty(intake)
+
+
+async def test_a_lost_answer_does_not_stop_later_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_intake, "CALL_TIMEOUT_S", 0.01)
+    engine = HungEngine(events=_echo)
+    intake = EventIntake(engine)
+    for _ in range(MAX_LATE_CALLS):
+        with pytest.raises(EngineUnavailableError, match="no answer within"):
+            await intake.submit(("h", "1"), batch_of("e", 1), 60)
+    with pytest.raises(EngineUnavailableError, match="without an answer"):
+        await intake.submit(("h", "1"), batch_of("e", 1), 60)
+    assert len(engine.calls) == MAX_LATE_CALLS
+    engine.released.set()
+    await until(lambda: not intake._late)
+    monkeypatch.setattr(event_intake, "CALL_TIMEOUT_S", 5)
+    assert seqs(await intake.submit(("h", "1"), batch_of("e", 1), 60)) == [0]
 
 
 async def test_an_empty_batch_is_answered_and_tells_a_stock_engine() -> None:
@@ -171,14 +217,12 @@ async def test_a_full_queue_refuses_the_heaviest_client_and_serves_the_others() 
     engine = HungEngine(events=_echo)
     intake = intake_of(engine, time)
     heavy = [
-        asyncio.ensure_future(intake.submit(("bad", str(n)), batch_of("f", 1024), 600))
-        for n in range(MAX_WAITING_EVENTS // 1024)
+        asyncio.ensure_future(intake.submit(("bad", str(n)), batch_of("f", 1024), 600)) for n in range(15)
     ]
     await until(lambda: engine.calls)
     small = asyncio.ensure_future(intake.submit(("good", "1"), batch_of("g", 100), 600))
     (refused,) = await settled(intake.submit(("bad", "one more"), batch_of("f", 1024), 600))
     assert isinstance(refused, EngineUnavailableError)
-    assert f"{MAX_WAITING_EVENTS}" in str(refused)
     await asyncio.sleep(0)
     assert len(engine.calls) == 1  # one at a time
     engine.released.set()
@@ -238,7 +282,7 @@ async def test_each_event_gets_the_answer_of_the_engine_that_knows_its_program()
         st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 200), st.sampled_from([0, 0, 1000])),
         max_size=30,
     ),
-    st.integers(64, 600),
+    st.integers(512, 2000),
 )
 def test_each_batch_gets_its_outcomes_in_order_or_a_refusal(
     batches: list[tuple[int, int, int, int]], capacity: int
@@ -260,5 +304,5 @@ def test_each_batch_gets_its_outcomes_in_order_or_a_refusal(
         assert_empty(intake)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(event_intake, "MAX_WAITING_EVENTS", capacity)
+        patch.setattr(event_intake, "MAX_WAITING", capacity)
         asyncio.run(run())

@@ -151,8 +151,12 @@ async def test_every_id_of_a_hint_is_named_and_nothing_else_changed() -> None:
             "root_program_id": "bob/r",
             "sojourn": {
                 "v": 1,
+                "tenant": "bob",
                 "emitter": "em",
-                "events": [{**child, **named}, {**TOOL, "program_id": "bob/p", "call_id": "p"}],
+                "events": [
+                    {**child, **named, "tenant": "bob"},
+                    {**TOOL, "program_id": "bob/p", "call_id": "p"},
+                ],
             },
         }
         assert fakes[0].headers[-1]["x-session-id"] == "bob/s"

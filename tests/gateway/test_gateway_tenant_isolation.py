@@ -128,7 +128,15 @@ def test_beside_a_hint_the_session_is_named_too() -> None:
         assert sent["session_id"] == "bob/s"
         assert sent["vllm_xargs"].pop("session_id") == "bob/t"
         told = sent["vllm_xargs"].pop("agentic_context", None)
-        assert told is None if text == "{" else json.loads(told) == {"program_id": "bob/p"}
+        assert (
+            told is None
+            if text == "{"
+            else json.loads(told)
+            == {
+                "program_id": "bob/p",
+                "sojourn": {"v": 1, "tenant": "bob"},
+            }
+        )
 
 
 def test_a_prefill_engine_gets_no_program() -> None:

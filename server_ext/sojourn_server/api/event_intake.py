@@ -1,19 +1,20 @@
 """Client events on their way to the engine: merged into few calls, and shared out fairly among clients.
 
 The engine reads events on the thread that schedules, between two steps, so their cost is taken from
-generation. The intake has one call in flight, with at most ``MAX_EVENTS_PER_CALL`` events, and gives events
-``ENGINE_SHARE`` of the engine's time. A flood then fills the intake's queue and not the engine's.
+generation. The intake has one call in flight, with at most ``MAX_EVENTS_PER_CALL`` events, and then waits as
+long as the engine says (``core/event_time_budget.py``). A flood fills the intake's queue, not the engine's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable
 
 import msgspec
 from sojourn.wire_codec import (
+    MAX_BATCH_BYTES,
     WIRE_VERSION,
     EventBatch,
     EventOutcome,
@@ -24,6 +25,7 @@ from sojourn.wire_codec import (
     encode,
 )
 
+from ..core.event_time_budget import EVENT_SHARE, MAX_WAIT_S
 from .engine_rpc import EngineError, EngineRpc, EngineUnavailableError
 from .response_merging import merge_event_answers
 
@@ -32,17 +34,18 @@ MAX_EVENTS_PER_CALL = 64
 """Most events of one call to the engine; an event takes it some 25 µs."""
 MAX_BYTES_PER_CALL = 32 * 1024
 """Most bytes of events in one call, or one larger event: graphs cost by their size."""
-ENGINE_SHARE = 0.1
-"""Part of the engine's time that events may take once ``ENGINE_BURST_S`` is used up."""
-ENGINE_BURST_S = 0.02
-"""Engine time that events may take at once after a quiet second."""
+MAX_ENGINE_EVENT_BYTES = MAX_BATCH_BYTES - 1024
+"""Longest event that the engine gets; encoding an event anew may make it longer."""
 EVENTS_PER_TURN = 16
 """Events of one client in a call while other clients wait."""
-MAX_WAITING_EVENTS = 16 * 1024
-"""Most events in the queue. Beyond that the client with the most waiting events is refused."""
+MAX_WAITING = 16 * 1024
+"""Size of the queue: an event, a batch and a KiB count 1 each. Beyond it the heaviest client is refused."""
+CALL_TIMEOUT_S = 30.0
+"""Time for the engine to answer a call; later calls do not wait for a lost answer."""
+MAX_LATE_CALLS = 4
+"""Unanswered calls beyond their time; with more, the engine counts as unavailable."""
 REFUSAL_DELAY_S = 1.0
 """Time before a refusal is answered, so that a client that repeats at once does not keep the server busy."""
-
 MAX_BRACKETS = 32
 """Most brackets of a bad event that the engine gets: a deeper one might stop it from reading the call."""
 _NO_EVENT = msgspec.Raw(b"null")
@@ -59,14 +62,23 @@ class _Submission:
         self.client = client
         self.emitter = batch.emitter
         self.events = batch.events
+        size_bytes = sum(memoryview(event).nbytes for event in batch.events)
+        self.weight = 1 + len(batch.events) + size_bytes // 1024
+        """Its part of ``MAX_WAITING`` until all its events have been taken."""
         self.taken = 0
         """Events that are in the engine or were."""
         self.outcomes: list[EventOutcome] = []
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    @property
-    def waiting(self) -> int:
-        return len(self.events) - self.taken
+    def fail(self, error: Exception) -> None:
+        """End it with an error, which its client may be gone for."""
+        if not self.done.done():
+            self.done.set_exception(error)
+            self.done.exception()
+
+
+_Part = tuple[_Submission, list[tuple[msgspec.Raw, str]]]
+"""Events of one submission in a call: each as the engine gets it, and why it cannot be read, or ``""``."""
 
 
 class EventIntake:
@@ -85,9 +97,10 @@ class EventIntake:
         self._hosts: OrderedDict[str, OrderedDict[str, deque[_Submission]]] = OrderedDict()
         """Submissions with waiting events. Hosts and connections whose turn is next come first."""
         self._waiting = 0
+        self._weights: Counter[str] = Counter()
+        """Weight of the submissions in the queue by host; a part of ``_waiting``."""
         self._pump: asyncio.Task[None] | None = None
-        self._credit_s = ENGINE_BURST_S
-        self._credited_at = clock()
+        self._late: set[asyncio.Task[list[str]]] = set()
 
     async def submit(self, client: ClientKey, batch: EventBatch, timeout_s: float) -> OutcomeBatch:
         """Outcomes of a batch, in its order.
@@ -97,20 +110,17 @@ class EventIntake:
         answered as duplicates.
         """
         submission = _Submission(client, batch)
-        if not batch.events:
-            # Even an empty batch tells whether the engine reads events.
-            self._enqueue(submission)
-        elif self._make_room(submission):
-            self._enqueue(submission)
-            self._waiting += len(batch.events)
-        else:
+        if not self._make_room(submission):
+            del submission, batch  # the body need not wait for the refusal
             await self._sleep(REFUSAL_DELAY_S)
             raise _queue_full()
+        self._enqueue(submission)
         try:
             await asyncio.wait_for(asyncio.shield(submission.done), timeout_s)
         except asyncio.TimeoutError:
+            answered = len(submission.outcomes)
             raise EngineUnavailableError(
-                f"events: {submission.waiting} of {len(batch.events)} still wait after {timeout_s:g} s"
+                f"events: {answered} of {len(batch.events)} were handled within {timeout_s:g} s"
             ) from None
         except _Shed:
             await self._sleep(REFUSAL_DELAY_S)
@@ -124,57 +134,62 @@ class EventIntake:
     def _enqueue(self, submission: _Submission) -> None:
         host, connection = submission.client
         self._hosts.setdefault(host, OrderedDict()).setdefault(connection, deque()).append(submission)
+        self._waiting += submission.weight
+        self._weights[host] += submission.weight
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run(), name="sojourn-events")
 
     def _make_room(self, newcomer: _Submission) -> bool:
-        """Refuse the newest batches of the clients with the most waiting events until the newcomer fits.
+        """Refuse the newest batches of the clients with the most waiting until the newcomer fits.
 
-        Returns False if the newcomer is the one to refuse."""
-        while self._waiting + newcomer.waiting > MAX_WAITING_EVENTS:
-            host, connection = newcomer.client
-            loads = {name: sum(map(_waiting, group.values())) for name, group in self._hosts.items()}
-            loads[host] = loads.get(host, 0) + newcomer.waiting
-            # Among equals the newcomer goes: the others have waited already.
-            heaviest = max(loads, key=lambda name: (loads[name], name == host))
-            connections = {name: _waiting(queue) for name, queue in self._hosts.get(heaviest, {}).items()}
-            if heaviest == host:
-                connections[connection] = connections.get(connection, 0) + newcomer.waiting
-            busiest = max(
-                connections, key=lambda name: (connections[name], (heaviest, name) == newcomer.client)
-            )
-            if (heaviest, busiest) == newcomer.client:
+        Returns False if the newcomer is the one to refuse: among equals, the others have waited already.
+        """
+        own_host, own_connection = newcomer.client
+        while self._waiting + newcomer.weight > MAX_WAITING:
+            heaviest = max(self._weights, key=self._weights.__getitem__)
+            if self._weights[own_host] + newcomer.weight >= self._weights[heaviest]:
+                heaviest = own_host
+            loads = {
+                name: sum(submission.weight for submission in queue)
+                for name, queue in self._hosts.get(heaviest, {}).items()
+            }
+            busiest = max(loads, key=loads.__getitem__, default=own_connection)
+            own = loads.get(own_connection, 0) + newcomer.weight
+            if heaviest == own_host and own >= loads.get(busiest, 0):
                 return False
             victim = self._hosts[heaviest][busiest][-1]
             self._forget(victim)
-            victim.done.set_exception(_Shed())
+            victim.fail(_Shed())
         return True
 
     def _forget(self, submission: _Submission) -> None:
-        """Take a submission's waiting events out of the queue; what the engine has stays there."""
+        """Take a submission out of the queue; what the engine has stays there."""
         host, connection = submission.client
         connections = self._hosts.get(host)
         queue = connections.get(connection) if connections is not None else None
         if queue is None or submission not in queue:
             return
         queue.remove(submission)
-        self._waiting -= submission.waiting
+        self._waiting -= submission.weight
+        self._weights[host] -= submission.weight
         if not queue:
             del self._hosts[host][connection]
             if not self._hosts[host]:
-                del self._hosts[host]
+                del self._hosts[host], self._weights[host]
 
-    def _next_call(self) -> list[tuple[_Submission, list[msgspec.Raw]]]:
+    def _next_call(self) -> list[_Part]:
         """Events of the next call: a turn of each client after the other until the call is full."""
-        parts: list[tuple[_Submission, list[msgspec.Raw]]] = []
+        parts: list[_Part] = []
         events_left, bytes_left = MAX_EVENTS_PER_CALL, MAX_BYTES_PER_CALL
-        while self._hosts and events_left > 0:
+        while self._hosts and events_left > 0 and bytes_left > 0:
             host, connections = next(iter(self._hosts.items()))
             connection, queue = next(iter(connections.items()))
             submission = queue[0]
-            part: list[msgspec.Raw] = []
-            for event in submission.events[submission.taken :][: min(EVENTS_PER_TURN, events_left)]:
-                bytes_left -= memoryview(event).nbytes
+            part: list[tuple[msgspec.Raw, str]] = []
+            turn = min(EVENTS_PER_TURN, events_left)
+            for raw in submission.events[submission.taken : submission.taken + turn]:
+                event = _engine_event(raw)
+                bytes_left -= memoryview(event[0]).nbytes
                 if bytes_left < 0 and (parts or part):
                     break
                 part.append(event)
@@ -182,16 +197,13 @@ class EventIntake:
                 break
             parts.append((submission, part))
             submission.taken += len(part)
-            self._waiting -= len(part)
             events_left -= max(len(part), 1)
-            if not submission.waiting:
+            if submission.taken == len(submission.events):
                 self._forget(submission)
             if connection in connections:
                 connections.move_to_end(connection)
             if host in self._hosts:
                 self._hosts.move_to_end(host)
-            if bytes_left < 0:
-                break
         return parts
 
     # -- the engine -------------------------------------------------------------
@@ -199,43 +211,51 @@ class EventIntake:
     async def _run(self) -> None:
         while self._hosts:
             parts = self._next_call()
+            started = self._clock()
             try:
-                await self._call(parts)
+                wait_s = await self._call(parts)
             except Exception as error:
                 for submission, _ in parts:
                     self._forget(submission)
-                    if not submission.done.done():
-                        submission.done.set_exception(error)
-                        submission.done.exception()  # its client may be gone
-            if (pause_s := self._pause_s()) > 0:
-                await self._sleep(pause_s)
+                    submission.fail(error)
+                # The engine did not say what the call took from it.
+                wait_s = min((self._clock() - started) / EVENT_SHARE, MAX_WAIT_S)
+            if wait_s > 0:
+                await self._sleep(wait_s)
 
-    async def _call(self, parts: list[tuple[_Submission, list[msgspec.Raw]]]) -> None:
-        readable = [[_engine_event(raw) for raw in part] for _, part in parts]
+    async def _call(self, parts: list[_Part]) -> float:
         batches = [
-            EventBatch(v=WIRE_VERSION, emitter=one.emitter, events=[event for event, _ in events])
-            for (one, _), events in zip(parts, readable, strict=True)
+            EventBatch(v=WIRE_VERSION, emitter=submission.emitter, events=[event for event, _ in part])
+            for submission, part in parts
         ]
-        answers = await self._engine.call(EVENT_BATCHES_OPERATION, encode(batches).decode("utf-8"))
-        outcomes, busy_s = merge_event_answers(answers)
-        self._credit_s -= busy_s
-        for (submission, part), events, found in zip(parts, readable, outcomes, strict=True):
+        outcomes, wait_s = merge_event_answers(await self._ask(encode(batches).decode("utf-8")))
+        for (submission, part), found in zip(parts, outcomes, strict=True):
             if len(found) != len(part):
                 raise EngineError(f"events: {len(found)} outcomes for {len(part)} events")
             submission.outcomes += [
                 EventOutcome(outcome=Outcome.REJECTED, reason=problem) if problem else outcome
-                for (_, problem), outcome in zip(events, found, strict=True)
+                for (_, problem), outcome in zip(part, found, strict=True)
             ]
             if len(submission.outcomes) == len(submission.events) and not submission.done.done():
                 submission.done.set_result(None)
+        return wait_s
 
-    def _pause_s(self) -> float:
-        """Seconds until events have earned the engine time that they used."""
-        now = self._clock()
-        earned_s = (now - self._credited_at) * ENGINE_SHARE
-        self._credited_at = now
-        self._credit_s = min(self._credit_s + earned_s, ENGINE_BURST_S)
-        return max(-self._credit_s / ENGINE_SHARE, 0.0)
+    async def _ask(self, payload: str) -> list[str]:
+        """The engines' answers. Raises ``EngineUnavailableError`` after ``CALL_TIMEOUT_S``."""
+        if len(self._late) >= MAX_LATE_CALLS:
+            raise EngineUnavailableError(f"events: {len(self._late)} calls are without an answer")
+        task = asyncio.ensure_future(self._engine.call(EVENT_BATCHES_OPERATION, payload))
+        done, _ = await asyncio.wait({task}, timeout=CALL_TIMEOUT_S)
+        if not done:
+            self._late.add(task)
+            task.add_done_callback(self._answered_late)
+            raise EngineUnavailableError(f"events: no answer within {CALL_TIMEOUT_S:g} s")
+        return task.result()
+
+    def _answered_late(self, task: asyncio.Task[list[str]]) -> None:
+        self._late.discard(task)
+        if not task.cancelled():
+            task.exception()  # else asyncio reports it as never retrieved
 
 
 class _Shed(Exception):
@@ -249,7 +269,10 @@ def _engine_event(raw: msgspec.Raw) -> tuple[msgspec.Raw, str]:
     one goes to the engine, whose outcome names its program.
     """
     try:
-        return msgspec.Raw(encode(decode_event(raw))), ""
+        again = msgspec.Raw(encode(decode_event(raw)))
+        if memoryview(again).nbytes <= MAX_ENGINE_EVENT_BYTES:
+            return again, ""
+        return _NO_EVENT, f"longer than {MAX_ENGINE_EVENT_BYTES} bytes"
     except WireError as error:
         sent = bytes(raw)
         try:
@@ -260,9 +283,5 @@ def _engine_event(raw: msgspec.Raw) -> tuple[msgspec.Raw, str]:
         return (raw, "") if harmless else (_NO_EVENT, str(error))
 
 
-def _waiting(queue: deque[_Submission]) -> int:
-    return sum(submission.waiting for submission in queue)
-
-
 def _queue_full() -> EngineUnavailableError:
-    return EngineUnavailableError(f"events: {MAX_WAITING_EVENTS} are waiting, most of them from this client")
+    return EngineUnavailableError("events: the queue is full, and most of it is of this client")

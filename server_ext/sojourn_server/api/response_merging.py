@@ -14,15 +14,15 @@ class EventAnswer(msgspec.Struct, frozen=True):
     """An engine's answer to ``event_batches``."""
 
     batches: list[OutcomeBatch]
-    busy_s: float
-    """Time that the events took from generation, in seconds."""
+    wait_s: float
+    """Seconds to wait before the next call: events may take a part of the engine's time only."""
 
 
 _event_answers = msgspec.json.Decoder(EventAnswer)
 
 
 def merge_event_answers(answers: Sequence[str]) -> tuple[list[list[EventOutcome]], float]:
-    """Outcomes of each batch, and the most time that an engine spent.
+    """Outcomes of each batch, and the longest wait that an engine asks for.
 
     Of an event the first outcome counts that is not ``missing``: it is that of the engine with the program.
     """
@@ -31,7 +31,7 @@ def merge_event_answers(answers: Sequence[str]) -> tuple[list[list[EventOutcome]
         [_first_outcome(outcomes) for outcomes in zip(*(batch.outcomes for batch in batches), strict=True)]
         for batches in zip(*(answer.batches for answer in decoded), strict=True)
     ]
-    return merged, max(answer.busy_s for answer in decoded)
+    return merged, max(answer.wait_s for answer in decoded)
 
 
 def _first_outcome(outcomes: Sequence[EventOutcome]) -> EventOutcome:

@@ -136,8 +136,11 @@ class LeaseManager:
         hinted = keep.reason is DecisionReason.HINTED
         if keep.ttl_s > 0 and (hinted or excess > 0):
             share = self._hinted_share_blocks(program.tenant)
-            own = state.leases.hinted_blocks.get(program.tenant, 0) + (more if hinted else 0)
-            if own > share or (excess > 0 and not self._end_excess_hinted(share, excess, now)):
+            own = state.leases.hinted_blocks.get(program.tenant, 0) + more
+            if excess > 0:
+                # Blocks that ended leases shared stay held, so only the next lease finds the room.
+                self._end_excess_hinted(share, excess, now)
+            if excess > 0 or (hinted and own > share):
                 keep = RetentionDecision(0.0, DecisionReason.OVER_BUDGET)
         self.log_keep(program, keep, blocks, now, kind)
         if keep.ttl_s <= 0:
@@ -145,7 +148,7 @@ class LeaseManager:
         silent_s = now + SILENCE_INITIAL_S if program.heartbeats else None
         lease = Lease(
             program.id, program.rank, now, keep.ttl_s, now + keep.ttl_s, silent_s, blocks, reload_s,
-            keep.reason, tool, tenant=program.tenant,
+            keep.reason, tool, tenant=program.tenant, own_blocks=more,
         )  # fmt: skip
         lease.limit_s = now + max(keep.ttl_s, state.limits.max_held_s)
         state.leases.grant(lease)
@@ -168,22 +171,21 @@ class LeaseManager:
                 tenants.add(request.program.tenant)
         return state.leases.budget_blocks // (len(tenants) + untracked)
 
-    def _end_excess_hinted(self, share_blocks: int, blocks: int, now: float) -> bool:
-        """End hinted leases of tenants above their share, the soonest-expiring first; False if the excess
-        is less than ``blocks``, and then none ends."""
+    def _end_excess_hinted(self, share_blocks: int, blocks: int, now: float) -> None:
+        """End hinted leases of tenants above their share until they have released ``blocks``, the
+        soonest-expiring first."""
         held = self._state.leases.hinted_blocks
         excess = {tenant: held[tenant] - share_blocks for tenant in held if held[tenant] > share_blocks}
-        if sum(excess.values()) < blocks:
-            return False
+        if not excess:
+            return
         hinted = [lease for lease in self._state.leases if lease.reason is DecisionReason.HINTED]
-        for lease in sorted(hinted, key=lambda lease: (lease.expires_s, lease.program_id)):
+        for lease in sorted(hinted, key=lambda lease: (lease.waiting, lease.expires_s, lease.program_id)):
             if blocks <= 0:
                 break
             if excess.get(lease.tenant, 0) > 0:
-                excess[lease.tenant] -= lease.blocks
-                blocks -= lease.blocks
+                excess[lease.tenant] -= lease.own_blocks
+                blocks -= lease.own_blocks
                 self.end(lease.program_id, DecisionReason.PRESSURE, now)
-        return True
 
     def _chunked_reload_s(self, tokens: int, reload_s: float) -> float:
         pieces = -(-tokens // self._state.pool.step_tokens)

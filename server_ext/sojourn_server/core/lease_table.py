@@ -34,6 +34,8 @@ class Lease:
     reason: DecisionReason
     tool: str | None = None
     tenant: str | None = None
+    own_blocks: int = 0
+    """Blocks that no other lease held when it was granted; they count against the tenant's share."""
     limit_s: float = float("inf")
     """Latest end, whatever its client reports."""
     anchored: bool = False
@@ -93,7 +95,7 @@ class LeaseTable:
         self.changes += 1
         self.blocks += lease.blocks
         if lease.reason is DecisionReason.HINTED:
-            self.hinted_blocks[lease.tenant] += lease.blocks
+            self.hinted_blocks[lease.tenant] += lease.own_blocks
         self._push(lease)
 
     def heard(self, program_id: ProgramId, now: float) -> None:
@@ -140,7 +142,7 @@ class LeaseTable:
         if lease is not None:
             self.blocks -= lease.blocks
             if lease.reason is DecisionReason.HINTED:
-                self.hinted_blocks[lease.tenant] -= lease.blocks
+                self.hinted_blocks[lease.tenant] -= lease.own_blocks
                 if not self.hinted_blocks[lease.tenant]:
                     del self.hinted_blocks[lease.tenant]
             self.changes += 1

@@ -481,21 +481,28 @@ class ProgramScheduler:
     def queue_key(self, request_id: str, *, preempted: bool | None = None) -> tuple[Any, ...]:
         """The request's place in the queue, lowest first. ``preempted``: its status in the engine now."""
         state = self._requests.states[request_id]
-        if self._overdue_s(state) <= self._now_s:
-            return (-math.inf, state.since_s)
         view = self._requests.waiting(state, self._now_s, leased=self._is_leased(state))
         return self.preset.order.key(view if preempted is None else view._replace(preempted=preempted))
 
     def promoted_s(self, request_id: str) -> float:
         """Time at which waiting alone puts the request first in the queue; ``inf``: never, in the present
         state."""
-        state = self._requests.states[request_id]
-        return min(self._promoted_s(state), self._overdue_s(state))
+        return self._promoted_s(self._requests.states[request_id])
+
+    def arrival(self, request_id: str) -> int:
+        """Number of the request in the engine, by arrival."""
+        return self._requests.states[request_id].arrival
 
     def is_overdue(self, request_id: str, now: float) -> bool:
-        """Whether a waiting request has waited so long that it may end any lease."""
+        """Whether a waiting request may end any lease and pass all requests that arrived after it.
+
+        That holds for a request without a program that has waited ``line_patience_s``. A program waits for
+        earlier programs only, which is what leases are for.
+        """
         state = self._requests.states.get(request_id)
-        return state is not None and self._overdue_s(state) <= now
+        if state is None or state.program is not None or state.running:
+            return False
+        return now - state.since_s >= self.state.limits.line_patience_s
 
     def subject_to_admission(self, request_id: str, *, preempted: bool | None = None) -> bool:
         """Whether ``AdmissionRequested`` must precede the request's admission."""
@@ -601,7 +608,7 @@ class ProgramScheduler:
         running = [state.prompt_tokens for state in requests.values() if state.running]
         assert self._requests.running_tokens == sum(running), "tokens of running requests"
         assert self._leases.blocks == sum(lease.blocks for lease in self._leases), "blocks of leases"
-        hinted = [lease.blocks for lease in self._leases if lease.reason is DecisionReason.HINTED]
+        hinted = [lease.own_blocks for lease in self._leases if lease.reason is DecisionReason.HINTED]
         assert self._leases.hinted_blocks.total() == sum(hinted), "blocks of hinted leases"
         assert all(lease.program_id in self._programs for lease in self._leases), (
             "a lease of an unknown program"
@@ -621,15 +628,6 @@ class ProgramScheduler:
     def _promoted_s(self, request_state: RequestState) -> float:
         leased = self._is_leased(request_state)
         return self.preset.order.promoted_s(self._requests.waiting(request_state, self._now_s, leased=leased))
-
-    def _overdue_s(self, request_state: RequestState) -> float:
-        """Time from which a request may end any lease; ``inf``: never, because it has a program or runs.
-
-        A program waits for earlier programs only, which is what leases are for.
-        """
-        if request_state.program is not None or request_state.running:
-            return math.inf
-        return request_state.since_s + self.state.limits.line_patience_s
 
     def _current_score(self, program_id: ProgramId) -> tuple[float, ...]:
         # Not the overridden questions: a recording holds those of the engine only.

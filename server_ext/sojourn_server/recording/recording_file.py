@@ -24,7 +24,7 @@ from ..programs.workflow_history import WorkflowHistory
 from .record_format import RECORD_SHAPES
 from .recording_scheduler import RecordingScheduler, RecordSink
 
-RECORDING_VERSION = 7
+RECORDING_VERSION = 8
 """7: one record an event, with the actions that it led to. Older recordings are replayed by the version of
 sojourn that wrote them."""
 

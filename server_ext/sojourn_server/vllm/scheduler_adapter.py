@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sojourn.ids import ProgramId
 
 from ..core.engine_service import EngineService
+from ..core.event_time_budget import EventTimeBudget
 from ..core.events_and_actions import (
     Action,
     BlockEvicted,
@@ -126,6 +127,7 @@ class SchedulerAdapter:
             persist=self._persist,
             paths=kv_transfer_member(scheduler),
         )
+        self._event_budget = EventTimeBudget(clock())
         self.reader = ToolCallReader(scheduler.vllm_config.model_config)
         connector = scheduler.connector
         self._offload: OffloadManager | None = None
@@ -411,14 +413,16 @@ class SchedulerAdapter:
         now = self._clock()
         self.handle(_TICK, now)
         self._carry_out(now)
+        started_s = self._clock()
         answer = self.service.call(operation, payload, now)
+        ended_s = self._clock()
         self._carry_out(now)
         if operation in ("events", "event_batches"):
             self._observe_duration("event", now)
         self._history.save_if_due(self.program_scheduler.histories, now)
         if operation == "event_batches":
-            # The API server keeps the events' share of the engine's time within a limit.
-            return f'{{"busy_s": {self._clock() - now:.6f}, "batches": {answer}}}'
+            wait_s = self._event_budget.spend(ended_s - started_s, ended_s)
+            return f'{{"wait_s": {wait_s:.6f}, "batches": {answer}}}'
         return answer
 
     def shutdown(self) -> None:

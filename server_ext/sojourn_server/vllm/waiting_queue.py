@@ -73,6 +73,8 @@ class PolicyRequestQueue(RequestQueue):
     Admission is asked for once a step (``open_step``). ``parked`` requests are never handed out; ``rekey``
     asks about them again.
 
+    The oldest ``untracked`` request passes later requests once it is ``overdue``.
+
     Gated and parked requests count in ``len`` but not in ``bool``: the scheduler finds no request to admit,
     while the engine knows that it has work left.
 
@@ -88,6 +90,9 @@ class PolicyRequestQueue(RequestQueue):
         gated: Callable[[Request], bool] | None = None,
         may_be_admitted: Callable[[Request], bool] | None = None,
         blocks_queue: Callable[[Request], bool] | None = None,
+        untracked: Callable[[Request], bool] | None = None,
+        arrival: Callable[[Request], int] = lambda request: 0,
+        overdue: Callable[[Request], bool] = lambda request: False,
     ) -> None:
         self._open = _RequestHeap(key)
         self._gated = _RequestHeap(key)
@@ -96,6 +101,11 @@ class PolicyRequestQueue(RequestQueue):
         self._needs_admission = gated
         self._may_be_admitted = may_be_admitted
         self._blocks_queue = blocks_queue
+        self._is_untracked = untracked
+        self._arrival = arrival
+        self._is_overdue = overdue
+        self._untracked = _RequestHeap(lambda request: (arrival(request),))
+        """Those of the open requests that have no program."""
         self._admission_closed = False
         self._step_is_full = False
         self._peeked: Request | None = None
@@ -117,6 +127,8 @@ class PolicyRequestQueue(RequestQueue):
             return
         gated = self._needs_admission is not None and self._needs_admission(request)
         (self._gated if gated else self._open).push(request)
+        if self._is_untracked is not None and self._is_untracked(request):
+            self._untracked.push(request)
 
     def prepend_request(self, request: Request) -> None:
         """Add the request by its key: the key of a preempted request puts it in front."""
@@ -141,6 +153,7 @@ class PolicyRequestQueue(RequestQueue):
     def remove_request(self, request: Request) -> None:
         self._open.discard(request)
         self._gated.discard(request)
+        self._untracked.discard(request)
         self._parked.pop(request, None)
         self._peeked = None
 
@@ -172,8 +185,17 @@ class PolicyRequestQueue(RequestQueue):
         yield from tuple(self._parked)
 
     def _first(self) -> Request | None:
-        free = self._open.head()
-        gated = None if self._admission_closed else self._gated.head()
+        oldest = self._untracked.head()
+        overdue = oldest[2] if oldest is not None and self._is_overdue(oldest[2]) else None
+        if overdue is None:
+            free, gated = self._open.head(), self._gated.head()
+        else:
+            # It passes the requests that arrived after it. Both classes are then served by arrival, so that
+            # neither starves the other.
+            free = self._first_before(overdue, self._open)
+            gated = self._first_before(overdue, self._gated)
+        if self._admission_closed:
+            gated = None
         if gated is not None and (free is None or gated[:2] < free[:2]):
             assert self._may_be_admitted is not None
             if self._may_be_admitted(gated[2]):
@@ -181,7 +203,19 @@ class PolicyRequestQueue(RequestQueue):
             if self._blocks_queue is not None and self._blocks_queue(gated[2]):
                 return None
             self._admission_closed = True
-        return free[2] if free is not None else None
+        return free[2] if free is not None else overdue
+
+    def _first_before(self, overdue: Request, requests: _RequestHeap) -> tuple[QueueKey, int, Request] | None:
+        """Return the lowest entry of the requests that ``overdue`` does not pass: preempted and earlier
+        ones."""
+        arrival = self._arrival(overdue)
+        entries = (
+            entry
+            for entry in requests.entries()
+            if entry[2] is not overdue
+            and (entry[2].status == RequestStatus.PREEMPTED or self._arrival(entry[2]) < arrival)
+        )
+        return min(entries, key=lambda entry: entry[:2], default=None)
 
 
 class WaitingQueueAdapter:
@@ -217,6 +251,10 @@ class WaitingQueueAdapter:
             gated=(lambda request: guarded(self._needs_admission, request) is True) if gates else None,
             may_be_admitted=lambda request: guarded(self._may_be_admitted, request) is not False,
             blocks_queue=lambda request: guarded(self._blocks_queue, request) is True,
+            # With user priorities an unimportant request may wait for ever, as in stock vLLM.
+            untracked=None if self._by_user_priority else self._is_untracked,
+            arrival=lambda request: program_scheduler.arrival(request.request_id),
+            overdue=lambda request: program_scheduler.is_overdue(request.request_id, clock()),
         )
         scheduler.kv_holding_waiting = PolicyRequestQueue(self._queue_key)
         self._steps = 0
@@ -266,6 +304,10 @@ class WaitingQueueAdapter:
         if promoted_s < math.inf and promoted_s > self._clock():
             heapq.heappush(self._promotions, (promoted_s, request.request_id))
         return key
+
+    def _is_untracked(self, request: Request) -> bool:
+        known = self._program_scheduler.request(request.request_id)
+        return known is not None and known.program_id is None
 
     def _check_parked(self, request: Request) -> bool:
         if self._is_transfer(request):

@@ -81,6 +81,8 @@ class ProgramIdMapper:
             event = decode_event(raw)
             named = {name: getattr(event, name, None) for name in PROGRAM_ID_FIELDS}
             of = {name: self.of(tenant, value) for name, value in named.items() if value is not None}
+            if hasattr(event, "tenant"):
+                of["tenant"] = _tag(tenant)  # the engine shares its leases out by the key's tenant
             return msgspec.Raw(encode(msgspec.structs.replace(event, **of)))
         except WireError:
             return None
@@ -98,6 +100,8 @@ class ProgramIdMapper:
             nonlocal fits
             self._rename(tenant, hint)
             own = members_of(hint["sojourn"]) if bytes(hint.get("sojourn", b"")).startswith(b"{") else {}
+            own = {"v": msgspec.Raw(b"1"), **own, "tenant": _raw(_tag(tenant))}
+            hint["sojourn"] = _raw(own)
             if "events" in own:
                 events = msgspec.json.decode(own["events"], type=list[msgspec.Raw])
                 named = [self.event(tenant, raw) for raw in events]

@@ -117,11 +117,16 @@ def reclaim_for_overdue(
     need: ReclaimRequest, leases: Sequence[LeaseView], now: float
 ) -> tuple[ProgramId, ...] | None:
     """Leases that end for an overdue request, under every policy: those that clients asked for first, then
-    the soonest-expiring. A policy that let them stand would let hints starve requests without a program."""
+    the soonest-expiring. A policy that let them stand would let hints starve requests without a program.
+
+    While something runs, none ends unless they suffice: the request would wait on, and the leases be lost.
+    """
     victims = sorted(
-        (lease for lease in leases if lease.program_id != need.program_id),
+        (lease for lease in leases if lease.program_id != need.program_id and lease.blocks),
         key=lambda lease: (not lease.hinted, lease.waiting, lease.expires_s, lease.program_id),
     )
+    if need.anything_running and sum(lease.blocks for lease in victims) < need.blocks:
+        return None
     return _shortest_sufficient_prefix(victims, need.blocks)
 
 
