@@ -62,8 +62,8 @@ def header(**changes: Any) -> RecordingHeader:
 # -- nothing is forgotten -----------------------------------------------------------------------
 
 NOT_RECORDED = {
-    "awaiting_first_token", "check", "context", "continuation_probability", "demand_changes", "label",
-    "leased_programs", "live_requests", "may_reclaim", "output_length_errors", "output_predictor",
+    "arrival", "awaiting_first_token", "check", "context", "continuation_probability", "demand_changes",
+    "is_overdue", "label", "leased_programs", "live_requests", "may_reclaim", "output_length_errors", "output_predictor",
     "owner_score", "placed_counts", "placed_tier", "predicts_outputs", "request", "score_scale_changes",
     "take_begun_turns", "take_changed_programs", "turns_of",
 }  # fmt: skip
@@ -358,7 +358,7 @@ def at(index: int, line: Any) -> Any:
     [
         (
             with_header(sojourn_tape=99),
-            r"line 1: recording version 99, written by sojourn \S+; expected 7: run sojourn parity",
+            r"line 1: recording version 99, written by sojourn \S+; expected 8: run sojourn parity",
         ),
         (
             lambda lines: lines[0].pop("sojourn_tape"),
