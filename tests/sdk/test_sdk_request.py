@@ -7,6 +7,7 @@ import json
 import pytest
 import sojourn
 from sojourn.dialects import DIALECTS
+from sojourn.errors import ArgumentError
 from sojourn.hints import AgenticContext, SojournContext
 from sojourn.program import ResolvedContext, add_resolver, remove_resolver
 from sojourn.wire_codec import MAX_CONTEXT_BYTES, decode_context, decode_event
@@ -198,13 +199,17 @@ def test_the_longest_names_still_make_a_valid_context(online):
         ("a/b:c?d", "a/b:c?d"),
         ("naïve", "na%C3%AFve"),
         ("two words", "two%20words"),
-        ("evil\r\nX-Admin: 1", "evil%0D%0AX-Admin:%201"),
         ("é%", "%C3%A9%25"),
     ],
 )
 def test_an_id_never_breaks_the_header_it_travels_in(online, program_id, header):
     with sojourn.program(id=program_id):
         assert sojourn.headers() == {"X-Session-ID": header}
+
+
+def test_an_id_with_control_characters_is_refused(online):
+    with pytest.raises(ArgumentError, match="control character"):
+        sojourn.program(id="evil\r\nX-Admin: 1").__enter__()
 
 
 GOLDEN = AgenticContext(

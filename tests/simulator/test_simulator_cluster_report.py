@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import typer.testing
+from cli_process import COLUMNS, run_sojourn
 from rich.console import Console
 from simulator_run_logs import synthetic_run_log
 from sojourn_server.cli import build_app
@@ -381,10 +383,11 @@ def test_the_command_runs_several_replicas(tmp_path: Path) -> None:
         "--explain p0"
     )
     documents = []
-    for _ in range(2):
-        result = subprocess.run(
-            [*SOJOURN, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=500
-        )
+    wide = {**os.environ, "COLUMNS": str(COLUMNS)}
+    other = subprocess.run(
+        [*SOJOURN, *command.split()], cwd=tmp_path, env=wide, capture_output=True, text=True, timeout=500
+    )
+    for result in (other, run_sojourn(*command.split(), cwd=tmp_path)):
         assert result.returncode == 0, result.stderr
         document = json.loads(result.stdout)
         del document["made_with"]
@@ -407,13 +410,7 @@ def test_the_command_runs_several_replicas(tmp_path: Path) -> None:
     assert "2 replicas" in result.stderr
     assert "p0@0 under round-robin/stock" in result.stderr
     assert (tmp_path / "plots" / "occupancy-6.png").exists()
-    again = subprocess.run(
-        [*SOJOURN, "simulate", "--load", "runs.json.gz", "--json", "-"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    again = run_sojourn("simulate", "--load", "runs.json.gz", "--json", "-", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert [run["per_replica"] for run in json.loads(again.stdout)["runs"]] == [
         run["per_replica"] for run in document["runs"]

@@ -201,7 +201,7 @@ def test_the_page_explains_every_column_and_figure() -> None:
     for field in (*PdOutcome.__struct_fields__, *LatencySummary.__struct_fields__, "made_with", "outcomes"):
         assert f"`{field}`" in part, field
     for model in ("ds-660b", "qwen2.5-32b"):
-        assert f"{PD_MODELS[model].kv_bytes_per_token:,} bytes of KV a token" in part
+        assert f"{PD_MODELS[model].kv_bytes_per_token:,} bytes of KV per token" in part
 
 
 def test_a_nic_reads_in_turn_and_counts_by_window() -> None:

@@ -200,7 +200,6 @@ def test_importing_the_report_loads_neither_matplotlib_nor_an_engine() -> None:
         "run_metrics",
         "comparison_plots",
         "results_file",
-        "saved_runs",
         "results_table",
     )
     imports = "; ".join(f"import sojourn_server.simulator.report.{name}" for name in names)
