@@ -201,16 +201,17 @@ def test_an_abort_at_any_time_leaves_nothing(make: Make, store: MemoryStore, aft
     settle(p, d)
 
 
+QUEUE = {"lease_s": 2.0, "patience_s": 0.5, "report_interval_s": 0.1}
+"""Limits under which a lease ends within seconds."""
+
+
 def test_a_context_that_nobody_comes_for_is_let_go_of(make: Make) -> None:
-    p, d = make("p"), make("d")
+    p, d = make("p", limits=QUEUE), make("d", limits=QUEUE)
     job = p.add(Request("r", prompt(1, 400), to_prefill("t", d.address)))
     run(lambda: "r" in p.done, p, d)
     d.add(Request("r", [0], job.answer))
     d.abort("r")
     settle(p, d)
-
-
-QUEUE = {"lease_s": 2.0, "patience_s": 0.5, "report_interval_s": 0.1}
 
 
 def queue(p: ToyEngine, d: ToyEngine) -> tuple[Any, list[int]]:
