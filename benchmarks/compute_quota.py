@@ -4,7 +4,7 @@
 
 Several engines run as data-parallel ranks with shared expert layers. Each is vLLM's scheduler and prefix
 cache without a model. Each plans a step, and the next step begins when the slowest engine has finished
-(DualPath §6.2). Each engine has its own agents, one of which always waits with a turn: a long cached context
+(DualPath §6.2). Each engine has its own agents. One of them always has a turn waiting: a long cached context
 and a short append. Time is virtual and comes from a device and model profile or from ``sojourn profile``
 (``--profile``). The quota knows only the attention costs of that profile.
 

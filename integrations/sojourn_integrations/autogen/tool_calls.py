@@ -56,7 +56,7 @@ def execute_code_block(original: Any, active: Callable[[], bool]) -> Callable[..
 
 
 def run_json(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """``BaseTool.run_json``: sees a tool's exception, of which AutoGen keeps only the text."""
+    """Wraps ``BaseTool.run_json`` to see a tool's exception; AutoGen keeps only its text."""
 
     @functools.wraps(original)
     async def run_json(self: Any, *args: Any, **kwargs: Any) -> Any:

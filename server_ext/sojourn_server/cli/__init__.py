@@ -1,4 +1,4 @@
-"""The ``sojourn`` command: one file per sub-command, each of which registers itself and imports late.
+"""The ``sojourn`` command: one file per sub-command, which imports what it needs when it runs.
 
 The extra ``server`` brings what the commands need. Without it only ``sojourn run`` works.
 Start reading at ``build_app``.

@@ -490,8 +490,9 @@ class ProgramScheduler:
         return self._promoted_s(self._requests.states[request_id])
 
     def arrival(self, request_id: str) -> int:
-        """Number of the request in the engine, by arrival."""
-        return self._requests.states[request_id].arrival
+        """Number of the request in the engine, by arrival; 0 for an unknown one, which no request passes."""
+        state = self._requests.states.get(request_id)
+        return state.arrival if state is not None else 0
 
     def is_overdue(self, request_id: str, now: float) -> bool:
         """Whether a waiting request may end any lease and pass all requests that arrived after it.

@@ -254,7 +254,7 @@ class WaitingQueueAdapter:
             # With user priorities an unimportant request may wait for ever, as in stock vLLM.
             untracked=None if self._by_user_priority else self._is_untracked,
             arrival=lambda request: program_scheduler.arrival(request.request_id),
-            overdue=lambda request: program_scheduler.is_overdue(request.request_id, clock()),
+            overdue=lambda request: guarded(self._is_overdue, request) is True,
         )
         scheduler.kv_holding_waiting = PolicyRequestQueue(self._queue_key)
         self._steps = 0
@@ -304,6 +304,9 @@ class WaitingQueueAdapter:
         if promoted_s < math.inf and promoted_s > self._clock():
             heapq.heappush(self._promotions, (promoted_s, request.request_id))
         return key
+
+    def _is_overdue(self, request: Request) -> bool:
+        return self._program_scheduler.is_overdue(request.request_id, self._clock())
 
     def _is_untracked(self, request: Request) -> bool:
         known = self._program_scheduler.request(request.request_id)

@@ -223,8 +223,8 @@ class EngineMonitor(EngineMonitorProtocol):
 
     def _without(self, watched: MonitoredEngine) -> str:
         """Consequence of its loss, for the log."""
-        nobody = all(other is watched or other.description is None for other in self._watched.values())
-        return "no engine is left, requests wait for one" if nobody else "its programs go on elsewhere"
+        unused = all(other is watched or other.description is None for other in self._watched.values())
+        return "no engine is left, requests wait for one" if unused else "its programs go on elsewhere"
 
     def _forget(self, watched: MonitoredEngine, reason: str) -> None:
         described = watched.description
