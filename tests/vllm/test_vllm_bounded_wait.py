@@ -180,10 +180,12 @@ def test_short_requests_among_long_leased_contexts_wait_no_longer_than_the_patie
 
 def test_a_request_that_the_scheduler_does_not_know_breaks_no_step(make_engine, clock) -> None:
     """Its events failed. It is served all the same, and an overdue request beside it too."""
-    engine = make_engine("continuum", blocks=BLOCKS, max_model_len=4096, max_num_seqs=1)
+    engine = make_engine(
+        "continuum", blocks=BLOCKS, max_model_len=4096, max_num_seqs=1, settings={"strict": False}
+    )
     engine.add("running", range(16), max_tokens=20)
     engine.step()
-    engine.add("unknown", range(100, 116), max_tokens=5)
+    engine.add("unknown", range(100, 116), max_tokens=5, program_id="P")
     engine.add("overdue", range(200, 216), max_tokens=5)
     del engine.scheduler.sojourn.program_scheduler.state.requests.states["unknown"]
     clock.now += 31.0
