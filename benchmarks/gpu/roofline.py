@@ -1,10 +1,10 @@
 """Measure a CUDA device with plain torch and write a hardware profile for ``sojourn simulate --hardware``.
 
-    python benchmarks/measure_gpu.py --output h200-measured.toml --json benchmarks/results/h200.json
-    python benchmarks/measure_gpu.py --smoke --output smoke.toml       # tiny shapes on the CPU, seconds
+    python benchmarks/gpu/roofline.py --output h200-measured.toml --json benchmarks/results/h200.json
+    python benchmarks/gpu/roofline.py --smoke --output smoke.toml       # tiny shapes on the CPU, seconds
 
-NOT YET RUN ON A GPU: no machine with one was to be had when this was written. Only ``--smoke`` was run, as
-the tests do; it shows that the script works, and its figures mean nothing.
+Not yet run on a GPU. ``--smoke`` is what the tests run; its figures mean nothing. ``kit.py`` runs this as its
+last part.
 
 Shapes are Llama-3.1-8B's: random bf16 weights, one layer at a time, captured in a CUDA graph as vLLM does,
 so that launching from Python is not measured. In the profile
@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server_ext"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "server_ext"))
 
 from sojourn_server.simulator.latency.latency_profiles import (
     HardwareProfile,
@@ -304,7 +304,7 @@ def profile_toml(
     for constant, source in base.sources:
         value = measured.get(constant, getattr(base, constant))
         if constant in measured:
-            source = f"measured by benchmarks/measure_gpu.py, see [measured]; {base.name} has " + (
+            source = f"measured by benchmarks/gpu/roofline.py, see [measured]; {base.name} has " + (
                 f"{getattr(base, constant):g}"
             )
         lines += ["", f"[{constant}]", f"value = {float(value)!r}"]
@@ -314,9 +314,9 @@ def profile_toml(
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Measure, print the curves, write what was asked for."""
-    arguments = _arguments()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print the curves and write what was asked for. Returns the curves, the constants that follow
+    from them and, under ``shipped``, the same constants of the data sheet's profile."""
     cuda = torch.cuda.is_available() and not arguments.smoke
     if not cuda and not arguments.smoke:
         sys.exit("error: torch finds no CUDA device; --smoke tries the script out on the CPU")
@@ -347,20 +347,22 @@ def main() -> None:
     text = profile_toml(
         arguments.name or ("measured" if cuda else "smoke"), title, base, measured, provenance
     )
+    document = {
+        "measured": provenance,
+        "constants": measured,
+        "shipped": {name: getattr(base, name) for name in measured},
+        "layer": layers,
+        "prefill_attention": prefills,
+        "decode_attention": decodes,
+        "copies": copies,
+    }
     if arguments.json is not None:
-        document = {
-            "measured": provenance,
-            "constants": measured,
-            "layer": layers,
-            "prefill_attention": prefills,
-            "decode_attention": decodes,
-            "copies": copies,
-        }
         _write(arguments.json, json.dumps(document, indent=2) + "\n")
     if arguments.output is not None:
         _write(arguments.output, text)
         parse_hardware_profile(read_profile_toml(arguments.output), arguments.output)
         print(f"written to {arguments.output}")
+    return document
 
 
 def _arguments() -> argparse.Namespace:
@@ -396,4 +398,4 @@ def _write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    measure(_arguments())

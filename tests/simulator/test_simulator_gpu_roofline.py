@@ -1,4 +1,4 @@
-"""benchmarks/measure_gpu.py without a GPU: it runs, its profile loads, and its arithmetic is right."""
+"""benchmarks/gpu/roofline.py without a GPU: it runs, its profile loads, and its arithmetic is right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sojourn_server.simulator.latency.latency_protocol import StepWork
 from sojourn_server.simulator.latency.latency_selection import DeviceOptions, load_latency_model
 
 pytest.importorskip("torch")
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "measure_gpu.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu" / "roofline.py"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -27,11 +27,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("measure_gpu", SCRIPT)
+    spec = importlib.util.spec_from_file_location("roofline", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["measure_gpu"] = module
+    sys.modules["roofline"] = module
     spec.loader.exec_module(module)
     return module
 
@@ -43,7 +43,7 @@ def test_a_smoke_run_writes_a_profile_that_a_simulation_takes(tmp_path: Path) ->
     hardware = load_hardware_profile(str(profile))
     assert "not a measurement" in hardware.title
     sources = dict(hardware.sources)
-    assert "measure_gpu.py" in sources["linear_efficiency"]
+    assert "gpu/roofline.py" in sources["linear_efficiency"]
     # What was not measured stays as the data sheet, or the guess, has it.
     assert sources["expert_efficiency"] == dict(load_hardware_profile("h100").sources)["expert_efficiency"]
     assert "expert_efficiency" in hardware.estimates

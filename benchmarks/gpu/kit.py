@@ -1,0 +1,487 @@
+"""What one GPU tells the project in under ten minutes, without vLLM and without a network.
+
+    python benchmarks/gpu/kit.py --out benchmarks/results
+    python benchmarks/gpu/kit.py --small --out DIR        # tiny, on the CPU: shows that it runs
+
+Needs torch, numpy and this repository. Measures
+
+    order       bytes after 100,000 random steps that save, overwrite and load blocks beside long kernels, for
+                several layouts; and the same with each wait removed, which must corrupt some
+    copies      GB/s and host microseconds a call, for 1 to 4,096 blocks, both ways, and both at once
+    overlap     how much copies slow matrix products and reads of KV
+    graph       a CUDA graph that overwrites blocks behind ``hold_compute``: is what was saved right?
+    pinning     seconds a GiB of ``cudaHostRegister``
+    roofline    an 8B-shaped model (``roofline.py``), as a hardware profile for the simulator
+
+Writes ``gpu_kit_NAME.md``, ``.json`` and ``.toml``, after each part: an interruption loses nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE.parents[1] / "server_ext", HERE):
+    sys.path.insert(0, str(folder))
+
+import roofline  # noqa: E402
+from copy_order import WAITS, Life  # noqa: E402
+from driver_copy import driver_batch_copy  # noqa: E402
+from sojourn_server.kv_offload.cuda_device_backend import CudaCopy, CudaDeviceBackend, TorchCuda  # noqa: E402
+from sojourn_server.kv_offload.kv_pages import KvPages, merge_neighbours, page_views  # noqa: E402
+from sojourn_server.kv_offload.offload_jobs import BlockCopy  # noqa: E402
+
+GIB = 2**30
+SLEEP_CYCLES = 100_000
+"""Length of the kernel before each write of a block: some 60 microseconds, in which a copy could start."""
+LAYERS, PAGE_BYTES = 32, 64 * 1024
+"""Of Llama 3.1 8B with bf16: 16 tokens of 8 heads of 128, keys and values."""
+
+MAY_BE_UNSEEN = "the load's to read its slot"
+"""CUDA may read a stable source early, and need not."""
+
+
+class HostCuda:
+    """The backend's runtime where there is no GPU: every copy is complete when it is queued."""
+
+    class Event:
+        def record(self, stream: Any) -> None: ...
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None: ...
+
+    class Stream:
+        def wait_event(self, event: Any) -> None: ...
+
+    def compute_stream(self) -> HostCuda.Stream:
+        return self.Stream()
+
+    def new_stream(self) -> HostCuda.Stream:
+        return self.Stream()
+
+    def new_event(self) -> HostCuda.Event:
+        return self.Event()
+
+    def pin(self, address: int, size_bytes: int) -> None: ...
+    def unpin(self, address: int) -> None: ...
+
+    def copy(self, sources: Any, destinations: Any, sizes: Any, stream: Any, *, stable_sources: bool) -> None:
+        for source, destination, size in zip(
+            sources.tolist(), destinations.tolist(), sizes.tolist(), strict=True
+        ):
+            ctypes.memmove(destination, source, size)
+
+
+class Kit:
+    """Runs the parts and writes what is known after each."""
+
+    def __init__(self, out: Path, small: bool, steps: int) -> None:
+        self.cuda = not small
+        self.out, self.steps = out, steps
+        self.device = torch.device("cuda:0" if self.cuda else "cpu")
+        self.runtime: Any = HostCuda()
+        copy_call = "memmove"
+        title = "CPU: shows that the kit runs, the figures mean nothing"
+        if self.cuda:
+            batch_copy, copy_call = driver_batch_copy()
+            self.runtime = TorchCuda(self.device, batch_copy)
+            title = torch.cuda.get_device_name(0)
+        name = "small" if small else "".join(c if c.isalnum() else "_" for c in title.lower())
+        self.name = f"gpu_kit_{name}"
+        self.document: dict[str, Any] = {
+            "command": f"python benchmarks/gpu/kit.py{' --small' if small else ''} --steps {steps}",
+            "device": title,
+            "at": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "torch": torch.__version__,
+            "cuda": str(torch.version.cuda),
+            "python": platform.python_version(),
+            "copy_call": copy_call,
+            "seed": 0,
+            "seconds": {},
+        }
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time a part, report it and write all results so far, also where the part fails."""
+        print(f"{name} ...", flush=True)
+        began = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            self.document.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"
+            print(f"{name} FAILED: {error}", flush=True)
+        finally:
+            self.document["seconds"][name] = round(time.perf_counter() - began, 1)
+            print(f"{name}: {json.dumps(self.document.get(name))[:2000]}", flush=True)
+            self.write()
+
+    def run(self, limit_s: float) -> int:
+        """Run all parts. Returns the exit status: 1 if a byte was wrong or a part failed."""
+        until = time.monotonic() + limit_s
+        with self.part("order"):
+            self.document["order"] = self.order(min(until, time.monotonic() + 0.45 * limit_s))
+        with self.part("copies"):
+            self.document["copies"] = self.copies()
+        with self.part("overlap"):
+            self.document["overlap"] = self.overlap()
+        with self.part("graph"):
+            self.document["graph"] = self.graph()
+        with self.part("pinning"):
+            self.document["pinning"] = self.pinning()
+        with self.part("roofline"):
+            self.document["roofline"] = self.roofline()
+        return int(bool(self.document.get("failed")) or not self.verdict())
+
+    def verdict(self) -> bool:
+        """Whether no byte was wrong with all waits, and some were without each."""
+        order = self.document.get("order", {})
+        sound = bool(order) and all(row["wrong"] == 0 for row in order["layouts"])
+        if not self.cuda:
+            return sound
+        graph = self.document.get("graph", {})
+        return (
+            sound
+            and all(wrong > 0 for wait, wrong in order["without"].items() if wait != MAY_BE_UNSEEN)
+            and graph.get("wrong") == 0
+            and graph.get("wrong_without_hold", 0) > 0
+        )
+
+    # -- parts
+
+    def order(self, until: float) -> dict[str, Any]:
+        """Lives on several layouts, then without each wait."""
+        rows = []
+        layouts = self.layouts()
+        for at, (name, caches) in enumerate(layouts.items()):
+            steps = self.steps // len(layouts)
+            share_s = max(5.0, (until - time.monotonic()) * 0.8 / (len(layouts) - at))
+            rows.append({"layout": name, **self.life(caches, steps, time.monotonic() + share_s)})
+        without = {}
+        caches = next(iter(layouts.values()))
+        for missing in WAITS if self.cuda else ():  # copies of the CPU need no wait
+            without[missing] = self.life(caches, max(50, self.steps // 100), until + 60, missing)["wrong"]
+        return {"layouts": rows, "without": without}
+
+    def layouts(self) -> dict[str, list[torch.Tensor]]:
+        """KV caches of four layers in layouts that vLLM uses. Dimensions: block, head, token, channel."""
+        layers, blocks, heads, tokens, channels = 4, 48, 2, 16, 32
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=torch.int16, device=self.device)
+
+        return {
+            "layer by layer": list(zeros(layers, blocks, heads, tokens, channels)),
+            "layers within a block": list(zeros(blocks, layers, heads, tokens, channels).transpose(0, 1)),
+            "tokens before heads": [
+                zeros(blocks, tokens, heads, channels).transpose(1, 2) for _ in range(layers)
+            ],
+            "kernel blocks of 4 tokens": [zeros(blocks * 4, heads, 4, channels) for _ in range(layers)],
+            "heads outside blocks": [
+                zeros(heads, blocks, tokens, channels).transpose(0, 1) for _ in range(layers)
+            ],
+            "MLA": [zeros(blocks, 1, tokens, 576) for _ in range(layers)],
+        }
+
+    def life(
+        self, caches: list[torch.Tensor], steps: int, until: float, missing: str | None = None
+    ) -> dict[str, Any]:
+        """Lead one life of ``steps``, or until a time. Return the steps made and the wrong copies."""
+        blocks = 48
+        views = [view for cache in caches for view in page_views("layer", cache, blocks)]
+        backend = CudaDeviceBackend(_pages(views), 24, self.runtime)
+        model = TorchModel(views, self.cuda)
+        life = Life(
+            0, backend, model,
+            blocks=blocks, slots=24, passed_event=self.runtime.new_event, missing=missing,
+        )  # fmt: skip
+        made = 0
+        while made < steps and time.monotonic() < until:
+            life.step()
+            made += 1
+        self.sync()
+        while life.loading:
+            life.look()
+        self.sync()
+        backend.close()
+        return {"steps": made, "pages_a_block": len(_pages(views)), "wrong": life.wrong + model.wrong()}
+
+    def copies(self) -> list[dict[str, Any]]:
+        """GB/s and host time of calls of each size, scattered blocks, one page a layer and one a block."""
+        counts = [1, 8, 64, 512, 4096] if self.cuda else [1, 4]
+        blocks = counts[-1] + 64
+        rows = []
+        for name, pages, _keep in self.pools(blocks):
+            backend = CudaDeviceBackend(pages, blocks, self.runtime)
+            draw = np.random.default_rng(0)
+            for count in counts:
+                pairs = [
+                    BlockCopy(int(block), int(slot))
+                    for block, slot in zip(
+                        draw.permutation(blocks)[:count], draw.permutation(blocks)[:count], strict=True
+                    )
+                ]
+                row: dict[str, Any] = {"layout": name, "blocks": count}
+                size = count * backend.block_bytes
+                for way, copy in (("to_host", backend.to_host), ("to_device", backend.to_device)):
+                    took, host = self.time_copy(lambda c=copy, b=backend, p=pairs: c(p, b.fence()))
+                    row[f"{way}_gb_s"] = round(size / took / 1e9, 2)
+                    row[f"{way}_host_us"] = round(host * 1e6, 1)
+                if count > 1:
+                    both_s, _ = self.time_copy(lambda b=backend, p=pairs: _both_ways(b, p))
+                    row["both_ways_gb_s"] = round(size / both_s / 1e9, 2)
+                else:
+                    row["both_ways_gb_s"] = "–"
+                rows.append(row)
+            backend.close()
+        return rows
+
+    def pools(self, blocks: int) -> Iterator[tuple[str, list[KvPages], Any]]:
+        """Device memory for ``blocks`` blocks, in the two layouts that differ most in parts a block."""
+        layers, page = (LAYERS, PAGE_BYTES) if self.cuda else (4, 1024)
+        for name, shape in (
+            ("layer by layer", (layers, blocks, page)),
+            ("layers within a block", (blocks, layers, page)),
+        ):
+            memory = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            caches = memory if name == "layer by layer" else memory.transpose(0, 1)
+            yield name, _pages([page_views("layer", each, blocks)[0] for each in caches]), memory
+
+    def time_copy(self, start: Callable[[], Any], repeats: int = 7) -> tuple[float, float]:
+        """Median seconds until the copies are done, and until the call that queues them returns."""
+        took, host = [], []
+        for _ in range(repeats):
+            self.sync()
+            began = time.perf_counter()
+            copy = start()
+            host.append(time.perf_counter() - began)
+            copy.wait()
+            self.sync()
+            took.append(max(time.perf_counter() - began, 1e-9))
+        return statistics.median(took), statistics.median(host)
+
+    def overlap(self) -> dict[str, float]:
+        """How many times longer work takes while blocks are copied all the time."""
+        blocks = 1024 if self.cuda else 4
+        _, pages, keep = next(self.pools(blocks))
+        backend = CudaDeviceBackend(pages, blocks, self.runtime)
+        size = 8192 if self.cuda else 64
+        matrix = torch.randn(size, size, device=self.device, dtype=torch.bfloat16)
+        memory = torch.empty((GIB if self.cuda else 1 << 16,), dtype=torch.uint8, device=self.device)
+
+        def multiply() -> None:
+            for _ in range(20):
+                torch.mm(matrix, matrix)
+
+        def read() -> None:
+            for _ in range(100):
+                memory.view(torch.int64).sum()
+
+        pairs = [BlockCopy(at, at) for at in range(blocks)]
+        found: dict[str, float] = {}
+        for name, work in (("matrix products", multiply), ("memory reads", read)):
+            alone = self.time_work(work)
+            for way, copy in (("to host", backend.to_host), ("to device", backend.to_device)):
+                beside = self.time_work(work, lambda c=copy: c(pairs, self.runtime.new_event()))
+                found[f"{name} beside copies {way}"] = round(beside / alone, 3)
+        backend.close()
+        del keep
+        return found
+
+    def time_work(self, work: Callable[[], None], beside: Callable[[], Any] | None = None) -> float:
+        """Median seconds of the compute stream's work."""
+        took = []
+        for _ in range(6):
+            self.sync()
+            copy = beside() if beside is not None else None
+            began = time.perf_counter()
+            work()
+            if self.cuda:
+                torch.cuda.current_stream().synchronize()
+            took.append(max(time.perf_counter() - began, 1e-9))
+            if copy is not None:
+                copy.wait()
+        return statistics.median(took[1:])
+
+    def graph(self) -> dict[str, Any]:
+        """Save blocks, then replay a graph that overwrites them, with and without ``hold_compute``."""
+        if not self.cuda:
+            return {"skipped": "needs CUDA"}
+        blocks = 64
+        memory = torch.zeros(4, blocks, 4096, dtype=torch.uint8, device=self.device)
+        backend = CudaDeviceBackend(
+            _pages([page_views("layer", each, blocks)[0] for each in memory]), blocks, self.runtime
+        )
+        captured = torch.cuda.CUDAGraph()
+        self.sync()
+        with torch.cuda.graph(captured):
+            memory.add_(1)
+        found = {}
+        for name, hold in (("wrong", True), ("wrong_without_hold", False)):
+            wrong = 0
+            for step in range(200):
+                content = step % 200
+                memory.fill_(content)
+                torch.cuda._sleep(SLEEP_CYCLES)
+                copy = backend.to_host([BlockCopy(at, at) for at in range(blocks)], backend.fence())
+                if hold:
+                    backend.hold_compute(copy)
+                for _ in range(3):
+                    captured.replay()
+                copy.wait()
+                wrong += any(set(bytes(backend.slot(at))) != {content} for at in range(0, blocks, 7))
+                self.sync()
+            found[name] = wrong
+        backend.close()
+        return found
+
+    def pinning(self) -> dict[str, Any]:
+        """Seconds a GiB to pin host memory."""
+        size = (8 * GIB) if self.cuda else 1 << 20
+        began = time.perf_counter()
+        backend = CudaDeviceBackend([KvPages(0, 2**20, 2**20)], size // 2**20, self.runtime)
+        took = time.perf_counter() - began
+        backend.close()
+        return {"gib": size / GIB, "seconds_a_gib": round(took * GIB / size, 3)}
+
+    def roofline(self) -> dict[str, Any]:
+        """The constants of a hardware profile, beside those that the repository ships."""
+        small = not self.cuda
+        arguments = argparse.Namespace(
+            smoke=small, base=None, name=None, json=None, output=self.out / f"{self.name}.toml"
+        )
+        return roofline.measure(arguments)
+
+    # -- results
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def write(self) -> None:
+        """Write the page and the JSON, whole or not at all."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        for suffix, text in (
+            (".json", json.dumps(self.document, indent=1) + "\n"),
+            (".md", page(self.document)),
+        ):
+            partial = self.out / f"{self.name}{suffix}.partial"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(self.out / f"{self.name}{suffix}")
+
+
+class TorchModel:
+    """Writes and checks blocks by kernels on the current stream."""
+
+    def __init__(self, views: list[torch.Tensor], cuda: bool) -> None:
+        self.views = views
+        self.cuda = cuda
+        self._wrong = torch.zeros((), dtype=torch.int64, device=views[0].device)
+
+    def compute(self, block_id: int, content: int) -> None:
+        if self.cuda:
+            torch.cuda._sleep(SLEEP_CYCLES)
+        for view in self.views:
+            view[block_id].fill_(content)
+
+    def check(self, block_id: int, content: int) -> None:
+        for view in self.views:
+            self._wrong += (view[block_id] != content).any()
+
+    def idle(self) -> None:
+        """The GPU works by itself."""
+
+    def wrong(self) -> int:
+        return int(self._wrong)
+
+
+def _both_ways(backend: CudaDeviceBackend, pairs: list[BlockCopy]) -> CudaCopy:
+    """Begin to copy half of the blocks each way. The caller waits for the device afterwards."""
+    backend.to_host(pairs[::2], backend.fence())
+    return backend.to_device(pairs[1::2], backend.fence())
+
+
+def _pages(views: list[torch.Tensor]) -> list[KvPages]:
+    return merge_neighbours([KvPages(view.data_ptr(), view.stride(0), view.shape[1]) for view in views])
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    head = list(rows[0])
+    lines = [head, ["---"] * len(head), *([str(row[name]) for name in head] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def page(document: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    parts = [
+        f"# What one GPU says: {document['device']}",
+        f"```bash\n{document['command']}\n```",
+        f"{document['device']}; torch {document['torch']}, CUDA {document['cuda']}, "
+        f"Python {document['python']}; seed {document['seed']}; {document['at']}; copies by "
+        f"{document['copy_call']}. Seconds: {document['seconds']}.",
+    ]
+    for name, why in document.get("failed", {}).items():
+        parts.append(f"**Failed: {name}**: {why}")
+    if order := document.get("order"):
+        parts += ["## Order of copies and kernels", _table(order["layouts"])]
+        if order["without"]:
+            parts.append(
+                "Wrong copies without one wait. 0 means that the life cannot tell; only "
+                f"“{MAY_BE_UNSEEN}” may have it.\n\n"
+                + _table([{"wait removed": name, "wrong": wrong} for name, wrong in order["without"].items()])
+            )
+    if copies := document.get("copies"):
+        parts += ["## Copies between device and pinned host memory", _table(copies)]
+    for name, title in (
+        ("overlap", "## Work beside copies, times its duration alone"),
+        ("graph", "## A CUDA graph behind `hold_compute`, of 200 replays"),
+        ("pinning", "## Pinning"),
+    ):
+        if found := document.get(name):
+            parts += [title, _table([{"what": key, "value": value} for key, value in found.items()])]
+    if found := document.get("roofline"):
+        rows = [
+            {"constant": key, "measured": f"{value:.5g}", "shipped": f"{found['shipped'][key]:.5g}"}
+            for key, value in found["constants"].items()
+        ]
+        parts += [
+            "## Roofline of an 8B-shaped model",
+            f"Shipped: `{found['measured']['data_sheet']}`.",
+            _table(rows),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check the order of copies on a GPU and measure it.")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the page, JSON and profile")
+    parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--steps", type=int, default=100_000, help="steps of the order's lives together")
+    parser.add_argument("--limit-s", type=float, default=540.0, help="seconds for all parts, about")
+    arguments = parser.parse_args()
+    if not arguments.small and not torch.cuda.is_available():
+        sys.exit("error: torch finds no CUDA device; --small tries the kit out on the CPU")
+    torch.manual_seed(0)
+    kit = Kit(arguments.out, arguments.small, arguments.steps)
+    status = kit.run(arguments.limit_s)
+    verdict = "no byte is wrong" if not status else "LOOK AT THE PAGE"
+    print(f"written to {arguments.out / kit.name}.md; {verdict}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""Copies between the KV memory of a CUDA device and pinned host memory, ordered by streams and events.
+
+    compute stream  ── step N ──● fence ─────────────────(hold)── step N+1 ──
+    store stream                └▶ copies to host ──● done ─┘
+    load stream                 └▶ (after the saves of its slots) copies to the device ──● done
+
+The thread that runs the model never waits for a copy. To save a block that the next step overwrites, it
+calls ``to_host`` with a fence, then ``hold_compute``: the device itself waits. Only the transfer threads of
+``OffloadWorker`` wait, for copies whose end they report or whose bytes they read.
+
+Torch is imported by ``TorchCuda`` alone, so that the order can be tested without a device.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from .kv_pages import KvPages
+from .offload_jobs import BlockCopy
+
+Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+
+PIN_CHUNK_BYTES = 16 * 2**30
+"""Host memory is pinned in chunks of at most this size: drivers refuse very large ones."""
+
+
+MEMORY_PAGE_BYTES = 4096
+
+
+class CudaEvent(Protocol):
+    """A point in a stream's work, as ``torch.cuda.Event``."""
+
+    def record(self, stream: Any) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class CudaStream(Protocol):
+    """Work that the device does in order, as ``torch.cuda.Stream``."""
+
+    def wait_event(self, event: Any) -> None: ...
+
+
+class CudaRuntime(Protocol):
+    """What the backend needs of CUDA. ``TorchCuda`` is the real one."""
+
+    def compute_stream(self) -> CudaStream:
+        """Return the stream on which the calling thread runs the model."""
+
+    def new_stream(self) -> CudaStream: ...
+    def new_event(self) -> CudaEvent: ...
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        """Pin host memory. Raises ``RuntimeError``."""
+
+    def unpin(self, address: int) -> None: ...
+
+    def copy(
+        self,
+        sources: Int64Array,
+        destinations: Int64Array,
+        sizes: Int64Array,
+        stream: Any,
+        *,
+        stable_sources: bool,
+    ) -> None:
+        """Queue one copy for each address in ``sources``. ``sizes``: bytes.
+
+        ``stable_sources``: nothing writes the sources any more, so they may be read before the stream gets
+        there. Raises ``RuntimeError``.
+        """
+
+
+class CudaCopy:
+    """Copies on their way. Keeps what the device may still read until they are done."""
+
+    def __init__(self, done: CudaEvent, arrays: tuple[Int64Array, ...]) -> None:
+        self.event = done
+        self._arrays = arrays
+
+    def done(self) -> bool:
+        """Whether all bytes have arrived."""
+        return self.event.query()
+
+    def wait(self) -> None:
+        """Block the calling thread until all bytes have arrived. Raises ``RuntimeError`` from CUDA."""
+        self.event.synchronize()
+        self._arrays = ()
+
+
+class CudaDeviceBackend:
+    """KV blocks of all layers, and ``slots`` pinned host copies, each one contiguous like a block's file."""
+
+    def __init__(self, pages: Sequence[KvPages], slots: int, cuda: CudaRuntime) -> None:
+        """``pages``: in the order of the forward pass. Raises ``RuntimeError`` if host memory cannot be
+        pinned."""
+        self._cuda = cuda
+        self.block_bytes = sum(each.page_bytes for each in pages)
+        self._page_address = np.array([each.address for each in pages], np.int64)
+        self._page_stride = np.array([each.stride_bytes for each in pages], np.int64)
+        self._page_bytes = np.array([each.page_bytes for each in pages], np.int64)
+        self._offsets = np.cumsum(self._page_bytes) - self._page_bytes
+        self._host = _page_aligned(slots, self.block_bytes)
+        self._pinned = _pin(cuda, self._host)
+        self._lock = threading.Lock()
+        """A stream's wait and the copies behind it are queued together."""
+        self._store_stream = cuda.new_stream()
+        self._load_stream = cuda.new_stream()
+        self._filling: dict[int, CudaCopy] = {}
+        """Slot → the last copy into it, until that is known to be done."""
+
+    def fence(self) -> CudaEvent:
+        """Return a point behind all work that the calling thread has given to the device."""
+        event = self._cuda.new_event()
+        event.record(self._cuda.compute_stream())
+        return event
+
+    def to_host(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
+        """Begin to copy blocks of all layers once ``after`` has passed. The last copy into a slot wins."""
+        with self._lock:
+            self._store_stream.wait_event(after)
+            # Copies of one call have no order among them.
+            last = {copy.slot: copy.block_id for copy in copies}
+            blocks, slots = self._addresses(list(last.values()), list(last))
+            copy = self._queue(blocks, slots, self._store_stream, stable_sources=False)
+            self._filling.update(dict.fromkeys(last, copy))
+        return copy
+
+    def to_device(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
+        """Begin to copy blocks of all layers once ``after`` has passed and their slots are filled."""
+        with self._lock:
+            self._load_stream.wait_event(after)
+            stable = self._follow_stores([copy.slot for copy in copies])
+            blocks, slots = self._addresses(
+                [copy.block_id for copy in copies], [copy.slot for copy in copies]
+            )
+            return self._queue(slots, blocks, self._load_stream, stable_sources=stable)
+
+    def hold_compute(self, copy: CudaCopy) -> None:
+        """Make the device finish ``copy`` before any work that the calling thread gives it from now on."""
+        self._cuda.compute_stream().wait_event(copy.event)
+
+    def slot(self, slot: int) -> memoryview:
+        """Return the bytes of a slot, writable, once the last copy into it is done."""
+        with self._lock:
+            copy = self._filling.pop(slot, None)
+        if copy is not None:
+            copy.wait()
+        return memoryview(self._host[slot])
+
+    def close(self) -> None:
+        """Wait for all copies and unpin host memory."""
+        for stream in (self._store_stream, self._load_stream):
+            last = self._cuda.new_event()
+            last.record(stream)
+            last.synchronize()
+        while self._pinned:
+            self._cuda.unpin(self._pinned.pop())
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _follow_stores(self, slots: Sequence[int]) -> bool:
+        """Make loads wait for the copies into their slots. Return whether all of those are done already: only
+        then may a slot be read before the load stream gets there."""
+        filling = {copy for slot in slots if (copy := self._filling.get(slot)) is not None}
+        pending = [copy for copy in filling if not copy.done()]
+        for copy in pending:
+            self._load_stream.wait_event(copy.event)
+        if not pending:
+            for slot in slots:
+                self._filling.pop(slot, None)
+        return not pending
+
+    def _addresses(self, block_ids: list[int], slots: list[int]) -> tuple[Int64Array, Int64Array]:
+        """Return the addresses of the blocks' pages and of the slots' parts, page by page."""
+        ids, at = np.array(block_ids, np.int64), np.array(slots, np.int64)
+        pages = self._page_address[:, None] + ids[None, :] * self._page_stride[:, None]
+        parts = self._host.ctypes.data + at[None, :] * self.block_bytes + self._offsets[:, None]
+        return pages.ravel(), parts.ravel()
+
+    def _queue(
+        self, sources: Int64Array, destinations: Int64Array, stream: CudaStream, *, stable_sources: bool
+    ) -> CudaCopy:
+        sizes = np.repeat(self._page_bytes, len(sources) // len(self._page_bytes))
+        self._cuda.copy(sources, destinations, sizes, stream, stable_sources=stable_sources)
+        done = self._cuda.new_event()
+        done.record(stream)
+        return CudaCopy(done, (sources, destinations, sizes))
+
+
+class TorchCuda:
+    """CUDA through torch. Any thread may use it."""
+
+    def __init__(self, device: Any, batch_copy: Callable[[Any, Any, Any, bool], None]) -> None:
+        """``batch_copy``: vLLM's ``swap_blocks_batch``, or a function like it: source and destination
+        addresses and sizes as int64 tensors, and whether sources are stable. It uses the current stream."""
+        import torch
+
+        self._torch = torch
+        self._device = torch.device(device)
+        self._batch_copy = batch_copy
+
+    def compute_stream(self) -> Any:
+        return self._torch.cuda.current_stream(self._device)
+
+    def new_stream(self) -> Any:
+        # A low priority: where copies need the device's processors at all, the model goes first.
+        return self._torch.cuda.Stream(self._device, priority=0)
+
+    def new_event(self) -> Any:
+        # A thread that waits sleeps: it must not take a core from the thread that runs the model.
+        return self._torch.cuda.Event(blocking=True)
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        cuda = self._torch.cuda
+        cuda.check_error(cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+
+    def unpin(self, address: int) -> None:
+        self._torch.cuda.cudart().cudaHostUnregister(address)
+
+    def copy(
+        self,
+        sources: Int64Array,
+        destinations: Int64Array,
+        sizes: Int64Array,
+        stream: Any,
+        *,
+        stable_sources: bool,
+    ) -> None:
+        torch = self._torch
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            addresses = torch.from_numpy(sources), torch.from_numpy(destinations)
+            self._batch_copy(*addresses, torch.from_numpy(sizes), stable_sources)
+
+
+def _page_aligned(slots: int, slot_bytes: int) -> np.ndarray[Any, Any]:
+    """Return ``slots`` rows of bytes that begin at a page of memory. The system provides pages at their first
+    write or when they are pinned."""
+    raw = np.empty(slots * slot_bytes + MEMORY_PAGE_BYTES, np.uint8)
+    start = -raw.ctypes.data % MEMORY_PAGE_BYTES
+    return raw[start : start + slots * slot_bytes].reshape(slots, slot_bytes)
+
+
+def _pin(cuda: CudaRuntime, host: np.ndarray[Any, Any]) -> list[int]:
+    """Pin all of ``host`` and return the addresses of its chunks.
+
+    A chunk ends with a slot and with a page of memory: no copy of a slot crosses chunks, and no page is
+    pinned twice. Raises ``RuntimeError``; nothing stays pinned then.
+    """
+    slots, slot_bytes = host.shape
+    unit = MEMORY_PAGE_BYTES // math.gcd(slot_bytes, MEMORY_PAGE_BYTES)
+    chunk_slots = max(unit, PIN_CHUNK_BYTES // slot_bytes // unit * unit)
+    pinned: list[int] = []
+    for start in range(0, slots, chunk_slots):
+        address = host.ctypes.data + start * slot_bytes
+        try:
+            cuda.pin(address, min(chunk_slots, slots - start) * slot_bytes)
+        except RuntimeError:
+            for each in pinned:
+                cuda.unpin(each)
+            raise
+        pinned.append(address)
+    return pinned

@@ -1,0 +1,90 @@
+"""Where KV blocks lie in a worker's memory: one or more rows of equally spaced pages for each layer.
+
+vLLM orders the dimensions of a KV cache as the attention backend needs them: layers may be interleaved
+within a block, attention heads may lie outside the block, and a block may consist of several kernel blocks. A
+page is the run of consecutive bytes that one block occupies in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+
+class UnsupportedKvCaches(RuntimeError):
+    """The engine's KV tensors have an unexpected device, shape or layout."""
+
+
+class KvPages(NamedTuple):
+    """The pages of all blocks in one place: block ``b``'s begins at ``address + b * stride_bytes``."""
+
+    address: int
+    stride_bytes: int
+    page_bytes: int
+
+
+def page_views(name: str, cache: Any, blocks: int) -> list[Any]:
+    """Return views of one layer's KV tensor as bytes, each of shape ``(blocks, page bytes)``.
+
+    ``cache``: a torch tensor whose first dimension is the block, or kernel blocks that subdivide it equally.
+    There is one view unless the layout places another dimension outside the block, such as the heads.
+    Raises ``UnsupportedKvCaches`` if a block's bytes in one place are not consecutive.
+    """
+    import torch
+
+    shape, strides, item_bytes = tuple(cache.shape), cache.stride(), cache.element_size()
+    if not shape or shape[0] == 0 or shape[0] % blocks:
+        raise UnsupportedKvCaches(
+            f"layer {name}: KV of shape {shape} and strides {strides}; expected {blocks} blocks"
+        )
+    grouped = cache.unflatten(0, (blocks, -1))
+    block_stride = grouped.stride(0)
+    inner = [
+        (stride, length)
+        for stride, length in zip(grouped.stride()[1:], grouped.shape[1:], strict=True)
+        if length > 1
+    ]
+    outside = [(stride, length) for stride, length in inner if stride >= block_stride and blocks > 1]
+    page_items = 1
+    for stride, length in sorted(each for each in inner if each not in outside):
+        if stride != page_items:
+            raise UnsupportedKvCaches(
+                f"layer {name}: KV of shape {shape} and strides {strides}; "
+                "expected blocks without gaps or overlaps"
+            )
+        page_items *= length
+    if blocks > 1 and page_items > block_stride:
+        raise UnsupportedKvCaches(
+            f"layer {name}: KV of shape {shape} and strides {strides}; blocks overlap each other"
+        )
+    starts = [sum(at) for at in product(*([stride * n for n in range(length)] for stride, length in outside))]
+    size = (blocks, page_items * item_bytes)
+    return [
+        torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
+            cache.untyped_storage(),
+            (cache.storage_offset() + start) * item_bytes,
+            size,
+            (max(block_stride, page_items) * item_bytes, 1),
+        )
+        for start in sorted(starts)
+    ]
+
+
+def merge_neighbours(pages: Sequence[KvPages]) -> list[KvPages]:
+    """Return the same bytes in the same order with as few pages as possible.
+
+    Layers interleaved within a block are neighbours: one copy moves the block of all of them.
+    """
+    merged: list[KvPages] = []
+    for each in pages:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.stride_bytes == each.stride_bytes
+            and last.address + last.page_bytes == each.address
+            and last.page_bytes + each.page_bytes <= last.stride_bytes
+        ):
+            merged[-1] = last._replace(page_bytes=last.page_bytes + each.page_bytes)
+        else:
+            merged.append(each)
+    return merged

@@ -1,0 +1,135 @@
+"""CUDA's streams and events without a device: the test decides when queued work runs, in any allowed order.
+
+Copies move real bytes between numpy arrays by address. Unstable sources are read when the stream gets to the
+copy; stable ones when the copy is queued, the earliest moment that CUDA allows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.passed = True  # as CUDA: an event never recorded has passed
+
+    def record(self, stream: FakeStream) -> None:
+        with self.cuda.lock:
+            self.passed = False
+            stream.work.append(self)
+
+    def query(self) -> bool:
+        with self.cuda.lock:
+            return self.passed
+
+    def synchronize(self) -> None:
+        with self.cuda.lock:
+            while not self.passed:
+                assert self.cuda.run_one(), "the event can never pass"
+
+
+class FakeStream:
+    """Its work: events to pass, ``("wait", event)``, and functions to call."""
+
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda = cuda
+        self.name = name
+        self.work: deque[FakeEvent | tuple[str, FakeEvent] | Callable[[], None]] = deque()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        with self.cuda.lock:
+            self.work.append(("wait", event))
+
+    @property
+    def runnable(self) -> bool:
+        if not self.work:
+            return False
+        head = self.work[0]
+        return not (isinstance(head, tuple) and not head[1].passed)
+
+
+class FakeCuda:
+    """One device. The model's thread computes on ``compute``."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.lock = threading.RLock()
+        self.compute = FakeStream(self, "compute")
+        self.streams = [self.compute]
+        self.pinned: dict[int, int] = {}
+        self.fails_next = False
+        self.copies = 0
+
+    # -- CudaRuntime
+
+    def compute_stream(self) -> FakeStream:
+        return self.compute
+
+    def new_stream(self) -> FakeStream:
+        self.streams.append(FakeStream(self, f"copy{len(self.streams)}"))
+        return self.streams[-1]
+
+    def new_event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        for start, size in self.pinned.items():
+            pages = range(start // 4096, -(-(start + size) // 4096))
+            assert address // 4096 not in pages, "a page is pinned twice"
+        self.pinned[address] = size_bytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+    def copy(self, sources: Any, destinations: Any, sizes: Any, stream: Any, *, stable_sources: bool) -> None:
+        with self.lock:
+            if self.fails_next:
+                self.fails_next = False
+                raise RuntimeError("the driver refuses")
+            self.copies += 1
+            parts = list(zip(sources.tolist(), destinations.tolist(), sizes.tolist(), strict=True))
+            self.draw.shuffle(parts)
+            for source, destination, size in parts:
+                if stable_sources:
+                    content = ctypes.string_at(source, size)
+                    stream.work.append(lambda d=destination, c=content: ctypes.memmove(d, c, len(c)))
+                else:
+                    stream.work.append(lambda s=source, d=destination, n=size: ctypes.memmove(d, s, n))
+
+    # -- the test's side
+
+    def kernel(self, run: Callable[[], None]) -> None:
+        """Queue work of the model."""
+        with self.lock:
+            self.compute.work.append(run)
+
+    def run_one(self) -> bool:
+        """Run one piece of work of any stream that need not wait; ``False``: there is none."""
+        with self.lock:
+            ready = [stream for stream in self.streams if stream.runnable]
+            if not ready:
+                return False
+            head = self.draw.choice(ready).work.popleft()
+            if isinstance(head, FakeEvent):
+                head.passed = True
+            elif callable(head):
+                head()
+            return True
+
+    def run_some(self, most: int) -> None:
+        """Run at most ``most`` pieces of work."""
+        for _ in range(self.draw.randrange(most + 1)):
+            if not self.run_one():
+                return
+
+    def run_all(self) -> None:
+        """Run all that can run. Asserts that nothing waits for ever."""
+        while self.run_one():
+            pass
+        assert not any(stream.work for stream in self.streams), "work waits for an event that never passes"
