@@ -1,5 +1,6 @@
 """Policies of engines, gateways and prefill/decode fleets, and the presets that name them.
 
-One folder per question, with its protocol and policies. A policy is pure: a frozen view and ``now`` in, a
-decision out. Imports ``programs`` only. Start at ``policy_protocols`` and ``preset``.
+Each folder answers one question: it has a protocol, and the policies that implement it. A policy is pure: a
+frozen view and ``now`` in, a decision out. Imports ``programs`` only. Start at ``policy_protocols`` and
+``preset``.
 """

@@ -54,13 +54,13 @@ _PRESETS = PresetStore("cluster_presets", "cluster policy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPreset:
-    """One policy for each question, and two numbers that they share."""
+    """One policy for each question of the gateway, and two numbers that these policies share."""
 
     name: str
     paper: str
-    """The paper and sections it follows, or its purpose."""
+    """The paper and sections that the preset follows, or its purpose."""
     engine: str
-    """The engine preset it was made for; ``stock`` for plain vLLM."""
+    """The engine preset for its engines; ``stock`` for plain vLLM."""
     routing: RoutingPolicy
     stealing: StealingPolicy
     sharing: SharePolicy
@@ -83,16 +83,18 @@ def load_cluster_preset(name: str) -> ClusterPreset:
 
 
 def read_cluster_preset(path: Path, *, allowed_modules: str = "") -> ClusterPreset:
-    """Read a cluster preset file, which may name classes of its own. Raises ``PresetError``.
+    """Read a cluster preset file, which may name policy classes in Python files beside it. Raises
+    ``PresetError``.
 
-    ``allowed_modules``: installed packages that may have them too (``custom_class_loader``).
+    ``allowed_modules``: installed packages whose classes it may name too (``custom_class_loader``).
     """
     own = custom_class_loader(path.parent, allowed_modules)
     return parse_cluster_preset(read_preset_text(path), source=str(path), own=own)
 
 
 def parse_cluster_preset(text: str, *, source: str, own: CustomClassLoader | None = None) -> ClusterPreset:
-    """Build a cluster preset from TOML; ``extends = "NAME"`` starts from a shipped one.
+    """Build a cluster preset from TOML; ``extends = "NAME"`` starts from a shipped preset. ``source`` names
+    the text in errors, ``own`` loads classes named as ``module:Class``.
 
     Raises ``PresetError``.
     """

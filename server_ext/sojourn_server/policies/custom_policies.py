@@ -1,8 +1,8 @@
 """Policies of the operator's own: a preset file may name a class in a Python file next to it.
 
-Only a preset file on the operator's machine may do so. A preset from another source, such as a recording,
-imports nothing. A module from elsewhere is imported only where the operator allows it by name, and a class is
-instantiated only if it defines the methods of its protocol: a preset file alone runs no code.
+Only a preset file on the operator's machine may name such a class. A preset from another source, such as a
+recording, imports nothing. A module from another folder is imported only if the operator allows it by name,
+and a class is instantiated only if it defines the methods of its protocol: a preset file alone runs no code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CustomPolicyError(ValueError):
 
 
 def custom_class_loader(folder: Path, allowed: str = "") -> CustomClassLoader:
-    """A loader of ``module:Class`` from ``folder/module.py``, else from an allowed installed package.
+    """A loader of ``module:Class`` from ``folder/module.py``, or else from an allowed installed package.
 
     ``allowed`` names packages or modules, separated by commas; a package includes its modules. Modules of the
     standard library are refused, and nothing is imported to refuse a module.
@@ -50,7 +50,7 @@ def custom_class_loader(folder: Path, allowed: str = "") -> CustomClassLoader:
 def check_defines_methods(policy_class: type, protocol: type, question: str, place: str) -> None:
     """Raise ``CustomPolicyError`` if a class lacks a method of its protocol. Creates no instance.
 
-    Data of the protocol may be set by ``__init__``; ``check_implements_protocol`` looks for it later.
+    ``__init__`` may set the protocol's data attributes; ``check_implements_protocol`` checks them later.
     """
     methods = [name for name, value in vars(protocol).items() if name[0] != "_" and callable(value)]
     if any(not callable(getattr(policy_class, name, None)) for name in methods):

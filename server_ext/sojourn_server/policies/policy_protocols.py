@@ -1,7 +1,7 @@
-"""The questions of an engine's preset: one protocol each. A frozen view and ``now`` in, a decision out.
+"""One protocol for each question of an engine's preset: a frozen view and ``now`` in, a decision out.
 
 A policy reads no clock, does no I/O and knows no engine, so the same object runs in vLLM, in the gateway and
-in the simulator. A policy that cannot decide returns a value for it and raises nothing.
+in the simulator. A policy that cannot decide returns the value that its protocol names, and raises nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class DecisionReason(str, Enum):
-    """Why a decision was taken. The decision log records it."""
+    """Why a decision was made. The decision log records it."""
 
     NO_TOOL_CALL = "no_tool_call"
     FINAL_TURN = "final_turn"
@@ -80,7 +80,7 @@ class RetentionDecision(NamedTuple):
 
 
 class RetentionPolicy(Protocol):
-    """How long to keep the KV of a turn that has just ended in a tool call."""
+    """How long to keep the KV of a turn that has just ended."""
 
     def keep(self, turn: FinishedTurnView, now: float) -> RetentionDecision: ...
 
@@ -88,10 +88,11 @@ class RetentionPolicy(Protocol):
 class AdmissionPolicy(Protocol):
     """Whether a program that holds no KV is admitted now.
 
-    ``gates`` False: every program is admitted. ``reserves_prompt_blocks``: blocks that running requests still
-    need for their prompts do not count as free. ``forecasts``: the scheduler asks for every request of a
-    program, also for preempted requests and for those with a lease, and fills the demand forecast in the
-    view."""
+    ``gates`` False: every program is admitted, and the policy is never asked. ``reserves_prompt_blocks``:
+    blocks that running requests still need for their prompts do not count as free. ``forecasts``: the
+    scheduler asks for every request of a program, also for preempted requests and for those with a lease, and
+    fills the demand forecast in the view.
+    """
 
     gates: bool
     reserves_prompt_blocks: bool
@@ -106,9 +107,10 @@ class QueueOrderPolicy(Protocol):
     def key(self, request: WaitingRequestView) -> tuple[float, ...]: ...
 
     def promoted_s(self, request: WaitingRequestView) -> float:
-        """Engine time at which waiting alone moves the request to the front; ``inf``: never.
+        """Engine time at which the request moves to the front because it has waited long enough; ``inf``:
+        never.
 
-        From then on its key changes, and the time it waited and ran before then no longer counts.
+        From then on its key changes, and the time that it waited and ran before no longer counts.
         """
         ...
 
@@ -132,9 +134,9 @@ class VictimPolicy(Protocol):
 class EvictionPolicy(Protocol):
     """The order in which cached blocks of programs are evicted: ascending ``score``.
 
-    ``by_program`` False keeps the engine's least-recently-used order. ``standing`` is computed when something
-    happens to a program, and stored. ``score`` converts a standing to the present scale; all scores are
-    recomputed when the scale changes.
+    ``by_program`` False keeps the engine's least-recently-used order. ``standing`` is computed at a program's
+    events, and stored. ``score`` converts a stored standing to the present scale; all scores are recomputed
+    when the scale changes.
     """
 
     by_program: bool
@@ -145,7 +147,8 @@ class EvictionPolicy(Protocol):
 
 
 class WorkflowPredictionPolicy(Protocol):
-    """What follows a turn. ``looks`` False: workflows are neither recorded nor predicted."""
+    """Predicts the next step of a program after a turn. ``looks`` False: workflows are neither recorded nor
+    predicted."""
 
     looks: bool
 

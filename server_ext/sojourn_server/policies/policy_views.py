@@ -14,7 +14,7 @@ from .placement.placement_views import Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedTurnView:
-    """A turn that has just finished. Retention: how long to keep its KV?"""
+    """A turn that has just finished. Question ``retention``: how long is its KV kept?"""
 
     program_id: ProgramId
     tool: str | None
@@ -31,12 +31,12 @@ class FinishedTurnView:
     hinted_ttl_s: float | None = None
     """The TTL that the client asked for, within its bounds; ``None``: the client did not ask."""
     chunked_reload_s: float = 0.0
-    """Seconds to recompute this context in chunks of one engine step each, every chunk as if it ran alone:
-    the delay this causes for other requests."""
+    """Seconds to recompute this context in chunks of one engine step each, summed as if every chunk ran
+    alone: the delay that recomputing causes for other requests."""
     host_reload_s: float | None = None
     """Seconds to copy this context back from host memory; ``None``: no host tier."""
     running_tokens: int = 0
-    """Prompt tokens of the requests that run now, without this one."""
+    """Prompt tokens of the running requests, without this one."""
     goes_on: float | None = None
     """Probability that another turn follows; ``None``: unknown, or the preset does not predict workflows."""
     used_share: float | None = None
@@ -44,15 +44,15 @@ class FinishedTurnView:
 
 
 class WaitingRequestView(NamedTuple):
-    """A request in the waiting queue. Order: which request is next?"""
+    """A request in the waiting queue. Question ``order``: which request is next?"""
 
     preempted: bool
     leased: bool
-    """Its program has a lease."""
+    """Whether the request's program has a lease."""
     program_rank: int
-    """Order of the program's first arrival; of its own arrival for a request without a program."""
+    """Rank of the program by its first arrival; of the request's own arrival if it has no program."""
     arrival: int
-    """Order of the request's own arrival."""
+    """Rank of the request by its own arrival."""
     attained_s: float = 0.0
     """Seconds that the program's requests had run when this one arrived."""
     ran_s: float = 0.0
@@ -60,84 +60,86 @@ class WaitingRequestView(NamedTuple):
     waited_s: float = 0.0
     """Seconds that the program's requests have waited in this queue, without the present wait."""
     arrived_s: float = 0.0
-    """Engine time of its arrival."""
+    """Engine time at which the request arrived."""
     since_s: float = 0.0
-    """Engine time at which the present wait began; later than the arrival if it was preempted."""
+    """Engine time at which its present wait began; later than the arrival if the request was preempted."""
     now_s: float = 0.0
     """Engine time of this snapshot."""
 
 
 class LeaseView(NamedTuple):
-    """A lease. Reclaim: which lease ends early when blocks run short?"""
+    """A lease. Question ``room``: which lease ends early when blocks run short?"""
 
     program_id: ProgramId
     program_rank: int
     expires_s: float
-    """Engine time; in the past for a lease that only waits for its program to be scheduled."""
+    """Engine time of expiry; in the past for a lease that is kept until its program's request is
+    scheduled."""
     blocks: int
     reload_s: float
     waiting: bool
-    """A request of the program is in the waiting queue."""
+    """Whether a request of the program is in the waiting queue."""
     score: tuple[float, ...] = ()
-    """The program's place in the eviction order, lowest first; empty if the preset does not order by
+    """The program's place in the eviction order, lowest evicted first; empty if the preset does not order by
     program."""
     hinted: bool = False
-    """Its client chose the TTL."""
+    """Whether the client chose the TTL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReclaimRequest:
-    """A request for blocks: which program needs how many."""
+    """A request for blocks."""
 
     program_id: ProgramId | None
     program_rank: int
     blocks: int
-    """Missing blocks, an upper estimate."""
+    """Number of missing blocks, an upper estimate."""
     running: bool
-    """The request already runs; without these blocks another request is preempted."""
+    """Whether the request runs already: without these blocks another request is preempted."""
     anything_running: bool
     """False: the engine is idle until blocks are freed."""
     idle_s: float = 0.0
     """Seconds for which nothing has run although a request waited; 0 if something runs."""
     overdue: bool = False
-    """Whether it has waited so long that it may take any lease, whatever the policy is."""
+    """Whether the request has waited so long that every policy must give up leases for it."""
 
 
 class RunningRequestView(NamedTuple):
-    """A running request. Victim: which request to preempt? Also the input of demand forecasts."""
+    """A running request. Question ``victim``: which request is preempted? Also the input of demand
+    forecasts."""
 
     request_id: str
     program_rank: int
     position: int
-    """Index in the engine's running list; the engine's own victim is the last."""
+    """Index in the engine's running list; the engine's own choice is the last one."""
     blocks: int
     """Blocks of the request, shared ones included."""
     attained_s: float = 0.0
-    """Seconds that the program's requests had run when this one arrived."""
+    """Seconds that the program's requests had run when this request arrived."""
     ran_s: float = 0.0
     """Seconds that this request has run."""
     context_tokens: int = 0
-    """Tokens whose KV it needs now: its prompt, computed or not, and its output so far."""
+    """Tokens whose KV the request needs now: its prompt, computed or not, and its output so far."""
     output_tokens: int = 0
     """Output tokens so far."""
     most_tokens: int = 0
     """Maximum number of further output tokens."""
     remaining: tuple[float, ...] | None = None
-    """Equally likely numbers of output tokens still to come, ascending; ``None``: unknown."""
+    """Equally likely numbers of tokens still to generate, ascending; ``None``: unknown."""
     preemptions: int = 0
     """Number of its preemptions."""
     stayed_tokens: int = 0
-    """Output tokens since it was last admitted."""
+    """Output tokens since its last admission."""
     recover_s: float = 0.0
-    """Seconds until it can continue after a preemption: the cheaper of recomputing and copying."""
+    """Seconds to restore its KV after a preemption: the cheaper of recomputing and copying."""
     of_program: bool = False
-    """Whether it belongs to a program, so that there may be hints."""
+    """Whether the request belongs to a program, so that hints are possible."""
     freed_blocks: int | None = None
-    """Blocks that its preemption would free, because no other request uses them; ``None``: all."""
+    """Blocks that preempting this request would free, because no other request uses them; ``None``: all."""
 
     @property
     def shared_blocks(self) -> int:
-        """Blocks that stay in use by other requests when this one is preempted."""
+        """Number of its blocks that other requests use too: preempting this request does not free them."""
         return 0 if self.freed_blocks is None else self.blocks - self.freed_blocks
 
 
@@ -150,11 +152,11 @@ class BlockShortage(NamedTuple):
     """Blocks available to all running requests, shared ones counted for each; 0: unknown."""
     block_size: int = 16
     step_s: float = 0.0
-    """Recent seconds per engine step; 0: unknown."""
+    """Seconds per recent engine step; 0: unknown."""
 
 
 class ProgramGrowthView(NamedTuple):
-    """A program that holds KV, as admission forecasts its growth."""
+    """A program that holds KV, and the data to forecast its growth."""
 
     turns: int
     first_prompt_tokens: int
@@ -170,7 +172,7 @@ class AdmissionView:
     need_blocks: int
     """Blocks of its prompt, an upper estimate."""
     free_blocks: int
-    """Free blocks, plus those of later programs' leases, which can be reclaimed. Without the blocks that
+    """Free blocks, plus blocks leased to later programs, which can be reclaimed; minus the blocks that
     running requests still need for their prompts if the policy ``reserves_prompt_blocks``."""
     pool_blocks: int
     block_size: int
@@ -179,7 +181,7 @@ class AdmissionView:
     anything_running: bool
     """False: the engine is idle unless this program is admitted."""
     earlier: tuple[ProgramGrowthView, ...]
-    """Programs that arrived earlier and hold KV, running or leased."""
+    """Programs with KV that arrived before this one, running or leased."""
     observed_turns: int
     mean_growth_tokens: float
     """Mean growth of a context per turn."""
@@ -189,7 +191,7 @@ class AdmissionView:
     idle_s: float = 0.0
     """Seconds for which nothing has run although a request waited; 0 if something runs."""
     own: RunningRequestView | None = None
-    """The request itself as it would run; set if the policy ``forecasts``."""
+    """The request as it would run; set if the policy ``forecasts``."""
     needed_blocks: tuple[float, ...] = ()
     """Demand of the running requests at each of ``kv_demand.STEP_POINTS``; set if the policy
     ``forecasts``."""
@@ -198,21 +200,22 @@ class AdmissionView:
 
 
 class EvictionCandidateView(NamedTuple):
-    """A program that owns cached blocks. Eviction: which blocks go first?"""
+    """A program that owns cached blocks. Question ``eviction``: which blocks are evicted first?"""
 
     program_rank: int
     over: bool
     last_turn_s: float
     blocks: int = 0
-    """Cached blocks that its last turn left, reused ones included."""
+    """Number of cached blocks that its last turn used, reused ones included."""
     wanted: bool = False
-    """A request of the program is in the engine."""
+    """Whether a request of the program is in the engine."""
     p_reuse: float | None = None
     """Probability that its next prompt reuses its context, times the reused share; ``None``: unknown."""
     tier: Tier = Tier.DEVICE
     """The tier its KV belongs in."""
     in_abandoned_branch: bool = False
-    """Its newest turn did not use these blocks; ``last_turn_s`` and ``blocks`` describe the branch."""
+    """Whether these are blocks that its newest turn did not use; ``last_turn_s`` and ``blocks`` then describe
+    the branch."""
 
 
 class EvictionScoreScale(NamedTuple):
@@ -221,7 +224,7 @@ class EvictionScoreScale(NamedTuple):
     longest_gap_s: float = 0.0
     """τ_max: the longest recent gap between two turns; seconds."""
     most_blocks: float = 0.0
-    """size_max: the most blocks that a program left recently."""
+    """size_max: the most blocks that one program left recently."""
     branch_reuse: float = 1.0
     """Share of the blocks in abandoned branches that is used again before eviction."""
 
@@ -235,26 +238,27 @@ class AbandonedBranch(NamedTuple):
 
 
 class WorkflowStepView(NamedTuple):
-    """A turn that has just ended. Workflow prediction: what follows?"""
+    """A turn that has just ended. Question ``foresight``: what does the program do next?"""
 
     final: bool = False
-    """The client said that no request follows."""
+    """Whether the client said that no request follows."""
     steps_left: float | None = None
     """Number of turns that the client expects to follow; ``None``: not given."""
     declared: tuple[tuple[str, float], ...] = ()
     """Successors of the current node with their probabilities, from the client's declared graph."""
     hints_reliable: bool = True
-    """Hints for programs of this type have been accurate enough so far."""
+    """Whether hints for programs of this type have been accurate enough so far."""
     inferred: tuple[tuple[str, float], ...] = ()
-    """Observed successors in programs of this type, most likely first; ``sojourn.aeg.END`` is the end."""
+    """Observed successors of the current node in programs of this type, with their probabilities, most likely
+    first; ``sojourn.aeg.END`` is the end."""
     tasks: int = 0
     """Number of finished programs of this type."""
     calls_tool: bool = False
-    """The turn ended in a tool call, seen in its output or named by the client."""
+    """Whether the turn ended in a tool call, seen in its output or named by the client."""
 
 
 class PrefetchView(NamedTuple):
-    """A program whose tool runs. Prefetch: when is its prefix needed?"""
+    """A program whose tool runs. Question ``prefetch``: when is its prefix needed?"""
 
     successor: str
     """The most likely next step."""
@@ -263,4 +267,4 @@ class PrefetchView(NamedTuple):
     tool_durations_s: Sequence[float]
     """Earlier durations of this tool, ascending; of all tools if this one is new."""
     reload_s: float
-    """Seconds to copy the context back from the tier below; 0: there is none."""
+    """Seconds to copy the context back from the tier below; 0: no such tier."""

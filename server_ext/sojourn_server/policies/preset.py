@@ -124,11 +124,11 @@ _PRESETS = PresetStore("presets", "policy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """One policy for each question."""
+    """One policy for each question of an engine."""
 
     name: str
     paper: str
-    """The paper and sections it follows, or its purpose."""
+    """The paper and sections that the preset follows, or its purpose."""
     retention: RetentionPolicy
     entry: AdmissionPolicy
     order: QueueOrderPolicy
@@ -162,7 +162,7 @@ def preset_text(name: str) -> str:
 def read_preset(path: Path, *, allowed_modules: str = "") -> Preset:
     """Read a preset file. It may name policy classes (``module:Class``) in Python files beside it.
 
-    ``allowed_modules``: installed packages whose classes it may name too. Raises ``PresetError``.
+    ``allowed_modules``: installed packages whose classes the file may name too. Raises ``PresetError``.
     """
     own = custom_class_loader(path.parent, allowed_modules)
     return parse_preset(read_preset_text(path), source=str(path), own=own)
@@ -171,8 +171,8 @@ def read_preset(path: Path, *, allowed_modules: str = "") -> Preset:
 def parse_preset(text: str, *, source: str, own: CustomClassLoader | None = None) -> Preset:
     """Build a preset from TOML. ``extends = "NAME"`` starts from a shipped preset.
 
-    ``own`` loads classes named as ``module:Class``; without it, only shipped classes are imported. Raises
-    ``PresetError``.
+    ``source`` names the text in errors. ``own`` loads classes named as ``module:Class``; without it, only
+    shipped classes are imported. Raises ``PresetError``.
     """
     document = _PRESETS.document(text, source, (field.name for field in fields(Preset)))
     policies = {question: _REGISTRY.build(question, document, source, own) for question in POLICY_CLASSES}

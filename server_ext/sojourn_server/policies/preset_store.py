@@ -32,12 +32,13 @@ class PolicyRegistry:
     protocols: Mapping[str, type]
     """Question → the protocol that its policies implement."""
     unasked: Mapping[str, str] = field(default_factory=dict)
-    """Question → the policy of presets that do not name one."""
+    """Question → the policy of presets that name none for it."""
 
     def build(
         self, question: str, document: Mapping[str, Any], source: str, own: CustomClassLoader | None
     ) -> Any:
-        """Build the policy that a document names for a question. ``own`` loads ``module:Class``.
+        """Build the policy that ``document`` names for a question. ``source`` names the document in errors;
+        ``own`` loads ``module:Class``.
 
         Raises ``PresetError``.
         """
@@ -87,7 +88,7 @@ class PresetStore:
 
     folder: str
     what: str
-    """The kind's name in error messages."""
+    """Name of the kind in error messages."""
 
     def names(self) -> list[str]:
         """The names of the presets, sorted."""
@@ -106,7 +107,8 @@ class PresetStore:
         return (files(__package__) / self.folder / f"{name}.toml").read_text(encoding="utf-8")
 
     def document(self, text: str, source: str, known: Iterable[str]) -> dict[str, Any]:
-        """Parse a TOML text with ``known`` keys; ``extends = "NAME"`` starts from a shipped preset.
+        """Parse a TOML text in which only the keys ``known`` are allowed; ``extends = "NAME"`` starts from a
+        shipped preset.
 
         Raises ``PresetError``.
         """
@@ -142,13 +144,13 @@ def read_preset_text(path: Path) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'NAME'?`` or nothing."""
+    """The end of an error message: ``; did you mean 'NAME'?``, or "" without a similar name."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def number_option(document: Mapping[str, Any], key: str, default: float, source: str) -> float:
-    """A number in a document. Raises ``PresetError`` for any other type."""
+    """The number at ``key`` of a document. Raises ``PresetError`` for any other type."""
     value = document.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise PresetError(f"{source}: {key} is {value!r}; expected a number")

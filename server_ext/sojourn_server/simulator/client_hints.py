@@ -1,6 +1,6 @@
 """Hints of a simulated client: the context of each request, and client events.
 
-The server receives nothing else: no length, duration or turn of the future.
+The server receives no other data of a program: no future length, duration or turn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class ClientHistory:
         self._transitions = Transitions()
 
     def steps_left(self, agent_type: str, turn: int) -> float | None:
-        """Expected turns after turn ``turn`` (from 1); ``None`` with too few finished programs."""
+        """Expected number of turns after turn ``turn`` (the first is 1); ``None`` with too few finished
+        programs."""
         return self._transitions.turns_left(agent_type, turns=turn, node=AGENT_NODE)
 
     def observe_end(self, agent_type: str, turns: int) -> None:
@@ -41,7 +42,7 @@ class ClientHistory:
 
 
 BATCH_LINGER_S = 0.005
-"""Time that the emitter waits for further events (``linger_s`` of ``sojourn.emitter``)."""
+"""Seconds that the emitter waits for further events (``linger_s`` of ``sojourn.emitter``)."""
 EVENT_SEND_DELAY_S = POLL_EVERY_S / 2 + BATCH_LINGER_S
 """Mean delay before an event is sent: half of the emitter's poll interval, plus the linger time. An earlier
 request of the same program carries the event."""

@@ -28,11 +28,12 @@ class VirtualClock:
 
 
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...], "deque[Event] | None", bool]
-"""(virtual seconds, sequence number, callback, its arguments, FIFO that the event heads, background)"""
+"""(due time in virtual seconds, sequence number, callback, its arguments, FIFO whose first event this is or
+``None``, whether it is a background event)"""
 
 
 class EventQueue:
-    """Callbacks due at a virtual time; ties run in the order of scheduling.
+    """Callbacks with due times in virtual seconds; equal due times run in the order of scheduling.
 
     ``now_s`` is the due time of the running event.
     """
@@ -44,13 +45,15 @@ class EventQueue:
         self._foreground_events = 0
 
     def at(self, at_s: float, call: Callable[..., None], *args: Any, background: bool = False) -> None:
-        """Schedule ``call(*args)``. Background events (ticks, samples) do not keep a simulation going."""
+        """Schedule ``call(*args)`` for ``at_s``. Background events (ticks, samples) do not keep a simulation
+        running."""
         self._count = count = self._count + 1
         heappush(self._events, (at_s, count, call, args, None, background))
         self._foreground_events += not background
 
     def in_line(self, line: deque[Event], at_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Schedule after every event of the FIFO ``line``; ``at_s`` must not be before theirs.
+        """Schedule ``call(*args)`` for ``at_s`` at the end of the FIFO ``line``; its earlier events are due
+        no later.
 
         The heap holds only the first event of each FIFO: a small heap stays in the processor's cache.
         """

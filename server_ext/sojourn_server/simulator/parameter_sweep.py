@@ -1,4 +1,4 @@
-"""Parameter sweeps: one number of a run at several values, under every policy."""
+"""Parameter sweeps: several values of one number of a run, each under every policy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SWEEP_PARAMETERS = {
         SweepParameter("replicas", "replicas", "replicas behind a gateway", whole=True),
     )
 }
-"""Fields whose larger values cost more, or are more work."""
+"""Fields that can be swept. Larger values cost more, or mean more work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class ParameterSweep:
     values: tuple[float, ...]
 
     def specs(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
-        """Each of ``specs`` at every value: values outermost, policies in their order.
+        """The sweep's specifications: for each value in turn, all of ``specs`` with that value.
 
         A policy that does not use the field has the same specification at all values, and ``run_suite`` runs
         it once. Raises ``SweepError`` if no policy uses the field, and ``PolicyError``.
@@ -85,7 +85,7 @@ class ParameterSweep:
         return [self._at(spec, value) for value in self.values for spec in specs]
 
     def label(self, spec: RunSpec) -> str:
-        """Name of a run in progress bars; ``RunSpec.label`` is the same for all values."""
+        """Name of a run in progress bars, with the swept value, which ``RunSpec.label`` leaves out."""
         if not self._affects(spec):
             return spec.policy
         return f"{spec.policy} @ {self.field.name} {getattr(spec, self.field.name):g}"

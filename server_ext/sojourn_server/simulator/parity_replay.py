@@ -1,7 +1,7 @@
 """Parity: a scheduler rebuilt from a recording must give the recorded answers to the recorded events.
 
-Parity makes simulated results valid for the engine: the same objects decide the same for the same input. No
-module here imports the engine; its answers are in the recording.
+Parity makes simulated results valid for the engine: the same policy objects make the same decisions for the
+same input. No module here imports the engine: its answers are in the recording.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ParityDifference:
     """First difference between a recording and its replay."""
 
     line: int
-    """Line of the recording, counted from 1, the header."""
+    """Line number in the recording; the header is line 1."""
     at_s: float | None
     """Time on the engine's clock; None for a record without a time."""
     op: str
@@ -67,8 +67,8 @@ class ParityDifference:
 def first_difference(
     wanted: RecordedCall, made: bytes, before: Sequence[RecordedCall], raised: Exception | None
 ) -> ParityDifference:
-    """Describe the difference between ``made`` and the recorded ``wanted``; ``before`` are earlier records of
-    the program."""
+    """Describe the difference between the replayed record ``made`` and the recorded ``wanted``; ``before``
+    are earlier records of the same program."""
     parts = msgspec.json.decode(made)
     parts += [None] * (6 - len(parts))
     op, now, facts, answer, decisions, orders = parts
@@ -136,7 +136,7 @@ def _first_differing_leaf(where: str, old: Any, new: Any) -> tuple[str, Any, Any
 __all__ = ["ParityDifference", "ParityReport", "RecordingError", "replay_recording"]
 
 RECENT_RECORDS = 4000
-"""Number of records searched for earlier records of a program."""
+"""Number of preceding records among which a program's earlier records are searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +152,9 @@ class ParityReport:
     span_s: float
     """Seconds of the engine's clock from the first to the last compared record."""
     decisions: dict[str, int]
-    """Reproduced entries of the decision log, by kind."""
+    """Number of reproduced entries of the decision log, by kind."""
     answers: dict[str, int]
-    """Reproduced answers, by kind of record."""
+    """Number of reproduced answers, by kind of record."""
     evictions: int
     """Number of evicted blocks in the recording."""
     ended: str | None

@@ -35,7 +35,7 @@ _REPORTED, _RETURNED, _RAISED = "reported", "returned", "raised"
 
 
 class WorkerDiedError(RuntimeError):
-    """A process ended without an answer; the message names the task and the exit."""
+    """A process ended without an answer; the message names the task and the exit status."""
 
 
 class _RemoteTraceback(Exception):
@@ -71,7 +71,7 @@ def run_in_processes(
     first call in a process fixes ``preload``.
 
     Raises the exception of a task, and ``WorkerDiedError``. All other processes are ended before any
-    exception leaves.
+    exception is raised.
     """
     context = _process_context(preload)
     answers: list[Any] = [None] * len(tasks)
@@ -126,7 +126,7 @@ def _process_context(preload: Sequence[str]) -> Any:
 
 @contextmanager
 def _worker_environment() -> Iterator[None]:
-    """Environment of the worker processes, set before they import anything."""
+    """Context that sets the worker processes' environment variables before they import anything."""
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(_ENVIRONMENT)
     try:

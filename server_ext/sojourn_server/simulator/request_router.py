@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 UNLIMITED_S = 1e9
-"""Patience of simulated clients in seconds: baselines reject no request either."""
+"""Seconds that simulated clients wait before they give up: never, since baselines reject no request
+either."""
 
 
 class RoutableRequest(NamedTuple):
@@ -40,7 +41,7 @@ class RoutedProgramView(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRouterView:
-    """What a router knows now; nothing of the future."""
+    """State that a router sees now, without any knowledge of the future."""
 
     waiting: tuple[RoutableRequest, ...]
     """Waiting requests in order of arrival."""

@@ -27,15 +27,15 @@ class TurnLog(msgspec.Struct, kw_only=True):
     generated_tokens: int = 0
     """Output tokens so far of an unfinished turn."""
     known_tokens: int = 0
-    """Leading prompt tokens that this program or its group computed before, in whole blocks."""
+    """Leading prompt tokens, in whole blocks, that any engine of the run computed before."""
     device_tokens: int = 0
-    """Prompt tokens found in device memory when first admitted."""
+    """Prompt tokens found in device memory at the first admission."""
     host_tokens: int = 0
     """Prompt tokens loaded from host memory."""
     computed_tokens: int = 0
     """Tokens computed as prefill, including those after a preemption."""
     regenerated: dict[str, int] = msgspec.field(default_factory=dict)
-    """Recomputed tokens by cause: ``evicted``, ``preempted``, or finer causes known to the adapter."""
+    """Recomputed tokens by cause: ``evicted``, ``preempted``, or finer causes from the adapter."""
     preemptions: int = 0
     preempted_before_first_token_s: float = 0.0
     """Virtual seconds between preemption and resumption, before the first token."""
@@ -44,7 +44,8 @@ class TurnLog(msgspec.Struct, kw_only=True):
     evictor: str | None = None
     """Program that evicted its first missing block, if the adapter knows it."""
     evicted_score: tuple[float, ...] | None = None
-    """Eviction key of its program at that time, lowest first, if the policy has one."""
+    """Eviction score of its program at that time, if the policy has one; the lowest score is evicted
+    first."""
     optimum_tokens: int | None = None
     """Tokens that Bélády's eviction order would have recomputed for it on this run's accesses. The order
     minimises the sum over all programs, not each turn. ``None``: accesses were not recorded, or host memory
@@ -52,7 +53,7 @@ class TurnLog(msgspec.Struct, kw_only=True):
     goes_on: float | None = None
     """Probability of another turn, as predicted by the policy at the end of this one."""
     tool: str | None = None
-    """Tool that runs after it."""
+    """Tool that runs after this turn."""
     gap_s: float = 0.0
     """Client-side seconds until the next turn; 0 for the last."""
     replica: str | None = None
@@ -82,7 +83,7 @@ class ProgramLog(msgspec.Struct, kw_only=True):
     turns_total: int
     turns: list[TurnLog] = msgspec.field(default_factory=list)
     cut: bool = False
-    """Ended early: the next turn would not have fitted the context or the pool."""
+    """Whether the program ended early: its next turn would not have fitted the context or the pool."""
     tenant: str | None = None
     """Tenant of the program, if the workload has tenants."""
     expected_s: float | None = None

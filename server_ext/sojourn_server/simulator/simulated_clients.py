@@ -38,7 +38,7 @@ class ActiveProgram:
     hints: ClientHints | None
     turn: int = 0
     family: int = 1
-    """Number of programs of a root's tree that still run, itself included."""
+    """Number of running programs in the tree of a root program, itself included."""
     children: list[ProgramPlan] = field(default_factory=list)
     hashes: list[Any] = field(default_factory=list)
     """Hashes of the blocks of its last turn."""
@@ -54,7 +54,7 @@ class RequestInTransit(NamedTuple):
     log: TurnLog
     prompt: list[int]
     known: list[Any]
-    """Hashes of its leading blocks."""
+    """Hashes of leading blocks of the prompt, known from the previous turn."""
     events: list[dict[str, Any]]
     """Events that it carries."""
     context: dict[str, Any] | None
@@ -116,7 +116,8 @@ class SimulatedClients:
             self._tick()
 
     def observe_program(self, plan: ProgramPlan) -> str:
-        """Learn from a program that ended before the run. Returns its agent type."""
+        """Let the agent type's statistics include a program that ended before the run. Returns its agent
+        type."""
         kind = agent_type_of(plan)
         self._history.observe_end(kind, len(plan.plans))
         return kind
@@ -124,7 +125,7 @@ class SimulatedClients:
     # -- programs -------------------------------------------------------------------
 
     def _next_arrival(self) -> None:
-        """Schedule one arrival at a time: an endless loop has no last one."""
+        """Schedule the next arrival, and no later one: an endless loop has no last arrival."""
         arrival = next(iter(self._arrivals), None)
         if arrival is not None:
             at_s, plan = arrival
@@ -223,7 +224,8 @@ class SimulatedClients:
         return self._names[number]
 
     def _after_call_delay(self, what: Callable[[], None]) -> None:
-        """Requests and events arrive in the order in which they were sent."""
+        """Run ``what`` after the API server's delay; requests and events keep the order in which they were
+        sent."""
         if self._call_s:
             self._event_queue.at(self._event_queue.now_s + self._call_s, what)
         else:
@@ -437,7 +439,8 @@ class SimulatedClients:
 
 
 def agent_type_of(plan: ProgramPlan, *, is_child: bool = False) -> str:
-    """The agent type in the client's hints, with a default for traces without types."""
+    """The agent type in the client's hints. The default for traces without types is "sub-agent" if
+    ``is_child``, else "agent"."""
     return plan.agent_type or ("sub-agent" if is_child else "agent")
 
 

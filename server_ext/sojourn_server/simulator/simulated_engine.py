@@ -97,7 +97,7 @@ class EngineStepResult:
 
 
 class SimulatedEngine:
-    """One vLLM scheduler without a model. Sojourn's adapter reads ``clock``."""
+    """One vLLM scheduler without a model. Sojourn's adapter reads the time from ``clock``."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class SimulatedEngine:
 
     def take_in(self, planned: SchedulerOutput, copies: KVConnectorOutput | None = None) -> list[str]:
         """Apply the results of a step: one token for every request with a complete prompt, and finished
-        copies. Returns ids of finished requests."""
+        copies. Returns the ids of finished requests."""
         ids = list(planned.num_scheduled_tokens)
         requests = self.scheduler.requests
         tokens = []

@@ -64,7 +64,8 @@ def _decode_s(latency: LatencyModel, prompt_tokens: int, steps: int) -> float:
 
 
 def _step_s(latency: LatencyModel, new: int, context: int, *, samples: bool = True) -> float:
-    """A step of a single request that adds ``new`` tokens to ``context``."""
+    """Seconds of a step that adds ``new`` tokens to a context of ``context`` tokens; ``samples``: a token is
+    sampled."""
     pairs = new * context + new * (new + 1) // 2
     return latency.step_s(
         StepWork(
@@ -89,9 +90,10 @@ MAX_WAITING_REQUESTS = 1_000_000
 
 
 class SimulatedGateway:
-    """One routing core. It rejects no request for lack of capacity or patience, like the baselines.
+    """The gateway's routing core. Like the baselines, it rejects no request for lack of capacity or long
+    waits.
 
-    It stands in for a router, but handles requests one by one instead of views.
+    It is used in place of a router, but handles requests one by one and gets no views.
     """
 
     is_open = False
@@ -119,7 +121,8 @@ class SimulatedGateway:
     def observe_program(
         self, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float
     ) -> None:
-        """Record a program that ended before the run: turns, longest context, seconds in all and in tools."""
+        """Record a program that ended before the run: its turns, longest context, duration, and seconds in
+        tools."""
         program = RoutedProgram(
             (DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
         )

@@ -54,7 +54,7 @@ _NORMAL_SCORES = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OraclePredictor:
-    """Knows the exact length: the upper bound of what a prediction is worth."""
+    """Predictor that knows exact lengths: the upper bound of what predictions can gain."""
 
     length: TrueLengthLookup
     predicts: bool = True
@@ -66,13 +66,14 @@ class OraclePredictor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisyPredictor:
-    """Knows the length of an output that has begun, up to an error: remaining tokens times e^x, x normal,
+    """Predicts the rest of an output that has begun, with an error: remaining tokens times e^x, x normal with
     mean 0.
 
-    It models a predictor that reads hidden states. A waiting request has none; ``unseen`` predicts it.
-    ``error`` is the mean |ln(actual ÷ predicted)|, as such predictors are measured. The error of a request
-    depends on its id and is drawn again each time its output has doubled: errors at neighbouring tokens are
-    correlated. The predicted quantiles have the same spread, as for a calibrated predictor.
+    It models a predictor that reads hidden states. A waiting request has no hidden states; ``unseen``
+    predicts its length. ``error`` is the mean |ln(actual ÷ predicted)|, as such predictors are measured. The
+    error of a request depends on its id and is drawn again each time its output has doubled: errors at
+    neighbouring tokens are correlated. The predicted quantiles have the same spread, as for a calibrated
+    predictor.
     """
 
     length: TrueLengthLookup

@@ -124,8 +124,8 @@ class Simulation:
             install_scripted_outputs(sim_replica.engine, sim_replica.account, self._clients.outputs, options)
 
     def observe_programs(self, programs: Iterable[ProgramPlan]) -> None:
-        """Let clients and gateway learn from programs that ended before the run, each as if alone. Call it
-        before ``run``."""
+        """Let clients and gateway learn from programs that ended before the run, as if each had run alone.
+        Call it before ``run``."""
         for plan in programs:
             kind = self._clients.observe_program(plan)
             if isinstance(self._front, SimulatedGateway):
@@ -196,7 +196,8 @@ class Simulation:
             heapq.heappush(self._due, (sim_replica.due_s, self._numbers[sim_replica.replica]))
 
     def _begin_steps(self, over: Sequence[SimulatedReplica]) -> None:
-        """Run engines that are between two steps and have messages or are due."""
+        """Begin steps on the engines between two steps that have messages, or that are in ``over`` and
+        due."""
         now, messages = self._clock.now_s, self._clients.replicas_with_messages
         numbers = {self._numbers[replica] for replica in messages}
         numbers.update(self._numbers[sim_replica.replica] for sim_replica in over if sim_replica.due_s <= now)
@@ -343,7 +344,8 @@ def install_scripted_outputs(
 
 
 HASH_STRIDE = 8
-"""Distance, in blocks, of the blocks of a context that are looked up: eviction takes runs of blocks."""
+"""Distance between the looked-up blocks of a context: eviction takes runs of blocks, so a sample is
+enough."""
 
 
 def sample_occupancy(

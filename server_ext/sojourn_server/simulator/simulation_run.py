@@ -25,7 +25,7 @@ UNBOUNDED_HOST_TOKENS = 40_000_000
 """Host memory of ``free-io`` in KV tokens, enough for 500 long contexts. A run that fills it adds a note."""
 
 HISTORY_SEED = 1_000_003
-"""Distance between the seed of a run and that of earlier programs."""
+"""Difference between the seed of the programs in ``RunSpec.seen`` and the seed of the run."""
 
 OCCUPANCY_SAMPLES = 200
 """Occupancy samples of a run."""
@@ -74,9 +74,9 @@ class RunSpec:
     max_gap_s: float | None = None
     """Upper limit of idle times."""
     human_gaps: bool = True
-    """Keep the response times of people."""
+    """Whether the response times of people count; false: they take no time."""
     pool_tokens: int | None = None
-    """KV tokens on the device; ``None``: as measured, or as many as fit beside the weights."""
+    """KV tokens on the device; ``None``: the measured number, or as many as fit beside the weights."""
     max_model_len: int | None = None
     """Longest context of the engine; ``None``: the model's. vLLM requires that the pool holds one such
     request."""
@@ -84,8 +84,8 @@ class RunSpec:
     """Programs end before a turn with more tokens; ``None``: the engine's longest context."""
     record_accesses: bool = False
     seen: int = 0
-    """Number of programs, made with another seed, that gateway and clients have seen end before the run. They
-    teach the turns and context sizes of each agent type. Synthetic workloads with ``replicas`` only."""
+    """Number of programs that ended before the run, made with another seed. Gateway and clients learn from
+    them the turns and context sizes of each agent type. Synthetic workloads with ``replicas`` only."""
 
     @property
     def label(self) -> str:
@@ -314,7 +314,7 @@ def _check_history(spec: RunSpec) -> None:
 
 
 def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> int:
-    """Blocks of the disk; rejects what the engine would reject."""
+    """Number of KV blocks on the disk. Raises ``SimulatorError`` for a disk that the engine would reject."""
     if not uses_disk_ratio(policy) or not spec.disk_ratio:
         return 0
     if not 0 <= spec.disk_ratio < float("inf"):
@@ -322,7 +322,7 @@ def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> 
     if shape.host_kv_tokens < shape.block_size:
         raise SimulatorError(
             f"{policy.name}: disk_ratio is {spec.disk_ratio:g} and cpu_ratio {spec.cpu_ratio:g}, no host "
-            "memory; expected some: what goes to disk and comes from there goes through it"
+            "memory; expected some: all copies to and from the disk pass through host memory"
         )
     blocks = int(shape.kv_pool_tokens * spec.disk_ratio) // shape.block_size
     if not blocks:

@@ -1,8 +1,8 @@
 """Policies of the simulator by name: baselines, presets, upper bounds, and cluster policies.
 
-Baselines with a preset receive the same client events as Sojourn's policies, including the end of a program,
-and then free its blocks; the systems of their papers know it too. ``stock``, alone or behind a router or with
-host memory, keeps blocks until they are reused. The preset ``known-ends`` is ``stock`` plus program ends: a
+Baselines with a preset receive the same client events as Sojourn's policies, and free a program's blocks at
+its end; the systems of their papers also know that end. ``stock``, alone or behind a router or with host
+memory, keeps blocks until they are reused. The preset ``known-ends`` is ``stock`` plus program ends: a
 policy's own gain is what it gains over ``known-ends``.
 """
 
@@ -37,7 +37,7 @@ class Baseline:
     """Paper or source, with sections."""
     leaves_out: str
     preset: str | None = None
-    """Sojourn's preset; ``None``: the untouched scheduler class."""
+    """Sojourn's preset; ``None``: vLLM's own scheduler class."""
     request_router: type[RequestRouter] | None = None
     """Router in front of the engine; ``None``: none."""
     host_cache: bool = False
@@ -127,8 +127,8 @@ BASELINES: dict[str, Baseline] = {baseline.name: baseline for baseline in _ALL}
 
 
 class UpperBound(str, Enum):
-    """Not a policy: what memory could buy. ``belady`` bounds the tokens that any eviction order recomputes on
-    the accesses of the ``stock`` run; the others recompute none. Their times are no bounds: they serve in
+    """A bound on policies, not a policy. ``belady`` bounds the tokens that any eviction order recomputes on
+    the accesses of the ``stock`` run; the other two recompute none. Their times are no bounds: they serve in
     order of arrival, and another order may have a shorter mean TTFT or completion time."""
 
     BELADY = "belady"

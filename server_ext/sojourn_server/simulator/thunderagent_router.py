@@ -208,7 +208,8 @@ class ThunderAgentRouter:
 
 
 def _pause_priority(known: _RoutedProgram) -> int:
-    """0: returned and waiting. 1: new (no second request yet). 2: in a tool."""
+    """Rank in which programs are resumed. 0: returned and waiting. 1: new (no second request yet). 2: in a
+    tool."""
     if known.steps == 1:
         return 1
     return 0 if known.reasoning else 2

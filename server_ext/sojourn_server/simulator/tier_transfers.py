@@ -1,8 +1,8 @@
 """Sojourn's tiers with transfers in virtual time: the planner is the engine's, the transfers are simulated.
 
-A step saves what it overwrites before it begins. Loads arrive layer by layer during the step, so a step ends
-after its last layer has arrived and is computed. Each direction is one FIFO: to and from the device, to and
-from the disk, which is a set of keys.
+Before a step begins, blocks that it overwrites are saved. Loads arrive layer by layer during the step, so a
+step ends after its last layer has arrived and is computed. Each direction is one FIFO: to and from the
+device, to and from the disk, which is a set of keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DISK_BLOCKS = "lab_disk_blocks"
 
 
 class _FileTransfer(NamedTuple):
-    """A running spill or stage."""
+    """A running write to disk (spill) or read from disk (stage)."""
 
     done_s: float
     job: int
@@ -57,7 +57,7 @@ class _DiskTransferLane:
             self._jobs.append(_FileTransfer(self._free_s, job, files))
 
     def take_done(self, now: float) -> Iterable[_FileTransfer]:
-        """Yield the jobs that have ended by ``now``, in order; each once."""
+        """Yield each job that has ended by ``now`` once, in order."""
         while self._jobs and self._jobs[0].done_s <= now:
             yield self._jobs.popleft()
 
@@ -73,7 +73,7 @@ class TierTransfers:
         self._latency = latency
         self._block_bytes = block_bytes
         self._stores: dict[int, float] = {}
-        """End of each running store, in order of ends."""
+        """End time of each running store, in order."""
         self._to_host_free_s = 0.0
         self._to_device_free_s = 0.0
         self._loaded_s = 0.0
@@ -161,7 +161,8 @@ class TierTransfers:
 
 
 class SimulatedTierConnector(SojournConnector):
-    """Scheduler side, with a disk of a number of blocks: no files, so hashes may differ between processes."""
+    """Scheduler side of the tiers with a disk that only counts blocks. It has no files, so hashes may differ
+    between processes."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

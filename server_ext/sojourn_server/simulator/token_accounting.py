@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MOVED_CAUSE = "moved"
-"""Cause of recomputing what only another engine of the cluster has computed."""
+"""Cause of recomputing tokens that only another engine of the cluster has computed."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class InFlightTurn:
     """Tokens that count as prefill: all tokens at its last admission."""
     admitted: bool = False
     computed: int = 0
-    """Tokens whose KV it holds."""
+    """Number of tokens whose KV the request holds."""
     had: int = 0
     """Tokens in full blocks that it lost at its last preemption."""
     reached: int = 0
@@ -139,8 +139,8 @@ class TokenAccounting:
         log.host_tokens += from_host
 
     def _known(self, request: Request, computed: set[bytes]) -> int:
-        """Leading blocks of a prompt that were computed before. vLLM always computes the last token of a
-        prompt."""
+        """Number of leading blocks of a prompt that are in ``computed``. vLLM always computes the last token
+        of a prompt."""
         usable = (request.num_tokens - 1) // self._block_size
         known = 0
         for block_hash in request.block_hashes[:usable]:
@@ -179,8 +179,8 @@ class TokenAccounting:
         return turn
 
     def recalled(self, request_id: str, now: float) -> InFlightTurn:
-        """Account for a request that a gateway withdraws before its first token: its computed blocks are lost
-        work, and known from now on. The engine aborts it before its next action."""
+        """Account for a request that a gateway withdraws before its first token. Its computed blocks are lost
+        work, but count as computed from now on. The engine aborts the request before its next action."""
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         self._note(turn.request.block_hashes[: turn.computed // self._block_size])
@@ -208,7 +208,7 @@ class TokenAccounting:
 
     @staticmethod
     def _reduce_losses(log: TurnLog, tokens: int) -> None:
-        """Subtract tokens that were not recomputed after all, from the end of the known ones."""
+        """Subtract tokens that the turn did not recompute after all, beginning with its last known tokens."""
         moved = min(max(0, tokens), log.regenerated.get(MOVED_CAUSE, 0))
         _subtract_loss(log, MOVED_CAUSE, moved)
         _subtract_loss(log, "evicted", tokens - moved)

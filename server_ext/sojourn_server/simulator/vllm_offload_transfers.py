@@ -53,7 +53,8 @@ class VllmOffloadTransfers:
         return [(job.req_id, len(job.dst_spec.block_ids)) for job in metadata.load_jobs.values()]
 
     def step_end_s(self, began_s: float, took_s: float) -> float:
-        """End of a step that computes for ``took_s``: requests that load are in no step."""
+        """End of a step that computes for ``took_s``. Loads do not delay it: requests that load are in no
+        step."""
         return began_s + took_s
 
     def begin_step(self, metadata: OffloadingConnectorMetadata, now: float) -> float:

@@ -1,4 +1,4 @@
-"""Entry: may a program without KV be admitted now?
+"""Admission (``entry`` in presets): may a program without KV be admitted now?
 
 Protocol ``AdmissionPolicy``; policies ``everyone``, ``whole-program``, ``room-to-grow``, ``forecast-fits``.
 """

@@ -24,14 +24,15 @@ class NoAdmissionControl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeProgramAdmission:
-    """A program enters if its prompt fits next to all KV that admitted programs hold: half of ``admit``.
+    """A program is admitted if its prompt fits next to all KV that admitted programs hold; part of ``admit``.
 
-    Admitted programs keep their KV while their tools run, so a program waits for another's end, not only for
-    the end of its turn. KV of later programs counts as free because it can be reclaimed; so the earliest
-    program always enters. Growth of contexts is ignored.
+    Admitted programs keep their KV while their tools run, so a program waits for the end of another program,
+    not only of its turn. KV of later programs counts as free because it can be reclaimed; so the earliest
+    program is always admitted. Growth of contexts is ignored.
 
-    After ``patience_s`` of an idle engine the program enters anyway: the admitted programs may wait for it,
-    as a parent does for its sub-agent."""
+    After ``patience_s`` of an idle engine the program is admitted anyway: the programs with KV may wait for
+    it, as a parent does for its sub-agent.
+    """
 
     gates: bool = True
     reserves_prompt_blocks: bool = True
@@ -46,16 +47,17 @@ class WholeProgramAdmission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedGrowthAdmission:
-    """A program enters only if earlier programs can still grow to their expected end.
+    """A program is admitted only if earlier programs can still grow to their expected end.
 
     An agent's context grows with every turn. A rule that looks at prompts alone admits all programs while
-    contexts are young, and then evicts what each has just computed. Continuum leaves admission to the engine.
-    Here a program without KV waits until its prompt fits next to the expected growth of earlier programs with
-    KV. Later programs do not count: they are the first to be preempted, and their leases count as free. So
-    the earliest program always enters, and the first one in the queue enters an idle engine.
+    contexts are young, and later evicts KV just after it was computed. Continuum leaves admission to the
+    engine. Here a program without KV waits until its prompt fits next to the expected growth of earlier
+    programs with KV. Later programs do not count: they are the first to be preempted, and their leases count
+    as free. So the earliest program is always admitted, and an idle engine admits the first program in the
+    queue.
 
-    Growth is the mean growth per turn, over as many turns as finished programs had; the priors of
-    ``forecasting.context_growth`` apply until enough of either was observed.
+    Expected growth is the mean growth per turn times the mean number of turns of finished programs. The
+    priors of ``forecasting.context_growth`` apply until enough of both was observed.
     """
 
     gates: bool = True
@@ -74,7 +76,8 @@ class ExpectedGrowthAdmission:
         return entry.free_blocks - entry.need_blocks >= reserved_blocks
 
     def expected_growth_tokens(self, program: ProgramGrowthView, entry: AdmissionView) -> float:
-        """Tokens by which the context will still grow: at least one turn's, at most to its limit."""
+        """Tokens by which the program's context will still grow: at least one turn's growth, at most to the
+        limit."""
         seen = GrowthStatistics(
             entry.observed_turns, entry.mean_growth_tokens, entry.observed_programs, entry.mean_turns
         )
@@ -88,7 +91,7 @@ class ExpectedGrowthAdmission:
 
 
 SLIGHT_SHARE = 0.1
-"""Share of a request's peak demand; if less is expected to remain, it has most likely ended."""
+"""If less than this share of a request's peak demand remains, the request has most likely ended."""
 
 LARGEST_SHARE = 0.5
 """Maximum share of the available blocks that is reserved for one request."""
@@ -96,17 +99,19 @@ LARGEST_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemandForecastAdmission:
-    """A request enters if its expected demand and that of all running requests fit, for ``horizon_steps``.
+    """A request is admitted if its expected demand and that of all running requests fit, for
+    ``horizon_steps``.
 
     The paper starts an offload ahead of a preemption by "comparing future KV cache demand with available
-    memory". Applied to new requests, the same comparison prevents preemptions: an engine that admits every
-    prompt that fits preempts the newest as the others grow, admits it again a step later, and so on.
-    ``reserve`` of the available blocks stays free, since an expectation is exceeded half of the time.
+    memory". Applied to new requests, the same comparison prevents preemptions. Without it, an engine that
+    admits every prompt that fits preempts the newest request as the others grow, admits it again a step
+    later, and so on. ``reserve`` of the available blocks stays free, since an expectation is exceeded half of
+    the time.
 
-    A request without prediction enters, as in the unmodified engine. So does the first request of an idle
+    A request without prediction is admitted, as in the unmodified engine. So is the first request of an idle
     engine, whatever its demand. A request that needs most of the memory would wait until nothing runs, with
-    all others behind it: at most half of the memory is reserved for it. A shortage at a time when the request
-    has most likely ended does not hold it back.
+    all others behind it; so at most half of the memory is reserved for it. A shortage at a time when the
+    request has most likely ended does not delay it.
     """
 
     reserve: float = 0.05

@@ -1,4 +1,4 @@
-"""The engine profile: what rebuilding a context costs on one engine (Continuum §5.2).
+"""The engine profile: the measured time to rebuild a context on one engine (Continuum §5.2).
 
 A quadratic is fitted to prefill time over context length: the linear part is the weights' work per token, the
 quadratic part is attention. ``sojourn profile`` measures the points. Policies use ``PrefillCurve.seconds``;
@@ -30,7 +30,7 @@ READABLE_VERSIONS = (1, 2)
 class PrefillCurve:
     """Prefill seconds of n tokens: a + b·n + c·n². Raises ``ValueError`` unless all are finite and ≥ 0.
 
-    So the curve never decreases: a longer context never costs less.
+    With such coefficients the curve never decreases: a longer context never takes less time.
     """
 
     a_s: float
@@ -53,8 +53,8 @@ class PrefillCurve:
     def fit(cls, points: Sequence[tuple[int, float]]) -> PrefillCurve:
         """Least squares through ``(tokens, seconds)`` points with all coefficients ≥ 0.
 
-        Three different lengths give a quadratic, two a line, one a proportionality. Raises ``ValueError``
-        without points, or unless tokens are positive and seconds finite and ≥ 0.
+        Points of three lengths give a quadratic, of two lengths a line, of one length a line through 0.
+        Raises ``ValueError`` without points, or unless tokens are positive and seconds finite and ≥ 0.
         """
         for tokens, seconds in points:
             if tokens <= 0 or not (math.isfinite(seconds) and seconds >= 0):
@@ -73,7 +73,7 @@ class PrefillCurve:
         return cls(*coefficients)
 
     def residual(self, points: Sequence[tuple[int, float]]) -> float:
-        """Root mean square of measured minus fitted, in seconds; 0.0 without points."""
+        """Root mean square of the differences between measured and fitted seconds; 0.0 without points."""
         if not points:
             return 0.0
         squares = math.fsum((seconds - self.seconds(tokens)) ** 2 for tokens, seconds in points)
@@ -123,7 +123,8 @@ class EngineProfile:
     def reload_seconds(self, tokens: int, kv_bytes: int = 0, *, offloaded: bool = False) -> float:
         """PrefillReload(r): seconds to bring a context of ``tokens`` back (Continuum §4.1).
 
-        If the ``kv_bytes`` are ``offloaded`` and the bandwidth is known: the faster of copying and computing.
+        If the context is ``offloaded`` in ``kv_bytes`` bytes and the bandwidth is known, the seconds of the
+        faster way: copying or computing.
         """
         recompute_s = self.prefill.seconds(tokens)
         if offloaded and self.host_to_device_bytes_per_s:

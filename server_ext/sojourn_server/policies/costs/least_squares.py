@@ -9,7 +9,7 @@ MAX_UNKNOWNS = 8
 
 
 def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
-    """The x ≥ 0 that minimises Σ (row·x - target)²; all zeros if nothing fits better.
+    """The vector x ≥ 0 that minimises Σ (row·x - target)²; all zeros if nothing fits better.
 
     Tries every subset of the unknowns: the best fit with all coefficients ≥ 0 is the constrained optimum.
     Linearly dependent columns are skipped, since subsets without them are tried too. Raises ``ValueError``

@@ -12,10 +12,10 @@ MIN_TOKENS_A_REQUEST = 8
 
 
 class ReloadEstimate:
-    """PrefillReload(r) of Continuum §4.1.
+    """Estimate of PrefillReload(r), the seconds to compute a context again (Continuum §4.1).
 
-    With a ``PrefillCurve`` (C9): that curve. Without: tokens divided by the prefill speed of the engine's
-    steps, an exponentially weighted mean; 0 until the first such step.
+    With a ``PrefillCurve`` (C9), the seconds of that curve. Without one, tokens divided by the prefill speed
+    of the engine's steps, an exponentially weighted mean; 0 until the first such step.
     """
 
     def __init__(self, curve: PrefillCurve | None = None, *, smoothing: float = 0.1) -> None:
@@ -24,7 +24,8 @@ class ReloadEstimate:
         self._s_per_token: float | None = None
 
     def observe_step(self, tokens: int, seconds: float, requests: int = 1) -> None:
-        """Learn from an engine step: ``tokens`` of ``requests`` took ``seconds``."""
+        """Learn from an engine step that computed ``tokens`` tokens of ``requests`` requests in
+        ``seconds``."""
         if tokens < max(MIN_STEP_TOKENS, MIN_TOKENS_A_REQUEST * requests) or seconds <= 0:
             return
         sample = seconds / tokens

@@ -23,11 +23,12 @@ class StepSample(NamedTuple):
     requests: float
     """Sum over the steps: a request in two steps counts twice."""
     calls: float = 0.0
-    """1 for a time to first token over HTTP, which includes the server's share; 0 between tokens."""
+    """1 if the sample is a time to first token over HTTP, which includes the API server's share; else 0."""
 
 
 class StepCosts(NamedTuple):
-    """seconds = step + token·tokens + pair·attention_pairs + kv_token·kv_tokens_read + request·requests."""
+    """Fitted costs: seconds = step + token·tokens + pair·attention_pairs + kv_token·kv_tokens_read +
+    request·requests."""
 
     step_s: float
     token_s: float
@@ -38,7 +39,7 @@ class StepCosts(NamedTuple):
     """The API server's share of every time to first token, outside of the steps."""
 
     def seconds(self, sample: StepSample) -> float:
-        """The seconds these costs predict for a sample."""
+        """The seconds that these costs predict for a sample."""
         return math.fsum(cost * amount for cost, amount in zip(self, sample[1:], strict=True))
 
     def relative_error(self, samples: Sequence[StepSample]) -> float:
@@ -61,9 +62,10 @@ _CONVERGENCE_TOLERANCE = 1e-3
 def fit_step_costs(samples: Sequence[StepSample]) -> StepCosts:
     """Six costs ≥ 0 with the least sum of relative deviations: (fitted - measured) / max(fitted, measured).
 
-    So a short step weighs as much as a long one, and half the time is as wrong as twice the time. Deviations
-    up to ``_NOISE`` count squared, larger ones linearly (Huber's loss), so that single outliers do not
-    decide. Raises ``ValueError`` without samples, or unless all values are finite, seconds and steps > 0.
+    So short and long steps have equal weight, and predicting half the time is as wrong as predicting twice
+    the time. Deviations up to ``_NOISE`` count squared, larger ones linearly (Huber's loss), so that single
+    outliers do not decide. Raises ``ValueError`` without samples, or unless all values are finite, seconds
+    and steps > 0.
     """
     if not samples:
         raise ValueError("no samples of engine steps to fit costs to")
@@ -80,7 +82,7 @@ def fit_step_costs(samples: Sequence[StepSample]) -> StepCosts:
 
 
 def _refined_fit(samples: Sequence[StepSample], scales: Sequence[float]) -> StepCosts:
-    """Fit weighted by 1/``scales``, then reweighted by each fit's predictions."""
+    """Fit weighted by 1/``scales``, repeated with each fit's predictions as the new scales."""
     best = _weighted_fit(samples, scales)
     for _ in range(_ROUNDS):
         scales = [
@@ -103,7 +105,7 @@ def _weighted_fit(samples: Sequence[StepSample], scales: Sequence[float]) -> Ste
 
 
 def _relative_deviation(costs: StepCosts, sample: StepSample) -> float:
-    """-1 to 1."""
+    """Relative deviation of a sample, from -1 to 1."""
     fitted = costs.seconds(sample)
     return (fitted - sample.seconds) / max(fitted, sample.seconds)
 

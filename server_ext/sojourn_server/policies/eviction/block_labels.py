@@ -1,6 +1,7 @@
 """Typed labels of blocks, from the placement queue of their program (M5; MORI §4.3.2).
 
-MORI also schedules busy requests first. That needs no order here: the other programs are not admitted.
+MORI also schedules requests of busy programs first. No queue order is needed for that here: other programs
+are not admitted.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ class BlockLabel(str, Enum):
     BUSY = "busy"
     IDLE = "idle"
     COLD = "cold"
-    """Idle for so long that the KV belongs on disk: an addition to the paper, for its further tiers
-    (§7.1)."""
+    """Idle for so long that the KV belongs on disk. The paper has no such label; it is for the further tiers
+    of §7.1."""
     INACTIVE = "inactive"
 
 
@@ -29,7 +30,7 @@ _LABEL_OF_TIER = {
 }
 _DEVICE_EVICTION_ORDER = {BlockLabel.INACTIVE: 0, BlockLabel.COLD: 1, BlockLabel.IDLE: 2, BlockLabel.BUSY: 3}
 HOST_EVICTION_ORDER = (BlockLabel.INACTIVE, BlockLabel.COLD, BlockLabel.BUSY, BlockLabel.IDLE)
-"""Eviction order in host memory: KV that was placed there stays longest, as on the device."""
+"""Eviction order in host memory: IDLE last, since placement puts the KV of idle programs there."""
 
 
 def label_of_tier(tier: Tier) -> BlockLabel:

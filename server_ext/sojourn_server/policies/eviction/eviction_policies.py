@@ -11,7 +11,7 @@ from .block_labels import device_eviction_rank, label_of_tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLruEviction:
-    """The engine's order: the least recently used block first, tails before heads."""
+    """The engine's order: least recently used block first, later blocks of a chain before earlier ones."""
 
     by_program: bool = False
 
@@ -24,9 +24,10 @@ class BlockLruEviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatestProgramEviction:
-    """Ended programs first, then the latest-arrived one.
+    """Blocks of ended programs first, then those of the latest-arrived program.
 
-    Programs are served in order of arrival, so the latest one is needed last: Bélády's victim.
+    Programs are served in order of arrival, so the latest program's blocks are needed last, as for Bélády's
+    victim.
     """
 
     by_program: bool = True
@@ -42,7 +43,7 @@ class LatestProgramEviction:
 class TypedLabelEviction:
     """Inactive programs' blocks first, then cold, idle and busy ones; LRU within each (M5; MORI §4.3.2).
 
-    Among the inactive ones, ended programs go before those that lost their place.
+    Among inactive programs, ended ones are evicted before those that lost their place.
     """
 
     by_program: bool = True
@@ -60,8 +61,8 @@ class WorkflowAwareLruEviction:
 
         P_evict = recency·(now − t_last)/τ_max + reuse·(1 − P_reuse) + size·(blocks/size_max)
 
-    The highest score goes first, after ended programs. ``now/τ_max`` is the same for all blocks and left out,
-    so a score holds until something happens to its program or the scale changes. A program without
+    Ended programs are evicted first, then the highest score. ``now/τ_max`` is the same for all blocks and
+    left out, so a score is valid until its program has an event or the scale changes. A program without
     prediction has P_reuse = ``cold_reuse``: among such programs, recency and size decide. Blocks that a
     program's newest turn did not use belong to another branch; their P_reuse is multiplied by the share of
     such blocks that is used again. Raises ``ValueError`` for weights that are not finite numbers ≥ 0.

@@ -1,4 +1,5 @@
-"""Sharing and yielding: which tenant's request goes next, and which one yields?
+"""Fairness between tenants (``sharing`` and ``yielding`` in presets): whose request is sent next, and which
+request makes way for a more urgent tenant?
 
 Protocols ``SharePolicy`` (``in-order``, ``agent-fair-share``) and ``TenantPreemptionPolicy`` (``none``,
 ``to-urgent``).

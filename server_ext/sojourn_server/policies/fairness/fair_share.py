@@ -1,4 +1,4 @@
-"""Fair share: which tenant's request goes next, by the urgency of its agents' work (SAGA §6)."""
+"""Fair share: which tenant's request is sent next, by the urgency of the tenants' programs (SAGA §6)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol
 
 
 class RunningTaskView(NamedTuple):
-    """A running program, as input of the shares."""
+    """A running program, as input to the computation of shares."""
 
     work_s: float
-    """Expected remaining seconds of one replica (``work_remain``)."""
+    """Expected remaining seconds of work on one replica (SAGA's ``work_remain``)."""
     deadline_s: float
-    """Same clock as ``now``."""
+    """Deadline, on the same clock as ``now``."""
 
 
 class TenantView(NamedTuple):
@@ -29,25 +29,25 @@ class WaitingTenantView(NamedTuple):
 
     tenant: str
     used: float
-    """Its present share of the contended capacity, of 1."""
+    """The tenant's present share of the contended capacity, 0 to 1."""
     since_s: float
-    """Arrival of its first waiting request."""
+    """Arrival of the tenant's first waiting request."""
 
 
 class SharePolicy(Protocol):
     """How capacity is divided among tenants."""
 
     epoch_s: float
-    """Seconds for which shares hold; ``inf``: they never change."""
+    """Seconds for which computed shares are used; ``inf``: they never change."""
     divides_capacity: bool
-    """False: requests go in order of arrival, and shares are never computed."""
+    """False: requests are sent in order of arrival, and shares are never computed."""
 
     def shares(self, tenants: Iterable[TenantView], now: float) -> Mapping[str, float]:
-        """Tenant → its share of capacity; the sum is 1."""
+        """Share of capacity of each tenant; the shares add up to 1."""
         ...
 
     def order(self, turns: Iterable[WaitingTenantView], shares: Mapping[str, float]) -> list[str]:
-        """Tenants with waiting requests, in the order in which their requests go."""
+        """Tenants with waiting requests, in the order in which their requests are sent."""
         ...
 
 
@@ -67,10 +67,11 @@ class FcfsSharing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentFairShare:
-    """Capacity in proportion to Σ remaining work ÷ time until the deadline, each ``epoch_s`` (SAGA §6.1–6.2).
+    """Capacity in proportion to Σ remaining work ÷ time until the deadline, every ``epoch_s`` (SAGA
+    §6.1–6.2).
 
     A deadline that is near or past counts as ``least_slack_s`` away, because the formula has a pole there.
-    Every tenant gets at least ``least_share`` of an equal share, even without urgent work. Capacity that its
+    Every tenant gets at least ``least_share`` of an equal share, even without urgent work. Capacity that a
     tenant does not use goes to the others. Raises ``ValueError`` for an epoch or slack that is not above 0,
     or a share outside 0 to 1.
     """
@@ -101,7 +102,7 @@ class AgentFairShare:
         }
 
     def score(self, tasks: Iterable[RunningTaskView], now: float) -> float:
-        """AFS of a tenant, equation 8: the number of replicas it needs to meet its deadlines."""
+        """A tenant's agent fair share (equation 8): the number of replicas that would meet its deadlines."""
         least_s = self.least_slack_s
         due_s = now + least_s
         # No calls in here: ten thousand tasks are scored ten times a second.
@@ -114,7 +115,7 @@ class AgentFairShare:
         )
 
     def order(self, turns: Iterable[WaitingTenantView], shares: Mapping[str, float]) -> list[str]:
-        """Least used share first; ties by the longest wait."""
+        """Tenants that use the least of their share come first; ties go to the longest wait."""
 
         def used(turn: WaitingTenantView) -> tuple[float, float, str]:
             share = shares.get(turn.tenant, 0.0)

@@ -1,4 +1,4 @@
-"""Tenant preemption: requests of less urgent tenants yield to more urgent ones (SAGA §6.2)."""
+"""Tenant preemption: requests of less urgent tenants make way for those of more urgent ones (SAGA §6.2)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol
 
 
 class TenantStanding(NamedTuple):
-    """A tenant's entitlement and use."""
+    """A tenant's share of capacity, and its use."""
 
     share: float
-    """Share of capacity by urgency."""
+    """The tenant's share of capacity, by urgency."""
     used: float
-    """Its present share of the contended capacity."""
+    """The tenant's present share of the contended capacity."""
 
 
 class BlockedRequestView(NamedTuple):
@@ -26,26 +26,27 @@ class BlockedRequestView(NamedTuple):
     used: float
     """Share of capacity that the request will use."""
     missing_tokens: int
-    """Tokens to free on the replica until the request fits."""
+    """Tokens to free on the replica so that the request fits."""
     missing_requests: int = 0
-    """Requests to remove there until it fits."""
+    """Requests to remove from the replica so that the request fits."""
 
 
 class PreemptibleRequestView(NamedTuple):
-    """A request that may yield: its answer has not begun, and it has not yielded before."""
+    """A request that may be recalled: its answer has not begun, and it was not recalled before."""
 
     request_id: str
     tenant: str
     tokens: int
-    """Tokens that it frees."""
+    """Tokens that the recall frees."""
     used: float
-    """Share of capacity that its tenant gives up."""
+    """Share of capacity that its tenant loses by the recall."""
     sent_s: float | None
-    """Time at which it was sent; ``None``: it waits for the replica at the gateway."""
+    """Time at which the request was sent to the replica; ``None``: it still waits for it at the gateway."""
 
 
 class TenantPreemptionPolicy(Protocol):
-    """Which requests yield. They move to another replica with room, or wait; none is lost or yields twice."""
+    """Which requests are recalled. They move to another replica with capacity, or wait. No request is
+    recalled twice, and none is dropped."""
 
     yields: bool
     """False: the policy is never asked."""
@@ -58,13 +59,13 @@ class TenantPreemptionPolicy(Protocol):
         others: Sequence[PreemptibleRequestView],
         standings: Mapping[str, TenantStanding],
     ) -> Sequence[str]:
-        """Ids of the requests that yield; empty if all of them would not be enough."""
+        """Ids of the requests to recall; empty if recalling all of them would not be enough."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoTenantPreemption:
-    """Sent requests stay."""
+    """No request is recalled."""
 
     yields: bool = False
     blocked_s: float = math.inf
@@ -80,13 +81,13 @@ class NoTenantPreemption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrgencyPreemption:
-    """A request blocked for ``blocked_s`` makes requests of less urgent tenants yield (SAGA §6.2).
+    """A request blocked for ``blocked_s`` recalls requests of less urgent tenants (SAGA §6.2).
 
-    A tenant is less urgent if its share is below 1 / ``share_ratio`` of the other's, and if after yielding it
-    still uses no less of its share than the other then uses of its own. So a tenant that uses its full share
-    takes nothing from others, and two tenants never yield to each other in turns. Waiting requests yield
-    before sent ones, and the last sent yields first. Raises ``ValueError`` for a negative time or a ratio
-    below 1.
+    A tenant is less urgent if its share is below 1 / ``share_ratio`` of the blocked tenant's, and if after
+    the recall it still uses no less of its share than the blocked tenant then uses of its own. So a tenant
+    that uses its full share takes nothing from others, and two tenants never recall each other's requests in
+    turns. Waiting requests are recalled before sent ones, and the last sent first. Raises ``ValueError`` for
+    a negative time or a ratio below 1.
     """
 
     blocked_s: float = 0.5

@@ -7,17 +7,17 @@ from typing import NamedTuple
 from ..policy_views import ProgramGrowthView
 
 MIN_TURNS_SEEN = 16
-"""Turns after which the observed growth replaces the prior."""
+"""Number of observed turns from which the observed growth replaces the prior."""
 
 MIN_PROGRAMS_SEEN = 8
-"""Finished programs after which their mean number of turns replaces the prior."""
+"""Number of finished programs from which their mean number of turns replaces the prior."""
 
 PRIOR_TURNS = 11.0
-"""Turns of a program: Continuum's SWE-bench workload has 10.9 (Table 3)."""
+"""Prior number of turns of a program: Continuum's SWE-bench workload has 10.9 (Table 3)."""
 
 PRIOR_GROWTH = 0.3
-"""Growth per turn as a share of the first prompt. With ``PRIOR_TURNS`` a context ends at about four times its
-first prompt; in public agent traces the medians are two to six times."""
+"""Prior growth per turn as a share of the first prompt. With ``PRIOR_TURNS`` a context ends at about four
+times its first prompt; in public agent traces the medians are two to six times."""
 
 
 class GrowthStatistics(NamedTuple):
@@ -40,10 +40,11 @@ def expected_growth_tokens(
     prior_turns: float = PRIOR_TURNS,
     prior_growth: float = PRIOR_GROWTH,
 ) -> float:
-    """Tokens by which the program's context will still grow: at least one turn's, at most to its limit.
+    """Tokens by which the program's context will still grow: at least one turn's growth, at most to its
+    limit.
 
-    ``turns_ahead``: growth over this many turns; ``None``: until the program ends. A context that is shorter
-    than before, as a parent's while its sub-agents run, is expected to reach its former length again.
+    ``turns_ahead``: growth over this many turns; ``None``: until the program ends. A context that has become
+    shorter, for example a parent's while its sub-agents run, is expected to reach its former length again.
     """
     room = max(0, max_context_tokens - program.context_tokens)
     turns = seen.mean_turns if seen.observed_programs >= MIN_PROGRAMS_SEEN else prior_turns

@@ -1,8 +1,9 @@
 """KV demand of a set of running requests, from the expected remaining tokens of each (Tetris §2.3).
 
 Time is counted in engine steps; a decoding request writes a token per step. A request with c context tokens
-that ends after r more needs KV for c + s tokens at step s < r, and none from then on. With several equally
-likely r, the demand is the mean. If nothing is known, the present demand stays.
+that ends after r further tokens needs KV for c + s tokens at step s < r, and none from step r on. With
+several equally likely r, the expected demand is their mean. Without a prediction, the present demand is
+assumed to stay.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import NamedTuple, Protocol
 STEP_POINTS = (0, *(round(16 * 2 ** (quarter / 4)) for quarter in range(45)))
 """Steps from now at which demand is evaluated, up to 32,768.
 
-Requests that end between two points seem to grow until then. With short contexts, long outputs and exact
-predictions the peak is some 6 % too low; with powers of two only it would be 15 %."""
+A request that ends between two points is counted up to the first of them. With short contexts, long outputs
+and exact predictions the peak is some 6 % too low; with powers of two only, 15 %.
+"""
 
 
 class GrowingRequest(Protocol):
@@ -23,12 +25,12 @@ class GrowingRequest(Protocol):
 
     @property
     def context_tokens(self) -> int:
-        """Tokens whose KV it needs now."""
+        """Tokens whose KV the request needs now."""
         ...
 
     @property
     def remaining(self) -> tuple[float, ...] | None:
-        """Equally likely numbers of tokens still to come; ``None``: unknown."""
+        """Equally likely numbers of tokens that the request still generates; ``None``: unknown."""
         ...
 
 
@@ -38,7 +40,7 @@ class RequestGrowth(NamedTuple):
     context_tokens: int
     remaining: tuple[float, ...] | None
     shared_blocks: int = 0
-    """Blocks of the request that others use too."""
+    """Number of the request's blocks that other requests use too."""
 
 
 def needed_blocks(running: Iterable[GrowingRequest], block_size: int) -> list[float]:
@@ -76,7 +78,7 @@ def peak_demand_blocks(needed: Iterable[float], within: float) -> float:
 
 
 def first_shortage_step(needed: Sequence[float], blocks: float, within: float) -> int | None:
-    """Steps until demand exceeds ``blocks``, up to ``within``; ``None``: not within them.
+    """Number of steps until demand exceeds ``blocks``; ``None``: not in the next ``within`` steps.
 
     Demand is interpolated linearly between two points.
     """

@@ -16,44 +16,46 @@ MIN_OUTPUTS = 16
 """Finished outputs of an agent type needed before its outputs are predicted."""
 
 MIN_TAIL = 4
-"""Minimum number of longest outputs to estimate the tail."""
+"""Minimum number of outputs from which the tail of the lengths is estimated: the longest ones."""
 
 MIN_ERROR = 0.001
 """Lower bound of a hint's assumed error, however exact earlier hints were."""
 
 
 RemainingTokens = tuple[float, ...]
-"""Equally likely numbers of tokens still to come, ascending, at least one value, each ≥ 1."""
+"""Equally likely numbers of tokens still to generate, ascending; at least one value, each ≥ 1."""
 
 
 class OutputLengthView(NamedTuple):
-    """A running request. Remaining: how many tokens will it still generate?"""
+    """A running request. Question ``remaining``: how many tokens will it still generate?"""
 
     request_id: str
     output_tokens: int
     """Output tokens so far."""
     most_tokens: int
-    """Maximum number of further tokens: a bound, not an estimate."""
+    """Maximum number of further tokens: a limit, not an estimate."""
     lengths: Sequence[int] = ()
-    """Lengths of finished outputs of its agent type, in tokens, ascending."""
+    """Lengths in tokens of finished outputs of the request's agent type, ascending."""
     hinted_tokens: int | None = None
-    """Total output length that the client announced."""
+    """Total output length in tokens that the client announced."""
     hint_off: float | None = None
     """Error of hints for its agent type: mean |ln(actual ÷ hinted)|; ``None``: too few samples."""
     guess: RemainingTokens | None = None
-    """The network's prediction from hidden states, minus tokens written since; values already exceeded are
-    left out."""
+    """Remaining tokens according to the network, which reads hidden states: its last prediction minus the
+    tokens generated since. Values already exceeded are left out."""
     prediction_error: float | None = None
-    """Error of such predictions: mean |ln(actual ÷ predicted)| of the rest; ``None``: too few samples."""
+    """Error of the network's predictions of the rest: mean |ln(actual ÷ predicted)|; ``None``: too few
+    samples."""
     baseline_error: float | None = None
-    """Error of the prediction without the network, for the same outputs at the same positions."""
+    """Error of predictions without the network, for the same outputs at the same positions."""
 
 
 class RemainingTokensPolicy(Protocol):
-    """How many tokens a request will still generate; ``None``: unknown.
+    """Predicts how many tokens a request will still generate; ``None``: unknown.
 
     ``predicts`` False: never asked, and output lengths are not recorded. ``reads_hidden_states`` True: the
-    policy needs ``guess``, and the engine must be started for it."""
+    policy needs ``guess``, and the engine must be started for it.
+    """
 
     predicts: bool
     reads_hidden_states: bool
@@ -77,7 +79,8 @@ class NoLengthPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanLengthPrediction:
-    """The mean of its agent type, minus the tokens written: the baseline for all other predictions.
+    """The mean length of the agent type's outputs minus the tokens generated: the baseline of all
+    predictions.
 
     A request beyond the mean is expected to end with its next token. Raises ``ValueError`` for
     ``min_outputs`` below 1.
@@ -100,12 +103,12 @@ class MeanLengthPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivalPrediction:
-    """Remaining lengths of outputs of its agent type that came this far: P(length | length > so far).
+    """Remaining lengths of the agent type's outputs that were at least as long: P(length | length > so far).
 
     Given n longer outputs, the next one is equally likely to end in any of the n + 1 gaps between them.
-    Beyond the longest one, lengths fall off like a power of the length: the longer an output already is, the
-    more is expected (Hill's estimate of the exponent, from the longest ``tail_share`` of the outputs). At
-    least ``min_outputs`` finished outputs are needed.
+    Beyond the longest output, lengths fall off like a power of the length: the longer an output already is,
+    the more tokens are expected (Hill's estimate of the exponent, from the longest ``tail_share`` of the
+    outputs). At least ``min_outputs`` finished outputs are needed.
 
     With ``hints``, a client's hint is used instead if the hints for its agent type were more accurate. Raises
     ``ValueError`` for numbers out of range.
@@ -166,10 +169,12 @@ def tail_exponent(lengths: Sequence[int], share: float) -> float:
 
 
 def _remaining_from_hint(view: OutputLengthView, error_without_hint: float) -> RemainingTokens | None:
-    """The client's hint, spread by the error of earlier hints, given the tokens written so far.
+    """Remaining tokens by the client's hint, spread by the error of earlier hints and given the tokens so
+    far.
 
-    ``None``: there is no hint, the prediction without it (``error_without_hint``) is better, or the output
-    has outgrown it."""
+    ``None`` if there is no hint, if the output is already longer, or if the prediction without the hint has a
+    smaller error (``error_without_hint``).
+    """
     hinted, off, so_far = view.hinted_tokens, view.hint_off, view.output_tokens
     if hinted is None or hinted < 1 or off is None or not off < error_without_hint:
         return None
@@ -190,7 +195,7 @@ def _remaining_from_hint(view: OutputLengthView, error_without_hint: float) -> R
 
 
 def _median_log_error(lengths: Sequence[int]) -> float:
-    """Error of predicting the median: mean |ln(length ÷ median)|, over about a hundred of them."""
+    """Error of predicting the median: mean |ln(length ÷ median)|, over about a hundred of the lengths."""
     stride = max(1, len(lengths) // 100)
     some = lengths[stride // 2 :: stride]
     middle = lengths[len(lengths) // 2]
@@ -198,7 +203,8 @@ def _median_log_error(lengths: Sequence[int]) -> float:
 
 
 def clamp_remaining(tokens: float, view: OutputLengthView) -> float:
-    """Bound a prediction: at least the next token, at most what the request may write."""
+    """Limit a prediction to at least one token, and at most the tokens that the request may still
+    generate."""
     return max(1.0, min(tokens, float(view.most_tokens)))
 
 

@@ -19,9 +19,10 @@ class KvDemandView(NamedTuple):
 
 
 class ShortageForecastPolicy(Protocol):
-    """Steps until running requests run out of blocks; ``None``: not soon enough to act.
+    """Predicts in how many steps running requests run out of blocks; ``None``: not soon enough to act.
 
-    ``looks`` False: never asked, and no victim is copied ahead. An answer copies data and never preempts.
+    ``looks`` False: the policy is never asked, and no victim is copied in advance. An answer makes the engine
+    copy a victim's KV, never preempt it.
     """
 
     looks: bool

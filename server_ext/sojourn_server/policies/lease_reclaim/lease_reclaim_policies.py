@@ -20,9 +20,9 @@ class LatestProgramReclaim:
       program's cache.
     - A waiting request reclaims leases of programs that arrived later.
     - A waiting request reclaims leases of earlier programs only if nothing runs: the paper's deadlock. With
-      ``patient`` it first waits, engine idle, for the soonest lease to end or its program to return, while
-      that costs less than rebuilding the cheapest lease. That lease's TTL bounds the wait, so there is no
-      deadlock either.
+      ``patient`` it first waits, with an idle engine, until the lease that expires soonest ends or its
+      program returns, as long as waiting costs less than rebuilding the cheapest lease. That lease's TTL
+      bounds the wait, so there is no deadlock.
     """
 
     patient: bool = False
@@ -54,11 +54,12 @@ class LatestProgramReclaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterProgramsReclaim:
-    """Leases of programs that arrived later end, latest first: the baseline ``admit``.
+    """Leases of programs that arrived later end, latest first: part of the baseline ``admit``.
 
-    A running request of the latest program finds no such lease; it is preempted itself, or a later running
-    one is (``victim: latest-program``). A waiting request waits. After ``patience_s`` of an idle engine it
-    reclaims earlier programs' leases too, since they may wait for it."""
+    If a running request of the latest program needs blocks, there is no such lease, and a preemption follows
+    (``victim: latest-program``). A waiting request waits. After ``patience_s`` of an idle engine it reclaims
+    earlier programs' leases too, since these programs may wait for it.
+    """
 
     patience_s: float = 30.0
 
@@ -79,7 +80,8 @@ class LaterProgramsReclaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoonestExpiringReclaim:
-    """Every request for blocks reclaims leases, the soonest-expiring first, as many as needed or all.
+    """Every request for blocks ends leases, the soonest-expiring first, until there are enough blocks or no
+    leases.
 
     So leases never delay a request.
     """
@@ -96,11 +98,11 @@ class SoonestExpiringReclaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionOrderReclaim:
-    """Every request for blocks reclaims leases, in the eviction order of their programs.
+    """Every request for blocks ends leases, in the eviction order of their programs.
 
-    Under memory pressure a lease is only a place in that order (SAGA §4.2). Programs with a waiting request
-    go last, because their KV is about to be used. Without an eviction order by program, the leases that
-    expire soonest end first.
+    Under memory pressure a lease is only a place in that order (SAGA §4.2). Leases of programs with a waiting
+    request end last, because their KV is about to be used. Without an eviction order by program, the leases
+    that expire soonest end first.
     """
 
     def release(
@@ -116,10 +118,11 @@ class EvictionOrderReclaim:
 def reclaim_for_overdue(
     need: ReclaimRequest, leases: Sequence[LeaseView], now: float
 ) -> tuple[ProgramId, ...] | None:
-    """Leases that end for an overdue request, under every policy: those that clients asked for first, then
-    the soonest-expiring. A policy that let them stand would let hints starve requests without a program.
+    """Leases that end for an overdue request, under every policy: first those with a TTL from the client,
+    then the soonest-expiring ones. Otherwise hints could starve requests without a program.
 
-    While something runs, none ends unless they suffice: the request would wait on, and the leases be lost.
+    While other requests run, no lease ends unless all together are enough: the request would still wait, and
+    the leases would end for nothing.
     """
     victims = sorted(
         (lease for lease in leases if lease.program_id != need.program_id and lease.blocks),

@@ -19,39 +19,41 @@ WaitingKey = tuple[int, float, float, str]
 class MoveTiming(str, Enum):
     NOW = "now"
     AFTER_TURN = "after_turn"
-    """The move follows the running turn. At its end the policy is asked again and decides whether and where
-    the program moves; until then it is ``pending``."""
+    """The program moves after its running turn. At the end of the turn the policy is asked again and decides
+    whether and where; until then the program is ``pending``."""
 
 
 class MoveReason(str, Enum):
     """Why a program is moved."""
 
     OVER_CAPACITY = "over_capacity"
-    """Its tier was over capacity."""
+    """The program's tier was over capacity."""
     FREE_CAPACITY = "free_capacity"
-    """The device had room for it."""
+    """The device had free blocks for it."""
     OVERDUE = "overdue"
-    """A program waited for ``patience_s``: this one, or the one that takes its place."""
+    """This program waited for ``patience_s``, or makes way for one that did."""
     STANDSTILL = "standstill"
     """Nothing ran for ``standstill_s`` although a program was ready."""
     ABSENT = "absent"
-    """The program acted on the device for ``absent_s`` while another was ready."""
+    """The program ran a tool on the device for ``absent_s`` while another program was ready."""
     EXCHANGE = "exchange"
-    """The program acted on the device while another was ready, and the tiers below had room for it."""
+    """The program ran a tool on the device while another was ready, and the tiers below had free blocks for
+    it."""
     HOST_FULL = "host_full"
-    """A busier program needs its place in host memory."""
+    """A busier program needs its blocks in host memory."""
     KEPT = "kept"
-    """It no longer has to leave after its turn."""
+    """The program need no longer leave the device after its turn."""
     OVER = "over"
-    """It has ended."""
+    """The program has ended."""
     GIVEN_UP = "given_up"
     """The policy failed, and placement has stopped."""
 
 
 class TierMove(NamedTuple):
-    """A program's move to another queue. ``to`` DEVICE for a program on the device ends its ``pending``.
+    """A program's move to the queue of another tier. ``to`` DEVICE for a program on the device ends its
+    ``pending``.
 
-    With ``AFTER_TURN``, ``to`` is the tier it would move to now.
+    With ``AFTER_TURN``, ``to`` is the tier to which the program would move now.
     """
 
     program_id: ProgramId
@@ -61,10 +63,10 @@ class TierMove(NamedTuple):
 
 
 class PlacementPolicy(Protocol):
-    """Which tier each program's KV belongs in. ``places`` False: never asked, every program is on the device.
+    """In which tier each program's KV belongs. ``places`` False: never asked, every program is on the device.
 
-    Asked at events and every ``tick_s`` seconds. The moves of an answer keep the tiers within capacity only
-    together: one move may use the room that another one frees.
+    The policy is asked at events and every ``tick_s`` seconds. The moves of an answer keep the tiers within
+    capacity only together: one move may use blocks that another move frees.
     """
 
     places: bool
@@ -72,18 +74,18 @@ class PlacementPolicy(Protocol):
     """Number of cycles over which idleness is measured."""
     tick_s: float
     idle_tick_s: float
-    """The tick while nothing runs although a program waits."""
+    """Replaces ``tick_s`` while nothing runs although a program waits."""
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]: ...
 
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        """Sort key in the Waiting queue, ascending. Valid until something happens to the program."""
+        """Sort key in the Waiting queue, ascending. Valid until the program has an event."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoPlacement:
-    """Nothing is moved: the engine evicts as usual."""
+    """Placement off: programs are not moved, and the engine evicts as usual."""
 
     places: bool = False
     k: int = WINDOW_CYCLES

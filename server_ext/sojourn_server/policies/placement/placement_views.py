@@ -1,7 +1,7 @@
 """Frozen snapshots for the placement question. Sizes in blocks.
 
-A program's snapshot is valid until something happens to the program, since its idleness is a clock that is
-read at ``now``. A caller that caches snapshots renews only those of programs with events.
+A program's snapshot is valid until the program has an event: it holds the state of its idleness clock, which
+the policy reads at ``now``. A caller that caches snapshots renews only those of programs with events.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from ...programs.idleness import INITIAL_IDLENESS, Idleness
 
 
 class Tier(str, Enum):
-    """Where a program's KV belongs, and so the queue of the program (MORI §4.1, §7.1)."""
+    """The tier in which a program's KV belongs, and so the program's queue (MORI §4.1, §7.1)."""
 
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
     WAITING = "waiting"
-    """No tier: dropped, or never computed. The KV has to be computed from scratch."""
+    """No tier: the KV was dropped, or never computed, and has to be computed from scratch."""
 
 
 class ProgramActivity(str, Enum):
     """What a program is doing now."""
 
     REASONING = "reasoning"
-    """At least one of its requests runs, or was preempted and will run again."""
+    """At least one of the program's requests runs, or was preempted and will run again."""
     READY = "ready"
-    """No request runs, at least one waits."""
+    """None of its requests runs, at least one waits."""
     ACTING = "acting"
-    """It has no request in the engine: a tool runs."""
+    """None of its requests is in the engine: a tool runs."""
 
 
 class PlacementTrigger(str, Enum):
-    """Why the policy is asked now."""
+    """The event after which the policy is asked."""
 
     ARRIVAL = "arrival"
     """A new program's first request."""
@@ -53,7 +53,7 @@ class PlacementTrigger(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramTierView:
-    """A program and its queue: the last tier it was ordered to, even while its KV is being copied."""
+    """A program and its queue: the tier of its last move, even while the KV is still being copied."""
 
     program_id: ProgramId
     tier: Tier
@@ -61,27 +61,26 @@ class ProgramTierView:
     idleness: Idleness = INITIAL_IDLENESS
     """The state of its idleness clock (``programs.idleness``)."""
     context_blocks: int = 0
-    """Blocks of its computed context: what it takes in a lower tier, now or after a demotion. 0 if it never
-    ran."""
+    """Blocks of its computed context: the blocks that it needs in a lower tier. 0 if it never ran."""
     required_blocks: int = 0
-    """Blocks of its longest waiting prompt; 0 if none waits."""
+    """Blocks of the program's longest waiting prompt; 0 if no request waits."""
     resident_blocks: int = 0
-    """Its blocks on the device; more than its context if branches run side by side."""
+    """Number of its blocks on the device; more than its context if branches run side by side."""
     turn_blocks: int = 0
-    """Predicted blocks of its context at the end of the running or next turn; 0 without a prediction."""
+    """Predicted blocks of its context at the end of the running or next turn; 0: no prediction."""
     peak_blocks: int = 0
     """Predicted blocks of its longest context; 0 without a prediction."""
     arrived_s: float = 0.0
-    """Arrival of its first request; seconds on the clock of ``now``, like all times here."""
+    """Arrival of the program's first request; seconds on the clock of ``now``, like all times here."""
     waiting_since_s: float = 0.0
     """Arrival of its longest-waiting request; meaningful only if READY."""
     last_active_s: float = 0.0
-    """Time at which one of its requests last ran; its arrival if it never ran."""
+    """Time at which one of the program's requests last ran; its arrival if none ever ran."""
     returning: bool = False
-    """Whether it ran before."""
+    """Whether any of the program's requests ran before."""
     pending: bool = False
-    """Whether it leaves the device after its turn. Requests that were running at the decision finish; later
-    ones are held back."""
+    """Whether the program leaves the device after its turn. Requests that were running at the decision
+    finish; later requests wait until the move is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +88,7 @@ class TierCapacity:
     """Capacity of a tier."""
 
     capacity_blocks: int
-    """0: the tier does not exist."""
+    """Capacity in blocks; 0: the tier does not exist."""
     untracked_blocks: int = 0
     """Blocks used by requests without a program."""
 
@@ -115,8 +114,8 @@ class PlacementView:
     last_overdue_promotion_s: float = -math.inf
     """Time at which a program was last promoted because it was overdue."""
     waiting_sorted: bool = False
-    """``waiting`` is in ascending order of ``waiting_key`` and may be cut after a few hundred. For thousands
-    of programs, keeping an order costs less than sorting for each question."""
+    """Whether ``waiting`` is sorted by ``waiting_key``, ascending, and may be cut after a few hundred
+    programs. For thousands of programs, keeping them sorted costs less than sorting for each question."""
     longest_waiting: Sequence[ProgramTierView] = ()
-    """The ready programs off the device that have waited longest, in that order, if ``waiting_sorted``.
-    They may appear in other groups too, or be cut from ``waiting``."""
+    """If ``waiting_sorted``: the ready programs off the device that have waited longest, longest first. They
+    may appear in other groups too, or be cut from ``waiting``."""

@@ -1,6 +1,6 @@
 """Placement by relative idleness (MORI): the theory of operation, the settings, the Waiting queue's order.
 
-How an answer is made is in ``PlacementPlan``; ``docs/mechanisms.md`` has the numbers M1 to M9.
+``PlacementPlan`` builds an answer; ``docs/mechanisms.md`` explains the numbers M1 to M9.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 LOOKAHEAD = 64
-"""Maximum number of waiting programs skipped because they do not fit, and of programs that one answer makes
-room for. The rest is left to the next answer."""
+"""Maximum number of waiting programs that an answer skips because they do not fit, and of programs for which
+it frees blocks. The next answer handles the rest."""
 
 
 class PlacementPlan:
-    """Builds one answer. Lives for one call."""
+    """Builds one answer: the moves of all programs at one time."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class PlacementPlan:
         self._free = free
         """Free blocks by tier; negative if over capacity."""
         self._staying = {program.program_id: program for program in view.on_device}
-        """Programs on the device that this answer does not move."""
+        """Programs on the device that no move of this answer concerns."""
         self._entered = 0
         """Number of programs that this answer promotes to the device."""
         self._exchanges = 0
         """Number of exchanges in this answer."""
         self._leaving: dict[ProgramId, MoveReason] = {}
-        """Staying programs that leave after their turn."""
+        """Programs in ``_staying`` that leave after their turn."""
         self._moved: dict[ProgramId, TierMove] = {}
         self._below = sorted(ready, key=self._promotion_key)
 
@@ -65,7 +65,8 @@ class PlacementPlan:
     # -- the device ---------------------------------------------------------------------------
 
     def promote_overdue(self) -> bool:
-        """Apply rule 4, then demote. False: an overdue program waits for turns to end; it is next."""
+        """Apply rule 4, then demote. Returns false if an overdue program waits for turns to end: it must be
+        promoted next."""
         gap_s = self._policy.overdue_gap_s
         if has_elapsed(self._view.last_overdue_promotion_s, gap_s, self._now):
             for program in self._overdue_programs()[: 1 if gap_s else LOOKAHEAD]:
@@ -75,7 +76,7 @@ class PlacementPlan:
         return True
 
     def fill_device(self) -> bool:
-        """Promote programs that fit. Returns whether any was promoted."""
+        """Promote programs that fit. Returns whether any program was promoted."""
         if self._is_full():
             return False
         before = self._entered
@@ -127,7 +128,8 @@ class PlacementPlan:
         return self._promote_with_demotions(first, MoveReason.STANDSTILL)
 
     def exchange(self) -> bool:
-        """Exchange acting programs for ready ones while there is room below. Whether any was promoted."""
+        """Exchange acting programs for ready ones while the tiers below have free blocks. Returns whether any
+        program was promoted."""
         below = self._view.host.budget_blocks + self._view.disk.budget_blocks
         if self._policy.exchange_reserve == 1 or not below:
             return False
@@ -152,8 +154,8 @@ class PlacementPlan:
     def _exchange_demotions(
         self, program: ProgramTierView, acting: list[ProgramTierView], least: int
     ) -> list[tuple[ProgramTierView, Tier]] | None:
-        """The acting programs that leave for ``program``, with their tiers; ``None``: not enough can leave.
-        Contexts of ``acting`` have at least ``least`` blocks."""
+        """The acting programs that leave for ``program``, with their tiers; ``None``: too few can leave.
+        ``least``: blocks of the smallest context of ``acting``."""
         wanted, room = self._policy.device_blocks(program), self._free[Tier.DEVICE]
         free = dict(self._free)
         if program.tier in free:
@@ -180,7 +182,7 @@ class PlacementPlan:
         return leaving
 
     def _promote_with_demotions(self, program: ProgramTierView, reason: MoveReason) -> bool:
-        """Make room for a program. Returns whether it is promoted now, without waiting for turns to end."""
+        """Free blocks for a program. Returns whether it is promoted now, without waiting for turns to end."""
         return self._demote_until_free(self._policy.device_blocks(program), reason, program)
 
     def _demote_until_free(
@@ -188,7 +190,7 @@ class PlacementPlan:
     ) -> bool:
         """Demote as few programs as free ``blocks``, in the order of M3; promote ``program`` if possible.
 
-        Reasoning programs are marked to leave after their turn, which replaces earlier marks.
+        Reasoning programs are marked to leave after their turn; this replaces earlier marks.
         """
         over = -self._free[Tier.DEVICE]
         short = over + blocks
@@ -213,13 +215,13 @@ class PlacementPlan:
         return enters
 
     def _demotion_candidates(self) -> Iterator[ProgramTierView]:
-        """Programs that may leave the device, in order: all but those whose turn is yet to come (rule 1)."""
+        """Programs that may leave the device, in order: all but those whose turn has not begun (rule 1)."""
         for program in self._in_demotion_order:
             if program.program_id in self._staying:
                 yield program
 
     def _acting(self) -> list[ProgramTierView]:
-        """The demotion candidates that act."""
+        """Demotion candidates that run a tool."""
         return [
             program for program in self._demotion_candidates() if program.activity is ProgramActivity.ACTING
         ]
@@ -238,7 +240,7 @@ class PlacementPlan:
         return not self._staying and not self._entered
 
     def _is_full(self) -> bool:
-        """No program can enter, since each takes at least one block."""
+        """Whether no program can enter the device: each takes at least one block."""
         return self._free[Tier.DEVICE] <= 0 and not self._is_empty()
 
     # -- the tiers below ----------------------------------------------------------------------
@@ -258,7 +260,7 @@ class PlacementPlan:
         return len(self._moved) > before
 
     def _tier_below(self, program: ProgramTierView, free: dict[Tier, int]) -> Tier:
-        """The tier for a program that leaves the device, given the free blocks."""
+        """The tier to which a program that leaves the device moves, given the free blocks by tier."""
         to_disk = self._idleness(program) >= self._policy.disk_idleness
         for tier in (Tier.DISK, Tier.HOST) if to_disk else (Tier.HOST, Tier.DISK):
             if 0 < program.context_blocks <= free[tier]:
@@ -266,7 +268,7 @@ class PlacementPlan:
         return Tier.WAITING
 
     def _place_below(self, program: ProgramTierView) -> Tier:
-        """The same; if more idle programs fill host memory, they move to disk to make room."""
+        """Like ``_tier_below``; but if more idle programs fill host memory, move them to disk first."""
         threshold = self._policy.disk_idleness
         to = self._tier_below(program, self._free)
         if to is Tier.HOST or self._free[Tier.DISK] <= 0 or self._idleness(program) >= threshold:
@@ -297,7 +299,7 @@ class PlacementPlan:
     # -- candidates and their order ------------------------------------------------------------
 
     def _candidates(self) -> Iterator[ProgramTierView]:
-        """Ready programs off the device in promotion order, without those that this answer has moved."""
+        """Ready programs off the device in promotion order, without programs that this answer has moved."""
         for program in self._below:
             if program.program_id not in self._moved:
                 yield program
@@ -327,12 +329,13 @@ class PlacementPlan:
         return ready and has_elapsed(program.waiting_since_s, self._policy.patience_s, self._now)
 
     def _promotion_key(self, program: ProgramTierView) -> tuple[bool, float, float, str]:
-        """Order of promotion below the device: host before disk, the least idle first."""
+        """Promotion order of programs in lower tiers: host before disk, the least idle first."""
         on_disk = program.tier is Tier.DISK
         return (on_disk, self._idleness(program), program.waiting_since_s, program.program_id)
 
     def _demotion_key(self, program: ProgramTierView) -> tuple[int, float, float, str]:
-        """Order of demotion: pending programs after their turn, acting ones, the others; the most idle first.
+        """Demotion order: first programs that leave after their turn, then acting ones, then others; the most
+        idle first.
 
         Whether a reasoning program is already pending must not matter: otherwise applying an answer would
         change the next one.
@@ -356,7 +359,7 @@ class PlacementPlan:
         self._moved[program.program_id] = TierMove(program.program_id, Tier.DEVICE, MoveTiming.NOW, reason)
 
     def _send(self, program: ProgramTierView, to: Tier, reason: MoveReason) -> None:
-        """Move a program down, from the device or from a tier below it."""
+        """Move a program to a lower tier, from the device or from a tier below the device."""
         if program.tier is Tier.DEVICE:
             del self._staying[program.program_id]
             self._free[Tier.DEVICE] += self._policy.device_blocks(program)
@@ -368,7 +371,8 @@ class PlacementPlan:
 
 
 def has_elapsed(since_s: float, limit_s: float, now: float) -> bool:
-    """Whether ``limit_s`` have passed since ``since_s``. Times after a clock jump count as passed."""
+    """Whether ``limit_s`` have passed since ``since_s``; always true for a ``since_s`` after ``now`` (a clock
+    jump)."""
     return limit_s < math.inf and not 0 <= now - since_s < limit_s
 
 
@@ -378,47 +382,48 @@ _RETURNING, _NEW, _NOT_READY = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelativeIdlenessPlacement:
-    """The busiest programs on the device, more idle ones below, as many as fit (M2–M4, M6, M8, M9; §4, §7.1).
+    """Places the busiest programs on the device and more idle ones below (M2–M4, M6, M8, M9; §4, §7.1).
 
     *Queues.* Each program is in one of four queues, and the programs of a tier never exceed its capacity. On
-    the device there are two exceptions: a program that is alone may be larger, and growth of running requests
-    stays until their turn ends.
+    the device there are two exceptions: a single program may be larger than the device, and running requests
+    that grow stay until their turn ends.
 
     *Demotion.* If the device is over capacity, programs leave it: acting ones first, the most idle first;
-    then reasoning ones, after their turn. They go to host memory if they fit, else to disk, else they lose
-    their KV. Programs of at least ``disk_idleness`` go to disk first; those in host memory move to disk when
-    a busier program needs their place.
+    then reasoning ones, after their turn. They move to host memory if they fit, else to disk; if neither has
+    space, their KV is dropped. Programs with at least ``disk_idleness`` move to disk first; if they are in
+    host memory, they move to disk when a busier program needs their blocks.
 
-    *Promotion.* If the device has room: ready programs of the host queue, of the disk queue, and those of the
-    Waiting queue that ran before, each the least idle first; then new programs, the smallest first. A program
-    that does not fit is skipped.
+    *Promotion.* If the device has free blocks, ready programs enter it: first those of the host queue, then
+    of the disk queue, then those of the Waiting queue that ran before, in each the least idle first; then new
+    programs, the smallest first. A program that does not fit is skipped.
 
-    *Stickiness.* Programs move only if a tier is over capacity, if there is room for a ready program, by
-    rules 3 to 5, or by exchange. An answer is complete: after it is applied, the next answer is empty. There
-    are two exceptions: an answer has a maximum number of moves, and a pending program that became ready,
-    had to leave and now finds room comes back.
+    *Stickiness.* Programs move only if a tier is over capacity, if a ready program fits the device, by rules
+    3 to 5, or by exchange. An answer is complete: after it is applied, the next answer is empty. There are
+    two exceptions: an answer has a maximum number of moves, and a pending program that became ready and left
+    the device comes back if it then fits.
 
-    *Exchange* is our addition, off unless ``exchange_reserve`` is below 1. While host memory has room to
-    spare, acting programs leave the device for ready ones, the most idle first, or go to disk if they belong
-    there. The reserve stays free for later demotions: without it, a device with high turnover recomputes most
-    contexts.
+    *Exchange* is our addition, off unless ``exchange_reserve`` is below 1. While host memory has spare
+    blocks, acting programs make way for ready ones, the most idle first; they move to host memory, or to disk
+    if they belong there. The reserve stays free for later demotions: without it, a device with high turnover
+    recomputes most contexts.
 
-    *No starvation.* The paper has no rule for it. Under the rules above alone, a device full of acting
-    programs would keep ready ones out as long as the tools run, for ever if a tool is a sub-agent that is
-    kept out itself; and large, idle and new programs could be skipped for ever.
+    *No starvation.* The paper has no rule against it. Under the rules above alone, a device full of acting
+    programs would exclude ready ones as long as the tools run, for ever if such a tool is an excluded
+    sub-agent; and large, idle and new programs could be skipped for ever.
 
     1. A ready program on the device is never demoted, a reasoning one only after its turn. So each promotion
        is worth a turn, and programs do not cycle without progress.
     2. The first candidate enters an empty device, whatever its size.
-    3. If all programs on the device have acted for ``standstill_s`` while another is ready, as many leave as
-       the first candidate needs. With rule 2, something always runs if it can.
-    4. A program that has waited for ``patience_s`` is overdue. The longest-waiting one is next, no other
-       program overtakes it, and as many leave as it needs, reasoning ones after their turn. So it waits at
-       most for the longest running turn. Overdue programs enter one at a time, ``overdue_gap_s`` apart:
+    3. If all programs on the device have run tools for ``standstill_s`` while another program is ready,
+       enough of them leave for the first candidate. With rule 2, the device never idles while a program could
+       run.
+    4. A program that has waited for ``patience_s`` is overdue. The longest-waiting one is promoted next, no
+       other program before it, and enough programs leave for it, reasoning ones after their turn. So it waits
+       at most for the longest running turn. Overdue programs enter one at a time, ``overdue_gap_s`` apart:
        promotions and demotions both cause recomputation, so a device that served many overdue programs at
        once would do little else.
-    5. Clients crash, and some do not report the end. A program that has acted for ``absent_s`` leaves for any
-       ready program.
+    5. Clients crash, and some do not report the end of a program. A program that has run a tool for
+       ``absent_s`` makes way for any ready program.
 
     Impossible waiting times, as after a clock jump, count as too long, so that programs move on.
 
@@ -429,13 +434,13 @@ class RelativeIdlenessPlacement:
     k: int = WINDOW_CYCLES
     """Number of cycles over which idleness is measured (§4.2)."""
     tick_s: float = 5.0
-    """Seconds between two calls without an event (§5)."""
+    """Seconds between two questions to the policy without an event (§5)."""
     idle_tick_s: float = 0.5
-    """The tick while nothing runs although a program waits; it bounds the delay of rule 3."""
+    """Replaces ``tick_s`` while nothing runs although a program waits; it bounds the delay of rule 3."""
     size_by: str = "peak"
     """A program's size on the device: "peak", its predicted longest context; "turn", the predicted context at
-    the end of its turn; "context", the present one, as in the paper. Contexts grow, so with "context" too
-    many programs enter and displace each other. Below the device contexts do not grow, and the present one
+    the end of its turn; "context", the present context, as in the paper. Contexts grow, so with "context" too
+    many programs enter and displace each other. In lower tiers contexts do not grow, and the present context
     counts."""
     disk_idleness: float = 0.9
     """Idleness from which a program goes to disk first, if there is one: the second threshold of §7.1."""
@@ -444,10 +449,10 @@ class RelativeIdlenessPlacement:
     overdue_gap_s: float = 60.0
     """Seconds between promotions of two overdue programs; 0: none."""
     standstill_s: float = 0.5
-    """Seconds for which nothing may run although a program is ready."""
+    """Seconds after which an idle device with a ready program makes space for it (rule 3)."""
     absent_s: float = 60.0
-    """Seconds after which an acting program leaves the device for a ready one; ``inf``: never, as in the
-    paper. Most tools take less; the client of a program that acts longer may have crashed."""
+    """Seconds after which a program that runs a tool makes way for a ready one; ``inf``: never, as in the
+    paper. Most tools take less; after a longer time the client may have crashed."""
     exchange_reserve: float = 1.0
     """Share of host memory that exchanges leave free; 1: no exchanges, as in the paper (§1, §4.3.1)."""
 
@@ -513,7 +518,7 @@ class RelativeIdlenessPlacement:
         return max(blocks, program.peak_blocks if self.size_by == "peak" else program.turn_blocks)
 
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        """Programs that ran before by idleness, then new ones by size."""
+        """Sort key: first programs that ran before, by idleness; then new programs, by size."""
         since_s = program.waiting_since_s
         if program.activity is not ProgramActivity.READY:
             return (_NOT_READY, 0.0, since_s, program.program_id)

@@ -11,22 +11,23 @@ from ..forecasting.kv_demand import STEP_POINTS, needed_blocks, peak_demand_bloc
 from ..policy_views import BlockShortage, RunningRequestView
 
 MAX_CANDIDATES_COMPARED = 64
-"""Maximum number of candidates compared in full: half with the least loss, half with the most freed
-blocks."""
+"""Maximum number of candidates compared in full: half are those with the least loss, half those that free
+most blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestFitVictim:
-    """Among the requests without which the others fit, the one that loses least.
+    """Preempts, among the requests whose removal ends the shortage, the one with the least loss.
 
-    The others fit if their expected demand within ``horizon_steps`` is available. If no single removal is
-    enough, the victim is the one that leaves the smallest shortage. A request's loss is the time until it
-    continues, divided by its total output tokens: the wait until there is room again, and the work to restore
-    its KV. The same pause hurts a short answer more than a long one.
+    A removal ends the shortage if the expected demand of the other requests within ``horizon_steps`` is
+    available. If no single removal is enough, the victim is the request that leaves the smallest shortage.
+    The loss is the time until the victim continues (the wait until blocks are free again, and the work to
+    restore its KV), divided by its total output tokens: the same pause hurts a short answer more than a long
+    one.
 
-    A preempted request is immune until it has written ``immune_tokens`` more, and after ``most_preemptions``
-    preemptions, while there are other candidates. This prevents ping-pong and starvation. If nothing is known
-    about any program's request, the engine chooses.
+    A preempted request is immune until it has generated ``immune_tokens`` more, and after
+    ``most_preemptions`` preemptions, while there are other candidates. This prevents ping-pong and
+    starvation. If nothing is known about any program's request, the engine chooses.
     """
 
     horizon_steps: float = 1024.0
@@ -79,7 +80,7 @@ class BestFitVictim:
 def _preselected_candidates(
     candidates: Sequence[RunningRequestView], need: BlockShortage
 ) -> Sequence[RunningRequestView]:
-    """Candidates that include a good one, at most ``MAX_CANDIDATES_COMPARED``."""
+    """At most ``MAX_CANDIDATES_COMPARED`` candidates, selected so that a good victim is among them."""
     if len(candidates) <= MAX_CANDIDATES_COMPARED:
         return candidates
     least = heapq.nsmallest(
@@ -96,7 +97,8 @@ def _preselected_candidates(
 
 
 def _preemption_loss(view: RunningRequestView, back_at: int, step_s: float) -> float:
-    """Steps until it continues, if there is room for it in ``back_at`` steps, per token of its output."""
+    """Loss: steps until the request continues if it fits again in ``back_at`` steps, per token of its
+    output."""
     work = view.recover_s / step_s if step_s > 0 else 0.0
     left = math.fsum(view.remaining) / len(view.remaining) if view.remaining else 0.0
     return (back_at + work) / max(1.0, view.output_tokens + left)

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 NO_OFFLOAD_S_PER_TOKEN = 1e9
-"""Copy time per token that stands for no room in host memory: finite, because recordings cannot hold
+"""Copy time per token that means "no space in host memory": finite, because recordings cannot hold
 infinity."""
 
 
@@ -16,9 +16,9 @@ class RecoveryMethod(str, Enum):
     """How a preempted request's KV is recovered."""
 
     RECOMPUTE = "recompute"
-    """Its KV may be lost when its blocks are reused."""
+    """The KV is lost when its blocks are reused, and computed again."""
     OFFLOAD = "offload"
-    """Reused blocks are copied to host memory first and loaded back from there."""
+    """Blocks are copied to host memory before their reuse, and loaded back from there."""
 
 
 class PreemptedRequestView(NamedTuple):
@@ -30,17 +30,18 @@ class PreemptedRequestView(NamedTuple):
     """Time to recompute the context."""
     offload_s_per_token: float | None
     """Time to copy a token's KV to host memory; ``None`` or ``NO_OFFLOAD_S_PER_TOKEN``: no host memory, or no
-    room in it."""
+    space in it."""
     load_back_s_per_token: float | None
     """Time to copy a token's KV back."""
     copied_tokens: int = 0
     """Tokens of the context that are already in host memory."""
     queued_s: float = 0.0
-    """Time until the link is free."""
+    """Time until the link between device and host memory is free."""
 
     @property
     def offload_s(self) -> float:
-        """Time to copy the rest out and all of it back; ``inf`` without host memory."""
+        """Time to copy the remaining tokens to host memory and all tokens back; ``inf`` without host
+        memory."""
         if self.offload_s_per_token is None or self.load_back_s_per_token is None:
             return math.inf
         left = max(0, self.tokens - self.copied_tokens)
@@ -51,7 +52,7 @@ class PreemptedRequestView(NamedTuple):
 
 
 class RecoveryPolicy(Protocol):
-    """How a victim's KV is recovered."""
+    """Chooses how a victim's KV is recovered."""
 
     def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod: ...
 
@@ -66,7 +67,7 @@ class AlwaysRecompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlwaysOffload:
-    """Reused blocks are copied to host memory if there is room."""
+    """Reused blocks are copied to host memory if it has space."""
 
     def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod:
         return RecoveryMethod.OFFLOAD if victim.offload_s < math.inf else RecoveryMethod.RECOMPUTE
@@ -74,7 +75,8 @@ class AlwaysOffload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheaperRecovery:
-    """The faster of the two: copying grows with the context, recomputing with its square."""
+    """The faster of recomputing and offloading: copying grows with the context, recomputing with its
+    square."""
 
     def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod:
         return RecoveryMethod.OFFLOAD if victim.offload_s < victim.recompute_s else RecoveryMethod.RECOMPUTE
@@ -88,12 +90,13 @@ def break_even_tokens(
     flops_per_s: float,
     link_bytes_per_s: float,
 ) -> float:
-    """Context in tokens from which offloading beats recomputing, without measurements; 0 or less: always
-    (§2.1, equations 1 to 3).
+    """Context length in tokens from which offloading beats recomputing, without measurements; 0 or less:
+    always (§2.1, equations 1 to 3).
 
-    Computing S tokens: 4·L·(6·S·D² + S²·D) operations. Copying: 2·S·M bytes, M bytes per token. The paper's
-    K = 2·B_comp/B_mem − 6·D is this for M = 4·L·D: two-byte keys and values without grouped heads. Its
-    equation 2 ends in S·D·L/B_mem, an eighth of that. Raises ``ValueError`` unless all are > 0.
+    Computing S tokens takes 4·L·(6·S·D² + S²·D) operations; copying moves 2·S·M bytes with M bytes per token.
+    For M = 4·L·D (two-byte keys and values, no grouped heads) this gives the paper's K = 2·B_comp/B_mem −
+    6·D. The paper's equation 2 ends in S·D·L/B_mem, an eighth of that. Raises ``ValueError`` unless all are >
+    0.
     """
     for name, value in (
         ("layers", layers),
@@ -110,10 +113,9 @@ def break_even_tokens(
 def measured_break_even_tokens(
     a_s: float, b_s_per_token: float, c_s_per_token2: float, copy_s_per_token: float
 ) -> float:
-    """The same from a measured prefill curve a + b·S + c·S² in seconds, and seconds to copy a token's KV out
-    and back. 0: copying is always faster; ``inf``: never beyond some length. Raises ``ValueError`` unless all
-    are finite and ≥ 0.
-    """
+    """Context length from which offloading beats recomputing, from a measured prefill curve a + b·S + c·S² in
+    seconds and the seconds to copy a token's KV out and back. 0: copying is always faster; ``inf``: never
+    beyond some length. Raises ``ValueError`` unless all are finite and ≥ 0."""
     coefficients = (a_s, b_s_per_token, c_s_per_token2, copy_s_per_token)
     if not all(math.isfinite(value) and value >= 0 for value in coefficients):
         raise ValueError(f"a, b, c and copying are {coefficients}; expected finite numbers ≥ 0")

@@ -21,8 +21,8 @@ class EngineVictim:
 class LatestProgramVictim:
     """The request whose program arrived last.
 
-    The engine knows no programs: a returning program is admitted late although it arrived early, so "the last
-    admitted" would be the very program that the queue order prefers.
+    The engine knows no programs. A returning program is admitted late although it arrived early, so "the last
+    admitted" may be the program that the queue order prefers.
     """
 
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:

@@ -10,7 +10,7 @@ from ..policy_views import PrefetchView
 
 
 class PrefetchTiming(NamedTuple):
-    """Start at ``at_s`` so that the prefix is there by ``by_s``; engine time."""
+    """Start the copy at ``at_s`` so that the prefix is loaded by ``by_s``; engine time."""
 
     at_s: float
     by_s: float
@@ -30,9 +30,9 @@ class NoPrefetch:
 class LikeliestSuccessorPrefetch:
     """Loads a prefix by the time its tool may end, if the tool has a known likely successor.
 
-    The paper starts at once (``early_share`` 0). This policy waits until ``early_share`` of such calls have
-    ended, minus the copy time: KV that is loaded earlier only takes blocks from others. Raises
-    ``ValueError`` for a share outside 0 to 1.
+    The paper starts at once (``early_share`` 0). This policy waits until the time at which ``early_share`` of
+    the tool's earlier calls had ended, minus the copy time: loading KV earlier only takes blocks from other
+    programs. Raises ``ValueError`` for a share outside 0 to 1.
     """
 
     early_share: float = 0.25

@@ -12,7 +12,7 @@ from typing import Protocol
 from .prefill_decode_views import DecodeEngineView, PdRequest
 
 HIGH_TOKENS_RATIO = 1.05
-"""An engine has a high token count above this multiple of an even share. Our reading of the paper, whose
+"""An engine has a high token count above this multiple of an even share: our reading of the paper, whose
 formula for the threshold is illegible in the text available to us."""
 
 
@@ -32,19 +32,21 @@ class DecodeLoad(Protocol):
 
 
 def choose_group(loads: Iterable[tuple[int, int]]) -> int | None:
-    """Phase 1: the group with the fewest tokens, of (group, tokens) of groups that can run more requests.
+    """Phase 1: the group with the fewest tokens. ``loads`` has (group, tokens) of each group that can run
+    more requests.
 
-    Ties go to the lowest number; ``None`` without groups."""
+    Ties go to the lowest number; ``None`` without groups.
+    """
     return min(loads, key=lambda load: (load[1], load[0]), default=(None, 0))[0]
 
 
 def high_token_threshold(
     engines: Sequence[DecodeLoad], queue: Iterable[PdRequest], ratio: float = HIGH_TOKENS_RATIO
 ) -> float:
-    """Z: ``ratio`` times an even share of the group's tokens, including the requests R.
+    """Z: ``ratio`` times an even share of the group's tokens, including the tokens of some queued requests.
 
-    R are the requests at the head of the group's queue that would fit its engines' free memory if it were
-    contiguous, and their request limits.
+    These are the requests at the head of ``queue`` that would fit the engines' request limits, and their free
+    memory if it were contiguous.
     """
     free = tokens = 0
     places: float = 0
@@ -64,8 +66,8 @@ def high_token_threshold(
 def choose_decode(engines: Iterable[DecodeLoad], request: PdRequest, most_tokens: float) -> int | None:
     """Phase 2: the group's engine for a request; ``None``: no engine has enough memory or a free slot.
 
-    Among the engines with room: those that stay at or below ``most_tokens`` first, by fewest requests, then
-    fewest tokens; else the one with the fewest tokens. Ties go to the lowest number.
+    Among the engines with space, those that stay at or below ``most_tokens`` come first, by fewest requests,
+    then fewest tokens; if there are none, the engine with the fewest tokens. Ties go to the lowest number.
     """
     needs, adds = request.kv_tokens, request.tokens
     best: tuple[int, int, int] | None = None
@@ -117,14 +119,14 @@ class _DecodeGroup:
     number: int
     engines: list[_DecodeEngine] = field(default_factory=list)
     tokens: int = 0
-    """Tokens of its engines and its queue. Without the queue, a burst would go to one group."""
+    """Tokens of the group's engines and its queue. Without the queue, a burst would go to one group."""
     queue: deque[PdRequest] = field(default_factory=deque)
     largest: int = 0
-    """KV capacity of its largest engine, in tokens."""
+    """KV capacity in tokens of the group's largest engine."""
     requests: int = 0
-    """Requests on its engines, without its queue."""
+    """Number of requests on the group's engines, without its queue."""
     most_requests: float = 0
-    """Request limit of its engines together."""
+    """Sum of the request limits of the group's engines."""
 
     def key(self) -> tuple[bool, int, int]:
         """Sort key: the group with the lowest key is chosen next."""
@@ -156,11 +158,11 @@ class DecodeEngineSelector:
 
     Groups are in a heap by tokens, and outdated entries are dropped when they reach the top. Within a group
     all engines are compared, as in the paper. KV memory counts as used from the choice on, although an engine
-    takes it when decoding begins; this prevents preemptions.
+    allocates it when decoding begins; this prevents preemptions.
 
-    The paper has no limit on an engine's requests. Here it is a bound like memory, also from the choice on,
-    because a request in an engine's own queue holds its KV buffers. A request joins no group at its limit,
-    since another group may have room first.
+    The paper has no limit on an engine's requests. Here the limit counts from the choice on too, because a
+    request in an engine's own queue holds its KV buffers. A request is not queued in a group at its limit,
+    since another group may have a free slot first.
     """
 
     def __init__(self, ratio: float = HIGH_TOKENS_RATIO) -> None:
@@ -203,7 +205,8 @@ class DecodeEngineSelector:
             self._changed[engine.group.number] = None
 
     def remove(self, number: int) -> list[PdRequest]:
-        """Remove an engine. Returns the requests of its group's queue that no remaining engine can hold.
+        """Remove an engine. Returns the requests of its group's queue that none of the remaining engines can
+        hold.
 
         Raises ``KeyError`` for an unknown engine.
         """
@@ -212,7 +215,8 @@ class DecodeEngineSelector:
         return unqueued_ids
 
     def suspend(self, number: int) -> list[PdRequest]:
-        """Like ``remove``, until ``resume``: its present requests still count. No effect if it is suspended.
+        """Like ``remove``, until ``resume``; requests on the engine still count. No effect on a suspended
+        engine.
 
         Raises ``KeyError`` for an unknown engine.
         """
@@ -253,7 +257,7 @@ class DecodeEngineSelector:
         """Phase 1: add the request to the queue of a group that can hold it. Returns False if there is no
         group, or every group that could hold it is at its request limit.
 
-        Raises ``ValueError`` if no engine could ever hold it: it would block the queue's head for ever.
+        Raises ``ValueError`` if no engine could ever hold the request: it would block the queue for ever.
         """
         heap, groups = self._heap, self._groups
         too_small = []
@@ -294,9 +298,10 @@ class DecodeEngineSelector:
         return False
 
     def fetch(self) -> Iterator[tuple[PdRequest, int]]:
-        """Phase 2 for each changed group: yields requests with their engines, in each queue's order.
+        """Phase 2 for each changed group: yields (request, number of its engine), in the order of each queue.
 
-        Requests not taken from the iterator stay queued."""
+        Requests that the caller does not fetch from the iterator stay queued.
+        """
         while self._changed:
             number = next(iter(self._changed))
             group = self._groups[number]
@@ -317,7 +322,7 @@ class DecodeEngineSelector:
             self._changed.pop(number, None)
 
     def finish(self, number: int, request: PdRequest) -> None:
-        """Remove a request that has ended or was cancelled. Ignored for a removed engine."""
+        """Free the memory of a request that has ended or was cancelled. Ignored for a removed engine."""
         engine = self._engines.get(number)
         if engine is None:
             return
@@ -334,7 +339,7 @@ class DecodeEngineSelector:
             self._changed[group.number] = None
 
     def withdraw(self, request_id: int | str) -> bool:
-        """Take a waiting request out of its queue; False: it is in no queue."""
+        """Remove a waiting request from its queue. Returns false if the request is in no queue."""
         for group in self._groups.values():
             for request in group.queue:
                 if request.request_id == request_id:

@@ -16,7 +16,7 @@ _NO_READ = ReadSplit(0, 0)
 
 
 class _RequestInFlight:
-    """A request in flight; ``None``: the engine is not chosen yet."""
+    """A request in flight; an engine of ``None`` is not chosen yet."""
 
     __slots__ = ("decode", "decode_node", "prefill", "prefill_node", "prefilled", "request")
 
@@ -29,7 +29,7 @@ class _RequestInFlight:
 
 
 class PairQueueLengths(NamedTuple):
-    """Number of waiting requests by resource."""
+    """Number of waiting requests by the engine that they wait for."""
 
     waiting_for_prefill: int
     waiting_for_decode: int
@@ -41,11 +41,11 @@ class PairScheduler:
     """The state of a fleet of prefill and decode engines: events in, pairs out; no clock and no I/O.
 
     A request waits in one queue for a prefill engine, first come first served, and in its group's queue for a
-    decode engine. When it has both, its storage read is assigned. The paper's engines fetch periodically;
-    here any event may free capacity, so call ``dispatch`` after events: it returns the requests that can
-    start. The cost is a few microseconds per request, whatever the number of engines.
+    decode engine. When both engines are chosen, its storage read is assigned. The paper's engines fetch
+    requests periodically; here any event may free capacity, so call ``dispatch`` after events: it returns the
+    requests that can start. The cost is a few microseconds per request, independent of the number of engines.
 
-    Without waiting, and with correct reports of the nodes, a router and a simulator that see the same events
+    If no request waits and the nodes' reports are correct, a router and a simulator that see the same events
     get the same pairs.
     """
 
@@ -63,7 +63,7 @@ class PairScheduler:
         """Requests that wait for a prefill engine."""
         self._unplaced: dict[int | str, _RequestInFlight] = {}
         """Requests that no present decode engine can hold, or whose possible groups are at their limit. They
-        are in no queue, load no prefill engine, and go where there is room first."""
+        are in no queue and count on no prefill engine; they are queued as soon as a group has a free slot."""
         self._flights: dict[int | str, _RequestInFlight] = {}
         """All requests, in order of arrival."""
 
@@ -91,23 +91,23 @@ class PairScheduler:
     def remove_prefill(self, number: int) -> None:
         """Remove a prefill engine. Its requests finish, or ``end`` removes them.
 
-        Takes time for each waiting request. Raises ``KeyError`` for an unknown engine.
+        Takes time proportional to the waiting requests. Raises ``KeyError`` for an unknown engine.
         """
         self._prefill.remove(number)
         self._line_up(())
 
     def remove_decode(self, number: int) -> None:
-        """Remove a decode engine. Its group's queue moves to other groups; requests that no engine can hold
-        wait for one that can."""
+        """Remove a decode engine. Its group's queue moves to other groups; requests that none of the
+        remaining engines can hold wait for one that can."""
         self._line_up(self._decode.remove(number))
 
     def suspend_prefill(self, number: int) -> None:
-        """Like ``remove_prefill``, until ``resume_prefill``: its present requests still count."""
+        """Like ``remove_prefill``, until ``resume_prefill``; requests on the engine still count."""
         self._prefill.suspend(number)
         self._line_up(())
 
     def suspend_decode(self, number: int) -> None:
-        """Like ``remove_decode``, until ``resume_decode``: its present requests still count."""
+        """Like ``remove_decode``, until ``resume_decode``; requests on the engine still count."""
         self._line_up(self._decode.suspend(number))
 
     def resume_prefill(self, number: int) -> None:
@@ -121,8 +121,8 @@ class PairScheduler:
     # -- events ------------------------------------------------------------------------
 
     def submit(self, request: PdRequest) -> None:
-        """A request has arrived. Raises ``ValueError`` for a known one, one without tokens, or one that no
-        decode engine could ever hold."""
+        """Add a request. Raises ``ValueError`` for a known request, one without tokens, or one that no decode
+        engine could ever hold."""
         if request.request_id in self._flights:
             raise ValueError(f"request {request.request_id!r} is here already")
         if request.tokens < 1 or request.hit_blocks < 0 or request.kv_tokens < 0:
@@ -136,7 +136,8 @@ class PairScheduler:
         self._flights[request.request_id] = flight
 
     def prefilled(self, request_id: int | str) -> None:
-        """Its prompt is computed; the prefill engine is free. Raises ``KeyError`` for an unknown request."""
+        """Handle a request whose prompt is computed: it no longer counts on its prefill engine. Raises
+        ``KeyError`` for an unknown request."""
         flight = self._flights[request_id]
         if flight.prefill is not None and not flight.prefilled:
             flight.prefilled = True
@@ -158,14 +159,16 @@ class PairScheduler:
             self._decode.withdraw(request_id)
 
     def report(self, node: int, queue_s: float, now: float) -> None:
-        """A node reports the seconds of reading queued at its storage NIC. Raises ``ValueError``."""
+        """Handle a node's report of ``queue_s``, the seconds of reading queued at its storage NIC. Raises
+        ``ValueError``."""
         self._queues.report(node, queue_s, now)
         self._prefill.refresh_node_queue(node)
 
     # -- decisions ---------------------------------------------------------------------
 
     def dispatch(self, now: float) -> list[EnginePair]:
-        """The requests that can start now, in the order in which they were paired."""
+        """The requests that can start now with their engines, in the order in which the pairs became
+        complete."""
         self._place_unplaced()
         ready: list[_RequestInFlight] = []
         line = self._line
@@ -202,11 +205,12 @@ class PairScheduler:
             del self._unplaced[request_id]
 
     def _line_up(self, left: Iterable[PdRequest]) -> None:
-        """Queue all unpaired requests again, in order of arrival, after an engine has left.
+        """Queue all unpaired requests again, in order of arrival, after an engine was removed.
 
-        ``left`` are requests that the engine's group dropped. Both queues must keep one order: then a request
-        with a prefill engine waits only for requests that have one too. If some changed groups out of order,
-        one request could hold the prefill engine that another needs, and wait for the memory of that other.
+        ``left`` are requests that the removed engine's group dropped. Both queues must have the same order:
+        then a request with a prefill engine waits only for requests that also have one. If some requests
+        changed groups out of order, one request could hold the prefill engine that a second one needs, and
+        itself wait for memory that the second one holds.
         """
         unqueued_ids = {request.request_id for request in left}
         unpaired = [one for one in self._flights.values() if one.prefill is None or one.decode is None]
@@ -252,7 +256,7 @@ class PairScheduler:
 
     @property
     def fleet(self) -> PairQueueLengths:
-        """Lengths of the queues."""
+        """Numbers of waiting requests."""
         paired = sum(1 for flight in self._flights.values() if flight.decode is not None)
         return PairQueueLengths(len(self._line), len(self._flights) - paired, len(self._flights))
 

@@ -1,4 +1,4 @@
-"""Prefill quota: how much of the waiting prompts a step computes (DualPath §6.2, D7).
+"""Prefill quota: how many prompt tokens a step computes (DualPath §6.2, D7).
 
 Devices that share expert layers synchronise after each attention layer, and attention takes longer over a
 long context than over a short one. A quota in seconds of attention makes their steps equally long; a quota in
@@ -17,10 +17,12 @@ from ..costs.step_costs import StepCosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCosts:
-    """Fitted seconds of attention per step: all layers, one request after another.
+    """Fitted seconds of attention per step over all layers; the seconds of its requests add up.
 
-    A request of ``cached`` present and ``new`` tokens computes new·cached + new·(new+1)/2 pairs and reads KV
-    of cached + new tokens. Raises ``ValueError`` for costs that are not finite and ≥ 0."""
+    A request with ``cached`` tokens in the KV cache and ``new`` tokens to compute has new·cached +
+    new·(new+1)/2 pairs and reads KV of cached + new tokens. Raises ``ValueError`` for costs that are not
+    finite and ≥ 0.
+    """
 
     pair_s: float
     token_s: float = 0.0
@@ -34,13 +36,15 @@ class AttentionCosts:
 
     @classmethod
     def of(cls, costs: StepCosts) -> AttentionCosts:
-        """Attention's part of a step's fitted costs: pairs, and the KV read, which is nearly all of a decode.
+        """The attention part of a step's fitted costs: pairs, and reading KV, which is nearly all of a decode
+        step.
 
-        A profile's seconds per token and per request belong mostly to other layers."""
+        A profile's seconds per token and per request belong mostly to other layers.
+        """
         return cls(pair_s=costs.pair_s, kv_token_s=costs.kv_token_s)
 
     def seconds(self, cached: int, new: int) -> float:
-        """Seconds that one request adds."""
+        """Attention seconds that one request adds to a step."""
         return (
             self.pair_s * new * (cached + (new + 1) / 2)
             + self.kv_token_s * (cached + new)
@@ -63,12 +67,12 @@ class PrefillStepPlan(NamedTuple):
 
     chunks: tuple[int, ...]
     attention_s: float
-    """Predicted seconds."""
+    """Predicted seconds of attention."""
 
     @property
     def tokens(self) -> int:
-        """Sum of the chunks. An engine that packs the same requests in the same order up to this many tokens
-        plans the same step."""
+        """Total number of new tokens. An engine that packs the same requests in the same order up to this
+        number plans the same step."""
         return sum(self.chunks)
 
 
@@ -77,8 +81,8 @@ class PrefillComputeQuota:
     """Packs requests in order until attention would take longer than ``quota_s``.
 
     The first request that does not fit is cut: it gets the tokens that fit, up to the end of a block of
-    ``block_tokens``, found by bisection. Requests behind it get nothing. If nothing fits, the step computes
-    one block, so that every step makes progress. Raises ``ValueError``.
+    ``block_tokens``, found by bisection. Later requests get nothing. If nothing fits, the step computes one
+    block, so that every step makes progress. Raises ``ValueError``.
     """
 
     costs: AttentionCosts
@@ -123,8 +127,8 @@ class PrefillComputeQuota:
         return PrefillStepPlan(tuple(chunks), spent_s)
 
     def chunk(self, cached: int, new: int, left_s: float, *, first: bool) -> int:
-        """How many of a request's ``new`` tokens take at most ``left_s``: all, up to the end of a block, or
-        none; for the ``first`` request of a step at least the rest of a block."""
+        """How many of a request's ``new`` tokens fit ``left_s`` seconds: all, or up to the end of a block, or
+        none. The ``first`` request of a step gets at least the rest of a block."""
         if self.costs.seconds(cached, new) <= left_s:
             return new
         # The context may end within a block; then the first block end is less than a block away.
@@ -142,10 +146,10 @@ class PrefillComputeQuota:
 
 
 class StepQuotaUsage:
-    """Quota use of a step that an engine packs itself: it asks for one prompt after the other.
+    """Quota use of a step that the engine itself packs, prompt by prompt.
 
-    ``decodes_s`` of the quota are reserved for generating requests: they are in every step, whatever their
-    position, so prompts never delay a token. The rest is available to prompts.
+    ``decodes_s`` of the quota are reserved for decoding requests: they are in every step, at any position, so
+    prompts never delay a token. The rest is for prompts.
     """
 
     __slots__ = ("_quota", "_taken", "closed", "cut", "decodes_s", "prompts_s")
@@ -155,15 +159,15 @@ class StepQuotaUsage:
         self._taken: dict[str, float] = {}
         self.decodes_s = decodes_s
         self.prompts_s = 0.0
-        """Seconds of the prompts taken so far."""
+        """Attention seconds of the prompts packed so far."""
         self.closed = False
-        """A prompt did not fit: later ones get nothing."""
+        """Whether a prompt did not fit: later prompts get nothing."""
         self.cut: str | None = None
-        """The request that was cut, not one that was left out."""
+        """The request that got only part of its tokens."""
 
     def offer(self, request_id: str, cached: int, new: int, *, chunkable: bool = True) -> int:
-        """How many of ``new`` tokens the request may compute. One that is not ``chunkable`` gets all or none,
-        and all if it is the step's first. The engine confirms the amount with ``take``."""
+        """How many of ``new`` tokens the request may compute. A request that is not ``chunkable`` gets all or
+        none, and always all if it is the first of the step. The engine confirms the amount with ``take``."""
         if self.closed:
             return 0
         left_s = self._quota.quota_s - self.decodes_s - self.prompts_s
@@ -182,7 +186,7 @@ class StepQuotaUsage:
         self.prompts_s += seconds
 
     def taken(self) -> set[str]:
-        """Requests that compute something in this step, as far as known."""
+        """Requests confirmed so far in this step."""
         return set(self._taken)
 
     def leave(self, request_id: str) -> None:

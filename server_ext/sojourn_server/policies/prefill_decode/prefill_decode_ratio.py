@@ -28,11 +28,11 @@ class NodeLinks:
 
     devices: int = 8
     compute_nic_bytes_per_s: float = 50e9
-    """Rate of each device."""
+    """Rate of each device's compute NIC."""
     storage_nic_bytes_per_s: float = 50e9
-    """Rate of the node, independent of its devices."""
+    """Rate of the node's storage NIC, independent of the number of devices."""
     dram_bytes_per_s: float = 500e9
-    """Reads and writes together."""
+    """Rate of reads and writes together."""
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -49,7 +49,7 @@ class NodeLinks:
 
 
 class LinkRatioBound(NamedTuple):
-    """The bounds on P/D from one link."""
+    """The limits that one link sets to P/D."""
 
     link: str
     least: float = 0.0
@@ -111,21 +111,21 @@ def link_utilisation(links: NodeLinks, prefill_nodes: int, decode_nodes: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AverageTurnSizes:
-    """An average turn; the defaults are the simulator's 64K workload on DeepSeek-V3.2.
+    """Sizes of an average turn; the defaults are the simulator's 64K workload on DeepSeek-V3.2.
 
-    Averages are over turns. The paper's are over trajectories, of which long ones append less per turn.
-    Raises ``ValueError``.
+    Averages here are over turns. The paper averages over trajectories, of which long ones append less per
+    turn. Raises ``ValueError``.
     """
 
     hit_tokens: float = 33_147.0
-    """Tokens whose KV is read from storage."""
+    """Prompt tokens whose KV is read from storage."""
     new_tokens: float = 292.0
-    """Tokens that are computed."""
+    """Prompt tokens that are computed."""
     kv_bytes_per_token: float = 48_068.0
     """DeepSeek-V3.2 in FP8, index keys included."""
     new_tokens_per_s: float = 2_160.0
-    """Prefill speed of one device after contexts of this length: measure it. The default is the simulator's,
-    fitted to the paper."""
+    """Prefill tokens per second of one device after contexts of this length: measure the value for your
+    engine. The default is the simulator's, fitted to the paper."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -137,11 +137,11 @@ class TwoPathGain(NamedTuple):
     """Turns per second that each resource allows, all devices of its kind together."""
 
     one_path: float
-    """The prefill nodes' storage NICs."""
+    """Limit of the prefill nodes' storage NICs."""
     two_paths: float
-    """All storage NICs."""
+    """Limit of all storage NICs."""
     compute: float
-    """The prefill devices."""
+    """Limit of the prefill devices' compute."""
 
     @property
     def most(self) -> float:
@@ -152,7 +152,8 @@ class TwoPathGain(NamedTuple):
 def two_path_gain(
     links: NodeLinks, turn: AverageTurnSizes, prefill_nodes: int, decode_nodes: int
 ) -> TwoPathGain:
-    """An upper bound: load is even, nothing waits, and decoding is no bottleneck. Raises ``ValueError``."""
+    """Upper bound of the gain of a second path: load is even, nothing waits, and decoding is no bottleneck.
+    Raises ``ValueError``."""
     if prefill_nodes < 1 or decode_nodes < 1:
         raise ValueError(f"{prefill_nodes} prefill and {decode_nodes} decode nodes; expected one at least")
     reads_per_s = links.storage_nic_bytes_per_s / (turn.hit_tokens * turn.kv_bytes_per_token)

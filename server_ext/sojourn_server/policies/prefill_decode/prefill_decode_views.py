@@ -18,15 +18,15 @@ class PdRequest(NamedTuple):
 
     request_id: int | str
     tokens: int
-    """Prompt length: the paper's estimate of its cost for devices, NICs and memory."""
+    """Prompt length in tokens: the paper's estimate of the request's cost for devices, NICs and memory."""
     hit_blocks: int = 0
     """Full Blocks of the prompt in storage."""
     kv_tokens: int = 0
-    """KV that it needs on the decode engine: the prompt and, if known, the output."""
+    """KV tokens that the request needs on the decode engine: the prompt and, if known, the output."""
 
 
 class PrefillEngineView(NamedTuple):
-    """A prefill engine and its assigned tokens that are not prefilled yet."""
+    """A prefill engine, and the number of its assigned tokens that are not prefilled yet."""
 
     number: int
     node: int
@@ -39,9 +39,9 @@ class DecodeEngineView(NamedTuple):
     number: int
     node: int
     group: int
-    """Engines that take requests together; those of one node are in one group."""
+    """Number of the group whose engines share a queue; engines of one node are in one group."""
     free_kv_tokens: int
-    """Free KV memory; requests on their way count as present."""
+    """Free KV memory in tokens; memory of assigned requests counts as used before they arrive."""
     tokens: int = 0
     requests: int = 0
     most_requests: float = math.inf
@@ -53,13 +53,13 @@ class StorageReadView(NamedTuple):
 
     blocks: int
     prefill_queue_s: float
-    """Seconds of reading queued at the prefill engine's node; negative: idle for that long."""
+    """Seconds of reads queued at the prefill engine's node; negative: seconds since its NIC became idle."""
     decode_queue_s: float
     prefill_block_s: float
     """Seconds per Full Block of its NIC."""
     decode_block_s: float
     one_node: bool = False
-    """Both engines are on the same node and share its NIC."""
+    """Whether both engines are on the same node and share its NIC."""
 
 
 class ReadSplit(NamedTuple):

@@ -13,10 +13,10 @@ from .storage_read_queues import StorageReadQueues
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSelectionLimits:
-    """The paper's α and β. Its values in seconds are illegible in our text; 3 and 5 are our choice.
+    """The paper's α and β. Their values in seconds are illegible in our text; 3 and 5 are our choice.
 
-    The paper states both in tokens: what a node reads, and an engine computes, in so many seconds. Here α is
-    in seconds, since nodes may differ. Raises ``ValueError``.
+    The paper states both in tokens: the tokens that a node reads (α), or an engine computes (β), in that
+    time. Here α is in seconds, since nodes may differ. Raises ``ValueError``.
     """
 
     short_queue_s: float = 3.0
@@ -37,10 +37,10 @@ def choose_prefill(
     limits: PrefillSelectionLimits,
     now: float,
 ) -> int | None:
-    """The rule itself, over all engines. ``None``: all have more than β tokens, and the request waits.
+    """Choose by comparing all engines. ``None``: all have more than β tokens, and the request waits.
 
-    Among engines with at most β tokens: those on nodes with a read queue of at most α first, then the fewest
-    tokens, then the lowest number.
+    Among engines with at most β tokens, those on nodes with a read queue of at most α come first, then the
+    fewest tokens, then the lowest number.
     """
     best: tuple[bool, int, int] | None = None
     for engine in engines:
@@ -68,9 +68,9 @@ class _PrefillNode:
     number: int
     engines: list[_PrefillEngine] = field(default_factory=list)
     best: tuple[int, int] = (-1, -1)
-    """(tokens, number) of its engine with the fewest tokens."""
+    """(tokens, number) of the node's engine with the fewest tokens."""
     long: bool = False
-    """Whether it is in the heap of nodes with long queues."""
+    """Whether the node is in the heap of nodes with long queues."""
 
 
 _HeapEntry = tuple[int, int, int]
@@ -78,11 +78,11 @@ _HeapEntry = tuple[int, int, int]
 
 
 class PrefillEngineSelector:
-    """The answers of ``choose_prefill`` at thousands per second, and the state behind them.
+    """Gives the answers of ``choose_prefill`` thousands of times per second, from state that it maintains.
 
     Two heaps hold the nodes with short and with long read queues, by their least loaded engine. A change
     pushes a new entry, and the old one is dropped when it reaches the top. A third heap holds the times at
-    which long queues become short, since queues shrink by themselves.
+    which long queues become short, since queues shrink as time passes.
     """
 
     def __init__(self, limits: PrefillSelectionLimits, queues: StorageReadQueues) -> None:
@@ -96,10 +96,8 @@ class PrefillEngineSelector:
         self._wakes: list[tuple[float, int]] = []
 
     def add(self, number: int, node: int) -> None:
-        """Add an idle engine on a known node. Raises ``ValueError`` for a number used before.
-
-        A removed engine's number may still have unfinished work.
-        """
+        """Add an idle engine on a known node. Raises ``ValueError`` for a number used before, also of a
+        removed engine, which may still have unfinished requests."""
         if number in self._given:
             raise ValueError(f"prefill engine {number} was there already; expected a new number")
         self._queues.block_s(node)
@@ -115,8 +113,8 @@ class PrefillEngineSelector:
         del self._engines[number]
 
     def suspend(self, number: int) -> None:
-        """Make an engine unavailable until ``resume``; its present requests still count. No effect if it is
-        suspended. Raises ``KeyError`` for an unknown one."""
+        """Make an engine unavailable until ``resume``; its requests still count. No effect on a suspended
+        engine. Raises ``KeyError`` for an unknown engine."""
         engine = self._engines[number]
         if engine.is_suspended:
             return
@@ -189,7 +187,7 @@ class PrefillEngineSelector:
                 self._set_best(node, mine)
 
     def refresh_node_queue(self, node: int) -> None:
-        """The node's queue may have become shorter than the passage of time explains."""
+        """Check a node's queue again at the next choice: a report may have made it shorter."""
         if node in self._nodes and self._nodes[node].long:
             heappush(self._wakes, (-math.inf, node))
 
@@ -203,7 +201,7 @@ class PrefillEngineSelector:
         return [PrefillEngineView(e.number, e.node.number, e.tokens) for e in found]
 
     def _wake(self, now: float) -> None:
-        """Move the nodes whose queue has become short."""
+        """Move nodes whose read queue has become short to the heap of short queues."""
         again = []
         while self._wakes and self._wakes[0][0] <= now:
             _, place = heappop(self._wakes)

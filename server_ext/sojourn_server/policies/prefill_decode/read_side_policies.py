@@ -10,7 +10,7 @@ from .prefill_decode_views import ReadSplit, StorageReadView
 
 
 class ReadSidePolicy(Protocol):
-    """Asked once for each request with blocks in storage, when both engines are known."""
+    """Chooses the reading side for each request with blocks in storage, when both engines are known."""
 
     def split(self, view: StorageReadView) -> ReadSplit: ...
 
@@ -27,8 +27,8 @@ class PrefillSideRead:
 class ShorterQueueRead:
     """The side with the shorter read queue reads everything (§6.1).
 
-    If neither has reads, the side that has been idle longer; ties go to the prefill side. The paper does not
-    specify this, and a fixed side would get all reads of a lightly loaded fleet.
+    If neither side has reads queued, the side that has been idle longer reads; ties go to the prefill side.
+    The paper does not specify this case; a fixed side would get all reads of a lightly loaded fleet.
     """
 
     def split(self, view: StorageReadView) -> ReadSplit:

@@ -32,21 +32,22 @@ class StorageReadQueues:
         return self._block_s[node]
 
     def queue_s(self, node: int, now: float) -> float:
-        """Seconds until the node has read everything assigned; negative: idle for that long."""
+        """Seconds until the node has done all assigned reads; negative: seconds since its NIC became idle."""
         return self._busy_until_s[node] - now
 
     def short_queue_from_s(self, node: int, short_s: float) -> float:
-        """Time from which the node's queue is at most ``short_s``, if nothing is added."""
+        """Time from which the node's queue is at most ``short_s``, if no read is added."""
         return self._busy_until_s[node] - short_s
 
     def read(self, node: int, blocks: int, now: float) -> float:
-        """Assign ``blocks`` to a node; returns when it will have read them."""
+        """Assign a read of ``blocks`` Full Blocks to a node; returns the time at which the read ends."""
         done_s = max(self._busy_until_s[node], now) + blocks * self._block_s[node]
         self._busy_until_s[node] = done_s
         return done_s
 
     def report(self, node: int, queue_s: float, now: float) -> None:
-        """Correct a node's queue. Raises ``ValueError`` for a queue that is not finite and ≥ 0."""
+        """Set a node's queue to the reported ``queue_s``. Raises ``ValueError`` unless it is finite and ≥
+        0."""
         if not 0 <= queue_s < math.inf:
             raise ValueError(f"node {node}: queue_s is {queue_s}; expected seconds, finite and ≥ 0")
         if queue_s:

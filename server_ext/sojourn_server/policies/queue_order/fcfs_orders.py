@@ -10,7 +10,7 @@ from ..policy_views import WaitingRequestView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFcfs:
-    """First come, first served by request: stock vLLM."""
+    """First come, first served by the request's arrival: stock vLLM."""
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:
         return (not request.preempted, request.arrival)
@@ -23,7 +23,7 @@ class RequestFcfs:
 class ProgramFcfs:
     """Preempted requests first, then those with a lease, then by the program's arrival (C6; Continuum §4.3).
 
-    A request without a program counts as a program of one turn: later turns of earlier programs go first.
+    A request without a program counts as a program of one turn: later turns of earlier programs precede it.
     """
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:
@@ -37,8 +37,9 @@ class ProgramFcfs:
 class StrictProgramFcfs:
     """First come, first served by the program's first arrival only.
 
-    For presets in which earlier programs never yield to later ones. There a preempted request of a later
-    program must not go first: it would wait for blocks of earlier programs, and they for their turn.
+    For presets in which earlier programs never give blocks to later ones. If a preempted request of a later
+    program were first in the queue, it would wait for blocks of earlier programs, and their requests would
+    wait behind it.
     """
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:

@@ -12,8 +12,8 @@ from ..policy_views import WaitingRequestView
 class ServiceLevels:
     """K queues over attained service; queue 0 is served first.
 
-    Queue i < K−1 takes programs with less than ``first_s`` · 2^i seconds of service, the last one all others.
-    A request runs for ``quantum_s`` · 2^i seconds before it sinks to the next queue.
+    Queue i < K−1 is for programs with less than ``first_s`` · 2^i seconds of service, the last queue for all
+    others. A request runs for ``quantum_s`` · 2^i seconds before it sinks to the next queue.
 
     The paper prints no K, bounds or quanta. These are from a public re-implementation (Crystalclear9/Autellix
     at c7a38cf: bounds 2, 4 … 64, quanta 1, 2 … 64, in decoding steps), here in seconds. Raises ``ValueError``
@@ -46,16 +46,16 @@ class ServiceLevels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastAttainedService:
-    """Programs that were served least go first: K queues, first come first served within each.
+    """Programs with the least service first: K queues, first come first served within each.
 
-    A request enters the queue of its program's attained service and sinks as it uses up quanta. If its
+    A request starts in the queue of its program's attained service and sinks as it uses up quanta. If its
     program has waited at least ``beta`` times its service, the request moves to the end of the first queue,
-    and the time it waited and ran before no longer counts, as in Algorithm 1. A request already in the first
-    queue is not promoted, so nothing is reset there.
+    and the time that it waited and ran before no longer counts, as in Algorithm 1. A request already in the
+    first queue is not promoted, so its times are not reset.
 
-    This is only the order of the paper's scheduler. vLLM cannot take the device from a running request when
-    one of a better queue waits. There only a shortage of KV preempts (the victim is the choice of
-    ``victim: most-attained``), and the victim recomputes.
+    Of the paper's scheduler this is only the order. vLLM cannot preempt a running request because one of a
+    better queue waits. It preempts only when KV blocks are short (the victim is chosen by ``victim:
+    most-attained``), and the victim recomputes.
 
     The paper does not print ``beta``; 8 is the value of the re-implementation named in ``ServiceLevels``.
     Raises ``ValueError`` for numbers out of range.
@@ -80,7 +80,7 @@ class LeastAttainedService:
         return (self._levels.level(request.attained_s, request.ran_s), request.arrived_s, request.arrival)
 
     def promoted_s(self, request: WaitingRequestView) -> float:
-        """Time at which the program's waiting reaches ``beta`` times its service; not before the present
+        """Time at which the program's waiting time reaches ``beta`` times its service; not before the present
         wait."""
         if self._levels.level(request.attained_s, request.ran_s) == 0:
             return math.inf

@@ -2,7 +2,7 @@
 
     τ* = argmax over τ ∈ {0} ∪ recorded durations of  P(τ, f)·(T̄·η + PrefillReload(r)) − τ
 
-Between two recorded durations P is constant while the cost grows, so only recorded durations need a look.
+Between two recorded durations P is constant while the cost grows, so only recorded durations are compared.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ MAX_CANDIDATES = 1000
 class ContinuumRetention:
     """Continuum's cost-benefit time-to-live (C4, C5; paper §4.1–4.2).
 
-    A turn without tool call gets no lease. A TTL that the client asked for replaces the computed one. It is
-    subject to the same bound, budget and reclaim. Raises ``ValueError`` for negative numbers.
+    A turn without tool call gets no lease. A TTL that the client asked for replaces the computed one, under
+    the same bound, budget and reclaim. Fallbacks while a tool's duration is unknown (at most ``min_samples``
+    calls): the durations of all tools; if these are too few as well, the cold start, ln(T̄ + PrefillReload)
+    seconds (§4.2). Raises ``ValueError`` for negative numbers.
     """
 
     min_samples: int = 100
-    """K: with up to this many samples of the tool all tools count, and of all tools the cold start (§4.2)."""
+    """K: a tool's own durations are used with more than K samples; fallbacks as in the class's docstring."""
     max_ttl_s: float = 300.0
     """Upper bound of the TTL in seconds; not in the paper."""
 
@@ -60,7 +62,7 @@ class ContinuumRetention:
         mean_evicted_wait_s: float,
         memoryfulness: float,
     ) -> RetentionDecision:
-        """The TTL for a call of ``tool`` (a ``ToolCall.key``; ``None``: unknown), and the samples behind it.
+        """The TTL for a call of ``tool`` (a ``ToolCall.key``; ``None``: unknown), and the reason.
 
         ``reload_s`` is PrefillReload(r), ``mean_evicted_wait_s`` T̄, both in seconds; ``memoryfulness`` is η.
         Of equally good TTLs, the shortest.

@@ -13,8 +13,8 @@ from ..policy_views import FinishedTurnView
 class LeastWasteRetention:
     """Keep a context as long as keeping it wastes less than dropping it.
 
-    Waste is memory times seconds. With C the context, C' the tokens of the requests running beside it and M
-    bytes per token (§3.2, §4.1–4.3):
+    Waste is memory times seconds. C is the context, C' the tokens of the other running requests, M the bytes
+    per token (§3.2, §4.1–4.3):
 
         preserve  T · C · M
         discard   T_fwd(C) · C · M / 2  +  n · T_fwd(C / n) · C' · M     recomputed in n chunks
@@ -25,9 +25,9 @@ class LeastWasteRetention:
     is read once, at the end of the turn; the paper reads it again at every step.
 
     Swap follows the paper's pipelining, and Continuum §6.1, which compares InferCept with a non-blocking host
-    cache: other requests are not delayed, and the target memory is idle during the copy. It counts only if a
-    host tier holds evicted blocks, and always means the whole context: swapping with a token budget per step,
-    or in parts, is not modelled. ``max_ttl_s`` is our addition, the paper has no bound.
+    cache: other requests are not delayed, and the target memory is idle during the copy. Swapping is
+    considered only if a host tier stores evicted blocks, and always for the whole context: swapping in parts
+    or with a token budget per step is not modelled. ``max_ttl_s`` is our addition; the paper has no bound.
     """
 
     max_ttl_s: float = 300.0

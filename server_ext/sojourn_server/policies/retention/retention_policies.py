@@ -35,10 +35,9 @@ class FixedRetention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UntilProgramEndRetention(FixedRetention):
-    """Keep every turn's KV until the program ends: half of the baseline ``admit``.
+    """Keep every turn's KV until the program ends: part of the baseline ``admit``.
 
-    ``ttl_s`` is only a bound: a program without activity for that long is dropped anyway
-    (``idle_program_s``).
+    ``ttl_s`` is only a bound: the KV of a program without activity for ``idle_program_s`` is dropped anyway.
     """
 
     ttl_s: float = 1800.0

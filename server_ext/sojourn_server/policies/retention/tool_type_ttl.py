@@ -20,9 +20,10 @@ class ToolTypeRetention:
 
     Pressure m = (used − ``pressure_low``) / (``pressure_high`` − ``pressure_low``), clipped to 0 to 1. The
     TTL is the percentile times 1 − 0.5·m. With fewer than ``enough`` calls the percentile comes from a fitted
-    log-normal. With fewer than ``min_samples`` calls of this tool, all tools' history is used; with fewer in
-    that, nothing is kept. A program without prediction (cold, §3.3) is not kept. Raises ``ValueError`` for
-    numbers out of range."""
+    log-normal. With fewer than ``min_samples`` calls of this tool, the calls of all tools are used; if these
+    are also fewer, there is no lease. Without ``keeps_cold``, a program without prediction (cold, §3.3) gets
+    no lease. Raises ``ValueError`` for numbers out of range.
+    """
 
     percentile: float = 0.95
     pressure_low: float = 0.7
@@ -31,7 +32,7 @@ class ToolTypeRetention:
     min_samples: int = 3
     enough: int = 20
     keeps_cold: bool = False
-    """True: also keep programs without a prediction."""
+    """Whether programs without a prediction get leases too."""
 
     def __post_init__(self) -> None:
         if not 0 < self.percentile < 1:

@@ -28,7 +28,7 @@ class RandomRouting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRobinRouting:
-    """Replicas in turn, request by request."""
+    """Sends requests to the replicas in turn."""
 
     reads_prefixes: bool = False
     reasons: ClassVar[tuple[str, ...]] = ("in_turn",)
@@ -41,6 +41,6 @@ class RoundRobinRouting:
 
 
 def stable_hash(seed: int, what: str, many: int) -> int:
-    """A number from 0 to ``many`` - 1, uniform, and independent for different ``what``."""
+    """A number from 0 to ``many`` - 1, uniform over ``what``, and the same in every process."""
     digest = blake2b(f"{seed}/{what}".encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % many

@@ -1,9 +1,9 @@
-"""Route by delay: a program moves to the replica where it and the programs there slow each other least.
+"""Route by delay: a program moves to the replica where it and the other programs slow each other least.
 
-A decode step for several programs reads the KV of all of them. So every program is slowed by the contexts
-next to it, for as long as they stay. The best replica depends on how long each program stays: a small agent
-of ten turns does best next to programs that are about to end, a large one where little is left when it has
-grown.
+A decode step for several programs reads the KV of all of them. So every program is slowed by the contexts on
+the same replica, for as long as these stay. The best replica depends on how long each program stays: a small
+agent of ten turns does best beside programs that are about to end, a large agent where few contexts are left
+by the time it has grown.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from .replica_views import NO_REPLICA, ReplicaView, ResidentProgramGroup, Routin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastDelayRouting:
-    """The home replica while the KV is there; else the one with the least delay whose memory suffices.
+    """The home replica while the KV is there; else, of the replicas with enough memory, the one with the
+    least delay.
 
     A sub-agent whose prompt starts like its parent's goes to its parent's replica, because the parent holds
     memory until the sub-agent ends. Contexts are assumed to grow evenly to their programs' sizes, one turn of
     every program at a time. Memory suffices if all contexts together never exceed ``most_full`` of it at the
     end of any program's turns. Programs that end at different times need less than the sum of their sizes, so
-    more of them fit than if room were reserved for each size. Memory always suffices on a replica without
-    other programs, or without requests: its resident programs may never return.
+    more of them fit than if memory were reserved for each size. Memory always suffices on a replica without
+    other programs, and on one without requests, whose resident programs may never return.
 
     A program for which no replica has enough memory waits, and so do all programs behind it. A single-turn
     request, or one of unknown length, does not wait: it goes to the least loaded replica.
@@ -82,10 +83,13 @@ class LeastDelayRouting:
 
 
 def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgramGroup]) -> float:
-    """Delay of a new program by the present ones, and of them by it, in tokens of KV read per step.
+    """Delay that the present programs cause a new program, plus the delay that it causes them, in tokens of
+    KV read per step.
 
-    The first is a mean over its own turns. The second is a mean over all turns of each other program, since a
-    delay matters relative to the program's duration. An evenly growing context counts with its midpoint."""
+    The first is a mean over the new program's turns. The second is a mean over all turns of each other
+    program, since a delay matters relative to the program's duration. An evenly growing context counts with
+    its midpoint.
+    """
     own = caused = 0.0
     begins, turns_left = newcomer.context_tokens, newcomer.turns_left
     grows = newcomer.size_tokens - begins
@@ -98,7 +102,7 @@ def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgra
 
 
 def peak_resident_tokens(programs: Sequence[ResidentProgramGroup]) -> float:
-    """The peak of the programs' total tokens, without new programs."""
+    """The largest total of the programs' tokens from now on, without new programs."""
     rows = sorted(
         (one.turns_left, one.context_tokens, (one.size_tokens - one.context_tokens) / one.turns_left)
         for one in programs

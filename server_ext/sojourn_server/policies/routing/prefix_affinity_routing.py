@@ -1,7 +1,7 @@
 """Route by prompt prefix: the rule of SGLang's and vLLM's routers, which know no sessions.
 
-The replica with most of the prompt, unless that is little or the replicas' loads differ too much; then the
-replica with the fewest requests.
+A request goes to the replica that computed the longest prefix of its prompt. If that prefix is short, or the
+replicas' loads differ too much, it goes to the replica with the fewest requests.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .replica_views import NO_REPLICA, ReplicaView, RoutingDecision, RoutingView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixAffinityRouting:
-    """The longest matching prefix, if at least ``least_match`` of the prompt.
+    """The replica with the longest matching prefix, if it is at least ``least_match`` of the prompt.
 
-    Loads differ too much if the most loaded replica has ``most_ahead`` requests more than the least loaded
+    Loads differ too much if the most loaded replica has ``most_ahead`` more requests than the least loaded
     one and ``most_ratio`` times as many. Raises ``ValueError`` for shares outside 0 to 1, a negative lead or
     a ratio below 1.
     """

@@ -11,21 +11,21 @@ from typing import NamedTuple
 
 
 class ReplicaView(NamedTuple):
-    """A replica as the gateway knows it, from what it sent there and what came back."""
+    """A replica as the gateway knows it, from the requests it sent and the answers it got."""
 
     replica_id: str
     load: float
-    """The larger of two shares: of KV memory, and of concurrent requests. Counts requests sent there and
-    requests that wait for it at the gateway. Above 1, some of them wait."""
+    """The larger of two shares: of KV memory, and of concurrent requests. Counts requests in flight and
+    requests that wait for the replica at the gateway. Above 1, some requests wait."""
     in_flight: int
-    """Requests that were sent and are unanswered."""
+    """Number of requests that were sent and are unanswered."""
     room_tokens: int
-    """KV that the resident programs leave free in all tiers, each counted at its size; negative if they
-    exceed the capacity."""
+    """KV tokens that the resident programs leave free in all tiers, each program counted at its size;
+    negative if they exceed the capacity."""
     homed: int = 0
     """Number of resident programs."""
     takes_new: bool = True
-    """New programs may move in: the replica is healthy and not draining."""
+    """Whether new programs may move to the replica: it is healthy and not draining."""
     queued: int = 0
     """Requests that wait for the replica at the gateway."""
     memory_tokens: int = 0
@@ -37,13 +37,13 @@ class ResidentProgramGroup(NamedTuple):
     number of past and expected turns, with the sums of their tokens."""
 
     context_tokens: int
-    """Context after the longest turn so far."""
+    """Context length after the longest turn so far."""
     size_tokens: int
-    """Expected longest context; at least the present one."""
+    """Expected longest context; at least the present context."""
     turns: int
     """Answered turns of each program."""
     turns_left: float
-    """Expected further turns; the number of past turns if the agent type is unknown. At least 1."""
+    """Expected further turns, at least 1; the number of past turns if the agent type is unknown."""
     programs: int = 1
 
 
@@ -58,9 +58,9 @@ class RoutingView(NamedTuple):
     size_tokens: int
     """Expected longest context of its program; at least the prompt."""
     home: ReplicaView | None = None
-    """The replica of the program's earlier turns; ``None``: none yet, or it is gone."""
+    """The replica of the program's earlier turns; ``None``: there are none, or the replica is gone."""
     cached: bool = False
-    """The program's KV is still there, as far as the gateway knows."""
+    """Whether the program's KV is still on ``home``, as far as the gateway knows."""
     parent_home: ReplicaView | None = None
     """The parent's replica, if the program is new and its prompt starts like the parent's."""
     prefix_tokens: Mapping[str, int] = {}
@@ -72,20 +72,21 @@ class RoutingView(NamedTuple):
 
 
 class RoutingDecision(NamedTuple):
-    """The replica and the reason for the ledger. ``replica_id`` ``None``: the request waits."""
+    """The chosen replica, and the reason for the ledger. ``replica_id`` ``None``: the request waits."""
 
     replica_id: str | None
     reason: str
     needs_tokens: int = 0
-    """Tokens that must be free at a replica that takes new programs, unless it has no resident program;
-    until then other requests of at least this size without KV wait too. 0: all others wait behind it."""
+    """Tokens that must be free on a replica that takes new programs (unless it has no resident program)
+    before the request is routed again. Until then, other requests of at least this size without KV wait too.
+    0: all other requests wait behind it."""
     passes: bool = False
-    """Whether it overtakes requests that wait for room, because it is not expected to stay."""
+    """Whether the request overtakes those that wait for capacity, because it is not expected to stay."""
 
 
 NO_REPLICA = RoutingDecision(None, "no_replica")
 
 
 def wait_for_capacity(needs_tokens: int) -> RoutingDecision:
-    """A decision to wait because no replica has room."""
+    """A decision to wait until a replica has ``needs_tokens`` free."""
     return RoutingDecision(None, "no_room", max(1, needs_tokens))

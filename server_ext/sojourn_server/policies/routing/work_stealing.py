@@ -1,4 +1,4 @@
-"""Work stealing: a program moves to an idle replica while others have a queue (SAGA §5.2)."""
+"""Work stealing: a program moves to an idle replica while requests wait for other replicas (SAGA §5.2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .baseline_routing import stable_hash
 
 
 class StealingReplicaView(NamedTuple):
-    """A replica. Stealing: which replica takes a request from which?"""
+    """A replica. Question ``stealing``: which replica steals a request from which?"""
 
     replica_id: str
     load: float
@@ -18,10 +18,11 @@ class StealingReplicaView(NamedTuple):
     queued: int
     """Requests that wait for the replica at the gateway."""
     idle_s: float
-    """Seconds for which it has had no queue and spare capacity; 0: it has no spare capacity now."""
+    """Seconds for which it has had no waiting requests and spare capacity; 0: no spare capacity now."""
     takes_new: bool = True
     may_leave: int = 0
-    """Number of its longest-waiting requests that may move: their program has no other request there."""
+    """Number of its longest-waiting requests that may move: their programs have no other request on the
+    replica."""
 
 
 class StealDecision(NamedTuple):
@@ -33,10 +34,11 @@ class StealDecision(NamedTuple):
 
 
 class StealingPolicy(Protocol):
-    """Which replica takes a request from which.
+    """Chooses which replica steals a request from which.
 
     Asked while a request waits at the gateway: each epoch, when a replica joins or becomes idle, and again
-    after each steal until the answer is ``None``. May list its ``reasons`` as a ``RoutingPolicy`` does."""
+    after each steal until the answer is ``None``. May list its ``reasons`` as a ``RoutingPolicy`` does.
+    """
 
     steals: bool
     """False: the policy is never asked."""
@@ -56,12 +58,12 @@ class NoStealing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkStealing:
-    """A replica idle for ``idle_s`` steals from one that is ``load_ratio`` times as loaded, drawn at random
+    """A replica idle for ``idle_s`` steals from a replica with ``load_ratio`` times its load, drawn at random
     (SAGA §5.2).
 
-    Both conditions must hold, as in the paper's safeguard (a); its earlier text asks for either. ``either``
-    drops the condition on idle time. A stolen session has its new home at the thief. A steal that comes too
-    late finds no movable request. Raises ``ValueError`` for times below 0 or a ratio below 1.
+    Both conditions must hold, as in the paper's safeguard (a); its earlier text asks for one of them.
+    ``either`` drops the condition on idle time. The home of a stolen session is then the thief. A steal that
+    comes too late finds no movable request. Raises ``ValueError`` for times below 0 or a ratio below 1.
     """
 
     idle_s: float = 0.1

@@ -20,7 +20,7 @@ class PredictionSource(str, Enum):
     INFERRED = "inferred"
     """Observed in earlier programs of this type."""
     COLD = "cold"
-    """Nothing is known: the program is served request by request."""
+    """Nothing is known about the program's workflow."""
 
 
 class NextStepPrediction(NamedTuple):
@@ -50,20 +50,21 @@ class NoWorkflowPrediction:
 class ThreeTierPrediction:
     """Hints if they are given and have been accurate, else observations, else nothing.
 
-    An inferred edge counts from probability ``confidence`` (θ) on; whether the program continues is the sum
-    over all its edges. A program is cold if fewer than ``min_tasks`` of its type have ended. Raises
-    ``ValueError`` for numbers out of range.
+    An inferred edge counts if its probability is at least ``confidence`` (θ); the probability that the
+    program continues is the sum over all its edges. A program is cold if fewer than ``min_tasks`` programs of
+    its type have ended. Raises ``ValueError`` for numbers out of range.
     """
 
     min_tasks: int = 30
     confidence: float = 0.7
     hints: bool = True
-    """False: hints are ignored (ablation: inference alone)."""
+    """Whether hints are used; false: inference alone (ablation)."""
     calls_tell: bool = False
     """True: without other information, a turn that called a tool is followed by another turn. In the paper
     such programs are cold."""
     inference: bool = True
-    """False: nothing is inferred (ablation: hints alone; with ``hints`` off every program is cold)."""
+    """Whether edges are inferred; false: hints alone (ablation); with ``hints`` off too, every program is
+    cold."""
     looks: bool = True
 
     def __post_init__(self) -> None:
@@ -97,8 +98,8 @@ class ThreeTierPrediction:
 def hinted_continuation_probability(step: WorkflowStepView) -> float | None:
     """The probability of another turn from the client's hints alone; ``None``: they give none.
 
-    A number of steps left takes precedence over the graph, because it is about this program. If that number
-    is geometric with mean L, at least one step follows with L / (1 + L).
+    A number of steps left takes precedence over the graph, because it is about this program. If the number of
+    further steps is geometric with mean L, at least one step follows with probability L / (1 + L).
     """
     if step.final:
         return 0.0

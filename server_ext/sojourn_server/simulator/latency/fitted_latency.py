@@ -12,21 +12,22 @@ from .latency_protocol import StepWork
 
 @dataclass(frozen=True, slots=True)
 class FittedLatency:
-    """A ``LatencyModel``: step + token·tokens + pair·pairs + kv_token·kv_tokens_read + request·requests.
+    """Step seconds = step + token·tokens + pair·pairs + kv_token·kv_tokens_read + request·requests.
 
-    A linear fit of the measurements: good between the measured points (the profile's samples show how good),
-    optimistic beyond them, such as for a much larger batch. No step contains ``costs.call_s``, the API
-    server's share of each request.
+    The coefficients are a linear fit of measurements: accurate between the measured points (the profile's
+    samples show the error), optimistic beyond them, for example for a much larger batch. Steps exclude
+    ``costs.call_s``, the API server's seconds per request.
     """
 
     costs: StepCosts
     device_to_host_bytes_per_s: float | None
-    """``None``: not measured; a copy raises."""
+    """``None``: not measured, and ``copy_s`` raises."""
     host_to_device_bytes_per_s: float | None
 
     @classmethod
     def of(cls, profile: EngineProfile) -> FittedLatency:
-        """Build it from a profile; version 1 requires decode points. Raises ``LatencyProfileError``."""
+        """Build the model from ``profile``; version 1 must have decode points. Raises
+        ``LatencyProfileError``."""
         return cls(
             profile.steps if profile.steps is not None else _step_costs_from_curves(profile),
             profile.device_to_host_bytes_per_s,
@@ -50,7 +51,8 @@ class FittedLatency:
         )
 
     def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
-        """Seconds of one copy. Raises ``LatencyProfileError`` if its bandwidth was not measured."""
+        """Seconds of one copy. Raises ``LatencyProfileError`` if its direction's bandwidth was not
+        measured."""
         if kv_bytes <= 0:
             return 0.0
         rate = self.device_to_host_bytes_per_s if to_host else self.host_to_device_bytes_per_s
@@ -62,12 +64,13 @@ class FittedLatency:
         return kv_bytes / rate
 
     def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
-        """Seconds to write or read files of so many bytes, on a typical drive (not measured)."""
+        """Seconds to write or read ``kv_bytes`` in files on a typical drive (not measured)."""
         return max(0, kv_bytes) / (DISK_WRITE_BYTES_PER_S if to_disk else DISK_READ_BYTES_PER_S)
 
 
 def _step_costs_from_curves(profile: EngineProfile) -> StepCosts:
-    """Version 1: a quadratic prefill curve, and decode seconds over context for single requests."""
+    """Step costs of a version 1 profile: it has a quadratic prefill curve, and decode seconds over context
+    length for single requests."""
     if not profile.decode_points:
         raise LatencyProfileError(
             "the engine profile holds no decode measurement (version 1); measure again with sojourn profile"

@@ -1,6 +1,7 @@
-"""Hardware profiles and model shapes: TOML files, shipped by name or the user's own by path.
+"""Hardware profiles and model shapes, read from TOML files: shipped ones by name, the user's own by path.
 
-A hardware profile has one table per constant::
+The fields of ``HardwareProfile`` and ``ModelShape`` define which fields a file may have; a field with a
+default is optional. A hardware profile has one table per constant::
 
     [memory_bandwidth_bytes_per_s]
     value = 2.039e12
@@ -37,7 +38,7 @@ def shipped_profile_names(kind: str) -> list[str]:
 
 
 def is_profile_path(name: str) -> bool:
-    """Whether ``name`` is a file of the user's, not a shipped profile."""
+    """Whether ``name`` is the path of a user's file, not the name of a shipped profile."""
     return name.endswith(".toml") or "/" in name or Path(name).is_file()
 
 
@@ -62,7 +63,7 @@ def find_profile_file(name: str, kind: str) -> Path:
 
 
 def read_profile_toml(path: Path) -> dict[str, Any]:
-    """The TOML document. Raises ``LatencyProfileError``."""
+    """Read and parse a TOML file. Raises ``LatencyProfileError``."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -72,7 +73,7 @@ def read_profile_toml(path: Path) -> dict[str, Any]:
 
 
 def reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str]) -> None:
-    """Reject misspelt fields, which would silently keep their defaults."""
+    """Raise ``LatencyProfileError`` for unknown fields: a misspelt one would silently keep its default."""
     for key in found:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
@@ -81,7 +82,7 @@ def reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str]
 
 
 def parse_number(path: Path, where: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
-    """A finite number in [least, most]; ``where`` names its field."""
+    """Check that ``value`` is a finite number in [least, most]. ``where`` names the field in errors."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or not least <= value <= most:
         bounds = f"≥ {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
@@ -90,14 +91,14 @@ def parse_number(path: Path, where: str, value: Any, *, least: float = 0.0, most
 
 
 def parse_integer(path: Path, where: str, value: Any, *, least: int = 1) -> int:
-    """An integer ≥ least."""
+    """Check that ``value`` is an integer ≥ ``least``. ``where`` names the field in errors."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a whole number ≥ {least}")
     return value
 
 
 def parse_text(path: Path, where: str, value: Any) -> str:
-    """A non-empty string."""
+    """Check that ``value`` is a non-empty string. ``where`` names the field in errors."""
     if not isinstance(value, str) or not value.strip():
         raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a text")
     return value
@@ -115,49 +116,51 @@ DISK_SOURCE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """One device and its links. Efficiencies are fractions of the published peak that real kernels reach."""
+    """Constants of a device and its links. Efficiencies: the part of the published peak that kernels
+    reach."""
 
     name: str
     title: str
     memory_bytes: float
-    """Total memory as CUDA reports it, less than the rounded data sheet value."""
+    """Total memory as CUDA reports it: below the rounded value of the data sheet."""
     bf16_flops_per_s: float
-    """Dense tensor-core peak."""
+    """Peak of the tensor cores for dense matrices."""
     memory_bandwidth_bytes_per_s: float
     linear_efficiency: float
-    """Fraction of the FLOP peak: all of a layer except attention, with many tokens."""
+    """Fraction of the FLOP peak in the linear layers (all but attention), with many tokens."""
     expert_efficiency: float
-    """Fraction of the FLOP peak: experts of a mixture, grouped GEMMs over few tokens each."""
+    """Fraction of the FLOP peak in the experts of a mixture: grouped GEMMs over few tokens each."""
     attention_efficiency: float
-    """Fraction of the FLOP peak: prefill attention, causal pairs counted once."""
+    """Fraction of the FLOP peak in prefill attention, causal pairs counted once."""
     weight_read_efficiency: float
-    """Fraction of the bandwidth peak: GEMMs of few tokens, bound by reading weights."""
+    """Fraction of the bandwidth peak in GEMMs of few tokens, bound by reading weights."""
     kv_read_efficiency: float
-    """Fraction of the bandwidth peak: decode attention over a paged KV cache."""
+    """Fraction of the bandwidth peak in decode attention over a paged KV cache."""
     layer_overhead_s: float
-    """Small kernels of a layer: its time as the work goes to zero."""
+    """Seconds of a layer as its work goes to zero: small kernels."""
     step_overhead_s: float
     """Device idle time between two steps: scheduling, input preparation and sampling."""
     request_overhead_s: float
-    """Device idle time between two steps per request."""
+    """Additional device idle time between two steps for each request."""
     host_to_device_bytes_per_s: float
-    """Pinned memory, one device, one direction at a time."""
+    """Copy rate from pinned memory: one device, one direction at a time."""
     device_to_host_bytes_per_s: float
     copy_overhead_s: float
     """Latency of a copy before its first byte."""
     all_reduce_bytes_per_s: float
     """Bus bandwidth of an all-reduce of many bytes over NVLink (NCCL's convention: 2·(n-1)/n·bytes/time)."""
     all_reduce_overhead_s: float
-    """An all-reduce of few bytes."""
+    """Seconds of an all-reduce of few bytes."""
     max_num_seqs: float
     """vLLM's default for the API server on this device."""
     max_num_batched_tokens: float
     """vLLM's default for the API server on this device."""
     disk_read_bytes_per_s: float = DISK_READ_BYTES_PER_S
-    """Rate of the machine, whatever its number of devices; files of one block each, one after the other."""
+    """Disk rate of the whole machine for any number of devices; files of one block each, one after the
+    other."""
     disk_write_bytes_per_s: float = DISK_WRITE_BYTES_PER_S
     sources: tuple[tuple[str, str], ...] = ()
-    """(constant, its source)"""
+    """Pairs of a constant and the source of its value."""
     estimates: tuple[str, ...] = ()
     """Constants whose value was chosen, not published or measured."""
 
@@ -173,7 +176,7 @@ _OPTIONAL = frozenset(
     for field in fields(HardwareProfile)
     if field.name in _CONSTANTS and field.default is not MISSING
 )
-"""Constants that older profiles lack."""
+"""Constants with a default, which older profiles lack."""
 
 
 def load_hardware_profile(name: str) -> HardwareProfile:
@@ -296,8 +299,8 @@ class ModelShape:
         return self.parameters * self.weight_bytes
 
     def kv_heads_per_device(self, tp: int) -> int:
-        """KV heads per device under tensor parallelism; with more devices than heads each holds a copy, as in
-        vLLM."""
+        """KV heads per device with ``tp`` devices. If there are fewer heads than devices, each device has a
+        copy of one head, as in vLLM."""
         return max(1, self.kv_heads // tp)
 
     def kv_bytes_per_token(self, tp: int = 1) -> int:
@@ -315,14 +318,14 @@ class ModelShape:
             )
 
     def check_context(self, max_model_len: int | None) -> None:
-        """Raise ``LatencyProfileError`` if an engine's limit exceeds the model's."""
+        """Raise ``LatencyProfileError`` if ``max_model_len`` exceeds the model's longest context."""
         if max_model_len is not None and max_model_len > self.max_context_tokens:
             raise LatencyProfileError(
                 f"max_model_len is {max_model_len:,}; {self.name} takes at most {self.max_context_tokens:,}"
             )
 
     def splits(self, tp: int) -> bool:
-        """Whether heads and KV heads divide evenly over ``tp`` devices; KV heads may be copied."""
+        """Whether query and KV heads divide evenly over ``tp`` devices; KV heads may be copied."""
         return tp >= 1 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
 

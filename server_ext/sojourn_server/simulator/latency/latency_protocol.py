@@ -6,18 +6,18 @@ from typing import NamedTuple, Protocol
 
 
 class StepWork(NamedTuple):
-    """One step. A request adds n new tokens to a context of c tokens with KV."""
+    """Work of one step. Each of its requests adds n new tokens to a context of c tokens with KV."""
 
     requests: int
     """Requests in the step."""
     tokens: int
-    """Σ n: tokens through the weights."""
+    """Σ n: tokens that the step computes."""
     prefill_tokens: int
-    """Those of ``tokens`` from requests that add more than one."""
+    """Part of ``tokens``: those of requests that add more than one token."""
     attention_pairs: int
     """Σ n·c + n·(n+1)/2: query-key pairs."""
     prefill_attention_pairs: int
-    """Those of ``attention_pairs`` from requests that add more than one token."""
+    """Part of ``attention_pairs``: those of requests that add more than one token."""
     kv_tokens_read: int
     """Σ c + n: tokens whose KV is read."""
     sampled: int
@@ -25,28 +25,28 @@ class StepWork(NamedTuple):
 
 
 class LatencyModel(Protocol):
-    """Seconds of device time. Deterministic: the same work takes the same time."""
+    """Predicts seconds of device time. Deterministic: the same work takes the same time."""
 
     @property
     def call_s(self) -> float:
-        """Seconds per request between client and scheduler: HTTP, tokenising. Part of no step."""
+        """Seconds per request outside all steps, between client and scheduler: HTTP, tokenising."""
         ...
 
     def step_s(self, work: StepWork) -> float:
-        """One engine step, its fixed overhead included."""
+        """Seconds of one engine step, its fixed overhead included."""
         ...
 
     def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
-        """A copy of KV between device and host memory, alone on its link."""
+        """Seconds to copy KV between device and host memory, with no other copy on the link."""
         ...
 
     def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
-        """A copy of KV between host memory and disk."""
+        """Seconds to copy KV between host memory and disk."""
         ...
 
 
 class DeviceShape(NamedTuple):
-    """The scheduler's view of an engine: hardware, model and limits."""
+    """An engine as its scheduler sees it: hardware, model and limits."""
 
     hardware: str
     model: str

@@ -31,11 +31,11 @@ MAX_TP = 64
 
 
 def activation_bytes(model: ModelShape, tp: int, max_num_batched_tokens: int, max_num_seqs: int) -> float:
-    """Approximate peak beside the weights in vLLM's profiling run: one layer's largest tensors, and the
-    logits.
+    """Approximate peak of activations per device in vLLM's profiling run: one layer's largest tensors, and
+    the logits.
 
-    An estimate: vLLM measures it at start. Residual and hidden states are whole on every device; queries,
-    keys, values and the MLP's inner state are split; logits are sampled in 32 bits.
+    An estimate: vLLM measures the peak at start. Residual and hidden states are whole on every device;
+    queries, keys, values and the MLP's inner state are split; logits are sampled in 32 bits.
     """
     inner = model.intermediate_size * max(1, model.experts_per_token)
     qkv = model.head_size * (model.heads + 2 * model.kv_heads)
@@ -56,7 +56,8 @@ def device_shape(
     max_num_batched_tokens: int | None = None,
     block_size: int = 16,
 ) -> DeviceShape:
-    """Shape of an engine. ``None``: the model's limit, or vLLM's default on this device.
+    """Shape of an engine on ``tp`` devices. A limit of ``None`` is the model's, or vLLM's default on this
+    device.
 
     ``cpu_ratio`` is host memory for KV as a multiple of the device's KV memory. Raises
     ``LatencyProfileError`` if the model does not fit, with the missing bytes and the smallest sufficient
@@ -133,12 +134,12 @@ def _valid_tensor_parallel_sizes(model: ModelShape) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    """Options of the user; ``None``: the profile's value, or vLLM's default on that device."""
+    """Options that the user may set; ``None``: the profile's value, or vLLM's default on that device."""
 
     cpu_ratio: float = 0.0
     """Host memory for KV as a multiple of the device's KV memory; 0: no offload."""
     gpu_memory_utilization: float | None = None
-    """Roofline only: a measured engine has a known pool."""
+    """Only for roofline models: an engine profile states the size of its pool."""
     kv_pool_tokens: int | None = None
     """Overrides the computed or measured size of the pool."""
     max_model_len: int | None = None

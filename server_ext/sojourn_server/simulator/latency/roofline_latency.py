@@ -17,12 +17,12 @@ In a mixture of experts, tokens compute with their own experts, but the step rea
 its tokens uses: E·(1 - (1 - k/E)^tokens) of E, with k per token drawn uniformly.
 Tensor parallelism divides compute, weights and KV by ``tp``.
 
-Accuracy. The projections are within 15 % of the operators measured in microsoft/vidur's tables from
-1 to 16,384 tokens (tests/simulator/test_simulator_latency_published.py). Attention, the overheads and all of
-B200 are estimates. Left out: power throttling, other work on PCIe, and all that an API server adds to a
-request. Prefill throughput is an upper bound: expect engines to be 0 to 30 % slower, and an error of ±30 % in
-absolute seconds; ratios between policies on one device depend on it far less. A load from host memory
-during a store takes longer than here (see the PCIe sources).
+Accuracy. The projections are within 15 % of the operators measured in microsoft/vidur's tables from 1 to
+16,384 tokens (tests/simulator/test_simulator_latency_published.py). Attention, the overheads and all of B200
+are estimates. Left out: power throttling, other work on PCIe, and the API server's time per request. Prefill
+throughput is an upper bound: expect engines to be 0 to 30 % slower, and an error of ±30 % in absolute
+seconds; ratios between policies on one device depend on it far less. A real load from host memory takes
+longer during a store than in this model (see the PCIe sources).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from .latency_protocol import StepWork
 
 @dataclass(frozen=True)
 class RooflineLatency:
-    """A ``LatencyModel``, monotone in each count of the work. Raises ``LatencyProfileError``."""
+    """A ``LatencyModel`` in which more work never takes less time. Raises ``LatencyProfileError`` if vLLM
+    cannot split the model over ``tp`` devices."""
 
     hardware: HardwareProfile
     model: ModelShape
@@ -116,7 +117,7 @@ class RooflineLatency:
 
     @property
     def call_s(self) -> float:
-        """The API server's share of a request's time to first token is not modelled."""
+        """0: the API server's share of the time to first token is not modelled."""
         return 0.0
 
     def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
@@ -128,7 +129,7 @@ class RooflineLatency:
         return hardware.copy_overhead_s + kv_bytes / (rate * self.tp)
 
     def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
-        """Seconds to write or read files of so many bytes on the machine's disk, shared by all devices."""
+        """Seconds to write or read ``kv_bytes`` in files on the machine's disk, which all devices share."""
         hardware = self.hardware
         rate = hardware.disk_write_bytes_per_s if to_disk else hardware.disk_read_bytes_per_s
         return max(0, kv_bytes) / rate

@@ -1,1 +1,1 @@
-"""Bounds for every policy: offline eviction, and eviction orders replayed on the same accesses."""
+"""Bounds on recomputation: the offline optimum, and eviction orders replayed on one access sequence."""

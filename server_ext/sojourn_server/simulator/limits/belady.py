@@ -4,22 +4,22 @@
 for it (for blocks beyond its lookup: when block i was full). It *pins* touched blocks until it is freed. A
 touch is *charged* if the block is part of a lookup and was computed before, by any request, but is not
 cached. All other touches are free whatever was evicted: the first computation of a block loses nothing, and
-no cache saves what a decode step writes. An incomplete block without an id takes a place too. So the log
-alone determines which touches can be charged, what is pinned and how many places remain for named blocks;
-only the choice of victims is open. This is a paging problem with pins and a pool of varying size, the same
-for every order.
+no cache can save the blocks that decode steps write. An incomplete block without an id takes a place too. So
+the log alone determines which touches can be charged, what is pinned and how many places remain for named
+blocks; only the choice of victims is open. This is a paging problem with pins and a pool of varying size, the
+same for every order.
 
 **The rule.** To make space, evict the unpinned block whose next chargeable touch is furthest in the future. A
 block without a further touch, or whose next touch is free, is worth nothing and goes first. Ties: the deepest
 in its chain first.
 
 **Prefixes stay whole.** Let block c follow block p, both unpinned, and let c's next touch be chargeable. The
-request that makes it also looks up p, and touches p no later. So p is needed no later than c: c goes first,
-and on a tie too, for it is deeper. A request that pins c pins p. (If a request *writes* p before that, p may
-go early; it is back before the lookup of c.) So no head is lost while its tail is kept: the optimum needs no
-hits beyond the longest cached prefix, which is what an engine finds. (Behind a missing block, a request may
-find blocks that another has computed since its admission. An engine that looks only once does not; the bound
-is lower for it.)
+request of that touch also looks up p, and touches p no later. So p is needed no later than c: the rule evicts
+c first, on a tie too, since c is deeper. A request that pins c pins p. (If a request *writes* p before that,
+the rule may evict p early; p is back before the lookup of c.) So no block is evicted while a later block of
+its chain stays cached: the optimum needs no hits beyond the longest cached prefix, which is what an engine
+finds. (After a missing block, the optimum may use blocks that another request computed since this one's
+admission. An engine, which looks up only at admission, cannot; the bound is lower for it.)
 
 **Optimality.** Let A be any way to evict that follows this rule up to some eviction, where the rule evicts x
 and A evicts y. Let B evict x there and otherwise act like A. B's cache is then A's without x, with y. It
@@ -60,8 +60,8 @@ _NEVER = 2**31 - 1
 def replay_belady(log: AccessLog | AccessSequence) -> EvictionReplayResult:
     """The minimum of recomputed tokens over all eviction orders.
 
-    O(B + (E + R) log R) for B touched blocks, E entries and R runs of blocks freed together with the same
-    next use; about 1 µs per block.
+    O(B + (E + R) log R) for B touched blocks, E entries, and R runs of blocks that are freed together and
+    have the same next use; about 1 µs per block.
 
     Raises ``AccessLogError``.
     """
@@ -80,8 +80,8 @@ def _touched_blocks(entry: SequenceEntry) -> int:
 
 
 def _next_uses(sequence: AccessSequence) -> list[array[int] | None]:
-    """Return, for each entry, the entries of the next chargeable touches of the blocks that it touches, or
-    ``_NEVER``."""
+    """For each entry, the next uses of the blocks that it touches: the entry of a block's next chargeable
+    touch, or ``_NEVER``."""
     known = bytearray(sequence.blocks)
     reached = [0] * len(sequence.chains)
     full_before = [0] * len(sequence.chains)
@@ -131,10 +131,10 @@ class _OptimalEviction:
         self._untracked_blocks = [0] * len(sequence.chains)
         """Places of each request's blocks without an id."""
         self._space = sequence.pool_blocks
-        """Free places; negative: to be freed by eviction."""
+        """Number of free places; if negative, the number of places that eviction must free."""
         self._runs: list[tuple[int, int, int, array[int]]] = []
         """Heap of runs of blocks that were unpinned together: (-next use, -depth of the end, number, blocks).
-        An entry is valid for a block only while that is cached, unpinned and has this next use."""
+        An entry is valid for a block only while the block is cached, unpinned and has this next use."""
         self._pushes = 0
 
     def take_in(self, entry: SequenceEntry, next_uses: array[int] | None) -> None:

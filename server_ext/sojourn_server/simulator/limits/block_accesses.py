@@ -17,27 +17,28 @@ class BlockAccessKind(IntEnum):
     """What happened to a request's blocks."""
 
     ADMIT = 0
-    """It got its first blocks and reuses cached leading blocks."""
+    """The request got its first blocks and reuses cached leading blocks."""
     GROW = 1
-    """It holds more blocks than before."""
+    """The request holds more blocks than before."""
     FREE = 2
-    """It freed all blocks: finished, aborted or preempted. Full blocks stay cached until reused."""
+    """The request freed all blocks: finished, aborted or preempted. Full blocks stay cached until reused."""
 
 
 class BlockAccess(NamedTuple):
-    """One entry. ``held_blocks``: blocks of the request from now on, incomplete ones included."""
+    """One entry of a log. ``held_blocks``: number of blocks that the request now holds, incomplete ones
+    included."""
 
     kind: BlockAccessKind
     request: int
     """Index into ``AccessLog.chains``."""
     held_blocks: int
     full_blocks: int
-    """Full blocks with complete KV among them: what a cache may keep."""
+    """Number of the request's full blocks with complete KV: the blocks that a cache may keep."""
 
 
 class AccessLog(msgspec.Struct, kw_only=True):
-    """Input of an eviction replay. A chain holds the id of each full block of a request, in order; equal ids
-    mean equal content and history."""
+    """Input of an eviction replay. A chain lists the ids of a request's full blocks in order. Equal ids mean
+    equal content and equal preceding blocks."""
 
     pool_blocks: int
     block_size: int
@@ -61,7 +62,7 @@ class AccessRecorder:
         self._held: dict[str, tuple[int, int]] = {}
         """(Blocks, computed tokens) of each running request."""
         self._reached: dict[str, int] = {}
-        """Maximum number of full blocks of each request in the engine; a preempted one has none."""
+        """Largest number of full blocks that each unfinished request has held."""
 
     def step(self, planned: SchedulerOutput, requests: dict[str, Request]) -> None:
         """Record a scheduled step."""
@@ -94,7 +95,7 @@ class AccessRecorder:
         self._reached.pop(request.request_id, None)
 
     def close(self, requests: dict[str, Request]) -> AccessLog:
-        """The log so far. Unfinished requests have the blocks that they had computed."""
+        """Return the log. The chain of an unfinished request ends with its last computed block."""
         for request_id in list(self._index):
             request = requests.get(request_id)
             if request is not None:
@@ -129,17 +130,17 @@ class AccessLogError(ValueError):
 
 
 class SequenceEntry(NamedTuple):
-    """One access, with the state that follows from earlier ones."""
+    """One access, with values derived from earlier accesses."""
 
     kind: BlockAccessKind
     request: int
     held: int
-    """Blocks held from now on; for FREE, blocks held before."""
+    """Blocks that the request holds after the access; for FREE, blocks held before it."""
     full: int
-    """Full blocks among them. Neither number shrinks while the request stays admitted."""
+    """Number of full blocks in ``held``. Neither number shrinks while the request stays admitted."""
     ask: int
-    """Leading blocks covered by the lookup at admission. Computing them is prefill; decoding writes all later
-    ones, which no cache could have saved."""
+    """Number of leading blocks covered by the lookup at admission. Computing them is prefill. Decoding writes
+    the later blocks, which no cache could have saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ class AccessSequence:
     """Programs in order of first admission: the index is the program's rank."""
     entries: list[SequenceEntry]
     last_entry: list[int]
-    """Last entry of each owner."""
+    """Index of each owner's last entry."""
 
 
 def prepare_access_sequence(log: AccessLog) -> AccessSequence:

@@ -13,7 +13,7 @@ from .replay_eviction_orders import OPTIMAL_ORDER, eviction_order_factory, evict
 def compare_eviction_orders(
     log: AccessLog | AccessSequence, orders: Sequence[str] | None = None
 ) -> dict[str, EvictionReplayResult]:
-    """Replay the sequence under each order (default: all), with its ratio to the optimum, which comes first.
+    """Replay ``log`` under each order (default: all), with its ratio to the optimum; the optimum comes first.
 
     Raises ``ValueError`` for an unknown order, before any replay, and ``AccessLogError``.
     """
@@ -30,7 +30,7 @@ def compare_eviction_orders(
 
 
 def competitive_ratio(regenerated_tokens: int, optimum_tokens: int) -> float | None:
-    """SAGA's competitive ratio (S10) on one log; 0/0 is 1, and None stands for x/0."""
+    """SAGA's competitive ratio (mechanism S10) on one log; 0/0 is 1, and x/0 is ``None``."""
     if optimum_tokens == 0:
         return 1.0 if regenerated_tokens == 0 else None
     return regenerated_tokens / optimum_tokens

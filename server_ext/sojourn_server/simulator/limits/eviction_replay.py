@@ -2,16 +2,16 @@
 
 The pool behaves like vLLM's ``BlockPool`` under a scheduler with prefix caching and chunked prefill:
 
-- An admitted request reuses the longest cached prefix of its lookup. It looks only once: blocks that others
-  cache later it computes again, in blocks of its own (vLLM does not merge equal blocks).
+- An admitted request reuses the longest cached prefix of its lookup. There is one lookup: if another request
+  caches a block later, this request still computes its own copy (vLLM does not merge equal blocks).
 - A block is cached from the moment it is full, also after it is freed, until it is reused. Empty blocks are
   reused first.
 
-At every moment the recorded run fitted the pool. Under another order a request may hit more blocks, and then
-holds them before the recorded run had computed as many. If this surplus does not fit, the requests admitted
-last free it again, tails first, down to what they held in the recorded run, and recompute the loss later
-(``given_back_tokens``). What still does not fit is held outside the pool and counted (``overflow_blocks``);
-in a log of a real run only duplicate blocks do that.
+The recorded run fitted the pool at all times. Under another order a request may hit more blocks, so it holds
+more memory than in the recorded run at that time. If these additional blocks do not fit, the requests
+admitted last free theirs again, last blocks first, down to the number that they held in the recorded run, and
+recompute them later (``given_back_tokens``). Blocks that still do not fit are held outside the pool and
+counted (``overflow_blocks``); in a log of a real run only duplicate blocks can be.
 
 O(1) per block; about 1 µs.
 """
@@ -28,28 +28,29 @@ from .replay_eviction_orders import ReplayEvictionOrder
 
 
 class EvictionReplayResult(msgspec.Struct, kw_only=True):
-    """Result of one order. Tokens are whole blocks times the block size; only blocks covered by lookups
-    count."""
+    """Result of one eviction order. Token counts are whole blocks times the block size, and include only
+    blocks covered by lookups."""
 
     order: str
     admissions: int = 0
     asked_tokens: int = 0
-    """Looked up at admission, and reached before the request was freed."""
+    """Tokens looked up at admission, up to the position that the request had reached when it was freed."""
     hit_tokens: int = 0
     computed_tokens: int = 0
-    """Looked up, not found, hence computed: first-time, recomputed and duplicate ones."""
+    """Looked-up tokens that were not cached, so the request computed them: new, recomputed and duplicate
+    ones."""
     regenerated_tokens: int = 0
-    """Those of the computed tokens that some request had computed before and that were lost since: what a
-    better order could have saved."""
+    """Computed tokens that some request had computed before and that eviction had lost: a better order could
+    have saved them."""
     duplicated_tokens: int = 0
-    """Those of the computed tokens that were cached at that moment but not at admission, whatever the order.
-    The optimum has none by definition."""
+    """Computed tokens that were cached at that time, but not yet at admission. The optimum counts none, by
+    definition."""
     regenerated_by_owner: dict[str, int] = msgspec.field(default_factory=dict)
     """Recomputed tokens by program; programs without any are left out."""
     regenerated_by_request: list[int] = msgspec.field(default_factory=list)
     """Recomputed tokens of each request of the log."""
     hit_blocks: list[int] = msgspec.field(default_factory=list)
-    """Leading blocks that each admission reused; one entry per admission, in the order of the log."""
+    """Number of leading blocks that each admission reused, in the order of the log."""
     given_back_tokens: int = 0
     """Reused tokens that were freed again for lack of space."""
     overflow_blocks: int = 0
@@ -60,8 +61,8 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     note: str = ""
 
     def regenerated_since(self, sent_s: Sequence[float], since_s: float) -> int:
-        """Recomputed tokens of requests sent from ``since_s`` on; ``sent_s`` has the send time of each
-        request."""
+        """Recomputed tokens of requests sent at ``since_s`` or later; ``sent_s`` has each request's send
+        time."""
         if since_s <= 0:
             return self.regenerated_tokens
         times = zip(self.regenerated_by_request, sent_s, strict=True)
@@ -84,7 +85,8 @@ class EvictionReplayCounters:
     def result(
         self, order: str, block_size: int, owners: list[str], owner_of: list[int]
     ) -> EvictionReplayResult:
-        """``owner_of`` has the index in ``owners`` of each request's program."""
+        """Convert the counts into tokens. ``owner_of`` has, for each request, its program's index in
+        ``owners``."""
         by_owner: dict[str, int] = {}
         for owner, lost in zip(owner_of, self.by_request, strict=True):
             if lost:
@@ -108,7 +110,7 @@ class EvictionReplayCounters:
 def replay_evictions(
     log: AccessLog | AccessSequence, order: ReplayEvictionOrder, *, name: str = ""
 ) -> EvictionReplayResult:
-    """Replay the sequence with ``order``, which must be new. Raises ``AccessLogError``."""
+    """Replay the sequence with a new ``order``. Raises ``AccessLogError``."""
     sequence = prepare_access_sequence(log) if isinstance(log, AccessLog) else log
     pool = _ReplayPool(sequence, order)
     for now, entry in enumerate(sequence.entries):
@@ -125,16 +127,16 @@ class _ReplayPool:
         self._order = order
         size = sequence.pool_blocks
         self._empty = list(range(size - 1, -1, -1))
-        """Free places without content."""
+        """Free places that cache no block."""
         self._holders = [0] * size
         self._content = [-1] * size
         """Block cached at each place, or -1."""
         self._place = [-1] * sequence.blocks
-        """Place where each block was cached first, or -1."""
+        """Main place of each cached block, or -1."""
         self._copies: dict[int, list[int]] = {}
-        """Other places, in order, of each block that is cached more than once."""
+        """Further places, in order, of each block that is cached more than once."""
         self._known = bytearray(sequence.blocks)
-        """1: was computed before."""
+        """1 for each block that was computed before."""
         self._writing: dict[int, int] = {}
         """Incomplete blocks → number of requests that compute them."""
         self._tables: dict[int, list[int]] = {}
@@ -146,7 +148,7 @@ class _ReplayPool:
         self._surplus = False
         """Whether any request may hold more than in the recorded run."""
         self._outside = 0
-        """Places beyond the pool."""
+        """Number of places beyond the pool's size."""
 
     def take_in(self, now: int, entry: SequenceEntry) -> None:
         request = entry.request
@@ -227,7 +229,7 @@ class _ReplayPool:
                 self._copies.setdefault(block, []).append(here)
 
     def _written(self, blocks: Iterable[int]) -> None:
-        """Unmark blocks that are full now, or never will be."""
+        """Remove blocks from ``_writing`` that are full now, or never will be."""
         writing = self._writing
         for block in blocks:
             writing[block] -= 1
@@ -235,7 +237,8 @@ class _ReplayPool:
                 del writing[block]
 
     def _let_go(self, table: list[int], cached: int, owner: int, now: int) -> None:
-        """Release a holder of each place; tails are reused before heads."""
+        """End a request's hold on the places of ``table``. The later blocks of a chain are evicted before the
+        earlier."""
         holders = self._holders
         for here in table:
             holders[here] -= 1
@@ -301,7 +304,7 @@ class _ReplayPool:
         self._surplus = False
 
     def _shrink(self) -> None:
-        """Free places outside the pool first."""
+        """Drop the places beyond the pool's size as soon as others are free."""
         while self._outside:
             gone = self._free_places(self._outside)
             if not gone:

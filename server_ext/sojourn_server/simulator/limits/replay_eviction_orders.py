@@ -13,7 +13,8 @@ from sojourn_server.policies.policy_views import EvictionCandidateView
 
 
 class FreeRunQueue:
-    """FIFO of places. A place removed from the middle stays in its run, marked as stale, until its turn.
+    """FIFO of free places, in runs that were added together. If a place leaves from the middle, its entry
+    stays and is skipped when its turn comes.
 
     O(1) per place, in a third of the time of an ``OrderedDict``.
     """
@@ -21,20 +22,20 @@ class FreeRunQueue:
     __slots__ = ("_run_of", "_runs")
 
     def __init__(self, run_of: dict[int, int]) -> None:
-        """``run_of`` may be shared by several queues, if each place is in only one of them."""
+        """``run_of`` maps places to run numbers. Queues may share it if no place is in two of them."""
         self._run_of = run_of
-        """The run that holds each free place; other runs hold stale entries."""
+        """Number of the run that holds each free place; entries of the place in other runs are stale."""
         self._runs: deque[tuple[int, list[int]]] = deque()
-        """(number, remaining places, the next one last)."""
+        """(number of the run, its remaining places in reverse order)."""
 
     def append(self, places: Sequence[int], number: int) -> None:
-        """``number`` must be new to ``run_of``."""
+        """Add a run of places; ``number`` must be new to ``run_of``."""
         if places:
             self._run_of.update(dict.fromkeys(places, number))
             self._runs.append((number, list(reversed(places))))
 
     def pop(self, count: int) -> list[int]:
-        """Remove the next ``count`` places, or all."""
+        """Remove and return the next ``count`` places, or all if there are fewer."""
         runs, run_of = self._runs, self._run_of
         given: list[int] = []
         while count and runs:
@@ -50,15 +51,15 @@ class FreeRunQueue:
         return given
 
     def __bool__(self) -> bool:
-        """False: certainly empty."""
+        """False only for an empty queue; true also if only stale entries are left."""
         return bool(self._runs)
 
 
 class LruEvictionOrder:
-    """LRU: the block that has been free for longest goes first; of one request the tail before the head.
+    """LRU: the block that has been free longest is evicted first; of one request, the last block first.
 
-    ``BlockPool.free_blocks`` appends blocks, tails first, to a queue that is reused from its front, and
-    ``touch`` removes them from it.
+    ``BlockPool.free_blocks`` appends a request's blocks, last block first, to a queue. Allocation takes
+    blocks from the front; ``touch`` removes them from the middle.
     """
 
     def __init__(self, owners: list[str] | None = None) -> None:
@@ -85,7 +86,8 @@ class LruEvictionOrder:
 EvictionScore = tuple[float, ...]
 
 MAX_OWNERS = 16
-"""Maximum number of known owners of a block, as in the engine's queue; a block with more goes last."""
+"""Maximum number of known owners of a block, as in the engine's queue; blocks with more owners are evicted
+last."""
 
 _EVICTED_LAST: EvictionScore = (float("inf"),)
 _TOO_MANY_OWNERS = -1
@@ -96,8 +98,8 @@ def prefix_lru(owners: list[str]) -> ProgramEvictionOrder:
     """LRU over programs' prefixes, leaf first: SAGA's "LRU + Prefix" (Table 2, without further details).
 
     All blocks of a program are as recent as its last request, and shared blocks as the latest of their
-    owners. vLLM's order also ages a program's abandoned branches, and so does as well or better: the two
-    differ only there.
+    owners. vLLM's order also ages a program's abandoned branches; the two orders differ only there, and
+    vLLM's is never worse.
     """
     return ProgramEvictionOrder(owners, lambda view: (view.last_turn_s,), shared_last=False)
 
@@ -110,12 +112,12 @@ def latest_program(owners: list[str]) -> ProgramEvictionOrder:
 class ProgramEvictionOrder:
     """Evicts groups of blocks in the order of a policy's score of their owners.
 
-    A group holds the blocks of one program, or those that the same programs share. Groups go by score, lowest
-    first; within a group LRU, tails before heads. A parent block has every owner of its child, so no order
-    separates a head from its tail.
+    A group holds the blocks of one program, or the blocks that the same programs share. The group with the
+    lowest score is evicted first; within a group LRU, last blocks of a chain first. A parent block has every
+    owner of its child, so no order evicts a block before its child.
 
-    ``shared_last``: groups of two or more running programs go after all others, those with the fewest owners
-    first; otherwise a group has the score of its highest-scored owner.
+    ``shared_last``: groups of two or more running programs are evicted after all other groups, the fewest
+    owners first. Without it, a group has the score of its highest-scored owner.
 
     ``last_turn_s`` of a program is the index of the entry that freed its last request: a log has no times. A
     program is over with its last entry in the log, as after its ``program_end``; this includes programs cut
@@ -197,7 +199,7 @@ class ProgramEvictionOrder:
             self._rank(group)
 
     def _group_with(self, group: int, owner: int) -> int:
-        """The group of a block of ``group`` that ``owner`` also uses."""
+        """The group whose owners are those of ``group`` and ``owner``."""
         found = self._with.get((group, owner))
         if found is None:
             found = self._with[group, owner] = self._new_group(group, owner)
@@ -255,7 +257,8 @@ class ReplayEvictionOrder(Protocol):
     """
 
     def freed(self, blocks: Sequence[int], owner: int, now: int) -> None:
-        """Add blocks that no request holds; tails come before heads. ``now`` is the index of the entry."""
+        """Add blocks that no request holds, last blocks of a chain first. ``now`` is the index of the
+        entry."""
         ...
 
     def reused(self, blocks: Sequence[int]) -> None:
@@ -263,11 +266,11 @@ class ReplayEvictionOrder(Protocol):
         ...
 
     def victims(self, count: int) -> list[int]:
-        """Evict ``count`` blocks, or all."""
+        """Remove and return ``count`` blocks to evict, or all if there are fewer."""
         ...
 
     def over(self, owner: int) -> None:
-        """The program has ended."""
+        """Handle the end of the program ``owner``."""
         ...
 
 
@@ -281,7 +284,7 @@ _FACTORIES: dict[str, EvictionOrderFactory] = {
 }
 
 OPTIMAL_ORDER = "belady"
-"""Not an order: it uses the future."""
+"""Name of the offline optimum, which is no eviction order: it knows future accesses."""
 
 
 def eviction_order_names() -> list[str]:

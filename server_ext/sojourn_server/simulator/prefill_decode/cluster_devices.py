@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class AgentState:
     """State of one agent and its current turn.
 
-    Fields that a turn has not set yet are missing, or those of the turn before. Times are virtual seconds.
+    A field that the current turn has not set yet is unset, or has the previous turn's value. Times are
+    virtual seconds.
     """
 
     __slots__ = (
@@ -32,7 +33,7 @@ class AgentState:
     request: PdRequest
     output_tokens: int
     cached: int
-    """Prompt tokens with KV: now, and at the start of the turn."""
+    """Prompt tokens with KV, now; ``cached_before`` is their number at the start of the turn."""
     cached_before: int
     todo: int
     """Prompt tokens that are not computed yet."""
@@ -41,19 +42,19 @@ class AgentState:
     second_token_s: float
     decoded_from_s: float
     worker: int
-    """Number of its prefill device."""
+    """Index of the prefill device that computes the turn."""
     decode: int
     prefill_blocks: int
-    """Blocks that the prefill device's node reads."""
+    """Number of Full Blocks that the prefill device's node reads from storage."""
     decode_blocks: int
     parts: int
-    """Number of unfinished reads."""
+    """Number of unfinished reads from storage."""
 
     def __init__(self, agent: int, trajectory: Trajectory) -> None:
         self.agent = agent
         self.trajectory = trajectory
         self.turn = 0
-        """Index in the trajectory."""
+        """Index of the current turn in the trajectory."""
 
 
 WINDOW_S = 10.0
@@ -61,7 +62,7 @@ WINDOW_S = 10.0
 
 
 class StorageNic:
-    """FIFO of reads. Writes use the other direction and are only counted."""
+    """A node's storage NIC: a FIFO of reads. Writes use the other direction and are only counted."""
 
     __slots__ = (
         "_window", "_window_from_s", "_window_to_s", "blocks", "blocks_in", "busy_until_s", "line", "node",
@@ -73,12 +74,12 @@ class StorageNic:
         self.rate_blocks_per_s = rate_blocks_per_s
         self.busy_until_s = 0.0
         self.blocks = 0
-        """Blocks read so far or queued, in Full Blocks."""
+        """Number of Full Blocks read so far or queued."""
         self.blocks_in: list[float] = [0.0]
         """Blocks per window; a read across windows is split."""
         self.written_tokens = 0
         self.line: deque[Event] = deque()
-        """Events at the ends of queued reads."""
+        """Completion events of queued reads."""
         self._window, self._window_from_s, self._window_to_s = 0, 0.0, WINDOW_S
 
     def read(self, blocks: int, now: float) -> float:
@@ -113,8 +114,8 @@ Item = TypeVar("Item")
 
 
 class FcfsMemoryPool(Generic[Item]):
-    """Memory in order of arrival. A request that does not fit waits; one larger than the pool gets an empty
-    pool."""
+    """Memory that requests get in order of arrival. A request that does not fit waits; a request larger than
+    the pool waits until the pool is empty."""
 
     __slots__ = ("free", "line", "size", "waiting")
 
@@ -126,7 +127,7 @@ class FcfsMemoryPool(Generic[Item]):
         """Total demand of waiting requests."""
 
     def take(self, amount: float, item: Item) -> bool:
-        """Allocate. False: ``item`` waits, and a later ``leave`` yields it."""
+        """Allocate ``amount``. Returns false if ``item`` must wait; a later ``leave`` then yields it."""
         if not self.line and (amount <= self.free or self.free == self.size):
             self.free -= amount
             return True
@@ -150,18 +151,18 @@ class PrefillStepCost(NamedTuple):
 
     fixed_s: float
     spread_token_s: float
-    """Seconds of a new token in the experts, on one device alone."""
+    """Seconds that the experts need for one new token on a single device."""
     block_copy_s: float
     """Seconds that a Full Block occupies a device's compute NIC, one way."""
     token_copy_s: float
     layers: int
     collective_s_per_copy_s: float
-    """Seconds that a second of copying adds to a concurrent step if KV and model share the network; 0: they
-    do not."""
+    """Seconds that one second of copying adds to a concurrent step if KV and model share the network, else
+    0."""
 
 
 class PrefillDevice:
-    """Requests that are ready on one device."""
+    """A prefill device and its requests that are ready to be computed."""
 
     __slots__ = ("node", "number", "states", "todo")
 
@@ -179,10 +180,11 @@ class PrefillDevice:
 
 
 class PrefillGroup:
-    """Devices that share expert layers and compute in step; each waits for the slowest (§6.2).
+    """Prefill devices that share expert layers and run steps together; each waits for the slowest (§6.2).
 
-    A step takes its fixed part, the longest attention of any device, and the experts' work, spread over all.
-    Layer by layer, copies overlap with all but one layer of the step; the rest adds to it.
+    A step takes its fixed part, the longest attention of any device, and the experts' work, spread over all
+    devices. With layerwise prefill, copies overlap with all but one layer of the step; the remaining copy
+    time is added to the step.
     """
 
     __slots__ = (
@@ -273,13 +275,13 @@ class PrefillGroup:
 
 
 _EARLY = 1e-6
-"""Tolerance of floating point, in steps."""
+"""Rounding tolerance, in steps."""
 
 
 class DecodeDevice:
-    """Continuous batching as processor sharing: ``step_s`` is constant between arrivals and ends.
+    """Continuous batching as processor sharing: ``step_s`` is constant while no request enters or ends.
 
-    Half of the final growth of a context counts from its start. Requests whose KV does not fit wait in the
+    A context counts with half of its final growth from the start. Requests whose KV does not fit wait in the
     node's DRAM.
     """
 
@@ -304,7 +306,7 @@ class DecodeDevice:
         self.since_s = 0.0
         self.step_s = base_s
         self.ends: list[tuple[float, int, AgentState]] = []
-        """(progress at which it ends, agent, request)"""
+        """(progress at which the request ends, agent, request)"""
         self.line: deque[AgentState] = deque()
         self.due_s = math.inf
         """Time of the next event of the device."""
@@ -314,8 +316,8 @@ class DecodeDevice:
         return state.request.kv_tokens <= self.free_kv_tokens or not self.requests
 
     def enter(self, state: AgentState, load_s: float, stall_s: float, now: float) -> None:
-        """Add a request with a complete prompt. ``load_s``: copy time of its KV, which delays only this
-        request; ``stall_s``: the part that delays all."""
+        """Add a request with a complete prompt. ``load_s``: seconds to copy its KV, which delay only this
+        request; ``stall_s``: seconds of the copy that delay all requests."""
         _, prompt_tokens, _, kv_tokens = state.request
         self.progress += (now - stall_s - self.since_s) / self.step_s
         self.since_s = now
@@ -329,7 +331,7 @@ class DecodeDevice:
         heappush(self.ends, (self.progress + steps, state.agent, state))
 
     def next_s(self, now: float) -> float:
-        """End of its next request at the current step time."""
+        """End time of the request that ends next, at the current step time."""
         if not self.ends:
             return math.inf
         steps = self.ends[0][0] - self.progress

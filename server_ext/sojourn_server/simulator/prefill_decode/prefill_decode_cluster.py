@@ -19,14 +19,14 @@ class PdModel:
     title: str
     layers: int
     kv_bytes_per_token: int
-    """All layers, with all other data that attention needs of a token."""
+    """KV bytes of a token over all layers, with all other data that attention reads per token."""
     local_token_flops: float
     """FLOPs of a new token on its request's device: projections, and attention over the tokens that sparse
     attention selects."""
     spread_token_flops: float
     """FLOPs of a new token spread over its prefill group: experts. 0: no experts."""
     pair_flops: float
-    """FLOPs of a new token per earlier token."""
+    """Attention FLOPs of a new token for each earlier token."""
     group_nodes: int
     """Prefill nodes that share experts and compute in step; 0: each device alone."""
     prefill_weight_bytes: float
@@ -37,7 +37,7 @@ class PdModel:
     decode_step_s: float
     """Seconds of a nearly empty decode step."""
     decode_request_s: float
-    """Seconds of a decode step per request."""
+    """Additional seconds of a decode step for each of its requests."""
     decode_bytes_per_token: float
     """KV bytes that a decode step reads per context token."""
 
@@ -47,7 +47,7 @@ class PdModel:
         return (self.local_token_flops + self.spread_token_flops) * new_tokens + self.pair_flops * pairs
 
     def gb_per_pflop(self, context_tokens: float, new_tokens: float) -> float:
-        """Cache-compute ratio of such a turn, as in the paper."""
+        """Cache-compute ratio of a turn, as in the paper: GB of cached KV per PFLOP."""
         read = context_tokens * self.kv_bytes_per_token
         return read / 1e9 / (self.turn_flops(context_tokens, new_tokens) / 1e15)
 
@@ -56,8 +56,8 @@ def _mla(layers: int, heads: int, index_heads: int, index_size: int, picked: int
     """DeepSeek's sparse attention: KV bytes per token, FLOPs per new token, FLOPs per pair.
 
     The latent has 512 numbers in FP8 with four scales of 4 bytes, and 64 rotary ones in BF16; the index key
-    one byte per number and a scale. The indexer compares every new token with all earlier ones; it attends to
-    ``picked`` of them in the absorbed form, 576 numbers for the score and 512 for the value.
+    one byte per number and a scale. The indexer compares every new token with all earlier tokens. Attention
+    then uses ``picked`` of these in the absorbed form: 576 numbers for the score and 512 for the value.
     """
     kv_bytes = layers * (512 + 4 * 4 + 64 * 2 + index_size + 4)
     attended = 2.0 * heads * (576 + 512) * layers * picked
@@ -153,8 +153,8 @@ CALIBRATION_JCT_S = 3167.0
 class PdMachine:
     """A node and its devices. Raises ``ValueError`` for values that are not finite and above 0.
 
-    The paper says "Hopper"; Qwen2.5-32B in FP16 on one device with contexts of 64K requires 141 GB. Peak and
-    bandwidth are from the H200's data sheet.
+    The paper says only "Hopper". Qwen2.5-32B in FP16 with contexts of 64K requires 141 GB per device, so peak
+    and bandwidth are from the H200's data sheet.
     """
 
     devices: int = 8
@@ -169,12 +169,12 @@ class PdMachine:
     device_bytes_per_s: float = 4.8e12
     efficiency: float = CALIBRATED_EFFICIENCY
     read_efficiency: float = 0.7
-    """Share of the device's bandwidth in decode attention."""
+    """Share of the device's memory bandwidth that decode attention achieves."""
     memory_share: float = 0.9
     """Share of the device's memory for the engine, vLLM's default."""
     activation_bytes: float = 5e9
     collective_share: float = 0.3
-    """Share of a step in which devices exchange tokens over the compute network. Chosen."""
+    """Chosen share of a step in which devices exchange tokens over the compute network."""
 
     def __post_init__(self) -> None:
         for constant in fields(self):
@@ -188,15 +188,15 @@ class PdMachine:
         return self.device_flops_per_s * self.efficiency
 
     def prefill_kv_tokens(self, model: PdModel) -> int:
-        """KV tokens on a prefill device. Raises ``ValueError`` if its weights leave no memory."""
+        """KV tokens that fit on a prefill device. Raises ``ValueError`` if its weights leave no memory."""
         return self._kv_tokens(model, model.prefill_weight_bytes)
 
     def decode_kv_tokens(self, model: PdModel) -> int:
-        """KV tokens on a decode device. Raises ``ValueError`` if its weights leave no memory."""
+        """KV tokens that fit on a decode device. Raises ``ValueError`` if its weights leave no memory."""
         return self._kv_tokens(model, model.decode_weight_bytes)
 
     def buffer_tokens(self, model: PdModel) -> int:
-        """KV tokens in a node's DRAM buffer."""
+        """KV tokens that fit in a node's DRAM buffer."""
         return int(self.buffer_bytes / model.kv_bytes_per_token)
 
     def _kv_tokens(self, model: PdModel, weight_bytes: float) -> int:
@@ -219,15 +219,17 @@ class PdCluster:
     model: PdModel
     machine: PdMachine = field(default_factory=PdMachine)
     isolated: bool = True
-    """Traffic classes: KV uses what the model leaves of the compute network. False: both share it equally."""
+    """Whether traffic classes give model traffic priority on the compute network; else KV has an equal
+    share."""
     short_queue_s: float = 3.0
-    """α of the paper."""
+    """The paper's α: a read queue up to so many seconds counts as short."""
     most_tokens_s: float = 5.0
-    """β of the paper, as seconds of work of a prefill device under this load."""
+    """The paper's β, the limit of tokens per prefill device, as seconds of work under this load."""
     quota_s: float = 0.3
-    """Attention seconds in a prefill step, the same for all systems."""
+    """Compute quota: attention seconds of a prefill step, the same for all systems."""
     step_tokens: int | None = None
-    """New tokens per device and prefill step instead; ``None``: the quota is the limit."""
+    """Maximum of new tokens per device and prefill step, replacing ``quota_s``; ``None``: ``quota_s``
+    applies."""
 
     def __post_init__(self) -> None:
         if self.prefill_nodes < 1 or self.decode_nodes < 1:

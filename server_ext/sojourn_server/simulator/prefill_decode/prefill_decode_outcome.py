@@ -10,19 +10,19 @@ from .cluster_devices import WINDOW_S
 from .prefill_decode_simulation import PdSimulation, TokenLatencies
 
 LOADED = (0.05, 0.5)
-"""Part of a run in which links are compared: at first storage is empty, at the end little work is left
-(§7.5)."""
+"""Start and end, as shares of a run, of the period in which links are compared: earlier, storage is empty;
+later, little work is left (§7.5)."""
 FULL = 0.9
-"""Share of the maximum from which a window counts as full."""
+"""A window counts as full from this share of a NIC's maximum bytes."""
 EARLY = 0.05
-"""Part of a run in which attention is compared, as in the paper's Figure 14."""
+"""Attention is compared over this first share of a run, as in the paper's Figure 14."""
 TTFT_SLO_S = 4.0
 TPOT_SLO_S = 0.05
-"""The paper's SLOs, as means (§7.4)."""
+"""The paper's SLOs for the means of TTFT and TPOT (§7.4)."""
 
 
 class LatencySummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Latencies of finished turns that were submitted after the warm-up, in seconds."""
+    """Latencies, in seconds, of finished turns that were submitted after the warm-up."""
 
     turns: int
     ttft_mean: float
@@ -56,13 +56,13 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     read_tokens: int
     """Tokens read from storage."""
     nic_max_over_mean: float | None
-    """Bytes read by the storage NICs in windows of 10 s: maximum over mean, averaged over the loaded part of
-    the run."""
+    """Evenness of the storage NICs: maximum over mean of the bytes they read in a window of 10 s, averaged
+    over the loaded part of the run."""
     nic_busy: tuple[float, float]
     """Busy share of prefill and decode nodes' storage NICs, over the loaded part of the run."""
     attention_max_over_mean: float | None
-    """Attention of a prefill group's devices in a step: maximum over mean, over the first twentieth of the
-    run."""
+    """Evenness of a prefill group: maximum over mean of its devices' attention seconds in a step, over the
+    first twentieth of the run."""
     prefill_busy: float
     """Busy share of the prefill groups over the whole run."""
     events: int
@@ -70,7 +70,7 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float
     """CPU seconds of the simulating process."""
     seen: LatencySummary | None = None
-    """``None`` if all agents are present from the start, or no turn counts."""
+    """Latencies; ``None`` if all agents are present from the start, or no turn counts."""
     prefill_nics_full: float | None = None
     """Share of windows of 10 s in which the prefill nodes' storage NICs read at least 90 % of their maximum;
     ``None`` for a shorter run, and in results of earlier releases."""

@@ -64,7 +64,7 @@ def outcome_table(outcomes: Sequence[PdOutcome]) -> Table:
 
 
 def outcome_row(outcome: PdOutcome, first: PdOutcome) -> dict[str, str]:
-    """Cells of a line, by column."""
+    """Table cells of ``outcome``, by column; "faster" is relative to ``first``."""
     seen = outcome.seen
     return {
         "system": PD_SYSTEMS[outcome.system].title,
@@ -88,8 +88,8 @@ def _seconds_text(value: float) -> str:
 
 def storage_note(outcomes: Sequence[PdOutcome]) -> str | None:
     """A warning that storage was hardly the bottleneck for a system with one path: a second path then saves
-    little. ``None`` if it was, if no such system is compared with another, and for runs with arrivals, whose
-    load the user chooses."""
+    little. ``None`` if storage was the bottleneck, if no such system is compared with another one, and for
+    runs with arrivals, whose load the user chooses."""
     one_path = next((each for each in outcomes if _reads_by_prefill_only(PD_SYSTEMS[each.system])), None)
     if one_path is None or one_path.rate_per_s is not None or one_path.prefill_nics_full is None:
         return None

@@ -39,12 +39,12 @@ class PdSpec:
     until_s: float | None = None
     """Virtual end of the run; ``None``: when all agents have ended."""
     warm_up_s: float = 0.0
-    """Latencies count for turns submitted from then on."""
+    """Turns submitted from this virtual time on count in latencies."""
     seed: int = 0
     append_scale: float = 1.0
     output_scale: float = 1.0
     max_context_tokens: int | None = None
-    """Trajectories end before it; ``None``: the workload's limit, if any."""
+    """Trajectories end before a longer context; ``None``: the workload's limit, if any."""
     max_gap_s: float | None = None
     isolated: bool = True
     step_tokens: int | None = None
@@ -152,10 +152,10 @@ def calibrate(
     tolerance: float = 0.005,
     play: Callable[[PdSpec], PdOutcome] = run_prefill_decode,
 ) -> list[tuple[float, float]]:
-    """Find the efficiency with which ``spec`` takes ``wanted_s``, by bisection on a log scale. Returns all
+    """Find by bisection (on a log scale) the efficiency with which ``spec`` takes ``wanted_s``. Returns all
     (efficiency, seconds) tried, the last within ``tolerance``. ``play`` runs a specification.
 
-    Raises ``ValueError`` if none between 5 % and 100 % does: compute is not the bottleneck.
+    Raises ``ValueError`` if no efficiency between 5 % and 100 % does: compute is not the bottleneck.
     """
     tried: list[tuple[float, float]] = []
     low, high = 0.05, 1.0
@@ -196,7 +196,8 @@ def _run_spec_in_process(spec: PdSpec, report: ReportCallback) -> PdOutcome:
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Turns make no reference cycles; collection would take a third of the time."""
+    """Pause garbage collection: turns make no reference cycles, and collection would take a third of the
+    time."""
     was = gc.isenabled()
     gc.disable()
     try:

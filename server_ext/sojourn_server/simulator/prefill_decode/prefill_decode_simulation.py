@@ -9,9 +9,9 @@ The model:
 - Storage NICs are FIFOs of whole requests. A node's DRAM buffer limits what its own NIC reads ahead for
   prefill; KV in transit to a decode device counts against that device's memory and its share of the node's
   buffer.
-- Layer by layer, a request takes no memory of the prefill device before it is computed, and copies overlap
-  with compute. Otherwise it holds memory for all its KV from before its read until its KV has left, and
-  copies come before and after.
+- With layerwise prefill, a request takes no memory of the prefill device before it is computed, and copies
+  overlap with compute. Without it, a request holds memory for all its KV from before its read until its KV
+  has left, and copies come before and after the compute.
 - Compute NICs add time without queueing; only copies of whole requests queue at their device.
 - Decode devices do not wait for one another; storage behind the NICs and the scheduler take no time.
 - Writes use the other direction of the storage NICs and are only counted.
@@ -177,7 +177,7 @@ class PdSimulation:
             FcfsMemoryPool(machine.buffer_bytes / block_bytes) for _ in range(cluster.prefill_nodes)
         ]
         self._copies_first = not system.layerwise and not system.free_io
-        """Copies come before and after computing; the KV occupies the device all the while."""
+        """Whether copies come before and after computing, and the KV occupies the device all that time."""
         self._on_device: list[FcfsMemoryPool[AgentState]] = (
             [FcfsMemoryPool(machine.prefill_kv_tokens(model)) for _ in devices] if self._copies_first else []
         )
@@ -257,13 +257,13 @@ class PdSimulation:
                 )
 
     def _decode_read_done(self, state: AgentState) -> None:
-        """The decode node has read its part."""
+        """Handle the end of the decode node's read."""
         state.parts -= 1
         if not state.parts:
             self._hit_in_dram(state)
 
     def _prefill_read_done(self, state: AgentState) -> None:
-        """The prefill node has read its part."""
+        """Handle the end of the prefill node's read."""
         state.parts -= 1
         if not state.parts:
             self._hit_in_dram(state)
@@ -276,7 +276,7 @@ class PdSimulation:
             self.pairs.report(node, queue_s, self._queue.now_s)
 
     def _hit_in_dram(self, state: AgentState) -> None:
-        """All cached KV is in DRAM."""
+        """Handle a request with all cached KV in DRAM."""
         if self._copies_first and state.cached:
             worker = state.worker
             begin = max(self._queue.now_s, self._copying_in_s[worker])
@@ -286,7 +286,7 @@ class PdSimulation:
             self._loaded(state)
 
     def _loaded(self, state: AgentState) -> None:
-        """The request is ready to be computed."""
+        """Add a request to its prefill device: its cached KV is loaded."""
         worker = state.worker
         self.prefill_devices[worker].ready(state)
         group = self._group_of[worker]
@@ -333,13 +333,13 @@ class PdSimulation:
             )
 
     def _kv_left_prefill(self, state: AgentState) -> None:
-        """Its KV has left the prefill device."""
+        """Handle a request whose KV has left the prefill device."""
         for other in self._on_device[state.worker].leave(state.request.tokens):
             self._start_reads(other)
         self._kv_in_decode_dram(state)
 
     def _kv_in_decode_dram(self, state: AgentState) -> None:
-        """Its KV is in the decode node's DRAM."""
+        """Handle a request whose KV is in the decode node's DRAM."""
         device = self.decode_devices[state.decode]
         self.nics[device.node].written_tokens += state.request.kv_tokens - state.cached_before
         if state.output_tokens < 2:
@@ -394,7 +394,7 @@ class PdSimulation:
 
 
 class TokenLatencies:
-    """Latencies of each turn submitted from ``from_s`` on with more than one token, in seconds."""
+    """Latencies, in seconds, of turns with more than one token, submitted at ``from_s`` or later."""
 
     __slots__ = ("first_token_s", "from_s", "per_token_s", "second_token_s")
 
@@ -405,7 +405,7 @@ class TokenLatencies:
         self.second_token_s = array("d")
         """Seconds from the first token to the second."""
         self.per_token_s = array("d")
-        """Mean time between the later tokens."""
+        """Mean seconds between the tokens after the second."""
 
     def note(self, state: AgentState, now: float) -> None:
         """Record a turn whose last token was decoded now."""

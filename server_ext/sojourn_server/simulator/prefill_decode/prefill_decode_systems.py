@@ -22,7 +22,7 @@ from sojourn_server.policies.prefill_decode.read_side_policies import (
 
 
 class AlternatingReadSide:
-    """Prefill and decode side read in turn: the "round robin" of §7.5."""
+    """Read-side policy that alternates between the prefill and the decode side: the "round robin" of §7.5."""
 
     def __init__(self) -> None:
         self._turn = count()
@@ -36,8 +36,8 @@ class AlternatingReadSide:
 class RoundRobinPairs:
     """Round robin with the interface of ``PairScheduler``: it ignores all load.
 
-    A request goes to the next prefill engine, and to the next decode engine with enough memory; without one
-    it waits, and all later ones too. Read queues are not needed, so none are kept.
+    A request goes to the next prefill engine, and to the next decode engine with enough memory. If no decode
+    engine has enough, the request waits, and so do all later requests. Read queues are not tracked.
     """
 
     def __init__(self, side: ReadSidePolicy) -> None:
@@ -51,7 +51,7 @@ class RoundRobinPairs:
         self._stuck = False
 
     def add_node(self, node: int, block_s: float) -> None:
-        """Ignored."""
+        """Do nothing; part of ``PairScheduler``'s interface."""
 
     def add_prefill(self, number: int, node: int) -> None:
         self._prefill.append((number, node))
@@ -64,7 +64,7 @@ class RoundRobinPairs:
         self._line.append(request)
 
     def prefilled(self, request_id: int | str) -> None:
-        """Ignored."""
+        """Do nothing; part of ``PairScheduler``'s interface."""
 
     def end(self, request_id: int | str) -> None:
         number, kv_tokens = self._at.pop(request_id)
@@ -72,7 +72,7 @@ class RoundRobinPairs:
         self._stuck = False
 
     def report(self, node: int, queue_s: float, now: float) -> None:
-        """Ignored."""
+        """Do nothing; part of ``PairScheduler``'s interface."""
 
     def dispatch(self, now: float) -> list[EnginePair]:
         pairs: list[EnginePair] = []
@@ -103,7 +103,7 @@ class RoundRobinPairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdSystem:
-    """One system. The cluster fixes the work per step, the same for all systems."""
+    """One compared system. The work per step is a property of the cluster and so the same for all systems."""
 
     name: str
     title: str
@@ -112,7 +112,8 @@ class PdSystem:
     side: Callable[[], ReadSidePolicy]
     """Factory of the read-side policy; a new one for each run."""
     scheduled: bool = True
-    """Mechanisms D4 and D5; otherwise round robin. ``side`` selects the read side."""
+    """Whether DualPath's scheduler (D4 and D5) chooses the engines, not round robin. ``side`` is independent
+    of it."""
     free_io: bool = False
     """Reads and copies take no time: the paper's Oracle."""
 

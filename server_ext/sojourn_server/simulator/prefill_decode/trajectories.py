@@ -33,7 +33,7 @@ Trajectory = tuple[TurnShape, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryShaping:
-    """How a workload's lengths are changed. Raises ``ValueError``."""
+    """Changes to the lengths of a workload. Raises ``ValueError``."""
 
     append_scale: float = 1.0
     """Factor of each turn's appended tokens, as in §7.3; ``max_context_tokens`` is not scaled."""
@@ -56,7 +56,7 @@ class TrajectoryShaping:
 def load_trajectories(workload: str, shaping: TrajectoryShaping, seed: int = 0) -> list[Trajectory]:
     """Trajectories of a trace file, or of ``synthetic:NAME``: 500 made with ``seed``, as in the paper.
 
-    Raises ``TraceError`` if it is unreadable, or no trajectory fits.
+    Raises ``TraceError`` if the file is unreadable, or no trajectory fits.
     """
     if workload.startswith(SYNTHETIC_PREFIX):
         found = list(_synthetic_trajectories(workload[len(SYNTHETIC_PREFIX) :], shaping, seed))
@@ -69,7 +69,7 @@ def load_trajectories(workload: str, shaping: TrajectoryShaping, seed: int = 0) 
 
 @lru_cache(maxsize=4)
 def _synthetic_trajectories(name: str, shaping: TrajectoryShaping, seed: int) -> tuple[Trajectory, ...]:
-    """Cached: the compared systems replay the same trajectories."""
+    """Synthetic trajectories, cached because all compared systems replay the same ones."""
     return tuple(_shaped_trajectories(synthetic_programs(name, seed=seed), shaping))
 
 
@@ -106,7 +106,8 @@ def shape_trajectory(program: TraceProgram, shaping: TrajectoryShaping) -> Traje
 
 
 def _common_prefix_tokens(turn: TraceTurn, before: TraceTurn | None) -> int:
-    """Recorded prompt tokens in common with the end of the previous turn."""
+    """Number of recorded prompt tokens that ``turn`` shares with the context at the end of the turn
+    ``before``."""
     if before is None:
         return 0
     if turn.reset:
@@ -144,8 +145,8 @@ def workload_means(trajectories: Sequence[Trajectory]) -> WorkloadMeans:
 
 
 def sample_agents(trajectories: Sequence[Trajectory], count: int, seed: int) -> list[Trajectory]:
-    """``count`` agents: every trajectory once in an order by ``seed``, further ones drawn at random, as in
-    the paper (A.3)."""
+    """Trajectories of ``count`` agents: each trajectory once in random order, then further ones drawn at
+    random, as in the paper (A.3)."""
     rng = random.Random(f"pd agents/{seed}")
     order = list(trajectories)
     rng.shuffle(order)

@@ -21,7 +21,7 @@ class PlotMetric(NamedTuple):
     title: str
     log: bool
     value: str
-    """Field of ``RunRow``; for statistics with the statistic after a dot."""
+    """Field of ``RunRow``, or ``field.statistic`` for a field with statistics."""
 
 
 THROUGHPUT = PlotMetric("output throughput, tokens/s", False, "output_tok_per_s")
@@ -35,7 +35,7 @@ _METRICS = (
 
 
 def load_value(run: RunLog | RunRow) -> float:
-    """Concurrent programs, or arrivals per second."""
+    """The load of a run: concurrent programs, or arrivals per second."""
     if run.loop == "open" and run.rate_per_s is not None:
         return run.rate_per_s
     return float(run.programs_wanted if isinstance(run, RunLog) else run.programs)
@@ -77,7 +77,7 @@ def completion_cdf(runs: Sequence[RunLog], looks: Mapping[str, PlotStyle], since
 
 
 def load(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
-    """Throughput, finished programs, TTFT and completion against load; bars for a single load."""
+    """Plot throughput, finished programs, TTFT and completion against load; bars for a single load."""
     timed = [row for row in rows if row.output_tok_per_s is not None]
     loads = sorted({load_value(row) for row in timed})
     if len(loads) == 1:
@@ -131,7 +131,7 @@ def draw_metric(
 
 
 def regenerated(rows: Sequence[RunRow]) -> Any:
-    """Recomputed tokens in % of the prompt tokens, by cause; the token count beside each bar."""
+    """Plot recomputed tokens in % of the prompt tokens, by cause; the token count is beside each bar."""
     from matplotlib.patches import Patch
 
     causes = sorted(
@@ -173,7 +173,7 @@ def regenerated(rows: Sequence[RunRow]) -> Any:
 
 
 def pareto(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
-    """Output throughput against P95 completion; hollow points are lower bounds.
+    """Plot output throughput against P95 completion; hollow points are lower bounds.
 
     The line joins the Pareto-optimal policies if all values are exact.
     """

@@ -3,7 +3,7 @@
 The mean of the finished programs is biased towards short ones, and more so the slower a policy is: the
 slowest may look best. Kaplan and Meier (1958, "Nonparametric estimation from incomplete observations") count
 an unfinished program among those at risk for as long as it was observed. The method assumes that the cut-off
-is independent of the remaining time; here the end of the run is the cut-off, which is.
+is independent of the remaining time; here the cut-off is the end of the run, which is independent.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def finished_share(exact: Sequence[float], cut_off: Sequence[float]) -> list[tup
 def estimated_statistics(exact: Sequence[float], cut_off: Sequence[float]) -> SummaryStatistics:
     """Mean and percentiles of all programs' completion times, unfinished ones included.
 
-    A percentile is the shortest time by which at least that share has finished. ``at_least`` names
-    percentiles that the estimate does not reach, and the mean if it does not reach 1: the run was too short.
-    The longest observed time (and the mean up to it) then stands in.
+    A percentile is the shortest time by which at least that share has finished. If the run was too short,
+    ``at_least`` names the percentiles that the estimate does not reach, and the mean if the estimate does not
+    reach 1. Their values are the longest observed time, and the mean up to that time.
     """
     points = finished_share(exact, cut_off)
     if not exact and not cut_off:

@@ -67,8 +67,8 @@ def write_plots(
 
     For each trace, hardware, model, loop and seed: ``completion_cdf``, ``load`` (throughput, TTFT and
     completion against load; bars for a single load), ``regenerated`` (by cause), ``pareto`` (throughput
-    against P95 completion), and an ``occupancy-LOAD`` for each load. Several such groups have a folder each
-    below ``folder``.
+    against P95 completion), and an ``occupancy-LOAD`` for each load. If there are several such groups, each
+    has its own folder in ``folder``.
 
     ``rows`` are the metrics of the runs, if already computed; they may include bounds without a log. The
     default calls ``summarize_run`` with ``since_s``. Plots that need a log are skipped without one. All plots
@@ -89,7 +89,7 @@ def write_plots(
 def write_sweep_plot(swept: SweepRuns, rows: Sequence[RunRow], folder: str | Path) -> list[Path]:
     """Draw ``sweep``, throughput and P95 completion against the swept value; return the paths of the files.
 
-    ``rows`` are those of the suite. Raises ``PlotError`` without matplotlib, ``ValueError`` if no row has a
+    ``rows``: all rows of the suite. Raises ``PlotError`` without matplotlib, ``ValueError`` if no row has a
     time.
     """
     with _our_settings():
@@ -223,7 +223,8 @@ def plot_occupancy(runs: Sequence[RunLog]) -> Any:
 
 
 def binned_samples(run: RunLog) -> tuple[list[float], list[list[OccupancySample]]]:
-    """Times in virtual seconds, at most ``_BINS``, each with the samples around it."""
+    """Group the occupancy samples of a run into at most ``_BINS`` bins: (virtual seconds of each, its
+    samples)."""
     samples = run.occupancy
     if len(samples) <= _BINS:
         return [sample.at_s for sample in samples], [[sample] for sample in samples]
@@ -244,7 +245,7 @@ def _stack(
     reads: Sequence[Callable[[OccupancySample], float]],
     colours: Sequence[str],
 ) -> None:
-    """Stacked areas; in % of ``whole`` unless that is 0."""
+    """Draw the values of ``reads`` as stacked areas, in % of ``whole`` unless that is 0."""
     scale = 100.0 / whole if whole else 1.0
     heights = [[scale * _mean(held, read) for held in samples] for read in reads]
     axis.stackplot(at, heights, colors=colours, linewidth=0)

@@ -63,7 +63,7 @@ def turn_phases(
 
 
 def totals(program: ProgramLog, run_end_s: float) -> dict[str, float]:
-    """Seconds by kind over the whole program; time before its first turn counts as tools."""
+    """Seconds of each kind of phase over the whole program; time before its first turn counts as tools."""
     sums = dict.fromkeys(PHASE_KINDS, 0.0)
     for turn, next_turn in turn_pairs(program.turns):
         for span in turn_phases(program, turn, next_turn, run_end_s):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .run_row import OVERALL, ReplicaChanges, RunRow, SummaryStatistics, Utilisation
 
 BASELINES = ("stock", "prefix-affinity/stock")
-"""Policies that factors are relative to: for one engine, and for several."""
+"""Baselines of the factors: for one engine, and for a cluster."""
 _MOST_DECIMALS = 3
 
 
@@ -39,7 +39,7 @@ class ResultColumn(NamedTuple):
     read: Callable[[RunRow], ColumnValue | None]
     better: Direction | None = None
     when: Callable[[RunRow], bool] = lambda row: True
-    """The column is shown if this holds for a row."""
+    """The column is left out if this is false for every row."""
     compare_to_stock: bool = False
     """Whether to show the factor relative to stock too."""
     decimals: int | None = None
@@ -78,8 +78,8 @@ def _figure(
 
 
 def _completion(name: str) -> Callable[[RunRow], ColumnValue | None]:
-    """Return the column of completion times. In a closed loop that was cut off, policies finish different
-    programs."""
+    """Reader of the statistic ``name`` of completion times. The value is biased for a closed loop that was
+    cut off: policies then finish different programs."""
     read = _figure(lambda row: row.completion_s, name)
 
     def value(row: RunRow) -> ColumnValue | None:
@@ -91,12 +91,12 @@ def _completion(name: str) -> Callable[[RunRow], ColumnValue | None]:
 
 
 def _share(amount: Callable[[RunRow], int]) -> Callable[[RunRow], float | None]:
-    """Share of the prompt tokens in percent."""
+    """Reader of an amount of tokens in percent of the prompt tokens."""
     return lambda row: 100.0 * amount(row) / row.prompt_tokens if row.prompt_tokens else None
 
 
 def _run_only(read: Callable[[RunRow], float | None]) -> Callable[[RunRow], ColumnValue | None]:
-    """``None`` for a bound without a run."""
+    """Reader that returns ``None`` for a bound without a run."""
 
     def value(row: RunRow) -> ColumnValue | None:
         number = None if row.limit and row.output_tok_per_s is None else read(row)
@@ -228,7 +228,8 @@ def shown(rows: Sequence[RunRow], columns: Sequence[ResultColumn]) -> list[Resul
 def _best(
     rows: Sequence[RunRow], values: Sequence[ColumnValue | None], better: Direction | None
 ) -> float | None:
-    """The best value of the policies; ``None`` without a choice, or if lower bounds leave it open."""
+    """The best value of the policies; ``None`` with fewer than two values, if most policies reach it, or if
+    lower bounds leave it open."""
     known = [value for row, value in zip(rows, values, strict=True) if value is not None and not row.limit]
     exact = [value.number for value in known if not value.at_least]
     if better is None or len(known) < 2 or not exact or any(value.biased for value in known):
@@ -256,7 +257,7 @@ def _factor(value: ColumnValue, stock: ColumnValue, better: Direction) -> str:
 
 
 def _decimals(numbers: Sequence[float]) -> int:
-    """Decimals of a column: three digits for the smallest value, two below 1."""
+    """Number of decimals that shows three digits of the smallest value, or two if it is below 1."""
     positive = [number for number in numbers if number > 0]
     if not positive:
         return 0

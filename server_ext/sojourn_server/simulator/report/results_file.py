@@ -140,7 +140,7 @@ SUFFIXES = (".json", ".json.gz", ".msgpack", ".msgpack.gz")
 
 
 class SavedRuns(msgspec.Struct, kw_only=True):
-    """Content of the file."""
+    """Content of a ``--save`` file."""
 
     version: int
     made_with: Provenance

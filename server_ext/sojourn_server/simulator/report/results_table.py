@@ -23,7 +23,7 @@ def legend(rows: Sequence[RunRow]) -> str:
 
 
 def _baseline_note(rows: Sequence[RunRow]) -> str:
-    """The baseline of factors; empty if no such baseline was run."""
+    """Note that names the baseline of the factors; empty if no baseline was run."""
     ran = {row.policy for row in rows}
     names = [name for name in BASELINES if name in ran and ran != {name}]
     return f"times better than {' or '.join(names)}" if names else ""
@@ -39,7 +39,7 @@ def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
 
 
 def title(rows: Sequence[RunRow]) -> str:
-    """Common properties of the rows."""
+    """Title of a table: the properties that all its rows share."""
     properties = (
         {row.trace for row in rows},
         {row.hardware for row in rows},
@@ -60,7 +60,7 @@ def title(rows: Sequence[RunRow]) -> str:
 
 
 def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
-    """Size in tokens, if it is the same for all policies that have such memory."""
+    """The size ``field`` in tokens, if all policies with such memory have the same; else ``None``."""
     sizes = {(row.policy, getattr(row, field) * row.block_size) for row in rows if not row.limit}
     owners = {policy for policy, size in sizes if size}
     found = {size for policy, size in sizes if policy in owners}

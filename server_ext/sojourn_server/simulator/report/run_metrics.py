@@ -1,8 +1,8 @@
-"""Metrics of a run from its log: all definitions.
+"""Definitions of a run's metrics, computed from its log.
 
 Sub-agents count as programs of their own (MORI §4.2), as in ``sojourn replay``. ``since_s`` > 0 excludes
-programs that arrived, and turns that were sent, earlier: the warm-up of a closed loop, in which all programs
-start on an empty cache. Rates then count all events from ``since_s`` on.
+programs that arrived earlier, and turns that were sent earlier: the warm-up of a closed loop, in which all
+programs start on an empty cache. Rates then count all events from ``since_s`` on.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def summarize_run(
     - ``utilisation``, ``per_replica``, ``routes``, ``preemptions``, ``cascades``, copies,
       ``device_busy_fraction``, ``scheduler_ms_per_step``, ``virtual_s`` and ``wall_s``: of the whole run.
 
-    ``regenerated_over_belady`` is passed through. Raises ``ValueError`` if ``since_s`` is negative or not
-    before the end of the run.
+    ``regenerated_over_belady`` and ``limit`` are copied to the row. Raises ``ValueError`` if ``since_s`` is
+    negative or not before the end of the run.
     """
     if since_s < 0 or (since_s > 0 and since_s >= run.virtual_s):
         raise ValueError(
@@ -199,10 +199,10 @@ def summary_statistics(values: Iterable[float]) -> SummaryStatistics:
 
 
 def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -> SummaryStatistics:
-    """Mean and percentiles of values of which some are lower bounds.
+    """Mean and percentiles of values of which some are known only as lower bounds.
 
-    Raising a value lowers no percentile: with the bounds in place every statistic is a lower bound. A
-    percentile is exact if all values up to its rank are: raising a later value does not change it.
+    Raising a value lowers no percentile: computed from the bounds, every statistic is a lower bound. A
+    percentile is exact if all values up to its rank are exact: raising a later value does not change it.
     """
     ordered = sorted([*((value, False) for value in exact), *((value, True) for value in lower_bounds)])
     first_bound = next((place for place, (_, bound) in enumerate(ordered) if bound), None)
@@ -236,7 +236,8 @@ def cascades(preemption_steps: Iterable[int], within: int = CASCADE_STEPS) -> in
 
 
 def _waits(turns: Iterable[TurnLog], mark: str, run_end_s: float) -> SummaryStatistics:
-    """Times from sending to ``mark``; for a turn without it, the elapsed time as a lower bound."""
+    """Seconds from the sending of each turn to its time ``mark`` (a field of ``TurnLog``). A turn without
+    that time counts with its elapsed seconds, as a lower bound."""
     exact, bounds = [], []
     for turn in turns:
         at_s: float | None = getattr(turn, mark)

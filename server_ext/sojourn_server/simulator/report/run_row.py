@@ -26,16 +26,16 @@ NO_STATISTICS = SummaryStatistics(mean=None, p50=None, p90=None, p95=None, p99=N
 
 
 class ReplicaChanges(msgspec.Struct, kw_only=True, frozen=True):
-    """Changes of engine, of programs with a computed turn."""
+    """How often programs with a computed turn changed engines."""
 
     programs_share: float
     """Share of programs that were computed on more than one engine, 0 to 1."""
     per_program: float
-    """Mean number of changes from one turn to the next."""
+    """Mean number of engine changes of a program."""
 
 
 class Utilisation(msgspec.Struct, kw_only=True, frozen=True):
-    """Busy virtual seconds of an engine ÷ those of the run, over the engines."""
+    """Busy share of the engines: busy virtual seconds ÷ virtual seconds of the run."""
 
     min: float
     mean: float
@@ -99,7 +99,7 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     disk_blocks: int = 0
     block_size: int = 16
     programs_cut: int = 0
-    """Finished programs that ended early: their next turn would not have fitted."""
+    """Number of finished programs that ended early since their next turn would not have fitted."""
     programs_per_hour: float | None = None
     unfinished_elapsed_s: SummaryStatistics = NO_STATISTICS
     """Elapsed time of unfinished programs."""
@@ -134,7 +134,7 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def workload(self) -> tuple[str, str, str, str, int, int, int, float, float]:
-        """Rows with the same value may be compared. It sorts by load and excludes the pool size, which
+        """Rows with the same value may be compared. The value sorts by load and excludes the pool size, which
         differs for bounds."""
         return (
             self.trace, self.hardware, self.model, self.loop, self.seed,

@@ -18,11 +18,11 @@ class SweepValue(msgspec.Struct, kw_only=True, frozen=True):
 
     value: float
     runs: tuple[int, ...]
-    """Indices of its rows, one per policy, in the order of policies."""
+    """Indices of the value's rows, one per policy, in the order of policies."""
     host_tokens: int | None = None
     """Host memory of this value in KV tokens; ``None`` if something else was swept."""
     host_bytes: int | None = None
-    """The same in bytes; ``None`` also if the size of a token is unknown."""
+    """Host memory of this value in bytes; ``None`` also if the KV bytes of a token are unknown."""
 
     @property
     def text(self) -> str:

@@ -45,7 +45,7 @@ class ClosedLoop:
     """``n`` concurrent programs without end: a finished one is replaced at once (MORI §5.1)."""
 
     def __init__(self, programs: ProgramPlanner, n: int, seed: int, *, stagger_s: float = STAGGER_S) -> None:
-        """The first ``n`` arrive ``stagger_s`` apart. Raises ``ValueError`` for an ``n`` below 1."""
+        """The first ``n`` programs arrive ``stagger_s`` apart. Raises ``ValueError`` for an ``n`` below 1."""
         if n < 1:
             raise ValueError(f"the number of programs at once is {n}; expected at least 1")
         if not stagger_s >= 0:
@@ -56,7 +56,7 @@ class ClosedLoop:
         self._endless = _endless_shuffle(programs, seed)
 
     def initial(self) -> Iterator[Arrival]:
-        """The first ``n``."""
+        """Arrivals of the first ``n`` programs."""
         for number in range(self._n):
             yield number * self._stagger_s, next(self._endless)
 
@@ -69,7 +69,7 @@ class FiniteClosedLoop:
     """Every program once, ``n`` at a time, in the trace's order, as in ``sojourn replay``."""
 
     def __init__(self, programs: ProgramPlanner, n: int, *, stagger_s: float = 0.0) -> None:
-        """The first ``n`` arrive ``stagger_s`` apart. Raises ``ValueError`` for an ``n`` below 1."""
+        """The first ``n`` programs arrive ``stagger_s`` apart. Raises ``ValueError`` for an ``n`` below 1."""
         if n < 1:
             raise ValueError(f"the number of programs at once is {n}; expected at least 1")
         if not stagger_s >= 0:
@@ -80,7 +80,7 @@ class FiniteClosedLoop:
         self._waiting = (programs.plan(index) for index in range(len(programs)))
 
     def initial(self) -> Iterator[Arrival]:
-        """The first ``n``."""
+        """Arrivals of the first ``n`` programs."""
         for number in range(self._n):
             plan = next(self._waiting, None)
             if plan is None:  # earlier programs were so short that their replacements have used up the trace
@@ -150,8 +150,8 @@ def make_arrival_process(
     human_gaps: bool = True,
     replicas: int = 1,
 ) -> ArrivalProcess:
-    """A closed loop of ``programs`` concurrent programs, whose first ones reach each of ``replicas`` at the
-    usual interval; with ``rate_per_s``, so many Poisson arrivals.
+    """A closed loop of ``programs`` concurrent programs; with ``rate_per_s``, as many Poisson arrivals. At
+    the start of a closed loop, each of ``replicas`` engines gets its first programs at the usual interval.
 
     Raises ``TraceError`` for an unreadable or unplayable workload, ``ValueError`` for an invalid number.
     """

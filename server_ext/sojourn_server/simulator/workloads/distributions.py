@@ -136,7 +136,7 @@ class RoundedNormal:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Uniform."""
+    """Uniform between ``low`` and ``high``."""
 
     low: float
     high: float

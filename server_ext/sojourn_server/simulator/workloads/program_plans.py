@@ -64,7 +64,7 @@ class ProgramPlan:
     """One program, replayed once."""
 
     instance_id: str
-    """Unique in a run."""
+    """Id of this replay, unique in a run."""
     trace_id: str
     """``program_id`` of the trace line."""
     agent_type: str | None = None
@@ -76,7 +76,7 @@ class ProgramPlan:
     cut: bool
     """Whether the context limit cuts off recorded turns."""
     parent_turn: int | None = None
-    """Turn of a sub-agent's parent after whose end it starts, with ``delay_s``."""
+    """For a sub-agent: the parent's turn after which it starts, ``delay_s`` after that turn's end."""
     delay_s: float = 0.0
     start_offset_s: float | None = None
     """Seconds after its parent's start, for a sub-agent without a known parent turn."""
@@ -98,7 +98,7 @@ class ProgramPlan:
         return self._options.gap_s(self._turns[turn])
 
     def tool(self, turn: int) -> str | None:
-        """Tool after ``turn``, as the key of a server's history; ``None``: no tool."""
+        """Tool after ``turn``, by its name in the server's history; ``None``: no tool."""
         run = self._turns[turn].tool_run
         return None if run is None else _key(run)
 

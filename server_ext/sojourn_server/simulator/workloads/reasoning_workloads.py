@@ -19,9 +19,9 @@ the lengths are from other sources. An output includes thinking. Every program h
     reasoning-agent         thinks, calls a tool, and thinks on. Published: 23 steps on average, "over 50" in
                             long ones, with search, browser and code for tools (moonshotai.github.io/
                             Kimi-Researcher). Chosen: 2 to 50, exponential in between; a step writes as much
-                            as a request of reasoning-requests; tools each as likely, their times SAGA's
+                            as a request of reasoning-requests; equally likely tools, with SAGA's times
                             (Table 1); first prompt of 2–4K tokens (SAGA §2.1), results of 100 to 1,000;
-                            what it has thought stays in its context
+                            its reasoning stays in the context
 
 Prompts of mathematical problems have 40 to 200 tokens (chosen).
 """

@@ -62,7 +62,7 @@ def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
 
 
 def latency_cv(cv: float) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
-    """Table 10 at one coefficient of variation."""
+    """Generator of Table 10's workload with the coefficient of variation ``cv``."""
     tool_s = LogNormal.with_moments(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
     mean, least, most = SWE_STEPS
     draw_steps = TruncatedExponential.with_mean(mean, least, most)
@@ -86,7 +86,7 @@ def _steps(
     times: random.Random | None = None,
     agent_type: str | None = None,
 ) -> TraceProgram:
-    """A task whose context would reach the longest after ``max_steps`` steps."""
+    """A task of ``steps`` steps; its context would reach the longest length after ``max_steps`` steps."""
     mean_first = (FIRST_PROMPT.low + FIRST_PROMPT.high) / 2
     growth = (_LONGEST_CONTEXT - mean_first) / max_steps
     first = round(FIRST_PROMPT(rng))

@@ -46,7 +46,7 @@ SWE_TOOL_LIMIT_S = 60.0
 """Time limit of a SWE-bench command in mini-swe-agent (swebench.yaml, ``environment: timeout``)."""
 BFCL_SCALE = 0.4
 """§6.1: scaled down "to fit at least 100 request in the context window" of 128k. 100 traces of 93,256 ±
-68,687 tokens fit only after scaling; so the table is read as the lengths before it."""
+68,687 tokens fit only after scaling; so the table is taken to list lengths before scaling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
