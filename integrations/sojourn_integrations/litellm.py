@@ -1,15 +1,15 @@
 """litellm: patches ``post`` of its two HTTP classes, which send the requests that bypass the ``openai``
 package (``hosted_vllm/``, its Responses API and others).
 
-So the URL really used names the server, streams are followed to their last byte, and functions imported by
-name before (``from litellm import completion``) are covered too. Models of ``openai/`` use the openai client,
-which has a patch of its own; no request passes both.
+At this level the URL that is really used names the server, and streams are followed to their last byte.
+Functions that were imported by name before the patch (``from litellm import completion``) are covered too.
+Models of ``openai/`` use the openai client, which has a patch of its own; no request passes both patches.
 
-``completion`` and the like are wrapped as well, so that a retry by ``num_retries``, or by a ``Router`` to
-another deployment, belongs to the same logical request. Functions imported by
-name before the patch stay unwrapped: each attempt then counts as a request.
+``completion`` and similar functions are wrapped as well, so that a retry by ``num_retries``, or by a
+``Router`` to another deployment, belongs to the same logical request. Functions imported by name before the
+patch stay unwrapped here: each of their attempts counts as a request.
 
-Not covered: providers that bring their own HTTP client (``aiohttp_openai/``, ``petals/`` and the like), and
+Not covered: providers that bring their own HTTP client (``aiohttp_openai/``, ``petals/`` and others), and
 litellm's proxy as a server of its own. Checked with 1.83.0 and 1.106.0.
 """
 
@@ -35,7 +35,7 @@ from .safe_scope import fault
 _RETRYING = ("completion", "acompletion", "text_completion", "atext_completion", "responses", "aresponses")
 _ROUTER = ("function_with_fallbacks", "async_function_with_fallbacks")
 _SMALL_BYTES = 4096
-"""Values of the user's body up to this size are decoded; ours is never merged with a longer one."""
+"""Values of the user's body up to this size are decoded; a longer value is never merged with ours."""
 
 _MAX_TARGETS = 256
 
@@ -48,7 +48,7 @@ _posting: ContextVar[bool] = ContextVar("sojourn_litellm_posting", default=False
 
 
 def patch() -> bool:
-    """Patch litellm's HTTP handlers, and its functions that retry. Returns False where the handlers are
+    """Patch litellm's HTTP handlers, and its functions that retry. Returns False if the handlers are
     missing."""
     import litellm
     from litellm.llms.custom_httpx import http_handler
@@ -90,7 +90,7 @@ def wrap(target: Any) -> Any | None:
 
 
 class _Answer(NamedTuple):
-    """A response whose body may still be open, in the form of other clients."""
+    """A response whose body may still be open, in the form that other clients' responses have."""
 
     http_response: Any
 
@@ -150,7 +150,8 @@ async def _async_post(
 def _begin(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[OutgoingRequest | None, tuple[Any, ...], dict[str, Any]]:
-    """Return the request, and the arguments of ``post`` with ours added; unchanged for other URLs."""
+    """Return the request, and the arguments of ``post`` with our fields added; for other URLs ``None`` and
+    unchanged arguments."""
     outgoing: OutgoingRequest | None = None
     try:
         live = session()
@@ -176,10 +177,10 @@ def _begin(
 
 
 def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callable[[dict[str, Any]], Any]]:
-    """Return the argument that holds the body, its fields (``None`` where it is no JSON object), and its
-    encoder.
+    """Return the name of the argument that holds the body, the body's fields (``None`` if it is no JSON
+    object), and its encoder.
 
-    Fields of a text stay encoded: a long conversation is neither decoded nor encoded again.
+    If the body is text, its fields stay encoded: a long conversation is neither decoded nor encoded again.
     """
     if kwargs.get("files"):
         return "", None, dict
@@ -206,7 +207,8 @@ def _target(url: str) -> tuple[str, str] | None:
 
 
 def _read(name: str, value: Any) -> Any:
-    """Return a field decoded where we may need it: the model, objects and nulls, but not long ones."""
+    """Return a field of the body, decoded if we may need it: the model, objects and nulls, but not long
+    values."""
     if type(value) is not msgspec.Raw:
         return value
     text = memoryview(value)

@@ -2,7 +2,7 @@
 
 A wrapper stored on the object would stay bound to *that* object: a copy would call the original's method. A
 class works for every object. A copy of such an object keeps the overlay. A pickle names the original class,
-and needs neither the overlay nor this package.
+so loading it needs neither the overlay nor this package.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from weakref import WeakValueDictionary
 from .monkey_patches import wrap_like
 
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""``around(owner, original, args, kwargs)`` replaces ``original(*args, **kwargs)``. A function of a
-module."""
+"""``around(owner, original, args, kwargs)`` replaces ``original(*args, **kwargs)``. It must be a function of
+a module."""
 
 _BASE = "__sojourn_base__"
-"""Attribute of our classes: the object's own class."""
+"""Attribute of the classes made here: the object's own class."""
 
 _classes: dict[tuple[type, tuple[tuple[str, Around], ...]], type] = {}
 _metaclasses: dict[type, type] = {}
@@ -78,7 +78,8 @@ class _Method:
 
 
 def overlay_method(owner: Any, name: str, around: Around) -> None:
-    """Wrap the method ``name`` of ``owner``. Repeating it is harmless. Raises for objects that refuse it."""
+    """Wrap the method ``name`` of ``owner``. Repeating it is harmless. Raises if the object refuses another
+    class."""
     kind = type(owner)
     base = vars(kind).get(_BASE)
     methods = {method.name: method.around for method in _methods(kind) if method.active}
@@ -90,7 +91,7 @@ def overlay_method(owner: Any, name: str, around: Around) -> None:
 
 
 def remove_overlay(owner: Any) -> None:
-    """Restore the class of ``owner``, unless another class was set above ours."""
+    """Restore the class of ``owner``, unless another class was set after ours."""
     base = vars(type(owner)).get(_BASE)
     if base is not None:
         object.__setattr__(owner, "__class__", base)
@@ -98,7 +99,7 @@ def remove_overlay(owner: Any) -> None:
 
 
 def remove_all_overlays() -> None:
-    """Call ``remove_overlay`` for every known object. The overlay of their copies becomes inactive."""
+    """Call ``remove_overlay`` for every known object. The overlays of their copies become inactive."""
     for overlay in _classes.values():
         for method in _methods(overlay):
             method.active = False
@@ -124,7 +125,7 @@ def _overlay(base: type, arounds: dict[str, Around]) -> type:
 
 
 def _metaclass(of: type) -> type:
-    """Return a metaclass by which pickle writes the object's own class."""
+    """Return a metaclass with which pickle writes the object's own class."""
     if of not in _metaclasses:
         made = type(of.__name__, (of,), {})
         copyreg.pickle(made, _as_base)

@@ -4,10 +4,10 @@ Three ways in, none of which needs a change to mini:
 
 - ``mini --agent-class sojourn_integrations.mini_swe_agent.InteractiveAgent`` (or ``.DefaultAgent``);
 - ``instrument()`` once per process, which ``sojourn run mini …`` does for you;
-- ``attach(agent)`` for one agent built by hand.
+- ``attach(agent)`` for one agent that your code builds.
 
-The patches of openai and litellm, which ``sojourn.init`` makes, report its requests. This module only joins
-mini's retries to one logical request.
+The patches of openai and litellm, which ``sojourn.init`` makes, report mini's requests. This module only
+joins mini's retries to one logical request.
 
 An agent, its model and its environment each get a subclass of their own class with the same name (see
 ``method_overlay``), so that ``isinstance`` and ``serialize()`` are unchanged, and copies act on themselves.
@@ -39,10 +39,10 @@ _patches = Patches()
 
 
 def attach(agent: Any) -> Any:
-    """Wrap ``run``, its model's ``query`` and its environment's ``execute`` for this agent; returns it.
+    """Wrap the agent's ``run``, its model's ``query`` and its environment's ``execute``; returns the agent.
 
     Repeating it is harmless. Objects that refuse another class stay unchanged. Copies of the agent are
-    attached too; an unpickled one is only where ``instrument`` was called in the process that runs it.
+    attached too. An unpickled agent is attached only if the process that runs it called ``instrument``.
     """
     _lay(agent, "run", _in_program)
     _attach_parts(agent)
@@ -57,7 +57,7 @@ def detach(agent: Any) -> Any:
 
 
 def instrument() -> None:
-    """Attach to every agent made or run from now on in this process. Idempotent; imports mini.
+    """Attach to every agent made or run from now on in this process. Repeating it is harmless. Imports mini.
 
     A mini without a ``DefaultAgent`` with ``run`` stays unchanged.
     """
@@ -65,16 +65,16 @@ def instrument() -> None:
 
 
 def uninstrument() -> None:
-    """Undo ``instrument`` and every ``attach``, for agents that exist already too.
+    """Undo ``instrument`` and every ``attach``, for existing agents too.
 
-    A patch above ours stays; ours then does nothing.
+    If another patch covers ours, that patch stays and ours does nothing.
     """
     _patches.undo()
     remove_all_overlays()
 
 
 def patch() -> bool:
-    """``instrument``, for ``sojourn.init``. False where mini looks unfamiliar."""
+    """Call ``instrument``, for ``sojourn.init``. Returns False if mini looks unfamiliar."""
     from minisweagent.agents.default import DefaultAgent as agent_class
 
     if not {"__init__", "run"} <= vars(agent_class).keys():
@@ -88,7 +88,7 @@ unpatch = uninstrument
 
 
 def wrap(target: Any) -> Any | None:
-    """``attach``, for ``sojourn.wrap``. Returns ``None`` for other objects than mini's agents."""
+    """Call ``attach``, for ``sojourn.wrap``. Returns ``None`` for objects that are not mini's agents."""
     if not all(hasattr(target, name) for name in ("run", "model", "env")):
         return None
     return attach(target)
@@ -138,7 +138,7 @@ def _running_in_program(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_program(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``run`` inside a program of its own, unless this run has one already."""
+    """Call ``run`` inside a program of its own, unless the run is already inside one."""
     running = _running.get()
     if id(agent) in running:
         return run(*args, **kwargs)
@@ -164,7 +164,7 @@ def _in_program(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwar
 def _in_tool_call(
     environment: Any, execute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``execute`` inside a tool call, unless it is called by an ``execute`` of this environment."""
+    """Call ``execute`` inside a tool call, unless another ``execute`` of this environment calls it."""
     from minisweagent.exceptions import InterruptAgentFlow
 
     executing = _executing.get()
@@ -195,7 +195,7 @@ def _tool_call(action: Any) -> Any:
 
 
 def _status(output: Any) -> str:
-    """mini reports timeouts and failures in the output; it does not raise them."""
+    """Return a command's status. mini reports timeouts and failures in the output and does not raise them."""
     if not isinstance(output, Mapping):
         return "ok"
     problem = output.get("exception_info")
@@ -210,8 +210,8 @@ def _status(output: Any) -> str:
 def _as_one_request(
     model: Any, query: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``query``, which retries up to ten times; the patches of openai and litellm report the
-    requests."""
+    """Call ``query``, which retries up to ten times, as one logical request. The patches of openai and
+    litellm report the request."""
     with RetryScope():
         return query(*args, **kwargs)
 

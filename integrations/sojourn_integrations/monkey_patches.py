@@ -1,6 +1,7 @@
 """Replaces attributes of other packages' classes and modules, and restores them.
 
-A patch of another package above ours stays; ours then remains below it, inactive.
+If another package has patched the same attribute after us, its patch stays, and ours remains below it,
+inactive.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple
 
 
 def wrap_like(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``call`` as the same kind of function as ``original``, with its name and signature: callers use
-    ``inspect`` to decide whether to await it."""
+    """Return ``call`` as the same kind of function as ``original`` (sync or async), with its name and
+    signature: callers use ``inspect`` to decide whether to await it."""
     kind = next((kind for asks, kind in _KINDS if asks(original)), _function)
     return functools.wraps(original)(kind(call))
 
@@ -68,11 +69,11 @@ class Patches:
 
     def __init__(self) -> None:
         self.active = False
-        """Our functions check this: after ``undo`` a patch above them may still call them."""
+        """Our functions check this: after ``undo`` another package's patch may still call them."""
         self._made: dict[tuple[int, str], _Patch] = {}
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace ``owner.name`` by ``make(what was there)``. Repeating it is harmless."""
+        """Replace ``owner.name`` by ``make(current value)``. Repeating it is harmless."""
         self.active = True
         current = vars(owner)[name]
         before = self._made.get((id(owner), name))
@@ -83,7 +84,7 @@ class Patches:
         self._made[id(owner), name] = _Patch(owner, name, ours, current)
 
     def undo(self) -> None:
-        """Restore the original objects, except where another patch covers ours."""
+        """Restore the original objects, except those that another patch covers."""
         self.active = False
         for key, (owner, name, ours, theirs) in list(self._made.items()):
             if vars(owner).get(name) is ours:
@@ -92,8 +93,8 @@ class Patches:
 
 
 def _is_beneath(ours: Any, current: Any) -> bool:
-    """Return whether ``current`` is ours or wraps it, by ``__wrapped__``. A mark on a function is no proof:
-    ``functools.wraps`` copies it to the wrapper."""
+    """Return whether ``current`` is ``ours``, or wraps it by ``__wrapped__``. A mark on a function is no
+    proof, since ``functools.wraps`` copies it to the wrapper."""
     for _ in range(100):
         if current is None or current is ours:
             break

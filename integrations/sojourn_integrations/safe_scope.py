@@ -28,9 +28,9 @@ def enter(make: Callable[[], Any]) -> Scope | None:
 def leave(
     scope: Scope | None, error: BaseException | None = None, *, status: str | Callable[[], str] | None = None
 ) -> None:
-    """Leave the scope, with ``error`` where there was one; the caller raises it itself.
+    """Leave the scope, with ``error`` if the code failed; the caller raises ``error`` itself.
 
-    ``status`` may be a function that reads it from a result of any type.
+    ``status``: the tool call's status, or a function that reads it from the result.
     """
     if scope is None:
         return
@@ -46,5 +46,5 @@ def leave(
 
 
 def fault(name: str) -> None:
-    """Count an error of ours; see ``sojourn.stats()``."""
+    """Count an internal error under ``name``; see ``sojourn.stats()``."""
     session().counters.add(name)

@@ -67,7 +67,7 @@ class _Finder:
 
 
 class _Loader:
-    """Delegates, and runs the callback after the package's code."""
+    """Delegates to the package's own loader, then runs the callback."""
 
     def __init__(self, inner: Loader, package: str) -> None:
         self._inner = inner

@@ -20,7 +20,7 @@ class Advice(NamedTuple):
     final: bool | None = None
 
     def over(self, outer: Advice) -> Advice:
-        """Return these hints where given, else those of ``outer``."""
+        """Return these hints, with missing ones taken from ``outer``."""
         if self is NO_ADVICE or outer is NO_ADVICE:
             return outer if self is NO_ADVICE else self
         return outer._replace(**{name: value for name, value in self._asdict().items() if value is not None})
@@ -30,14 +30,14 @@ NO_ADVICE = Advice()
 
 
 class StepContext(NamedTuple):
-    """Node, step id and hints of the step around the running code, outer steps included."""
+    """The node, step id and hints of the current ``step()``, completed by those of the steps around it."""
 
     node: str | None = None
     step_id: str | None = None
     advice: Advice = NO_ADVICE
 
     def within(self, outer: StepContext | None) -> StepContext:
-        """Return this step completed by what ``outer`` gives and this step does not."""
+        """Return this step, with missing values taken from ``outer``."""
         if outer is None:
             return self
         advice = self.advice.over(outer.advice)

@@ -23,17 +23,17 @@ END = "__end__"
 
 _COMPLETE_WEIGHT = 2.0
 _INCOMPLETE_WEIGHT = 0.5
-"""Weight of a declaration against observed runs, in visits."""
+"""Number of observed visits that a declared edge of an incomplete graph counts as."""
 _FADED = 0.03
 _MAX_FOUND_NODES = 256
-"""Undeclared nodes that are added at most."""
+"""Maximum number of undeclared nodes that ``corrected`` adds."""
 
 Edge = tuple[str, str] | tuple[str, str, float | None]
 """Source, target and, where known, the probability of taking it."""
 
 
 class Aeg:
-    """An immutable graph. Two with the same content have the same ``hash`` and are equal.
+    """An immutable graph. Graphs with the same content are equal and have the same ``hash``.
 
         Aeg({"plan": (), "act": ("bash", "edit")}, [(START, "plan"), ("plan", "act"), ("act", "plan", 0.9),
             ("act", END, 0.1)])
@@ -110,12 +110,13 @@ class Aeg:
     ) -> Aeg:
         """Return this graph with observed probabilities and undeclared edges.
 
-        ``seen`` counts how often each edge was taken; ``tools`` adds tools of nodes. For a node that was left
-        at least once, p = (count + w · declared) / (all counts + w). The declaration weighs ``w`` = 2 visits,
-        or half a visit where the graph is not complete, so unused edges fade. A graph that is not complete
-        loses edges below 0.03; a complete one keeps them. A node that was never left keeps its edges. The 256
-        most visited undeclared nodes are added. The result is complete where this graph is and no undeclared
-        edge was seen. Raises ``ArgumentError`` where names are too long to be sent.
+        ``seen`` counts how often each edge was taken; ``tools`` maps nodes to tools that are added to them.
+        An edge from a node that was left at least once has p = (count + w · declared) / (all counts + w). The
+        declaration weighs ``w`` = 2 visits, or half a visit if the graph is not complete, so unused edges
+        fade. A graph that is not complete loses edges below 0.03; a complete one keeps them. A node that was
+        never left keeps its edges. The 256 most visited undeclared nodes are added. The result is complete if
+        this graph is complete and no undeclared edge was seen. Raises ``ArgumentError`` where names are too
+        long to be sent.
         """
         counts = {
             (_name(source), _name(target)): float(count)
@@ -186,7 +187,7 @@ def _by_source(counts: Mapping[tuple[str, str], float]) -> dict[str, dict[str, f
 
 
 def _shares(declared: Mapping[str, float | None]) -> dict[str, float]:
-    """Return probabilities that sum to one; edges without one share the rest evenly."""
+    """Return probabilities that sum to one; edges without a probability share the rest evenly."""
     open_ones = sum(p is None for p in declared.values())
     given = sum(p for p in declared.values() if p is not None)
     each = max(0.0, 1.0 - given) / open_ones if open_ones else 0.0

@@ -31,13 +31,13 @@ class Environment:
     dialect: str | None = None
     """``SOJOURN_DIALECT``: a name of ``dialects.DIALECTS``; without it the server is asked."""
     tool_events: str | None = None
-    """``SOJOURN_TOOL_EVENTS``: ZeroMQ endpoint where Dynamo takes tool events."""
+    """``SOJOURN_TOOL_EVENTS``: ZeroMQ endpoint on which Dynamo receives tool events."""
     program_id: str | None = None
     """``SOJOURN_PROGRAM_ID``: the id of this process's own program, for requests outside ``program()``."""
     disabled: bool = False
     """``SOJOURN_DISABLED``: everything becomes a no-op with the same API."""
     history: str | None = None
-    """``SOJOURN_HISTORY``: the file that keeps what was learned of tools and programs; ``off`` keeps none."""
+    """``SOJOURN_HISTORY``: the file that keeps tool durations and program runs; ``off``: no file."""
     data_home: str | None = None
     """The platform's folder for application data; ``None`` where there is none."""
 
@@ -65,11 +65,11 @@ class Config:
     """Root of the server, without a trailing slash and without ``/v1``."""
     api_key: str | None = None
     host: str = ""
-    """``host:port`` of ``url``, which takes the events."""
+    """``host:port`` of ``url``: the server that receives the events."""
     hosts: frozenset[str] = frozenset()
     """``host:port`` of every server that may receive program ids. Loopback names count as one host."""
     dialect: str | None = None
-    """Name given by the caller; ``None`` asks the server."""
+    """Dialect named by the caller; ``None``: ask the server."""
     tool_events: str | None = None
     """ZeroMQ endpoint for tool events; for the dialect ``dynamo`` only."""
     probe_timeout_s: float = 0.3
@@ -77,15 +77,16 @@ class Config:
     threads: bool = False
     """Carry the current program into new threads and thread pools."""
     instrument: bool = True
-    """Patch every framework; else only those given to ``instrument()`` and ``wrap()``."""
+    """True: patch every supported framework. False: only those named in ``instrument()`` or ``wrap()``."""
     history: str | None = None
     """File that keeps durations and transitions between processes; ``None`` keeps them in memory."""
     program_id: str | None = None
     queue_events: int = 10_000
-    """Events held unsent; further ones are dropped and counted."""
+    """Maximum number of unsent events; further events are dropped and counted."""
     batch_events: int = 256
     linger_s: float = 0.005
-    """How long a batch waits for more events, so that a request can carry its events first."""
+    """How long a batch waits for more events. A request sent meanwhile can carry its program's events
+    first."""
     send_timeout_s: float = 2.0
     heartbeat_s: float = 3.0
     close_timeout_s: float = 1.0
@@ -148,7 +149,7 @@ class Config:
 def host_key(host: str, like: str = "http://") -> str:
     """Return the normal form of ``host:port`` for a URL or ``host[:port]``. Raises ``ConfigError``.
 
-    A missing port is the default of the scheme; a bare host has the scheme of ``like``.
+    A missing port is the scheme's default. A bare host gets the scheme of the URL ``like``.
     """
     text = host if "://" in host else f"{urlsplit(like).scheme}://{host}"
     try:
@@ -163,14 +164,14 @@ def host_key(host: str, like: str = "http://") -> str:
 
 @lru_cache(maxsize=256)
 def canonical_host(hostname: str, port: int) -> str:
-    """Return ``host:port`` with one name for this machine, since users mix ``localhost`` and
+    """Return ``host:port`` with all loopback names replaced by one, since users mix ``localhost`` and
     ``127.0.0.1``."""
     name = hostname.lower().rstrip(".").strip("[]")
     return f"{'localhost' if name in _LOOPBACK else name}:{port}"
 
 
 def checked_id(field: str, value: str | None) -> str | None:
-    """Return ``value`` where the wire accepts it as an id. Raises ``ConfigError``."""
+    """Return ``value`` if the wire accepts it as an id. Raises ``ConfigError``, which names ``field``."""
     if value is None:
         return None
     if (problem := id_problem(value)) is not None:
@@ -199,7 +200,7 @@ def unclaim() -> None:
 
 
 def _zmq_endpoint(text: str | None) -> str | None:
-    """Return ``text`` where it is an endpoint to connect to. Raises ``ConfigError``."""
+    """Return ``text`` if it is a ZeroMQ endpoint to connect to. Raises ``ConfigError``."""
     if text is None:
         return None
     scheme, separator, rest = text.partition("://")
@@ -243,7 +244,7 @@ def _history(given: str | os.PathLike[str] | bool | None, environment: Environme
 
 
 def _data_home(env: Mapping[str, str]) -> str | None:
-    """Return ``$XDG_DATA_HOME``, else the platform's folder."""
+    """Return ``$XDG_DATA_HOME``, else the platform's folder for application data."""
     named = env.get("XDG_DATA_HOME", "")
     if os.path.isabs(named):  # "all paths must be absolute … if relative, ignore": XDG base directories
         return named

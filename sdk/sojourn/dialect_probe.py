@@ -1,7 +1,8 @@
-"""Finds the dialect of a server with a few GETs, on the emitter's thread.
+"""Detects a server's dialect with a few GET requests, on the emitter's thread.
 
-The first GET asks for our capabilities page. A server without it is recognised by public pages that cost it
-nothing, one GET each, and only by answers that no other server gives. Unknown servers get headers only.
+The first GET reads sojourn's capabilities page. A server without that page is recognised by its public pages,
+with one cheap GET for each, and only by an answer that no other kind of server gives. An unknown server gets
+headers only.
 """
 
 from __future__ import annotations
@@ -22,26 +23,27 @@ _STOCK = frozenset({404, 405, 501})
 
 
 class _Capabilities(msgspec.Struct):
-    """The part of the answer that this client needs; servers may send more."""
+    """The fields of the capabilities page that the SDK reads; servers may send more."""
 
     name: str
     wire: list[int]
-    """Wire versions spoken."""
+    """Wire versions that the server speaks."""
 
 
 _decoder = msgspec.json.Decoder(_Capabilities)
 
 
 class ServerDialect:
-    """The known or assumed dialect of the server. It may change at any time."""
+    """The dialect of the server, known or assumed. It may change at any time."""
 
     def __init__(self, dialect: str | None = None) -> None:
         self.dialect: Dialect = DIALECTS[dialect or "vllm"]
-        """The dialect in use. Headers only while it is unknown: they are harmless for every server."""
+        """The dialect in use. For an unknown server it is ``vllm``, which adds only headers: they harm no
+        server."""
         self.given = dialect is not None
-        """True where the caller named it; then nothing is probed."""
+        """True if the caller named the dialect; then the server is not probed."""
         self.known = self.given
-        """True where it was given or detected, not assumed."""
+        """True if the dialect was given or detected, False if it is assumed."""
 
     def learn(self, dialect: str) -> Dialect:
         """Set and return the detected dialect. A dialect given by the caller stays in use."""

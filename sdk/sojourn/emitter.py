@@ -5,7 +5,7 @@ dropped and counted.
                                                └── take ──▶ carried by the program's next request
 
 The dialect's event transport sends a batch (``dialects/event_transport.py``). An event leaves in a batch or
-with a request, and returns to the queue where that request failed. A failed batch is dropped, not resent: old
+with a request, and returns to the queue if that request fails. A failed batch is dropped, not resent: old
 facts no longer help decisions, and the server handles silence by leases. Locks are re-entrant: a garbage
 collection inside ``take`` may close a generator that ends a program, which puts an event.
 
@@ -54,7 +54,7 @@ class EventSource(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Not ended: a beat may still be sent."""
+        """True until the program ends: a heartbeat may still be sent."""
 
 
 class Emitter:
@@ -77,12 +77,11 @@ class Emitter:
         delivered: Callable[[], object] | None = None,
         unsupported: Callable[[], EventTransport | None] | None = None,
     ) -> None:
-        """``first`` runs once on the thread before anything is sent. ``promised()`` returns whether a server
-        expects heartbeats. ``beats(now)`` returns events that are due by the clock, and the seconds until the
-        next call. ``delivered`` runs on the thread once the server has read a batch; ``unsupported`` runs
-        where it has no endpoint for one, and may return another transport. Events are sent in sojourn's own
-        format until ``use`` sets another.
-        """
+        """``linger_s``: how long a batch waits for more events. ``first`` runs once on the thread before
+        anything is sent. ``promised()`` returns whether a server expects heartbeats. ``beats(now)`` returns
+        the heartbeats that are due, and the seconds until the next call. ``delivered`` runs on the thread
+        once the server has read a batch. ``unsupported`` runs if the server has no endpoint for batches, and
+        may return another transport. Events are sent in sojourn's own format until ``use`` sets another."""
         self.counters = counters
         self._transport = transport
         self._queue_events = queue_events
@@ -181,7 +180,7 @@ class Emitter:
         return taken
 
     def undo_take(self, taken: list[PendingEvent]) -> None:
-        """Undo ``take``; nothing was sent meanwhile."""
+        """Undo a ``take`` whose events were not sent."""
         with self._lock:
             self._take_in()
             lost = self._pending.put_back(taken)
@@ -190,10 +189,9 @@ class Emitter:
             self.counters.add("dropped_full", lost)
 
     def put_back(self, emitter: EmitterId, taken: list[PendingEvent]) -> None:
-        """Put the events of a failed request back, before all others. The server recognises events that it
-        has seen by their numbers. ``emitter`` is the id under which they were taken: a forked child must not
-        send its parent's numbers. Never raises.
-        """
+        """Put the events of a failed request back, before all others. The server recognises by their numbers
+        events that it has seen. ``emitter`` is the id under which they were taken: a forked child must not
+        send its parent's numbers. Never raises."""
         try:
             with self._lock:
                 if emitter != self.id or self._closed or not self._supported:
@@ -229,13 +227,15 @@ class Emitter:
             return self._pending.size + self._sending
 
     def start(self) -> None:
-        """Start the thread before the first event, for ``first``. Raises ``RuntimeError`` on failure."""
+        """Start the thread now, not at the first event, so that ``first`` runs early. Raises ``RuntimeError``
+        on failure."""
         with self._lock:
             if self._thread is None and not self._closed:
                 self._start()
 
     def flush(self, timeout_s: float = 1.0) -> bool:
-        """Wait until all is sent. Returns True if that took at most ``timeout_s`` and no batch failed."""
+        """Wait until the queued events are sent. Returns True if that took at most ``timeout_s`` and no batch
+        failed."""
         end_s = time.monotonic() + timeout_s
         with self._lock:
             dropped = self.counters["dropped_send"]
@@ -253,8 +253,8 @@ class Emitter:
             return self.counters["dropped_send"] == dropped
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Send what is left within the bound, then stop. Later events are dropped. Repeating it is
-        harmless."""
+        """Send the queued events within ``timeout_s``, then stop. Later events are dropped. A second call
+        does nothing."""
         end_s = time.monotonic() + (self._close_timeout_s if timeout_s is None else timeout_s)
         try:
             with self._lock:
@@ -277,7 +277,7 @@ class Emitter:
         self._asleep = False
 
     def _ensure_thread(self) -> None:
-        """Start the thread where there is none, or none alive. Called with the lock held."""
+        """Start the thread if there is none, or if it died. Called with the lock held."""
         thread = self._thread
         if self._closed or self._starting or (thread is not None and thread.is_alive()):
             return
@@ -411,8 +411,8 @@ class Emitter:
         return delivery is not DeliveryResult.FAILED
 
     def use(self, event_transport: EventTransport | None) -> None:
-        """Send events by this transport from now on. ``None``: the server takes none, so queued events and
-        later ones are dropped. On the emitter's thread, or before it starts."""
+        """Send events by this transport from now on. ``None``: the server accepts no events, so queued and
+        later events are dropped. Call it on the emitter's thread, or before that starts."""
         before = self._event_transport
         with self._lock:
             if event_transport is not None:

@@ -1,4 +1,4 @@
-"""The bounded queue of unsent events, in rows by program. The emitter holds the lock and the clock."""
+"""The bounded queue of unsent events, grouped by program. The emitter holds the lock and the clock."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class EventQueue:
         return count
 
     def put_back(self, taken: Iterable[PendingEvent]) -> int:
-        """Put events, in order, before all others of their programs. Returns how many had no room."""
+        """Put events, in order, before the other events of their programs. Returns how many did not fit."""
         left = list(taken)
         while left and not self.full:
             pending = left.pop()
@@ -105,7 +105,8 @@ class EventQueue:
         return taken, unencodable
 
     def batch(self, max_events: int) -> list[PendingEvent]:
-        """Remove and return up to ``max_events``: whole programs, longest waiting first, each in order."""
+        """Remove and return up to ``max_events`` events: program by program, the longest waiting program
+        first."""
         batch: list[PendingEvent] = []
         while self._rows and len(batch) < max_events:
             program_id, row = next(iter(self._rows.items()))

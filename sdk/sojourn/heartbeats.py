@@ -8,7 +8,7 @@ from weakref import ref
 
 
 class OpenProgram(Protocol):
-    """What the session reads and does of a program."""
+    """The part of ``Program`` that the session uses."""
 
     @property
     def id(self) -> str: ...
@@ -44,8 +44,9 @@ class _LastBeat:
 class Heartbeats:
     """Open programs and the time of each one's last beat. No thread, no clock: the sender calls ``due``.
 
-    Programs are held weakly: beats stop for one that was dropped without an end. There is no lock: each
-    access is one atomic operation of a dict, and one beat more or less at the end does no harm.
+    Programs are referenced weakly: heartbeats stop when a program without an end is garbage-collected. There
+    is no lock: each access is one atomic dict operation, and one beat more or less at a program's end is
+    harmless.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -67,7 +68,7 @@ class Heartbeats:
         self._open.pop(ref(program), None)
 
     def find(self, program_id: str) -> OpenProgram | None:
-        """Return an open program with heartbeats that has this id."""
+        """Return the open program with this id, if it sends heartbeats."""
         for reference in self._open.copy():
             program = reference()
             if program is not None and program.id == program_id and program.is_open:

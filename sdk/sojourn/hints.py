@@ -10,7 +10,7 @@ import msgspec
 
 
 class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Our own part of the context; other routers ignore it."""
+    """sojourn's own fields of the context; other routers ignore them."""
 
     v: int = 1
     emitter: str | None = None

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 _DONE = b"\ndata: [DONE]"
 _LAST = (_DONE, b"\nevent: response.completed")
-"""Marks after which a stream has nothing left to read; clients close before the last byte. They count only
-at the start of a line, since inside a line they are text of the answer."""
+"""Markers at the end of a stream: clients close it after them, before the last byte. A marker counts only at
+the start of a line; inside a line it is text of the answer."""
 _TAIL_BYTES = 64
 _READ_TAIL_BYTES = 16 * 1024
-"""Bytes kept instead where a listener wants the usage. It is in the last event, which for Responses repeats
-the whole answer; only small fields follow it."""
+"""Bytes of the tail kept if a listener wants the token counts. They are in the last event, which for
+Responses repeats the whole answer; only small fields follow them."""
 
 
 class LogicalRequest:
@@ -44,7 +44,7 @@ class LogicalRequest:
         path: str | None = None,
     ) -> None:
         self.id = id
-        """The same for every attempt."""
+        """Id of the request, the same for every attempt."""
         self.program = program
         self.node = node
         """Node of the program's graph, as sent with the request."""
@@ -53,11 +53,11 @@ class LogicalRequest:
         self.host = host
         """Target ``host:port``, where known."""
         self.path = path
-        """Path of its URL, e.g. ``/chat/completions``."""
+        """Path of the request's URL, e.g. ``/chat/completions``."""
         self.usage: TokenUsage | None = None
         """Token counts of the answer; only read while a listener ``wants_usage``."""
         self.error: str | None = None
-        """Name of the exception that ended it."""
+        """Name of the exception that ended the request."""
         self.attempts = 0
         self._counters = counters
         self._started_s = runtime.clock()
@@ -76,7 +76,8 @@ class LogicalRequest:
             self.program.open_requests.add(self._token)
 
     def pause(self) -> None:
-        """Mark the program as silent between a failed attempt and the next, so that heartbeats are sent."""
+        """Mark the program as silent between a failed attempt and the next one, so that heartbeats are
+        sent."""
         self.program.open_requests.discard(self._token)
 
     def first_byte(self) -> None:
@@ -88,8 +89,8 @@ class LogicalRequest:
             notify_listeners("request_first_byte", self)
 
     def end(self, how: str = "ended") -> None:
-        """End it as ``ended``, ``failed``, ``cancelled``, ``closed_early`` or ``abandoned``. The first call
-        counts."""
+        """End the request as ``ended``, ``failed``, ``cancelled``, ``closed_early`` or ``abandoned``. Only
+        the first call counts."""
         if self._open:
             self._open = False
             self.program.open_requests.discard(self._token)
@@ -97,13 +98,13 @@ class LogicalRequest:
             notify_listeners("request_ended", self, how)
 
     def fail(self, error: BaseException) -> None:
-        """End it with an exception."""
+        """End the request with an exception."""
         self.error = type(error).__name__
         self.end("cancelled" if status_of(error) == "cancelled" else "failed")
 
 
 def end_with_response(result: Any, request: LogicalRequest) -> None:
-    """End ``request`` when the response of ``result`` ends; at once where it was already read."""
+    """End ``request`` when the response of ``result`` ends, or at once if that was already read."""
     try:
         response = _open_response(result)
         if response is None:

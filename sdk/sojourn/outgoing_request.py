@@ -28,17 +28,18 @@ class OutgoingRequest:
         self.turn = turn
         self.request = request
         self.prepared: Any = None
-        """Attempt that was extended last, for the client's patch."""
+        """The last attempt to which our fields were added. Only the client's patch reads it."""
         self.bound_for: tuple[str, str | None] = ("", None)
-        """URL of its request and the ``host:port`` found for it, for the client's patch."""
+        """URL of the last attempt and the ``host:port`` found for it. Only the client's patch reads it."""
         self.at_home = False
-        """True where it goes to the server that takes the events."""
+        """True if the request goes to the server that receives the events."""
         self._around = around
         self._busy = True
 
     @classmethod
     def begin(cls, session: runtime.Session, host: str, path: str, body: object) -> OutgoingRequest:
-        """Return the current program's next request; inside ``RetryScope`` the previous one, for a retry."""
+        """Return a new request of the current program. For a retry inside ``RetryScope``, return the request
+        that is retried."""
         turn = Turn(session)
         around = _around.get()
         if around is not None and around.over:
@@ -65,10 +66,11 @@ class OutgoingRequest:
         return outgoing
 
     def parts(self, host: str, theirs: Mapping[str, Any] | None, header_names: Collection[str]) -> Parts:
-        """Return body fields and headers to add to one attempt.
+        """Return the body fields and headers to add to one attempt at ``host``.
 
-        ``theirs`` is the user's body, ``None`` where it is no JSON object. A returned field whose key is in
-        ``theirs`` includes their value. Headers that the user set, in any letter case, are left out.
+        ``theirs`` is the user's body, ``None`` if it is not a JSON object. If a returned field is also in
+        ``theirs``, its value includes the user's. Headers in ``header_names``, which the user set, are left
+        out, in any letter case.
         """
         session = self.turn.session
         assert session.config is not None

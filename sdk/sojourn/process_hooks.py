@@ -1,4 +1,4 @@
-"""What runs when the process forks or ends."""
+"""Calls a session when the process forks or ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 
 class ProcessObserver(Protocol):
-    """A session."""
+    """The part of ``Session`` that is called at a fork and at the end of the process."""
 
     def after_fork(self) -> None:
         """Runs first in the child."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .stats import Counters
 
 MAX_GRAPHS_REPORTED: Final = 4096
-"""Hashes remembered; after so many different graphs each is sent in full once more."""
+"""Maximum number of remembered hashes of sent graphs; beyond it, each graph is sent in full once more."""
 
 _CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
 
@@ -77,7 +77,7 @@ class Program:
         self.agent_type = agent_type
         self.parent_id: str | None = parent.id if isinstance(parent, Program) else parent
         self.root_id: str | None = (parent.root_id or parent.id) if isinstance(parent, Program) else parent
-        """The program at the top; ``None`` for one that is at the top itself."""
+        """Id of the outermost ancestor; ``None`` if this program has no parent."""
         self.depth: int = parent.depth + 1 if isinstance(parent, Program) else int(parent is not None)
         self.call_id = call_id
         """The parent's tool call in which this program runs."""
@@ -86,9 +86,9 @@ class Program:
         self.implicit = implicit
         """True for the program that stands for a whole process and was not opened by the user."""
         self.tenant = tenant
-        """Tenant on whose behalf it runs; a sub-program's is its parent's unless given."""
+        """Tenant that the program runs for; by default its parent's."""
         self.aeg = aeg
-        """The graph it follows, where one is known."""
+        """The program's graph, if known."""
         self.node: str | None = None
         """Current node as an adapter last saw it; the node of a ``step()`` takes precedence."""
         # Sets, not counts: adding and discarding are atomic, so that threads cannot make them drift.
@@ -110,7 +110,7 @@ class Program:
 
     @property
     def is_whole(self) -> bool:
-        """True where all of the run happens in this process: it was not resumed, and ends here."""
+        """True if the whole run happens in this process: the program was not resumed, and ends here."""
         return self._ends and (self._resume is None or self._resume.is_new)
 
     def start(self) -> Program:
@@ -140,7 +140,7 @@ class Program:
         return self
 
     def follows(self, aeg: Aeg) -> None:
-        """Set the graph, where it became known or changed after the start. For adapters. Never raises."""
+        """Set the graph, if it became known or changed after the start. For adapters. Never raises."""
         if self.aeg is not None and self.aeg.hash == aeg.hash:
             return
         self.aeg = aeg
@@ -284,7 +284,7 @@ class ResolvedContext(NamedTuple):
     program: Program | None = None
     node: str | None = None
     tool_call: CallInProgress | None = None
-    """The program's call in which the code runs: programs opened by the code are children in that call."""
+    """The tool call in which the code runs; a program that the code opens is a child of this call."""
 
 
 Resolver = Callable[[], "ResolvedContext | None"]
@@ -292,8 +292,8 @@ _resolvers: list[Resolver] = []
 
 
 def add_resolver(resolver: Resolver) -> None:
-    """Call ``resolver`` in each look-up; it must be quick and free of side effects. Adding it again is
-    harmless."""
+    """Call ``resolver`` at each look-up of the context; it must be quick and free of side effects. Adding a
+    resolver again is harmless."""
     if resolver not in _resolvers:
         _resolvers.append(resolver)
 
@@ -305,7 +305,8 @@ def remove_resolver(resolver: Resolver) -> None:
 
 
 def find_context(counters: Counters) -> tuple[ExecutionContext, str | None]:
-    """Return the innermost known context, and the node that a framework gave for it."""
+    """Return the innermost program, step and tool call around the running code, and the graph node that a
+    framework reports for them. ``counters`` counts resolvers that raise."""
     if not _resolvers:
         here = current_context.get()
         if here.program is not None:
@@ -317,7 +318,7 @@ def find_context(counters: Counters) -> tuple[ExecutionContext, str | None]:
 
 
 def find_scoped_context(counters: Counters) -> tuple[ExecutionContext, str | None]:
-    """Return ``find_context`` without the programs of the whole process."""
+    """Return the same as ``find_context``, but ignore programs opened for the whole process."""
     here = current_context.get()
     node: str | None = None
     for resolver in _resolvers:
@@ -344,7 +345,8 @@ def find_scoped_context(counters: Counters) -> tuple[ExecutionContext, str | Non
 
 
 def reset_context(token: Token[ExecutionContext], counters: Counters) -> None:
-    """Reset the context. Counts where that fails, as in a generator that another context finalises."""
+    """Reset the context variable. ``counters`` counts a failure, as for a generator finalised in another
+    context."""
     try:
         current_context.reset(token)
     except ValueError:

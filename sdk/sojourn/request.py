@@ -34,8 +34,8 @@ Parts = tuple[dict[str, Any], dict[str, str]]
 def request_fields() -> dict[str, Any]:
     """Return fields to merge into the JSON body of a request made without a patched client. Never raises.
 
-    Empty before ``init()``, and for servers that get headers only. Events stay queued; ``request_parts``
-    adds them.
+    The result is empty before ``init()``, and for servers that get headers only. Unsent events stay queued;
+    ``request_parts`` adds them.
     """
     return _parts(take=False)[0]
 
@@ -48,16 +48,17 @@ def headers() -> dict[str, str]:
 def request_parts(program: Program | None = None) -> Parts:
     """Return ``(body fields, headers)`` for one request; unsent events move into the body. Never raises.
 
-    Send the result to the server named by ``init()``: its events are not sent again, and no other server
-    reads them. ``program``: the program of the request, where it is not the one around the running code.
+    Send the result to the server named by ``init()``: the moved events are not sent again, and no other
+    server reads them. ``program``: the program of the request, if not the program around the running code.
     """
     return _parts(take=True, program=program)
 
 
 def body_additions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what to set in a body with the user's fields ``theirs``: theirs win, and objects are merged.
+    """Return the fields to set in a body that has the user's fields ``theirs``. The user's values win, and
+    objects are merged.
 
-    A ``null`` of theirs in place of an object counts as absent; any other value stays unchanged.
+    A ``null`` of the user in place of an object counts as absent; any other value stays unchanged.
     """
     added: dict[str, Any] = {}
     for name, value in ours.items():
@@ -82,7 +83,7 @@ def _parts(*, take: bool, program: Program | None = None) -> Parts:
 
 
 class Turn:
-    """One logical request. Program and hints are fixed when it begins, so retries carry the same."""
+    """One logical request. Its program and hints are fixed at the start, so that retries carry the same."""
 
     __slots__ = ("_emitter", "_step", "_taken", "id", "node", "program", "session")
 
@@ -95,28 +96,29 @@ class Turn:
         step = self._step = here.step
         self.node = (None if step is None else step.node) or node or self.program.node
         self.id = new_request_id()
-        """The same for every attempt."""
+        """Id of the request, the same for every attempt."""
         self._taken: list[PendingEvent] = []
         self._emitter: EmitterId | None = None
         """Id of the emitter that numbered the taken events."""
 
     def yields_to(self, theirs: Mapping[str, Any]) -> bool:
-        """Return whether the user's body has a field beside which this server refuses ours."""
+        """Return whether the user's body has a field that this server refuses together with ours."""
         server = self.session.server
         if server is None or not server.dialect.yields_to:
             return False
         return any(theirs.get(name) is not None for name in server.dialect.yields_to)
 
     def failed(self) -> None:
-        """Return the events to the queue: the request got no answer, so they may not have arrived. Never
-        raises."""
+        """Return the carried events to the queue: the request got no answer, so they may not have arrived.
+        Never raises."""
         taken, self._taken = self._taken, []
         if taken and self._emitter is not None and self.session.emitter is not None:
             self.session.emitter.put_back(self._emitter, taken)
 
     def parts(self, *, take: bool) -> Parts:
-        """Return body fields and headers as of now. A retry carries the events of earlier attempts again; the
-        server recognises those it has seen."""
+        """Return the current body fields and headers. ``take=True`` takes the program's unsent events from
+        the queue and adds them, if the dialect carries events. A retry carries the events of earlier attempts
+        again; the server recognises events that it has seen."""
         session = self.session
         server, emitter = session.server, session.emitter
         if server is None or emitter is None:
@@ -140,7 +142,7 @@ class Turn:
         return self._measured(dialect, emitter)
 
     def _measured(self, dialect: Dialect, emitter: Emitter) -> Parts:
-        """Return ``parts`` with as many events as fit; each is encoded first."""
+        """Return ``parts`` with as many events as fit. Each event is encoded first to know its size."""
         room_bytes = MAX_CONTEXT_BYTES - _RESERVED_BYTES - len(encode(self._context()))
         now = runtime.clock()
         events = [pending.encode(now) for pending in self._taken]
@@ -154,7 +156,7 @@ class Turn:
         return dialect.fields(self._context([msgspec.Raw(event) for event in events]))
 
     def _context(self, carried: list[Any] | None = None) -> AgenticContext:
-        """``carried``: events, as structs or as JSON."""
+        """Return hints and identity as a wire message. ``carried``: events, as structs or as JSON."""
         program, step = self.program, self._step
         node = None if self.node is None else name_of(self.node)
         hints = program.advice

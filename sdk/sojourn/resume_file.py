@@ -31,7 +31,7 @@ except ImportError:  # pragma: no cover
 EXPECTED = f"one line, a program id of 1 to {MAX_ID_BYTES} bytes of UTF-8"
 _NO_FILE = "it is not a regular file"
 _MAX_TRIES = 100
-"""Retries where the file vanishes before it is locked: its holder has just ended."""
+"""Retries if the file vanishes before it is locked: the run that held it has just ended."""
 
 
 class ResumeBusy(Exception):
@@ -54,7 +54,7 @@ class ResumeFile:
         try:
             given = _id_in(path, os.read(self._fd, _MAX_READ))
             self.is_new = given is None
-            """True where it held no id: the program is new."""
+            """True if the file held no id: the program is new."""
             if given is None:
                 given = new_program_id()
                 # One write under the lock: a reader sees the whole id or an empty, new file.

@@ -58,7 +58,7 @@ class Session:
         self.emitter: Emitter | None = None
         self.server: ServerDialect | None = None
         self.advisor: Estimates | None = None
-        """What was learned from the programs so far; ``None`` offline."""
+        """Estimates from earlier programs; ``None`` offline."""
         self.graphs_reported: set[str] = set()
         """Hashes of the graphs that this emitter has sent in full since a batch was last lost."""
         self.graphs_lost = 0
@@ -69,12 +69,12 @@ class Session:
 
     @property
     def online(self) -> bool:
-        """True where a server was named."""
+        """True if a server was named."""
         return self.emitter is not None
 
     def connect(self) -> None:
-        """Start the sender, which asks the server for its dialect. Raises where the process lacks what it
-        takes: certificates, the library for its proxy, one more thread."""
+        """Start the sender, which asks the server for its dialect. Raises if the process lacks certificates,
+        the library for its proxy, or room for one more thread."""
         # Imported here, since ``import sojourn`` alone needs no HTTP; on the caller's thread, since a fork
         # must not happen while another thread imports.
         from .dialect_probe import ServerDialect, probe_dialect
@@ -146,7 +146,8 @@ class Session:
             self.emitter.put(program, kind, **fields)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the process's own program and send what is left within the bound. Repeating it is harmless."""
+        """End the process's own program and send queued events within ``timeout_s``. Repeating it is
+        harmless."""
         program, self.program = self.program, None
         if program is not None:
             program.end()

@@ -1,5 +1,5 @@
-"""Decorated functions: each call runs inside a scope. A generator is inside only while it runs; its consumer
-is outside."""
+"""Decorated functions: each call runs inside a scope. A generator is inside its scope only while it runs; the
+code that consumes it is outside."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ ScopeFactory = Callable[[], AbstractContextManager[Any]]
 
 
 def scoped(function: Callable[P, R], fresh: ScopeFactory) -> Callable[P, R]:
-    """Return ``function`` with each call inside a scope from ``fresh()``; kind and signature stay."""
+    """Return ``function`` with each call inside a scope from ``fresh()``. Its kind (sync, async, generator)
+    and signature stay."""
     if inspect.isasyncgenfunction(function):
         wrapper: Any = _async_generator(function, fresh)
     elif inspect.iscoroutinefunction(function):

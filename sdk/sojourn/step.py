@@ -1,4 +1,4 @@
-"""A step of the agent: the node of its graph, and hints for the requests made meanwhile."""
+"""A step of the agent: the node of its graph, and hints for the requests made inside the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token counts read from an answer. Nothing is requested for them."""
+"""Token counts read from an answer. No extra request is made for them."""
 
 from __future__ import annotations
 

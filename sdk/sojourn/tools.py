@@ -29,7 +29,8 @@ STATUSES = frozenset({"ok", "error", "timeout", "nonzero", "cancelled"})
 
 
 class ToolCall:
-    """One call, as ``with`` or ``async with``. Set ``status`` inside where no exception shows it."""
+    """One tool call, used by ``with`` or ``async with``. Set ``status`` inside for a failure that raises no
+    exception."""
 
     __slots__ = ("_expected_s", "_started_s", "_token", "call_id", "program", "status", "tool", "tool_class")
 

@@ -46,7 +46,7 @@ class ToolStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_
     expected_s: float | None = None
     """The client's own estimate of the duration, in seconds: the median of what it has seen."""
     expected_p95_s: float | None = None
-    """The same, 95th percentile."""
+    """The client's own estimate of the duration's 95th percentile, in seconds."""
 
 
 class ToolStop(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_stop"):

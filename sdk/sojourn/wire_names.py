@@ -38,11 +38,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 _SHORT = 64
-"""Length in characters that is within bounds in any encoding."""
+"""Texts of at most this many characters are within the bounds in any encoding."""
 
 
 def call_id_of(text: object) -> CallId:
-    """Return the id as the wire accepts it. Others are hashed, so that start and stop still match."""
+    """Return ``text`` as a call id. An id that the wire does not accept is hashed, so that start and stop
+    still match."""
     if type(text) is str and 0 < len(text) <= _SHORT and text.isascii() and text.isprintable():
         return CallId(text)
     value = _encodable(text)
@@ -56,7 +57,8 @@ def call_id_of(text: object) -> CallId:
 
 
 def name_of(text: object, empty: str = "unnamed") -> str:
-    """Return the name of a tool, agent or node, cut to ``MAX_EVENT_NAME_BYTES`` of UTF-8."""
+    """Return the name of a tool, agent or node, cut to ``MAX_EVENT_NAME_BYTES`` of UTF-8; ``empty`` for no
+    text."""
     if type(text) is str and 0 < len(text) <= _SHORT and text.isascii():
         return text
     value = _encodable(text) or empty

@@ -9,8 +9,8 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.event_intake import EVENT_BATCHES_OPERATION
-from sojourn_server.api.request_checks import ApiKeys
 from sojourn_server.api.routes import build_router
 
 KEY = "correct-horse"

@@ -12,8 +12,9 @@ from api_test_engines import BATCH, CANARY, GETS, ScriptedEngine, check_error, c
 from fastapi.testclient import TestClient
 from sojourn.wire_codec import MAX_BATCH_BYTES, MAX_BATCH_EVENTS, MAX_EVENT_NAME_BYTES
 from sojourn_server.api import routes
+from sojourn_server.api.api_errors import ApiError
+from sojourn_server.api.body_reader import read_body
 from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, StockEngineError
-from sojourn_server.api.request_checks import ApiError, read_body
 from starlette.requests import Request
 
 # --- hostile input ----------------------------------------------------------

@@ -11,6 +11,8 @@ import pytest
 from api_test_engines import BATCH, HungEngine, ScriptedEngine, check_error, client_of, engine_answers
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from sojourn_server.api.api_errors import ApiError
+from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.engine_rpc import (
     CACHE_TTL_S,
     MAX_CACHED_ANSWERS,
@@ -18,7 +20,6 @@ from sojourn_server.api.engine_rpc import (
     EngineQueryLimiter,
     EngineUnavailableError,
 )
-from sojourn_server.api.request_checks import ApiError, ApiKeys
 from sojourn_server.api.routes import build_router
 
 

@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 from sojourn.wire_codec import MAX_BATCH_BYTES
-from sojourn_server.api.request_checks import ApiKeys
+from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.routes import build_router
 
 # --- what goes in and out ---------------------------------------------------

@@ -14,7 +14,7 @@ from sojourn.ids import ProgramId
 from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_server.core import events_and_actions as ev
 from sojourn_server.core.program_scheduler import ProgramScheduler
-from sojourn_server.core.request_identity import CONTEXT_KEY, read_identity
+from sojourn_server.core.request_hints import CONTEXT_KEY, read_identity
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.scheduler_state import KVPoolConfig
 from sojourn_server.policies.policy_views import ReclaimRequest, RunningRequestView

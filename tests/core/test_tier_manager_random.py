@@ -20,7 +20,7 @@ from sojourn_server.core.events_and_actions import (
     TurnFinished,
     TurnFinishReason,
 )
-from sojourn_server.core.request_identity import read_identity
+from sojourn_server.core.request_hints import read_identity
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.scheduler_state import KVPoolConfig
 from sojourn_server.core.tier_manager import ENGINE_PAUSE_S

@@ -319,14 +319,14 @@ async def test_one_bad_word_of_health_is_not_believed_and_two_are() -> None:
         ill.healthy = False
         watch = it.gateway.monitor
         assert isinstance(watch, EngineMonitor)
-        await watch.look()
+        await watch.poll_all()
         assert await it.home("p") == home
         ill.healthy = True
-        await watch.look()
+        await watch.poll_all()
         ill.healthy = False
-        await watch.look()
+        await watch.poll_all()
         assert await it.home("p") == home, "not twice in a row"
-        await watch.look()
+        await watch.poll_all()
         assert await it.home("p") is None
 
 

@@ -89,7 +89,7 @@ def test_a_cluster_that_does_not_answer_any_more_hides_nothing() -> None:
         if len(said) == 2:
             came.set()
 
-    with report_progress(StartupProgress(2, 2, 0.0), look, say, clock=lambda: now_s, look_s=0.001):
+    with report_progress(StartupProgress(2, 2, 0.0), look, say, clock=lambda: now_s, poll_s=0.001):
         assert came.wait(DEADLINE_S)
     assert said[:2] == [
         "1 of 2 engines and 2 of 2 gateways are up after 1 s",
@@ -113,7 +113,7 @@ def test_lines_come_beside_what_waits_and_end_with_it() -> None:
         said.append(text)
         came.set()
 
-    with report_progress(StartupProgress(9, 2, 0.0), look, say, clock=lambda: 5.0, look_s=0.001):
+    with report_progress(StartupProgress(9, 2, 0.0), look, say, clock=lambda: 5.0, poll_s=0.001):
         assert came.wait(DEADLINE_S)
     assert said[0] == "3 of 9 engines and 2 of 2 gateways are up after 5 s"
     assert not any(thread.name == "start-progress" for thread in threading.enumerate())
@@ -218,19 +218,21 @@ def test_running_replicas_are_those_that_serve_reports(monkeypatch: pytest.Monke
 
     now = schema.ServeStatus()
     monkeypatch.setattr(ray_application, "serve", SimpleNamespace(status=lambda: now))
-    assert ray_application.look(config(min=2)) == RunningReplicas(0, 0)
+    assert ray_application.running_replicas(config(min=2)) == RunningReplicas(0, 0)
     slow = "1 replicas have taken more than 30s to initialize.\nThis may be caused by a slow __init__ or so."
     now = status(Engine=deployment(slow, STARTING=1, RUNNING=1), Gateway=deployment("", RUNNING=2))
-    assert ray_application.look(config(min=2)) == RunningReplicas(1, 2)
+    assert ray_application.running_replicas(config(min=2)) == RunningReplicas(1, 2)
     now = status(Engine=deployment("A replica failed to start", STARTING=2), Gateway=deployment(""))
-    assert ray_application.look(config(min=2)) == RunningReplicas(0, 0, "A replica failed to start")
+    assert ray_application.running_replicas(config(min=2)) == RunningReplicas(
+        0, 0, "A replica failed to start"
+    )
     # A cluster of our own neither grows nor installs anything: what is reserved is what matters.
     waits = "Deployment 'Engine' has 1 replicas that wait. "
     hint = f"{waits}{ray_application.CLUSTER_SCALING_HINT}Resources required: 9 CPUs."
     now = status(Engine=deployment(hint, STARTING=2))
-    assert ray_application.look(config(min=2)).trouble == f"{waits}Resources required: 9 CPUs."
+    assert ray_application.running_replicas(config(min=2)).trouble == f"{waits}Resources required: 9 CPUs."
     elsewhere = parse_config({"model": "tiny", "address": "auto"}, source="f.yaml")
-    assert ray_application.look(elsewhere).trouble == hint
+    assert ray_application.running_replicas(elsewhere).trouble == hint
 
 
 def test_serve_still_writes_the_text_that_is_removed() -> None:
@@ -254,7 +256,7 @@ def test_a_failed_start_names_its_reason(monkeypatch: pytest.MonkeyPatch) -> Non
     trouble = "A replica failed to start with exception. Error:\nTraceback\nValueError: no such model\n"
     monkeypatch.setattr(ray_application, "serve", SimpleNamespace(start=lambda **_: None, run=run))
     monkeypatch.setattr(ray_application, "application", lambda _: None)
-    monkeypatch.setattr(ray_application, "look", lambda _: RunningReplicas(0, 2, trouble))
+    monkeypatch.setattr(ray_application, "running_replicas", lambda _: RunningReplicas(0, 2, trouble))
     with pytest.raises(RuntimeError) as raised:
         ray_application.deploy_application(config())
     assert str(raised.value).endswith(

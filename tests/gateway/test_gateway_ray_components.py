@@ -150,13 +150,15 @@ def test_gateways_are_shown_what_has_changed() -> None:
     preset = parse_cluster_preset('routing = "session-affinity"', source="test")
     core, register = build_routing_core(preset), EngineRegistry()
     entry = register.put(registration("e", "a"))
-    assert not register.look(core, preset.routing, 0.0), "nobody is sent to whom the core does not know"
+    assert not register.refresh_shown(core, preset.routing, 0.0), (
+        "nobody is sent to whom the core does not know"
+    )
     core.take(entry.places[0].description.registration_event("a:1"), 0.0)
-    assert register.look(core, preset.routing, 0.0)
-    assert not register.look(core, preset.routing, 1.0)
+    assert register.refresh_shown(core, preset.routing, 0.0)
+    assert not register.refresh_shown(core, preset.routing, 1.0)
     assert [(one.health, one.direct, one.takes_new) for one in register.shown] == [("up", True, True)]
     core.take(routing_events.ReplicaDrainStarted("a:1"), 2.0)
-    assert register.look(core, preset.routing, 2.0)
+    assert register.refresh_shown(core, preset.routing, 2.0)
     assert [(one.direct, one.takes_new) for one in register.shown] == [(False, False)]
     assert register.version == 2
 

@@ -325,7 +325,7 @@ def test_a_policy_that_fails_at_a_made_up_turn_is_counted_and_gateways_ask() -> 
     core, register = build_routing_core(preset), EngineRegistry()
     entry = register.put(registration("e", "a"))
     core.take(entry.places[0].description.registration_event("a:1"), 0.0)
-    assert register.look(core, preset.routing, 0.0)
+    assert register.refresh_shown(core, preset.routing, 0.0)
     assert [one.direct for one in register.shown] == [False]
     assert core.counts.policy_failures == 1
     assert "a policy's bug" in core.counts.newest_policy_failure

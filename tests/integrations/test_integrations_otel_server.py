@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from sojourn_integrations.otel.export import export_spans
-from sojourn_server.api.request_checks import ApiKeys
+from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.routes import build_router
 from virtual_engine import VirtualEngine, prompt
 from waiting import wait_until

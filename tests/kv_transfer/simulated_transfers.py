@@ -258,7 +258,7 @@ class World:
         for end, number in ((name, conn), there):
             engine = self.engines.get(end)
             if engine is not None:
-                self._act(engine, engine.core.lost, number, "the connection has ended")
+                self._act(engine, engine.core.connection_lost, number, "the connection has ended")
                 for item in self._unsent.pop((end, number), []):
                     if item is not None:
                         self._act(engine, engine.core.sent, item)

@@ -44,7 +44,7 @@ class Dialling:
         assert isinstance(offer, SendMessage)
         assert (offer.conn, type(offer.message)) == (SECOND, OfferMessage)
         assert self.core.ctx.counts["hung_up"] == 0
-        self.core.lost(SECOND, "the connection has ended", self.now)
+        self.core.connection_lost(SECOND, "the connection has ended", self.now)
         assert self.core.take_events() == [PushEnded("u", False, "the connection has ended")]
         assert_clean(self.engine)
 
@@ -58,7 +58,7 @@ def test_a_dial_that_succeeds_after_its_patience_is_hung_up_and_not_taken_for_th
         core.take_actions()
     core.dialled(dialling.first, FIRST, dialling.now)
     assert core.take_actions() == [CloseConnection(FIRST)]
-    core.lost(FIRST, "the connection has ended", dialling.now)
+    core.connection_lost(FIRST, "the connection has ended", dialling.now)
     if when == "before":
         dialling.goes_well()
         return

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
+from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, StockEngineError
 from sojourn_server.api.prometheus_bridge import PrometheusBridge
-from sojourn_server.api.request_checks import ApiKeys
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 from sojourn_server.vllm import endpoint
 from sojourn_server.vllm.endpoint import SojournEndpoint, VllmEngine

@@ -5,10 +5,10 @@
 
 What is reported
 - A **program** is the outermost run of a team or an agent: ``run``, ``run_stream`` or an agent's
-  ``on_messages_stream``. Its name and type are the team's or agent's name. Inside
+  ``on_messages_stream``. The program's name and type are those of the team or agent. Inside
   ``with sojourn.program():`` a run is part of that program instead. Open one around several runs that
-  continue one conversation: without it each run is a program of its own, also one that continues the
-  last (``team.run()`` again, after ``reset()`` or not).
+  continue one conversation: without it each run is a program of its own, even a run that continues the last
+  one (``team.run()`` again, after ``reset()`` or not).
 - A **node** is an agent's turn, by the agent's name; ``inner/alice`` for those of a team inside a
   team or of a ``SocietyOfMindAgent``. The requests with which a ``SelectorGroupChat`` or
   ``MagenticOneGroupChat`` picks the next agent belong to the program and to no node.
@@ -27,10 +27,10 @@ Limits
   collection, or by the event loop when it stops.
 - Tools of other agents than an ``AssistantAgent``, and code executors called by hand, are not reported; use
   ``sojourn.tool_call()``.
-- A runtime passed to the team and started inside *another* program keeps that one's context; the team's
-  own requests outside of any turn (a selector's) then go to it.
-- An object wrapped with ``sojourn.wrap`` stays wrapped. An agent of it that is also in another team reports
-  its turns there too, each as a program.
+- A runtime that was started inside *another* program keeps that program's context; the requests of the team
+  outside of any turn (a selector's) then count for that program.
+- An object wrapped with ``sojourn.wrap`` stays wrapped. If one of its agents is also in another team, the
+  agent's turns there are reported too, each as a program.
 
 An exception out of ``_execute_tool_call`` makes AutoGen's agent wait for ever. So all code of ours is
 guarded, and the user's code is called exactly once, outside of the guards.
@@ -151,7 +151,8 @@ def _replace(kind: type, name: str, theirs: Any, wrapper: _Wrapper) -> None:
 
 
 def _patch_user_classes(agents: Any) -> None:
-    """Patch methods that the user's classes override; the classes are unknown until they are used."""
+    """Patch methods that the user's agent classes override. A class is unknown until an agent of it is
+    used."""
     from autogen_agentchat.base import ChatAgent
 
     name = "on_messages_stream"
@@ -225,8 +226,8 @@ def _agent_run(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
 def _stream(
     original: Any, active: Callable[[], bool], begin: Callable[[Any], run_scopes.RunScope | None]
 ) -> Callable[..., Any]:
-    """Enter the context for each step of the generator: between two steps its consumer runs, in the same
-    context."""
+    """Enter the context for each step of the generator. Between two steps its consumer runs, which must not
+    see it."""
 
     @functools.wraps(original)
     async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
@@ -264,7 +265,7 @@ def _stream(
 
 
 class _EnteredScope:
-    """A block inside a scope."""
+    """A ``with`` block inside a scope."""
 
     def __init__(self, scope: Any) -> None:
         self._scope = scope

@@ -1,14 +1,14 @@
-"""The program and turn of an AutoGen team or agent.
+"""The program and turn around the running code of an AutoGen team or agent.
 
-AutoGen 0.7 hands messages to agents in tasks of a runtime. The team's own runtime starts inside the run and
-so carries our context. A runtime from outside does not; there AutoGen's ``MessageHandlerContext`` names the
-agent whose message is handled.
+AutoGen 0.7 hands messages to agents in tasks of a runtime. A runtime that the team makes starts inside the
+run, so its tasks have our context. A runtime from outside does not; there AutoGen's ``MessageHandlerContext``
+names the agent whose message is handled.
 
     team.run ──▶ Run (one program) ──▶ turn of "alice" ──▶ tool call ──▶ another Run, its child
                       │
                       └─▶ a team inside the team: the same program, its agents at "inner/alice"
 
-Nothing here calls or imports AutoGen. The callers in the package guard what can fail.
+Nothing here calls or imports AutoGen. The callers in the package guard against exceptions.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class TeamRun:
 
 
 class RunFrame(NamedTuple):
-    """Position of the running code within a run."""
+    """Team and agent of the running code within a run."""
 
     run: TeamRun
     prefix: str = ""
-    """Prefix of agent names: the path of their team."""
+    """Prefix of agent names in the graph: the path of their team."""
     node: str | None = None
     """The agent whose turn it is; ``None`` between turns of a team."""
     team: int | None = None
@@ -79,13 +79,14 @@ _graphs: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
 
 
 def resolve() -> ResolvedContext | None:
-    """Return the program whose message is being handled. A resolver; turns set their own node."""
+    """Return the program whose message is being handled. This is a resolver; turns set their node
+    themselves."""
     handled = _handled()
     return None if handled is None else ResolvedContext(handled.run.program)
 
 
 def _handled() -> RunFrame | None:
-    """Return the frame of the team whose message is handled."""
+    """Return the frame of the team whose message is being handled."""
     if not _teams:
         return None
     core = sys.modules.get("autogen_core")
@@ -99,7 +100,7 @@ def _handled() -> RunFrame | None:
 
 
 def _around() -> tuple[ExecutionContext, RunFrame | None, bool]:
-    """Return the context, its frame if any, and whether the code is inside a tool call."""
+    """Return the context, the frame if there is one, and whether the code is inside a tool call."""
     here, _ = find_context(session().counters)
     inside_tool = here.tool_call is not None and here.tool_call.program is here.program
     if inside_tool or here.program is None:
@@ -122,7 +123,7 @@ class RunScope:
         self._frame = frame
         self._place = inside
         self._run = run
-        """The run that begins with this scope, if any."""
+        """The run that this scope begins, if any."""
         self._key = key
         self._open = True
         self._outer: RunFrame | None = None
@@ -151,7 +152,7 @@ class RunScope:
             fault("context_reset_failed")
 
     def close(self, error: BaseException | None = None) -> None:
-        """End it, with ``error`` where there was one. Repeating it is harmless. Never raises."""
+        """End the run or turn, with ``error`` if it failed. Repeating it is harmless. Never raises."""
         if not self._open:
             return
         self._open = False
@@ -176,7 +177,7 @@ class RunScope:
 
 
 def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
-    """Begin a team's run; ``None`` where it has begun already."""
+    """Begin a team's run; ``None`` if the run has already begun."""
     here, frame, inside_tool = _around()
     if frame is not None and frame.team == id(team):
         return None
@@ -208,7 +209,7 @@ def _run(
     inside_tool: bool,
     graph: Callable[[Any], Aeg | None],
 ) -> tuple[TeamRun, TeamRun | None, ExecutionContext]:
-    """Return the run, the same run again where it begins here, and the context inside."""
+    """Return the run, the same run again if it begins here (else ``None``), and the context inside it."""
     if frame is not None:
         return frame.run, None, here
     name = str(runner.name)
@@ -223,7 +224,8 @@ def _run(
 
 
 def _report_graph(program: Program, aeg: Aeg | None) -> None:
-    """Report the graph of a program that the user opened without one. It may do more than this run."""
+    """Report the graph of a program that the user opened without one. The program may do more than this
+    run."""
     if aeg is None or (program.aeg is not None and _graphs.get(program) != program.aeg.hash):
         return
     aeg = Aeg(aeg.nodes, [(*edge, p) for edge, p in aeg.edges.items()], complete=False)
@@ -232,7 +234,7 @@ def _report_graph(program: Program, aeg: Aeg | None) -> None:
 
 
 def begin_call(tool: str, call_id: str | None, tool_class: str | None = None) -> ToolCall | None:
-    """Begin a tool call of the run; ``None`` where it has begun already."""
+    """Begin a tool call of the run; ``None`` if the call has already begun."""
     here, _ = find_context(session().counters)
     running = here.tool_call
     frame = _frame.get()
@@ -254,6 +256,6 @@ def end_call(call: ToolCall) -> None:
 
 
 def call_under_way() -> ToolCall | None:
-    """Return the agent's tool call around the running code."""
+    """Return the tool call around the running code."""
     call, frame = current_context.get().tool_call, _frame.get()
     return call if frame is not None and call in frame.run.calls else None

@@ -2,8 +2,8 @@
 
 A node is one agent's turn, with any number of requests. Sources of the edges:
 
-- ``GraphFlow``: its edges as they are. An edge is certain (p = 1) where it is the only one from
-  its agent, has no condition, and nothing else can stop the team.
+- ``GraphFlow``: its edges as they are. An edge has probability 1 if it is the only edge from its agent, has
+  no condition, and nothing else can stop the team.
 - ``RoundRobinGroupChat``: a ring. ``Swarm``: the handoffs, and staying with the same agent.
 - ``SelectorGroupChat`` and ``MagenticOneGroupChat``: every agent may follow every agent, itself
   included. The graph is complete, without probabilities.

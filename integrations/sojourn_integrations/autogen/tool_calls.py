@@ -1,7 +1,7 @@
 """Wrappers of the AutoGen 0.7 functions that run tools.
 
-Each function here returns a wrapper of one of AutoGen's; ``active`` returns whether the wrapper does
-anything. An exception out of ``_execute_tool_call`` makes the agent wait for ever, so all code of ours is
+Each function here returns a wrapper of an AutoGen function. The wrapper reports calls only while ``active()``
+is true. An exception out of ``_execute_tool_call`` makes the agent wait for ever, so all code of ours is
 guarded, and the original is called exactly once, outside of the guards.
 """
 
@@ -22,7 +22,7 @@ from . import run_scopes
 
 
 def execute_tool_call(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """``AssistantAgent._execute_tool_call``: any tool that the model calls, handoffs included."""
+    """Wrap ``AssistantAgent._execute_tool_call``: any tool that the model calls, handoffs included."""
 
     @functools.wraps(original)
     async def execute(*args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def execute_tool_call(original: Any, active: Callable[[], bool]) -> Callable[...
 
 
 def execute_code_block(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """``CodeExecutorAgent.execute_code_block``: all blocks of one message are one call."""
+    """Wrap ``CodeExecutorAgent.execute_code_block``: all code blocks of one message are one call."""
 
     @functools.wraps(original)
     async def execute_code_block(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def execute_code_block(original: Any, active: Callable[[], bool]) -> Callable[..
 
 
 def run_json(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """Wraps ``BaseTool.run_json`` to see a tool's exception; AutoGen keeps only its text."""
+    """Wrap ``BaseTool.run_json``, to see a tool's exception; AutoGen keeps only its text."""
 
     @functools.wraps(original)
     async def run_json(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def run_json(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
 
 
 def run_function(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """``FunctionTool.run``: carries the context into the thread of functions that are not ``async``."""
+    """Wrap ``FunctionTool.run``, to carry the context into the thread of a function that is not ``async``."""
 
     @functools.wraps(original)
     async def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,8 @@ def _status_of_result(scope: Scope | None, result: Any) -> str:
 
 
 def _status_of_code(result: Any) -> str:
-    """Executors report timeouts and cancellations by exit codes: 124 as ``timeout(1)`` does, and 125."""
+    """Return the status of executed code. Exit code 124 means timeout, as for ``timeout(1)``, and 125
+    cancellation."""
     code = getattr(result, "exit_code", 0)
     if code == 124:
         return "timeout"
@@ -139,7 +140,8 @@ def _note_timeout(error: BaseException) -> None:
 
 
 def _carrying(tool: Any) -> Any:
-    """Return a copy whose function runs in this context; the tool itself where its function is ``async``."""
+    """Return a copy of a tool whose function runs in this context; the tool itself if its function is
+    ``async``."""
     try:
         function = tool._func
         if inspect.iscoroutinefunction(function):
@@ -163,7 +165,7 @@ def _carrying(tool: Any) -> Any:
 
 
 def _copy(tool: Any) -> Any:
-    """Return ``copy.copy``, by a faster way where an object has only attributes."""
+    """Return ``copy.copy(tool)``, in a faster way for an object that has only attributes."""
     kind: Any = type(tool)
     if kind.__reduce_ex__ is not object.__reduce_ex__ or hasattr(kind, "__copy__"):
         return copy.copy(tool)
@@ -173,7 +175,7 @@ def _copy(tool: Any) -> Any:
 
 
 def _language(blocks: Any) -> str | None:
-    """Return the language of the last block, or the main command of shell code."""
+    """Return the language of the last code block, or for shell code its main command."""
     if not blocks:
         return None
     language = str(blocks[-1].language).strip().lower()

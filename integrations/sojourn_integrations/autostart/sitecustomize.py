@@ -17,19 +17,20 @@ AGENT = "SOJOURN_RUN_AGENT"
 """Process id of the Python that is the agent, for the Pythons that its tools start."""
 
 CHILDREN = "SOJOURN_RUN_CHILDREN"
-"""Set by ``sojourn run --children``: those are to be attached to as well."""
+"""Set by ``sojourn run --children``: attach to Python child processes of the agent too."""
 
 PACKAGES = ("openai", "litellm", "langchain_core", "langgraph.pregel", "autogen_agentchat", "agents")
-"""What ``sojourn.instrumentation`` waits for; mini is looked for below, by its agents' module."""
+"""Packages of ``sojourn.instrumentation`` whose import is waited for; mini is found by its agents' module."""
 
 WORKERS = ("--multiprocessing-fork", "from multiprocessing.forkserver import main")
-"""How the command lines of multiprocessing's own children look."""
+"""Parts of the command line by which multiprocessing's own children are recognised."""
 
 
 class WhenImported:
-    """A meta path finder that lets the others find one module, then runs ``action`` after its body.
+    """A meta path finder that lets other finders find one module, and runs ``action`` after the module's
+    body.
 
-    It stays until then: finding a module is not importing it, and an import may fail.
+    It stays installed until then: a module that is found is not yet imported, and an import may fail.
     """
 
     def __init__(self, name, action, quiet):
@@ -98,10 +99,10 @@ def attach_to(package):
 
 
 def is_the_agent():
-    """Whether this Python is the command of ``sojourn run`` and not one that a tool of it started.
+    """Whether this Python is the command of ``sojourn run``, not a Python that one of its tools started.
 
-    The first Python in a chain of processes is, whatever scripts started it; so are its
-    multiprocessing workers, and what it becomes by exec.
+    The first Python in a chain of processes is the agent, whatever scripts started it; so are its
+    multiprocessing workers, and the program that replaces it by exec.
     """
     agent = os.environ.get(AGENT)
     if not agent or os.environ.get(CHILDREN) or agent == str(os.getpid()):

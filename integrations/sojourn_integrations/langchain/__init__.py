@@ -1,16 +1,16 @@
 """LangChain 1.x: its runs become programs and tool calls, by callbacks alone.
 
-Ways in, none of which changes an agent:
+There are three ways to use it; none of them changes an agent:
 
 - ``sojourn.init(url)`` adds one handler to every run of this process (``patch``);
-- ``agent.with_config({"callbacks": [Handler()]})`` to one agent, without patching anything;
-- ``create_agent(..., middleware=[Middleware()])`` for the tool calls of one agent, seen from around
-  the tool: includes unknown tools and invalid arguments, for which no callback is called. The program
-  comes from one of the other ways, or from ``with sojourn.program()``.
+- ``agent.with_config({"callbacks": [Handler()]})`` adds a handler to one agent, without patching anything;
+- ``create_agent(..., middleware=[Middleware()])`` reports the tool calls of one agent. It also sees unknown
+  tools and invalid arguments, for which no callback is called. The program comes from one of the other ways,
+  or from ``with sojourn.program()``.
 
-``run_tree`` decides which run is a program. Together the three report each call once. The patched ``openai``
-client reports the requests; a resolver gives it the program and node. Nothing of ours is raised into an
-agent. Checked with langchain-core 1.0.0 and 1.7.2. Start reading at ``callback_handler``.
+If they are combined, each call is still reported once. ``run_tree`` decides which run is a program. The
+patched ``openai`` client reports the requests; a resolver gives it the program and node. No exception of ours
+reaches an agent. Checked with langchain-core 1.0.0 and 1.7.2. Start reading at ``callback_handler``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["Handler", "Middleware", "patch", "unpatch", "wrap"]
 
 
 def patch() -> bool:
-    """Add the handler to every run from now on; for ``sojourn.instrumentation``. Returns False where this
-    LangChain lacks the hook or the context variable."""
+    """Add the handler to every later run; for ``sojourn.instrumentation``. Returns False if this LangChain
+    lacks the hook or the context variable."""
     return install("langchain")
 
 
@@ -35,10 +35,11 @@ def unpatch() -> None:
 
 
 def wrap(target: Any) -> Any | None:
-    """Return a runnable (an agent, a chain) with a handler of its own, as a new object.
+    """Return a copy of a runnable (an agent, a chain) with a handler of its own.
 
     ``None`` for graphs, which ``langgraph`` wraps, for parts of an agent (models, tools, prompts) and for
-    other objects."""
+    other objects.
+    """
     from langchain_core.language_models import BaseLanguageModel
     from langchain_core.prompts import BasePromptTemplate
     from langchain_core.runnables import Runnable
@@ -54,7 +55,7 @@ def wrap(target: Any) -> Any | None:
 
 
 def __getattr__(name: str) -> Any:
-    """Create ``Handler`` and ``Middleware`` at first use, which imports LangChain."""
+    """Create ``Handler`` and ``Middleware`` at first use, since that imports LangChain."""
     if name == "Handler":
         return handler_class()
     if name == "Middleware":

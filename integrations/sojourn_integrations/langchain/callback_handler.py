@@ -1,4 +1,4 @@
-"""``Handler``, the callbacks through which LangChain reports its runs, and its registration for every run.
+"""``Handler``: the callbacks by which LangChain and LangGraph report runs, nodes and tool calls.
 
 A callback must not set context variables: LangGraph runs a single node in its caller's context, and ends
 async runs in a task of their own.
@@ -20,16 +20,16 @@ from .run_tree import RunNode, RunTree
 
 tree = RunTree()
 _users: set[str] = set()
-"""Our modules that need the handler in every run."""
+"""Names of our modules that need the handler in every run."""
 _hook: ContextVar[Any] | None = None
 _running_config: ContextVar[Any] | None = None
-"""LangChain's own class, found at first use."""
+"""LangChain's context variable of the running config, found at first use."""
 _by_hand = False
 """True once the user made a ``Handler``: the resolver then stays."""
 
 
 def install(user: str) -> bool:
-    """Add the handler for ``user``. Repeating it is harmless."""
+    """Add the handler to every run, on behalf of the module ``user``. Repeating it is harmless."""
     global _hook
     if _hook is None:
         from langchain_core.runnables.config import var_child_runnable_config
@@ -51,7 +51,7 @@ def install(user: str) -> bool:
 
 
 def remove(user: str) -> None:
-    """Undo ``install`` with its last user."""
+    """Undo ``install`` for ``user``. The handler is removed with its last user."""
     global _hook
     _users.discard(user)
     if _users or _hook is None:
@@ -65,7 +65,7 @@ def remove(user: str) -> None:
 
 
 def running_in() -> Any:
-    """Return the id of the run around the running code, from LangChain's context; ``None`` at the top."""
+    """Return the id of the LangChain run around the running code; ``None`` outside of any run."""
     global _running_config
     if _running_config is None:
         from langchain_core.runnables.config import var_child_runnable_config
@@ -76,12 +76,14 @@ def running_in() -> Any:
 
 
 def _key(run_id: Any) -> Any:
-    """Return the run's key in the tree, an integer: a UUID computes its hash in Python at each look-up."""
+    """Return the run's key in the tree: the UUID as an integer, since a UUID computes its hash in Python each
+    time."""
     return getattr(run_id, "int", run_id)
 
 
 def _above(parent_run_id: Any) -> Any:
-    """Return the run around one that begins. Retrievers and models are not followed: their caller counts."""
+    """Return the id of the run around a run that begins. Retrievers and models are not in the tree: the run
+    around them counts."""
     if parent_run_id is None or tree.get(parent_run_id) is not None:
         return parent_run_id
     around = running_in()
@@ -101,12 +103,13 @@ def handler_class() -> Any:
     class Handler(BaseCallbackHandler):
         """Reports programs, nodes and tool calls: ``config={"callbacks": [Handler()]}``.
 
-        It holds no state: several of them, or one beside ``sojourn.init()``, report everything once. It knows
-        only what callbacks carry; for the graph, its threads and breakpoints use ``sojourn.wrap(graph)``.
+        Several handlers, or one beside ``sojourn.init()``, report each run once, since the state is shared. A
+        handler knows only what callbacks carry; for the graph, its threads and breakpoints use
+        ``sojourn.wrap(graph)``.
         """
 
         run_inline = True
-        """Called in the run's own thread: else async runs call the handler from other threads, late and out
+        """Call the handler in the run's own thread: else async runs call it from other threads, late and out
         of order."""
         raise_error = False
         ignore_llm = ignore_chat_model = ignore_retriever = ignore_retry = ignore_custom_event = True
@@ -180,7 +183,7 @@ def handler_class() -> Any:
 
 
 _call_ids_are_told = False
-"""This langchain-core gives the model's call id to ``on_tool_start``; 1.0.0 does not."""
+"""True if this langchain-core gives the model's call id to ``on_tool_start``; 1.0.0 does not."""
 
 
 def _chain_ended(run_id: Any, error: BaseException | None) -> None:
@@ -200,7 +203,7 @@ def _name(serialized: Any) -> str | None:
 
 
 def _call_id_from_inputs(run: RunNode | None, name: str, arguments: Any) -> str | None:
-    """Return the model's call id from the node's input, for LangChain versions without it."""
+    """Return the model's call id from the node's input, for langchain-core versions without it."""
     while run is not None and run.inputs is None:
         run = run.parent
     if run is None:

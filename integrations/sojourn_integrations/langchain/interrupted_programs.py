@@ -15,7 +15,7 @@ from sojourn.tools import ToolCall
 
 MAX_INTERRUPTED = 1024
 HUMAN = "human"
-"""Tool and tool class that report the wait."""
+"""Name of the tool, and of the tool class, that stands for the wait."""
 
 
 class _InterruptedProgram(NamedTuple):
@@ -30,9 +30,9 @@ class _InterruptedProgram(NamedTuple):
 
 
 class InterruptedPrograms:
-    """Waiting programs by id. The wait is a tool call of class ``human``, so that the server learns how long
-    people take. It sends no heartbeats, since it may last for days: leases end as for any silent client, and
-    the program returns with its next request."""
+    """Waiting programs by id. A wait is reported as a tool call of class ``human``, so that the server learns
+    how long people take. A waiting program sends no heartbeats, since the wait may last for days: its lease
+    ends as for any silent client, and the program returns with its next request."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, _InterruptedProgram] = OrderedDict()
@@ -43,7 +43,8 @@ class InterruptedPrograms:
         return len(self._kept)
 
     def keep(self, program: Program, interrupts: Sequence[str | None]) -> None:
-        """Add a program stopped at these interrupts. Beyond ``MAX_WAITING`` the oldest one ends."""
+        """Add a program that stopped at these interrupts. Beyond ``MAX_INTERRUPTED`` programs the oldest one
+        ends."""
         mark = next((each for each in interrupts if each), None)
         call = ToolCall(HUMAN, f"{HUMAN}-{mark}" if mark else None, tool_class=HUMAN, program=program).start()
         session().heartbeats.closed(program)
@@ -58,8 +59,8 @@ class InterruptedPrograms:
                 each.program.end("cancelled")
 
     def take(self, id: str) -> Program | None:
-        """Return and remove the waiting program. ``None`` where none waits in this process and session; then
-        a program with the same id begins."""
+        """Remove and return the waiting program; ``None`` if none waits in this process and session. Then a
+        new program with the same id begins."""
         with self._lock:
             kept = self._kept.pop(id, None)
         if kept is None or not kept.usable:

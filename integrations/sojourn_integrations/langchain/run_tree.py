@@ -7,10 +7,11 @@ Which run is a program:
 
 - a graph (LangGraph, ``create_agent``) outside of any program;
 - a graph started in a tool call: a child of the call's program;
-- a graph directly under ``with sojourn.program()`` *is* that program, where it is the only one at
-  the time; a second one beside it, and each of a ``batch()``, is a child;
+- a graph directly under ``with sojourn.program()`` *is* that program, if no other graph runs there; a second
+  graph beside it, and each graph of a ``batch()``, is a child;
 - a chain at the top that has a name (a function, a class, ``run_name``). A composition without a name
-  (``prompt | model``) is none: its requests belong to the program around it, or to the process's own.
+  (``prompt | model``) is not a program: its requests belong to the program around it, or to the process's
+  own.
 
 Callbacks may come from several threads; each change of the tree is one atomic operation of a dict.
 """
@@ -41,14 +42,14 @@ from .run_outcomes import interrupts_of
 from .thread_program_ids import thread_program_id
 
 MAX_ROOTS = 10_000
-"""Bound on open runs at the top; beyond it the oldest is dropped as never finished."""
+"""Maximum number of open top-level runs; beyond it the oldest is dropped as never finished."""
 
 _INTERNAL_PREFIX = "Runnable"
 """LangChain's name for a composition without a name."""
 
 
 class GraphStart:
-    """A graph about to run: the first run that begins in this context."""
+    """A graph that is about to run; the next run that begins in this context is its run."""
 
     __slots__ = ("aeg", "agent_type", "graph", "run", "saver")
 
@@ -63,13 +64,13 @@ class GraphStart:
         self.agent_type = agent_type
         self.aeg = aeg
         self.saver = saver
-        """The graph's checkpointer; ``None`` uses that of the graph around it."""
+        """The graph's checkpointer; ``None``: the checkpointer of the graph around it."""
         self.run: RunNode | None = None
 
 
 starting_graph: ContextVar[GraphStart | None] = ContextVar("sojourn_langgraph_start", default=None)
 batch_context: ContextVar[tuple[Hashable] | None] = ContextVar("sojourn_langgraph_batch", default=None)
-"""Id of the run that runs a batch of graphs; ``None`` at the top."""
+"""A tuple with the id of the run that executes a batch of graphs, ``None`` outside of any run."""
 
 
 class RunNode:
@@ -88,17 +89,17 @@ class RunNode:
         self.children: dict[Hashable, RunNode] = {}
         self.program: Program | None = parent.program if parent else None
         self.owns = False
-        """True for a program of its own."""
+        """True if the run has a program of its own, and so ends it."""
         self.adopted = False
-        """True where it is the program that the user opened around it."""
+        """True if the run's program is the one that the user opened around it."""
         self.graph = False
         self.call: ToolCall | None = None
-        """The tool call of this run."""
+        """The tool call that this run is."""
         self.tool: CallInProgress | None = parent.tool if parent else None
-        """The innermost tool call around it, within its program."""
+        """The innermost tool call around this run, within its program."""
         self.ns: str = parent.ns if parent else ""
         self.prefix: str = parent.prefix if parent else ""
-        """Namespace of the program's graph in the graphs around it."""
+        """Namespace of the program's graph within the graphs around it."""
         self.node: str | None = parent.node if parent else None
         self.saver: object | None = parent.saver if parent else None
         self.resumable = False
@@ -116,7 +117,7 @@ class RunTree:
         self._runs: dict[Hashable, RunNode] = {}
         self._roots: dict[Hashable, RunNode] = {}
         self._hosts: dict[int, RunNode] = {}
-        """Program opened by the user → the graph that currently is that program."""
+        """``id()`` of a program that the user opened → the run that currently is that program."""
         self._open_ids: dict[str, RunNode] = {}
         self._ours: set[str] = set()
         """Hashes of graphs that this module set on programs of the user."""
@@ -126,11 +127,11 @@ class RunTree:
         return len(self._runs)
 
     def get(self, id: Hashable) -> RunNode | None:
-        """An open run."""
+        """Return an open run."""
         return self._runs.get(id)
 
     def resolve(self, id: Hashable) -> ResolvedContext | None:
-        """Return the context of code in this run."""
+        """Return the program, node and tool call of code in this run."""
         run = self._runs.get(id)
         return (
             None if run is None or run.program is None else ResolvedContext(run.program, run.node, run.tool)
@@ -148,8 +149,8 @@ class RunTree:
         metadata: Mapping[str, Any],
         inputs: Any = None,
     ) -> None:
-        """Begin a chain. ``kind`` is LangChain's run type. ``inputs`` are kept only for a node, while it
-        runs."""
+        """Record the start of a chain. ``kind`` is LangChain's run type. ``inputs`` are kept only for a node,
+        while it runs."""
         if id in self._runs:
             return  # two handlers report it
         here = _place()
@@ -174,7 +175,8 @@ class RunTree:
             self._node_entered(run)
 
     def chain_ended(self, id: Hashable, error: BaseException | None) -> None:
-        """End a chain. Runs still open below it end with the program's own run."""
+        """Record the end of a chain. If it has a program of its own, runs that are still open below it end
+        too."""
         run = self._runs.get(id)
         if run is None:
             return
@@ -203,7 +205,7 @@ class RunTree:
             self._let_go(run, status)
 
     def give_up(self, run: RunNode) -> None:
-        """Drop a run that will not end any more."""
+        """Drop a run that will not report its end."""
         if self._runs.get(run.id) is run:
             self._close(run)
 
@@ -327,7 +329,7 @@ class RunTree:
     def _thread_program_id(
         self, run: RunNode, start: GraphStart | None, metadata: Mapping[str, Any]
     ) -> str | None:
-        """Return the thread's id, unless a run in progress has it."""
+        """Return the program id of the run's thread; ``None`` if a run in progress has that id."""
         thread = metadata.get("thread_id")
         if thread is None or (start is not None and run.saver is None):
             return None
@@ -364,8 +366,7 @@ class RunTree:
     def tool_started(
         self, id: Hashable, parent_id: Hashable | None, *, name: str, call_id: str | None
     ) -> None:
-        """Begin a tool call of the program around it, unless our middleware or the user already reports that
-        call."""
+        """Record the start of a tool call, unless our middleware or the user already reports that call."""
         if id in self._runs:
             return
         here = _place()
@@ -384,7 +385,7 @@ class RunTree:
             run.tool = call
 
     def tool_ended(self, id: Hashable, status: str) -> None:
-        """``status`` is one of ``sojourn.tools.STATUSES``."""
+        """Record the end of a tool call; ``status`` is one of ``sojourn.tools.STATUSES``."""
         run = self._runs.get(id)
         if run is None:
             return
@@ -395,14 +396,15 @@ class RunTree:
 
 
 def _place() -> ExecutionContext:
-    """Return the context of the user's own scopes."""
+    """Return the context that the user's own ``with`` blocks set."""
     here = current_context.get()
     return here._replace(program=process_programs[-1]) if process_programs and here.program is None else here
 
 
 def node_path(ns: str, prefix: str = "") -> str | None:
-    """Return ``sub:model`` for ``sub:UUID|model:UUID``, as ``get_graph(xray=True)`` names it, without
-    ``prefix``. LangGraph's numbers of later sub-graphs of one step have no UUID and are left out too."""
+    """Return ``sub:model`` for ``sub:UUID|model:UUID``, without ``prefix``: the name in
+    ``get_graph(xray=True)``. LangGraph numbers later sub-graphs of a step without a UUID; these numbers are
+    left out too."""
     if prefix and ns.startswith(prefix + "|"):
         ns = ns[len(prefix) + 1 :]
     if "|" not in ns:

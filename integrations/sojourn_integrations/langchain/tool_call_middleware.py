@@ -20,7 +20,8 @@ def middleware_class() -> Any:
     class Middleware(AgentMiddleware):
         """Reports an agent's tool calls: ``create_agent(model, tools, middleware=[Middleware()])``.
 
-        As the first in the list it reports a call with its retries as one; as the last, every attempt.
+        First in the list, it reports a call and its retries as one call; last in the list, it reports every
+        attempt.
         """
 
         tools = ()

@@ -3,9 +3,10 @@
 Two ways in:
 
 - ``sojourn.init(url)``: the default runner, which ``Runner.run``, ``run_sync``, ``run_streamed`` and
-  ``agent.as_tool()`` use, becomes a ``SojournRunner`` around the original one;
+  ``agent.as_tool()`` use, becomes a ``SojournRunner`` around the original runner;
 - without any patch: ``SojournRunner().run(agent, …)``, or ``Runner.run(agent, …, hooks=Hooks())`` inside
-  ``with sojourn.program(): …``. ``Hooks(mine)`` and a runner both pass everything on to the user's own hooks.
+  ``with sojourn.program(): …``. ``Hooks(mine)`` and ``SojournRunner`` both pass every call on to the user's
+  own hooks.
 
 ``run_programs`` finds the program of a run; ``run_hooks`` reports nodes and tool calls. Checked with 0.6.0
 and 0.24.0. Not visible: a tool's exception that an *async* ``failure_error_function`` turns into text (0.6;
@@ -37,12 +38,12 @@ _RUNNER = "DEFAULT_AGENT_RUNNER"
 _patches = Patches()
 _everywhere = False
 _wrapped: dict[int, Any] = {}
-"""Agents by address, weakly: they have no hash."""
+"""Wrapped agents by ``id()``, held weakly: agents are not hashable."""
 
 
 def patch() -> bool | None:
-    """Report every run from now on. Returns False where the framework looks unfamiliar, and ``None`` where
-    ``agents`` is another package; nothing is changed then."""
+    """Report every run from now on. Returns False if the framework looks unfamiliar, and ``None`` if
+    ``agents`` is another package; both change nothing."""
     global _everywhere
     if not _is_theirs():
         return None
@@ -53,7 +54,7 @@ def patch() -> bool | None:
 
 
 def unpatch() -> None:
-    """Undo ``patch`` and every ``wrap``: restore the original runner. Where another runner covers ours, ours
+    """Undo ``patch`` and every ``wrap``: restore the original runner. If another runner covers ours, ours
     only passes calls on."""
     global _everywhere
     _everywhere = False
@@ -64,7 +65,8 @@ def unpatch() -> None:
 
 
 def wrap(target: Any) -> Any | None:
-    """Return a runner inside a ``SojournRunner``; or an agent, whose runs alone are reported from now on."""
+    """Return a runner wrapped in a ``SojournRunner``, or the given agent, of which alone runs are reported
+    from now on."""
     if not _is_theirs():
         return None
     kinds = _kinds()
@@ -118,7 +120,7 @@ def _kinds() -> _Kinds:
 
 
 def _is_theirs() -> bool:
-    """Return whether ``agents`` is this framework; many projects have a package of that name."""
+    """Return whether ``agents`` is the OpenAI Agents SDK; many projects have a package of that name."""
     package = import_module("agents")
     return hasattr(package, "Runner") and hasattr(package, "function_tool")
 
@@ -139,7 +141,8 @@ def _install() -> bool:
 
 
 class _Runner:
-    """The framework's ``AgentRunner``: ``inner``, or one of its own, with every run a program."""
+    """The framework's ``AgentRunner`` with every run as a program. ``inner``: the runner that does the work;
+    by default one of the framework's."""
 
     def __init__(self, inner: Any = None) -> None:
         self._inner = inner if inner is not None else _kinds().AgentRunner()
@@ -150,7 +153,7 @@ class _Runner:
         return getattr(self._inner, name)
 
     async def run(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
-        """Run the agent as the runner inside does."""
+        """Run the agent as ``inner`` does, inside a program."""
         run = self._begin(starting_agent, input, kwargs)
         if run is None:
             return await self._inner.run(starting_agent, input, **kwargs)
@@ -165,7 +168,7 @@ class _Runner:
         return result
 
     def run_sync(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
-        """Run the agent as the runner inside does."""
+        """Run the agent as ``inner`` does, inside a program."""
         run = self._begin(starting_agent, input, kwargs)
         if run is None:
             return self._inner.run_sync(starting_agent, input, **kwargs)
@@ -180,7 +183,8 @@ class _Runner:
         return result
 
     def run_streamed(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
-        """Run the agent as the runner inside does; the program ends with the loop behind the stream."""
+        """Run the agent as ``inner`` does, inside a program, which ends with the task that feeds the
+        stream."""
         run = self._begin(starting_agent, input, kwargs)
         if run is None:
             return self._inner.run_streamed(starting_agent, input, **kwargs)
@@ -205,7 +209,8 @@ class _Runner:
 
 
 class _Selective:
-    """Replaces the framework's default runner."""
+    """Mix-in of the default runner: reports every run after ``patch``, else only the runs of wrapped
+    agents."""
 
     def _tells_of(self, agent: Any) -> bool:
         if _everywhere:
@@ -256,7 +261,8 @@ def _loop_done(run: Run, result: Any, task: Any) -> None:
 
 
 def _stream_status(result: Any, *tasks: Any) -> str:
-    """Return the result of a stream from the exception it will raise, even if no reader asks for it."""
+    """Return the status of a stream from the exception that it will raise, even if the user never reads it to
+    the end."""
     # Not task.exception(), which would mark the exception as retrieved.
     errors = [
         getattr(result, "_stored_exception", None),

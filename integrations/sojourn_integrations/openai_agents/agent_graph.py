@@ -20,9 +20,9 @@ _graphs: dict[tuple[Any, ...], Aeg | None] = {}
 def graph_of(agent: Any) -> Aeg | None:
     """Return the graph of a run that starts at ``agent``: agents, their tools, and an edge per handoff.
 
-    An agent with tools may follow itself. Incomplete where tools or targets are not visible: MCP servers,
-    tools of the model's provider, handoffs made by hand. ``None`` where it is too large to be sent.
-    Agents used as tools run in programs, and graphs, of their own.
+    An agent with tools may follow itself. The graph is incomplete if tools or targets are not visible: MCP
+    servers, tools of the model's provider, handoffs that the user's code builds. ``None`` if it is too large
+    to be sent. Agents used as tools run in programs, and graphs, of their own.
     """
     nodes: dict[str, list[str]] = {}
     edges: dict[tuple[str, str], None] = {(START, str(agent.name)): None}
@@ -70,5 +70,5 @@ def _target(handoff: Any) -> Any:
 
 
 def is_read(aeg: Aeg) -> bool:
-    """Return whether this module read the graph, not the user."""
+    """Return whether this module made the graph, not the user."""
     return any(aeg is each for each in _graphs.values())

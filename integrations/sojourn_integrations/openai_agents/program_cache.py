@@ -1,6 +1,6 @@
 """Programs that outlive one call of their framework: conversations, and runs that wait for a person.
 
-A kept program sends heartbeats, so that the server may keep its KV. The cache is bounded, and does not
+A cached program sends heartbeats, so that the server may keep its KV. The cache is bounded, and does not
 outlive a fork or another ``sojourn.init()``: after that a returning program begins again.
 """
 
@@ -21,7 +21,7 @@ MAX_CACHED_PROGRAMS = 1024
 
 
 class _CachedProgram:
-    """A program between two runs of it."""
+    """A program between two of its runs."""
 
     __slots__ = ("holders", "program", "session", "status")
 
@@ -29,9 +29,9 @@ class _CachedProgram:
         self.program = program
         self.session: ReferenceType[Session] = ref(session())
         self.holders: set[int] = set()
-        """``id`` of every live object that represents it."""
+        """``id()`` of every live object that represents the program, such as a session."""
         self.status = "ok"
-        """Status of its last run."""
+        """Status of the program's last run."""
 
     @property
     def usable(self) -> bool:
@@ -39,14 +39,14 @@ class _CachedProgram:
 
 
 class ProgramCache:
-    """Programs by the framework's own key. Safe with threads and in finalizers."""
+    """Programs by the framework's own key. Safe to use in threads and finalizers."""
 
     def __init__(self, *, status: str | None = None) -> None:
         self._kept: OrderedDict[Hashable, _CachedProgram] = OrderedDict()
         # A finalizer may call these methods inside one of them, on the same thread.
         self._lock = threading.RLock()
         self._status = status
-        """Status of a dropped program; ``None`` means that of its last run."""
+        """Status with which dropped programs end; ``None``: the status of their last run."""
         self._hooked = False
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
@@ -64,21 +64,21 @@ class ProgramCache:
             return kept.program
 
     def take(self, key: Hashable) -> Program | None:
-        """``find_context``, and keep it no more."""
+        """Return the program under ``key``, if it can continue, and remove it from the cache."""
         program = self.find(key)
         with self._lock:
             self._kept.pop(key, None)
         return program
 
     def like(self, matches: Callable[[Any], bool]) -> Hashable | None:
-        """Return the only key for which ``matches`` holds; ``None`` for none or several."""
+        """Return the only key for which ``matches`` holds; ``None`` if no key or several keys match."""
         with self._lock:
             keys = [key for key in self._kept if matches(key)]
         return keys[0] if len(keys) == 1 else None
 
     def keep(self, key: Hashable, program: Program) -> None:
-        """Store a program under ``key``. The previous one there ends, and beyond the bound the least recently
-        used one."""
+        """Store a program under ``key``. A previous program there ends, and beyond the bound the least
+        recently used program ends."""
         given_up: list[_CachedProgram] = []
         with self._lock:
             if not self._hooked:
@@ -95,9 +95,9 @@ class ProgramCache:
             self._end(kept)
 
     def add_holder(self, key: Hashable, holder: object, *, ends: bool) -> None:
-        """Tie the program to ``holder``: when its last holder is collected it ends, or without ``ends`` stops
-        its heartbeats. Raises ``TypeError`` for an object that is not weakly referable.
-        """
+        """Tie the program to ``holder``. When its last holder is garbage-collected, the program ends
+        (``ends``) or only stops its heartbeats. Raises ``TypeError`` for an object that is not weakly
+        referable."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is None or id(holder) in kept.holders:
@@ -108,14 +108,14 @@ class ProgramCache:
             kept.holders.add(id(holder))
 
     def note(self, key: Hashable, status: str) -> None:
-        """Record the end of a run."""
+        """Record the end of a run, with its status."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:
                 kept.status = status
 
     def end_children(self, program: Program) -> None:
-        """End the kept programs that cannot continue, since ``program`` is over."""
+        """End the cached programs that cannot continue, since ``program`` is over."""
         with self._lock:
             keys = [key for key, kept in self._kept.items() if kept.program.parent_id == program.id]
             given_up = [self._kept.pop(key) for key in keys]
@@ -123,7 +123,7 @@ class ProgramCache:
             self._end(kept)
 
     def clear(self) -> None:
-        """End all kept programs."""
+        """End all cached programs."""
         with self._lock:
             given_up = list(self._kept.values())
             self._kept.clear()

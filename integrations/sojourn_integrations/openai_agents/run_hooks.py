@@ -1,8 +1,8 @@
 """One run of the OpenAI Agents SDK: its node, its tool calls, and the hooks that report them.
 
 The runner calls ``hooks.on_…()`` in the task that then runs the tool, and only awaits the result under
-``gather``. So our code runs at the call itself, where context variables persist, and returns the user's own
-awaitable: no frame, task or exception of ours is added.
+``gather``. So our code runs when the hook is called, where context variables persist, and returns the user's
+own awaitable: we add no frame, task or exception.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Run:
         self.owned = owned
         """True where the program was made for this run; else the user ends it."""
         self.agent = agent
-        """Agent at which it started."""
+        """Name of the agent that the run started with."""
         self.conversation = conversation
-        """Key of its session."""
+        """Key of the run's conversation in the ``ProgramCache``."""
         self.node: str | None = None
         self.calls: dict[Call, None] = {}
         """Tool calls in progress, in order."""
         self._tokens: list[tuple[ContextVar[Any], Token[Any]]] = []
 
     def enter(self) -> None:
-        """Make this the run around the code and the tasks it starts."""
+        """Make this the current run of the code and of the tasks it starts."""
         values: tuple[tuple[ContextVar[Any], Any], ...] = ((running, self), (_calling, None))
         if current_context.get().program is not self.program:
             values += ((current_context, ExecutionContext(self.program)),)
@@ -62,19 +62,19 @@ class Run:
         self._tokens = []
 
     def enter_node(self, node: object) -> None:
-        """Begin a turn of this agent."""
+        """Record the turn of the agent ``node``."""
         if node != self.node:
             self.node = str(node)
             self.program.enter_node(self.node)
 
     def stop_calls(self) -> None:
-        """End the run's tool calls."""
+        """End the run's open tool calls."""
         for call in list(self.calls):
             call.stop(call.tool_call.status or "cancelled")
 
 
 class Call:
-    """A tool call in progress, and the context it replaced in its task."""
+    """A tool call in progress, and the context that the task had before it."""
 
     __slots__ = ("around", "run", "started_s", "task", "tool_call")
 
@@ -90,7 +90,7 @@ class Call:
             self.task.add_done_callback(self.task_done)
 
     def stop(self, status: str) -> None:
-        """End the call; the first status counts."""
+        """End the call. Only the first status counts."""
         task, self.task = self.task, None
         if task is not None:  # which may be one that lives as long as the process
             task.remove_done_callback(self.task_done)
@@ -99,7 +99,7 @@ class Call:
         self.tool_call.stop(status)
 
     def task_done(self, task: asyncio.Task[Any]) -> None:
-        """A tool that raises or is cancelled has no ``on_tool_end``."""
+        """End the call with its task: a tool that raises or is cancelled has no ``on_tool_end``."""
         try:
             # Not task.exception(), which would tell asyncio that somebody dealt with it.
             error = None if task.cancelled() else getattr(task, "_exception", None)
@@ -115,19 +115,20 @@ class Call:
 
 
 running: ContextVar[Run | None] = ContextVar("sojourn_agents_run", default=None)
-"""Return the run around the code."""
+"""The run around the code."""
 _calling: ContextVar[Call | None] = ContextVar("sojourn_agents_call", default=None)
 
 
 def resolve() -> ResolvedContext | None:
-    """A resolver: two runs at once may share one program, and each knows its own node."""
+    """Return the current run's program and node. A resolver: two concurrent runs may share a program and have
+    different nodes."""
     run = running.get()
     return None if run is None else ResolvedContext(run.program, run.node)
 
 
 def record_tool_errors(attach_error: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces the function by which the framework traces an exception that becomes text for the model: the
-    only place that sees it, with tracing on or off."""
+    """Wrap ``attach_error``, by which the framework traces an exception that becomes text for the model: no
+    other function sees the exception, with tracing on or off."""
 
     @functools.wraps(attach_error)
     def attach_error_to_current_span(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +154,8 @@ class BaseHooks:
 
 
 def chain_hook(name: str) -> Callable[..., Any]:
-    """The method ``name`` of ``Hooks``: ours at once, then the user's, whose awaitable is returned."""
+    """Return the method ``name`` of ``Hooks``: it runs our hook at once, then the user's, and returns the
+    user's awaitable."""
     ours = HOOKS.get(name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,11 +211,11 @@ HOOKS: dict[str, Callable[..., None]] = {
     "on_tool_start": _on_tool_start,
     "on_tool_end": _on_tool_end,
 }
-"""Ours; all others are only passed on."""
+"""Our hooks by method name; calls of all other methods are only passed on."""
 
 
 def _timed_out(tool: Any, result: Any, elapsed_s: float) -> bool:
-    """Return whether the framework reported a timeout to the model."""
+    """Return whether the framework answered the model with a timeout of the tool."""
     limit_s = getattr(tool, "timeout_seconds", None)
     if limit_s is None or elapsed_s < limit_s:
         return False
@@ -224,7 +226,7 @@ def _timed_out(tool: Any, result: Any, elapsed_s: float) -> bool:
 
 
 def _command_head(arguments: Any) -> str | None:
-    """Return the main command of a tool that runs a shell command; other arguments are not read."""
+    """Return the main command in the arguments of a shell tool; other arguments are not read."""
     if not isinstance(arguments, str) or ('"command"' not in arguments and '"cmd"' not in arguments):
         return None
     try:

@@ -2,10 +2,10 @@
 
 Inside ``with sojourn.program()`` the run *is* that program. Inside another run, or in a tool call of any
 framework, it is a child. A run with ``session=`` belongs to its conversation, which is one program over all
-its runs: its KV is worth most between two of them, and an end would release it. A conversation in memory ends
-with its session object. A stored one only stops its heartbeats, since the next request may load it again
-(from a file, under the same id in any process of this machine). A run that stops for an approval stays open
-and continues when it is resumed.
+its runs: the KV is worth most between two runs, and an end would release it. A conversation in memory ends
+with its session object. A stored conversation only stops its heartbeats, since the next request may load it
+again (from a file, under the same id in any process of this machine). A run that stops for an approval stays
+open and continues when it is resumed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _interrupted = ProgramCache(status="cancelled")
 
 
 def begin(agent: Any, given: Any, conversation: Any) -> Run | None:
-    """Enter a run of ``agent`` on the input ``given``; ``None`` on an error of ours. Never raises."""
+    """Enter a run of ``agent``. ``given``: its input. ``conversation``: its session object, if any. ``None``
+    after an internal error. Never raises."""
     try:
         add_resolver(resolve)
         run = _run_for(agent, given, conversation)
@@ -50,7 +51,7 @@ def begin(agent: Any, given: Any, conversation: Any) -> Run | None:
 
 
 def end(run: Run, status: str, result: Any = None) -> None:
-    """End a run. Never raises."""
+    """End a run with its status and, if it has one, its result. Never raises."""
     try:
         run.stop_calls()
         if not run.owned:
@@ -65,7 +66,7 @@ def end(run: Run, status: str, result: Any = None) -> None:
 
 
 def forget() -> None:
-    """End the programs kept between runs."""
+    """End the programs that are kept between runs."""
     _interrupted.clear()
     _conversations.clear()
 
@@ -107,9 +108,9 @@ def _following(run: Run, graph: Aeg | None) -> Run:
 class _ConversationKey(NamedTuple):
     key: Hashable
     program_id: str | None
-    """Return an id that every process of this machine derives alike, where there is one."""
+    """Id that every process of this machine derives alike; ``None`` for a conversation in memory."""
     ends: bool
-    """Return whether the conversation ends with its session object."""
+    """True if the conversation ends with its session object."""
 
 
 def _identity(conversation: Any) -> _ConversationKey:
@@ -131,8 +132,8 @@ def _identity(conversation: Any) -> _ConversationKey:
 
 @functools.cache
 def _machine() -> bytes:
-    """Return an id of this machine or container until its next start. A network address is not enough:
-    containers on every machine get the same ones."""
+    """Return an id of this machine or container that is valid until its next start. A network address is not
+    enough: containers on every machine get the same ones."""
     boot = Path("/proc/sys/kernel/random/boot_id")  # Linux; elsewhere host name and address must suffice
     try:
         booted = boot.read_bytes()
@@ -152,7 +153,7 @@ def _keep_interrupted(run: Run, result: Any) -> bool:
 
 
 def _resumed(agent: str, given: Any) -> Program | None:
-    """Return the program of the run whose state is ``given``, also after a round trip through JSON."""
+    """Return the waiting program whose run state is ``given``, even after a round trip through JSON."""
     ask = getattr(given, "get_interruptions", None)
     found = None
     if callable(ask):
@@ -163,7 +164,8 @@ def _resumed(agent: str, given: Any) -> Program | None:
 
 
 def _interrupted_like(agent: str, id: str) -> Program | None:
-    """Find the key by id alone where it is unique: the input may change in a round trip through JSON."""
+    """Return the waiting program of ``agent`` found by its tool call's id alone, if unique: the input may
+    change in a round trip through JSON."""
     key = _interrupted.like(lambda key: key[:2] == (agent, id))
     return None if key is None else _interrupted.take(key)
 
@@ -178,7 +180,7 @@ def _digest(asked: Any) -> bytes:
 
 
 def _waits_for(interruptions: Any) -> list[str]:
-    """Return the ids of the tool calls that wait for an approval."""
+    """Return the ids of the tool calls that wait for approval."""
     raw = [getattr(item, "raw_item", None) for item in interruptions or ()]
     ids = [each.get("call_id") if isinstance(each, dict) else getattr(each, "call_id", None) for each in raw]
     return [id for id in ids if isinstance(id, str)]

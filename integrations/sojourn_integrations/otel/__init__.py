@@ -1,7 +1,8 @@
-"""OpenTelemetry, both ways: ``source`` reads the spans of instrumented agents, ``export`` writes ours.
+"""OpenTelemetry in both directions: ``source`` reads the spans of instrumented agents, ``export`` writes
+spans.
 
     from sojourn_integrations import otel
-    otel.install()           # a zero-patch source: spans become programs, nodes and tool calls
+    otel.install()           # a source without patches: spans become programs, nodes and tool calls
     otel.export_spans()      # GenAI-convention spans with the server's outcome of each request
 
 Needs the extra ``sojourn[otel]``; its packages are imported at first use.

@@ -38,11 +38,11 @@ except ImportError as error:
 
 _OPERATIONS = {"/chat/completions": "chat", "/completions": "text_completion", "/responses": "chat"}
 _FAILED = {"error", "timeout", "failed"}
-"""Statuses that are errors. ``cancelled`` and ``nonzero`` are not."""
+"""Statuses that count as errors. ``cancelled`` and ``nonzero`` do not."""
 
 
 class _OpenProgram:
-    """Spans of one open program."""
+    """The spans of one open program."""
 
     __slots__ = ("__weakref__", "ours", "span", "tools")
 
@@ -78,11 +78,12 @@ class SpanExport(ProgramListener):
         self._requests: weakref.WeakKeyDictionary[LogicalRequest, _OpenRequest] = weakref.WeakKeyDictionary()
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """End all spans of finished requests, with the outcomes that the server returns in time."""
+        """End the spans of all finished requests, with the outcomes that the server returns within
+        ``timeout_s``."""
         return self._outcomes is None or self._outcomes.flush(timeout_s)
 
     def close(self) -> None:
-        """Stop. Spans of finished requests end; those of open programs are not exported."""
+        """Stop the export. Spans of finished requests end; those of open programs are not exported."""
         remove_listener(self)
         atexit.unregister(self.close)
         for target, export in list(_exports.items()):
@@ -94,7 +95,7 @@ class SpanExport(ProgramListener):
     # ---- programs
 
     def program_started(self, program: Program) -> None:
-        """Start ``invoke_agent``, unless the program comes from a framework's span."""
+        """Start ``invoke_agent``, unless the program was read from a framework's span."""
         if not program.implicit:
             self._open(program)
 
@@ -135,7 +136,7 @@ class SpanExport(ProgramListener):
         return opened
 
     def _around(self, program: Program) -> Any:
-        """Return the context of a program's parent span; ``None`` means that of the running code."""
+        """Return the context of a program's parent span; ``None``: the context of the running code."""
         parent = self._by_id.get(program.parent_id) if program.parent_id is not None else None
         if parent is None:
             return None
@@ -239,7 +240,7 @@ class SpanExport(ProgramListener):
             )
 
     def request_ended(self, request: LogicalRequest, how: str) -> None:
-        """End the span with the present time, once the outcome is known."""
+        """End the span once the outcome is known, with the present time as its end."""
         ended_ns = time.time_ns()
         asked = self._requests.pop(request, None)
         if asked is None:
@@ -273,7 +274,7 @@ class SpanExport(ProgramListener):
 
 
 def outcome_attributes(turn: Turn) -> dict[str, Any]:
-    """Return ``sojourn.*`` attributes of one turn of the server's ledger, without unknown or invalid
+    """Return the ``sojourn.*`` attributes of one turn of the server's ledger, without unknown or invalid
     fields."""
     found: dict[str, Any] = {}
     for name, key, kinds in _FACTS:
@@ -312,7 +313,7 @@ _NO_TIERS = frozenset({"prompt", "new", "tail", "lost"})
 
 
 def _usage_attributes(usage: TokenUsage, turn: Turn) -> dict[str, int]:
-    """Return the token counts of the answer, else those of the server."""
+    """Return the token counts of the answer, else those in the server's ledger."""
     tokens = _mapping(turn.get("tokens"))
     found = {
         semantic_conventions.INPUT_TOKENS: (usage.input_tokens, tokens.get("prompt")),
@@ -358,9 +359,9 @@ _exports: weakref.WeakKeyDictionary[Any, SpanExport] = weakref.WeakKeyDictionary
 def export_spans(tracer_provider: Any = None, *, outcomes: bool = True, provider: str = "vllm") -> SpanExport:
     """Write spans to ``tracer_provider``, the global one unless given, from now on.
 
-    ``outcomes=False`` fetches no outcomes. ``provider`` is the spans' ``gen_ai.provider.name``.
-    A second call returns the same export, until that is closed. Stop it with ``.close()``. Raises
-    ``ConfigError`` where no provider is set yet.
+    ``outcomes=False`` fetches no outcomes. ``provider`` is the spans' ``gen_ai.provider.name``. A second call
+    returns the same export, until that is closed. Stop it with ``.close()``. Raises ``ConfigError`` if there
+    is no tracer provider yet.
     """
     target = tracer_provider if tracer_provider is not None else trace.get_tracer_provider()
     if isinstance(target, trace.ProxyTracerProvider):

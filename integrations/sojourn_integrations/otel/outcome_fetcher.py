@@ -1,7 +1,7 @@
 """Fetches the outcome of each request from the server, on a thread of its own.
 
-It asks once per program: at its end, after every few requests, or when its oldest request has waited long
-enough. After an error the request is finished without an outcome.
+The thread asks once per program: at the program's end, after every few requests, or when its oldest request
+has waited long enough. After an error the requests are finished without outcomes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from sojourn_integrations.safe_scope import fault
 
 PROGRAM_PATH = "/sojourn/v1/programs/"
 EVERY_REQUESTS = 8
-"""Requests of one program per fetch."""
+"""Requests of one program that trigger a fetch."""
 MAX_PENDING = 2_000
-"""Bound over all programs; further requests are finished at once (``otel_outcomes_skipped``)."""
+"""Maximum number of waiting requests of all programs; further ones are finished at once
+(``otel_outcomes_skipped``)."""
 IDLE_S = 5.0
 """Longest wait of a request, so that the spans of a long run arrive during it."""
 RETRY_S = 0.7
-"""Delay before the only retry for a turn that the server had not closed yet."""
+"""Delay before the only retry, for a turn that the server had not closed yet."""
 PAUSE_S = 5.0
 """Pause after a server error."""
 FETCH_TIMEOUT_S = 2.0
 
 Turn = Mapping[str, Any]
 Finish = Callable[["Turn | None"], None]
-"""Called once per request, with its turn of the server's ledger where that is known."""
+"""Called once per request, with its turn in the server's ledger if known."""
 
 
 class _PendingOutcome:
@@ -64,7 +65,7 @@ class _Group:
 
 
 class _Flush:
-    """A caller that waits until the queue is empty; ``last``: the thread then stops."""
+    """A caller that waits until the queue is empty. ``last``: the thread then stops."""
 
     __slots__ = ("done", "last")
 
@@ -76,8 +77,8 @@ class _Flush:
 class OutcomeFetcher:
     """The thread and its queue. No method raises.
 
-    The agent's threads use one queue that is safe in a garbage collection; all else belongs to the thread
-    alone. So there is no lock that could deadlock.
+    The agent's threads use only a queue that is safe in a garbage collection; all other state belongs to the
+    fetching thread. So there is no lock that could deadlock.
     """
 
     def __init__(self, *, idle_s: float = IDLE_S, retry_s: float = RETRY_S) -> None:
@@ -102,7 +103,7 @@ class OutcomeFetcher:
     # ---- the agent's side
 
     def put(self, config: Config, program_id: str, request_id: str, finish: Finish) -> None:
-        """Call ``finish`` once the outcome is known, or will not be. Never waits."""
+        """Call ``finish`` once the outcome is known, or known to be unavailable. Never waits."""
         try:
             full = self._count + self._inbox.qsize() >= MAX_PENDING
             if not (self._closed or full or time.monotonic() < self._quiet_until_s) and self._start():
@@ -114,7 +115,7 @@ class OutcomeFetcher:
         _finish(finish, None)
 
     def program_ended(self, program_id: str) -> None:
-        """Fetch now: no request of this program follows."""
+        """Fetch the program's outcomes now, since no further request follows."""
         if self._running:
             self._inbox.put(program_id)
 
@@ -123,7 +124,7 @@ class OutcomeFetcher:
         return self._say(_Flush(last=False), timeout_s)
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Flush and stop; without outcomes where the server does not answer in time."""
+        """Flush and stop. Requests without an answer of the server in time are finished without outcomes."""
         self._closed = True
         self._say(_Flush(last=True), timeout_s)
 
@@ -156,7 +157,7 @@ class OutcomeFetcher:
                 fault("internal_error")
 
     def _round(self) -> bool:
-        """Read the queue and fetch what is due. Returns True at the end."""
+        """Read the queue and fetch what is due. Returns True when the thread should stop."""
         for message in self._messages():
             self._take(message)
         self._count = self._waiting()
@@ -229,7 +230,7 @@ class OutcomeFetcher:
             later.waiting[:0] = again
 
     def _fetch(self, config: Config, program_id: str) -> dict[str, Turn]:
-        """Return the program's turns by the client's request id. Raises on an error of the server."""
+        """Return the program's turns by the client's request id. Raises on a server error."""
         if self._transport is None or self._transport[0] is not config:
             if self._transport is not None:
                 self._transport[1].close()

@@ -1,5 +1,5 @@
-"""Attribute names of OpenTelemetry's GenAI conventions, and older spellings in use. Only this file has them,
-since all are still in development.
+"""Attribute names of OpenTelemetry's GenAI conventions, and older spellings that are in use. No other file
+has attribute names, since all of them are still in development.
 
 Sources: the GenAI semantic conventions (``gen_ai.*``), OpenInference (``openinference.span.kind``,
 ``tool.name``, ``agent.name``, ``graph.node.id``) and OpenLLMetry (``traceloop.*``).
@@ -16,7 +16,7 @@ NO_PROVIDER_MESSAGE = (
     "OpenTelemetry has no TracerProvider yet: call trace.set_tracer_provider(TracerProvider()) first"
 )
 SCOPE = "sojourn"
-"""Instrumentation scope of the spans we write. The source ignores them."""
+"""Instrumentation scope of the spans that ``export`` writes; ``source`` ignores them."""
 
 OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"
@@ -38,7 +38,7 @@ SERVER_PORT = "server.port"
 ERROR_TYPE = "error.type"
 
 AGENT, WORKFLOW, CHAIN, TOOL, MODEL = "agent", "workflow", "chain", "tool", "model"
-"""Kinds of spans that are read. A chain is OpenInference's word for any step; the outermost one is the
+"""Kinds of spans that are read. A chain is OpenInference's word for any step; the outermost chain is the
 run."""
 
 _OPERATIONS = {
@@ -62,7 +62,7 @@ _CALL_IDS = (TOOL_CALL_ID, "tool_call.id", "tool.id")
 
 
 class SpanMeaning(NamedTuple):
-    """The subject of a span."""
+    """What a span stands for."""
 
     kind: str
     name: str | None
@@ -75,7 +75,7 @@ class SpanMeaning(NamedTuple):
 
 
 def meaning(span_name: str, attributes: Mapping[str, Any] | None) -> SpanMeaning | None:
-    """Return the meaning of a span by its attributes, else by its name; ``None`` for other spans."""
+    """Return what a span stands for, by its attributes, else by its name; ``None`` for other spans."""
     told = attributes or {}
     kind, by_name = _kind(span_name, told)
     if kind is None:
@@ -95,7 +95,7 @@ _A_MODEL = SpanMeaning(MODEL, None)
 
 
 def _kind(span_name: str, told: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the kind and the subject's name from the span's name."""
+    """Return the kind of a span and the name of its agent, workflow or tool."""
     operation = told.get(OPERATION)
     if operation is not None:
         return _OPERATIONS.get(operation), _after(span_name, operation)
@@ -115,7 +115,7 @@ def _kind(span_name: str, told: Mapping[str, Any]) -> tuple[str | None, str | No
 
 
 _NAMED = frozenset({"invoke_agent", "invoke_workflow", "execute_tool"})
-"""Without ``chat``, which begins many other names."""
+"""Operations recognised by the span's name. ``chat`` is missing, since many other names begin with it."""
 
 
 def _after(span_name: str, operation: Any) -> str | None:
@@ -140,4 +140,4 @@ class _Telling(threading.local):
 
 
 telling = _Telling()
-"""The span that the source reports on this thread now; the export writes no second span for it."""
+"""The span that ``source`` reports on this thread now; ``export`` writes no second span for it."""

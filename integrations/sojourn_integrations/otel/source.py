@@ -3,9 +3,10 @@
     trace.set_tracer_provider(provider)
     sojourn_integrations.otel.install()     # or provider.add_span_processor(SojournSpanProcessor())
 
-The outermost agent or workflow of a trace is a program, an agent inside a tool call is its child, an
-agent inside an agent a node; tools are tool calls. Requests find their program by the current span. Spans of
-frameworks with an adapter of their own are ignored. Spans that are not sampled never reach a processor.
+The outermost agent or workflow of a trace is a program. An agent inside a tool call is a child program, an
+agent inside an agent is a node, and a tool is a tool call. Requests find their program by the current span.
+Spans of frameworks with an adapter of their own are ignored. Spans that are not sampled never reach a
+processor.
 
 Every method is called on the agent's thread; none raises into it.
 """
@@ -49,11 +50,11 @@ except ImportError as error:
 
 MAX_SPANS = 10_000
 _REQUESTS_ONLY = frozenset({"openai", "litellm"})
-"""Adapters that report requests but no programs, so that spans of these frameworks are not duplicates."""
+"""Adapters that report requests but no programs: spans of these frameworks are read all the same."""
 _CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
 
 _UNMOVED: Any = object()
-"""Marks a span that is no node."""
+"""Marks a span that did not change the program's node."""
 
 Key = tuple[int, int]
 """Trace id and span id."""
@@ -66,30 +67,30 @@ class _Entry:
 
     def __init__(self, kind: str | None, above: _Entry | None, above_key: Key | None) -> None:
         self.kind = kind
-        """``None`` for another span inside a program."""
+        """Kind of the span; ``None`` for a span without a meaning of its own."""
         self.above = above_key if above is not None else None
         self.program: Program | None = above.program if above is not None else None
-        """``None`` where another adapter or the user reports this part of the run."""
+        """The span's program; ``None`` if another adapter or the user reports this part of the run."""
         self.node: str | None = above.node if above is not None else None
         self.under: CallInProgress | None = above.under if above is not None else None
-        """The tool call around it in the same program; for a tool's span its own."""
+        """The tool call around the span in the same program; for a tool's span, its own call."""
         self.owns = False
-        """True where the program ends with this span."""
+        """True if the program ends with this span."""
         self.call: ToolCall | None = None
         """The tool call that this span started."""
         self.before: Any = _UNMOVED
-        """The program's node before this one."""
+        """The program's node before this span."""
         self.caught = id(sys.exc_info()[1])
-        """The exception in progress at the span's start, which does not end it."""
+        """``id()`` of the exception in progress at the span's start: that exception does not end the span."""
 
 
 class SojournSpanProcessor(SpanProcessor):
     """Reports programs, nodes and tool calls as spans start and end.
 
-    ``workflows`` names spans that are a run without an attribute for it, such as your own ``run_team``.
-    ``adopt``: inside a program opened by hand (``with sojourn.program():``) report the tools and nodes of
-    spans too; without it only the opener reports them. At most ``max_spans`` open spans are kept; beyond
-    that the least recently used are dropped, and their programs end.
+    ``workflows``: names of spans that are a run without an attribute that says so, such as your own
+    ``run_team``. ``adopt``: inside a program that your code opened (``with sojourn.program():``), report the
+    tools and nodes of spans too; without it only your code reports them. ``max_spans``: maximum number of
+    open spans kept; beyond it the least recently used ones are dropped, and their programs end.
     """
 
     def __init__(
@@ -110,9 +111,9 @@ class SojournSpanProcessor(SpanProcessor):
         self._session = session
         self._spans: OrderedDict[Key, _Entry] = OrderedDict()
         self._programs: dict[str, tuple[Program, set[Key]]] = {}
-        """Programs opened here by id, and the spans that keep each open."""
+        """Programs opened here, by id, and the spans that keep each program open."""
         self._late: dict[Key, object] = {}
-        """Open spans whose attributes came after their start; one thread handles each."""
+        """Open spans whose attributes came after their start. One thread handles each of them."""
 
     @property
     def closed(self) -> bool:
@@ -145,7 +146,7 @@ class SojournSpanProcessor(SpanProcessor):
             fault("internal_error")
 
     def shutdown(self) -> None:
-        """Drop all state; programs still open end as cancelled."""
+        """Drop all state. Programs that are still open end as cancelled."""
         self._closed = True
         remove_resolver(self._resolve)
         try:
@@ -162,7 +163,7 @@ class SojournSpanProcessor(SpanProcessor):
     # ---- what the SDK calls
 
     def _resolve(self) -> ResolvedContext | None:
-        """Return the program of the current span, for requests made inside it."""
+        """Return the program of the current span, for the requests made inside the span."""
         if getattr(self._thread, "quiet", False):
             return None
         span = trace.get_current_span()
@@ -218,7 +219,7 @@ class SojournSpanProcessor(SpanProcessor):
     def _enter(
         self, span: Any, meaning: semantic_conventions.SpanMeaning | None, above: _Entry | None
     ) -> _Entry | None:
-        """Add a span that begins below ``above``; ``None`` where it is part of no program."""
+        """Add a span that begins inside ``above``; ``None`` if the span is part of no program."""
         kind = meaning.kind if meaning is not None else None
         entry = _Entry(kind, above, _key(span.parent) if span.parent is not None else None)
         if (
@@ -301,7 +302,7 @@ class SojournSpanProcessor(SpanProcessor):
                 self._release(_key(span.context), program, "error" if status == "timeout" else status)
 
     def _late_call(self, span: Any, entry: _Entry, program: Program) -> None:
-        """Report a tool's span whose attributes came at its end."""
+        """Report the call of a tool's span whose attributes came at the span's end."""
         meaning = semantic_conventions.meaning(span.name, span.attributes)
         if meaning is None or meaning.kind != semantic_conventions.TOOL or span.start_time is None:
             return
@@ -314,7 +315,8 @@ class SojournSpanProcessor(SpanProcessor):
                 call.stop(_status(span, entry.caught), duration_s=(span.end_time - span.start_time) / 1e9)
 
     def _release(self, key: Key, program: Program, status: str) -> None:
-        """Release the program held by the span ``key``."""
+        """Release the program that the span ``key`` keeps open. It ends with ``status`` when no span is
+        left."""
         held = self._programs.get(program.id)
         if held is not None and held[0] is program:
             held[1].discard(key)
@@ -326,7 +328,7 @@ class SojournSpanProcessor(SpanProcessor):
     # ---- bookkeeping
 
     def _touch(self, key: Key) -> _Entry | None:
-        """Return the entry of a span, and mark it and the spans around it as recently used."""
+        """Return the entry of a span, and mark the span and those around it as recently used."""
         found = self._spans.get(key)
         entry, at = found, key
         while entry is not None:
@@ -352,7 +354,7 @@ class SojournSpanProcessor(SpanProcessor):
             self._release(key, entry.program, "cancelled")
 
     def _around(self) -> Program | None:
-        """Return the program around the running code, unless it was opened here."""
+        """Return the program around the running code, unless this processor opened it."""
         self._thread.quiet = True
         try:
             program = find_context(runtime.session().counters)[0].program
@@ -364,7 +366,8 @@ class SojournSpanProcessor(SpanProcessor):
         return None if held is not None and held[0] is program else program
 
     def _is_adapters(self, scope: str) -> bool:
-        """Return whether spans of this instrumentation come from a framework with an active adapter."""
+        """Return whether an active adapter already reports the framework that makes spans of this
+        ``scope``."""
         parts = self._scopes.get(scope)
         if parts is None:
             parts = frozenset(_word(part) for part in scope.split("."))
@@ -386,7 +389,7 @@ _installed: weakref.WeakKeyDictionary[Any, SojournSpanProcessor] = weakref.WeakK
 def install(tracer_provider: Any = None, **options: Any) -> SojournSpanProcessor:
     """Add a ``SojournSpanProcessor(**options)`` to the provider, the global one unless given.
 
-    A second call returns the same processor. Raises ``ConfigError`` where no provider is set yet.
+    A second call returns the same processor. Raises ``ConfigError`` if there is no tracer provider yet.
     """
     provider = tracer_provider if tracer_provider is not None else trace.get_tracer_provider()
     if not hasattr(provider, "add_span_processor"):
@@ -399,7 +402,7 @@ def install(tracer_provider: Any = None, **options: Any) -> SojournSpanProcessor
 
 
 class _Telling:
-    """Mark this span as the source of what is reported inside: the export writes no second span for it."""
+    """Marks this span as the source of what is reported inside: ``export`` writes no second span for it."""
 
     __slots__ = ("_before", "_span")
 

@@ -38,14 +38,15 @@ class Dialect(Protocol):
 
     @property
     def yields_to(self) -> frozenset[str]:
-        """Body fields of the user that the server refuses beside ours: with one of them nothing is added."""
+        """Fields of a user's body that the server refuses together with ours. If a body has one, nothing is
+        added."""
 
     def fields(self, context: AgenticContext) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return body fields and headers for one request; the caller owns both. Raises ``WireError`` for a
-        context that is too long, which its events can cause."""
+        """Return the body fields and headers of one request; the caller may change both. Raises ``WireError``
+        if ``context`` is too long, for instance because of its events."""
 
     def event_transport(self, transport_context: TransportContext) -> EventTransport | None:
-        """Return a new transport for this server's events; ``None`` where it takes none."""
+        """Return a new transport for this server's events; ``None`` if the server accepts no events."""
 
 
 _ALL: tuple[Dialect, ...] = (

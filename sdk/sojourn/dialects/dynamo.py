@@ -20,7 +20,8 @@ FINAL_HEADER = "X-Dynamo-Session-Final"
 
 
 class DynamoDialect:
-    """In Dynamo's API the *higher* number matters more, as here; Dynamo converts for its engines."""
+    """Dynamo's dialect. A *higher* priority is more important, as in sojourn; Dynamo converts it for its
+    engines."""
 
     name = "dynamo"
     carries_events = False

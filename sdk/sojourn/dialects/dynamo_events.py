@@ -1,8 +1,8 @@
 """Tool calls in the shape of Dynamo's request trace, pushed to the endpoint its frontend binds.
 
-One ZeroMQ message for each: ``[topic, sequence number (u64, big-endian), msgpack record]``,
-schema ``dynamo.request.trace.v1`` (``lib/llm/src/request_trace`` of ai-dynamo/dynamo).
-Dynamo records them for tracing and replay; they do not drive its cache.
+One ZeroMQ message per event: ``[topic, sequence number (u64, big-endian), msgpack record]``, schema
+``dynamo.request.trace.v1`` (``lib/llm/src/request_trace`` of ai-dynamo/dynamo). Dynamo records the events for
+tracing and replay; they do not influence its cache.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from .server_dialects import header_text
 
 SCHEMA = "dynamo.request.trace.v1"
 TOPIC = b"agent-tool-events"
-"""Default of Dynamo 1.6; older releases take any."""
+"""Default topic of Dynamo 1.6; older releases accept any topic."""
 HIGH_WATER_EVENTS = 1000
-"""Events that ZeroMQ holds while no peer reads; further ones are dropped and counted."""
+"""Maximum number of events that ZeroMQ buffers while no peer reads; further events are dropped and
+counted."""
 LINGER_S = 0.2
-"""Time that ``close`` waits for what ZeroMQ still holds."""
+"""Longest time that ``close`` waits for ZeroMQ to send its buffer."""
 MAX_REMEMBERED = 4096
-"""Bound on running tool calls and on programs with a parent; the oldest are forgotten."""
+"""Maximum number of remembered running tool calls, and of programs with a parent; the oldest are
+forgotten."""
 UNKNOWN_CLASS = "unknown"
 
 _STATUS = {
@@ -39,7 +41,7 @@ _STATUS = {
     "timeout": ("tool_error", "cancelled", "timeout"),
     "cancelled": ("tool_end", "cancelled", None),
 }
-"""Ours → event type, Dynamo's status, error type."""
+"""Our status → Dynamo's event type, status and error type."""
 
 
 def load_zmq() -> Any:
@@ -54,7 +56,7 @@ def load_zmq() -> Any:
 
 
 class TraceRecordEncoder:
-    """Translates events into records. Remembers what a stop event lacks: class and parent."""
+    """Translates events into trace records. It remembers tool classes and parents, which stop events lack."""
 
     def __init__(self, unix_s: Callable[[], float] = time.time) -> None:
         self._unix_s = unix_s
@@ -122,7 +124,8 @@ class TraceRecordEncoder:
 
 
 class ToolEventTransport:
-    """Pushes the records. ``events_sent`` counts what ZeroMQ accepted; it reports no more."""
+    """Pushes trace records. ``events_sent`` counts the records that ZeroMQ accepted; ZeroMQ reports no
+    delivery."""
 
     kinds: frozenset[type[Event]] = frozenset({ProgramStart, ToolStart, ToolStop, ProgramEnd})
 

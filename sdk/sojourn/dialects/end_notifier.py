@@ -1,4 +1,5 @@
-"""The event transport of servers that take one event only, the end of a program: one small POST each."""
+"""The event transport for servers that accept a single kind of event, the end of a program, by a small
+POST."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from .event_transport import UNSUPPORTED_STATUSES, DeliveryResult, PendingBatch,
 MAX_PROGRAMS = 10_000
 """Bound on open programs, and on ends not yet reported; the oldest are forgotten."""
 _REFUSED = frozenset({400, 409, 410, 422})
-"""Status codes about the program itself: a retry would get the same answer."""
+"""Status codes that reject this program's end: a retry would get the same answer."""
 
 
 class EndNotifier:
@@ -62,7 +63,7 @@ class EndNotifier:
         self._report_ends()
 
     def _report_ends(self) -> tuple[DeliveryResult, set[str]]:
-        """Return the result, and the programs whose end the server took."""
+        """Post the pending ends. Return the result, and the programs whose end the server accepted."""
         reported: set[str] = set()
         for program_id in list(self._unreported):
             status = self._post_end(program_id)

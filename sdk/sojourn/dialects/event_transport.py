@@ -1,7 +1,7 @@
-"""How events reach a server outside of LLM requests: what each dialect has to supply.
+"""How events reach a server outside of LLM requests: the interface that each dialect implements.
 
-An event transport lives on the emitter's thread and may block there, within its time limits. It never
-touches the agent's thread.
+An event transport runs on the emitter's thread and may block there, within its time limits. It never touches
+the agent's thread.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class PendingBatch(NamedTuple):
     """Events of one or more programs, in order within each program."""
 
     emitter: str
-    """Id of the emitter that numbered them."""
+    """Id of the emitter that numbered the events."""
     events: list[PendingEvent]
     now: float
     """Monotonic seconds; the events' ``at_s`` is on the same clock."""
     dropped: int = 0
-    """Events this emitter has dropped so far."""
+    """Events that the emitter has dropped so far."""
 
 
 class DeliveryResult(Enum):
@@ -49,20 +49,20 @@ class DeliveryResult(Enum):
 
     TAKEN = "taken"
     SHOWN = "shown"
-    """Taken, and the answer proves that the server speaks this dialect."""
+    """The batch was accepted, and the answer proves that the server speaks this dialect."""
     FAILED = "failed"
-    """The server is unreachable or busy: back off."""
+    """The server is unreachable or busy: wait before the next batch."""
     NO_PLACE = "no place"
-    """This server does not take events this way, and will not."""
+    """This server will never accept events this way."""
 
 
 class EventTransport(Protocol):
-    """Brings events to one kind of server. Counts each event under exactly one of ``events_sent``,
+    """Sends events to one kind of server. Counts each event under exactly one of ``events_sent``,
     ``dropped_send``, ``dropped_unsupported`` and ``encode_error``."""
 
     @property
     def kinds(self) -> frozenset[type[Event]]:
-        """Events that the server takes; the emitter drops all others."""
+        """Event classes that the server accepts; the emitter drops all others."""
 
     def deliver(self, batch: PendingBatch) -> DeliveryResult:
         """Send a batch. An exception counts as a failed batch."""
@@ -71,5 +71,5 @@ class EventTransport(Protocol):
         """Drop, in the child, the parent's connections and unfinished work without closing them."""
 
     def close(self) -> None:
-        """Finish what can be finished until the first failure, then release everything. The emitter's close
+        """Send the remaining events until the first failure, then release everything. The emitter's ``close``
         bounds the time."""

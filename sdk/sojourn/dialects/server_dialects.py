@@ -1,7 +1,6 @@
-"""Dialects of servers that are not ours and need no parser of their own: a header, sometimes a body field.
+"""Dialects of other servers that need only a header and sometimes a body field.
 
-Numbers are brought into the bounds of each server first: one that does not fit would fail the agent's
-request.
+Numbers are clipped to each server's bounds: a number outside them would fail the agent's request.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from .end_notifier import EndNotifier
 from .event_transport import EventTransport, TransportContext
 
 SESSION_HEADER = "X-Session-ID"
-"""vLLM ≥ 0.32 carries it to ``request.session_id``; several routers key affinity on it."""
+"""vLLM ≥ 0.32 copies it to ``request.session_id``; several routers use it for session affinity."""
 SESSION_KEY_HEADER = "x-aibrix-session-key"
 FAIRNESS_HEADER = "x-llm-d-inference-fairness-id"
 """Requests with the same value share one flow; those without it share ``default-flow``."""
@@ -70,9 +69,9 @@ class VllmDialect:
 class VllmPriorityDialect(VllmDialect):
     """Stock vLLM started with ``--scheduling-policy priority``: the header, and ``priority``.
 
-    In vLLM the *lower* number goes first, so the priority is negated. The user chooses this dialect; no
-    probe finds it. By vLLM's API any other server answers an error to a priority that is not zero, though
-    vLLM 0.32 was seen to ignore it.
+    In vLLM the *lower* number goes first, so the priority is negated. The user chooses this dialect; no probe
+    finds it. By vLLM's API a server without that policy rejects a priority other than zero, though vLLM 0.32
+    was seen to ignore it.
     """
 
     name = "vllm_priority"
@@ -83,11 +82,11 @@ class VllmPriorityDialect(VllmDialect):
 
 
 class AibrixDialect(VllmDialect):
-    """AIBrix (github.com/vllm-project/aibrix): ``x-aibrix-session-key``, by which it keeps a session on its
-    pod.
+    """AIBrix (github.com/vllm-project/aibrix): ``x-aibrix-session-key``, by which AIBrix keeps a session on
+    one pod.
 
-    ``x-session-id`` is the encoded address of a pod there, which only AIBrix may make: ours would send the
-    request astray, so it is never sent.
+    There ``x-session-id`` is the encoded address of a pod, which only AIBrix may make. An id of ours would
+    misroute the request, so that header is never sent.
     """
 
     name = "aibrix"
@@ -97,8 +96,8 @@ class AibrixDialect(VllmDialect):
 
 
 class LlmDDialect(VllmDialect):
-    """llm-d's router (github.com/llm-d/llm-d-router): ``X-Session-ID``, and the flow: the tenant where one is
-    known, else the agent.
+    """llm-d's router (github.com/llm-d/llm-d-router): ``X-Session-ID``, and the request's flow for fairness:
+    the tenant if known, else the outermost program.
 
     ``x-llm-d-inference-objective`` names a resource of the cluster, which no client can derive from a number;
     so no priority is sent.
@@ -128,7 +127,7 @@ class SglangDialect(VllmDialect):
 
     name = "sglang"
     yields_to = frozenset({"session_params"})
-    """SGLang refuses a request that has both this and ``session_id``."""
+    """SGLang refuses a request that has both ``session_params`` and ``session_id``."""
 
     def fields(self, context: AgenticContext) -> Fields:
         body: dict[str, Any] = {}
@@ -144,10 +143,11 @@ class SglangDialect(VllmDialect):
 
 class ThunderAgentDialect(VllmDialect):
     """ThunderAgent (github.com/ThunderAgent-org/ThunderAgent): ``program_id`` at the top level of the body,
-    which it removes before the engine sees the request, and a release at the end.
+    and a release call at the program's end.
 
-    It takes no priority and no other hint. Requests without an id share one program called ``default``, so
-    even the implicit program of a process has its id sent.
+    ThunderAgent removes ``program_id`` before the engine sees the request. It accepts no priority and no
+    other hint. Requests without an id share one program called ``default``, so the id of a process's implicit
+    program is sent too.
     """
 
     name = "thunderagent"

@@ -1,8 +1,8 @@
 """vLLM Router (github.com/vllm-project/router) with program scheduling.
 
-Its parser (``src/program_scheduling/identity.rs``; tried with vllm-router 0.1.17)
-answers 400 to what it recognises and cannot read, so everything here is brought
-into its types and bounds first, and what does not fit is left out.
+Its parser (``src/program_scheduling/identity.rs``; tried with vllm-router 0.1.17) answers 400 to a known
+field with a bad value. So values are converted to its types and bounds, and a value that does not fit is left
+out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sojourn.wire_codec import encode
 from .server_dialects import I64_MAX, SESSION_HEADER, VllmDialect, clip, header_text
 
 MAX_DEADLINE_S = 30 * 86400.0
-"""Longer ones say no more, and some overflow the router's durations."""
+"""Longest deadline sent. Longer ones have no further effect, and some overflow the router's durations."""
 MAX_RETENTION_S = 300.0
 """The router treats this hint as a command: while a program's KV is kept, no other program gets its place.
 So the bound is how long the router lets others wait (``force_resume_timeout_seconds``)."""
@@ -27,8 +27,8 @@ So the bound is how long the router lets others wait (``force_resume_timeout_sec
 class VllmRouterDialect(VllmDialect):
     """``vllm_xargs.agentic_context`` with the router's field names; *larger* priorities resume first.
 
-    A JSON string, though the router also reads an object: it passes the field on to its backend, and vLLM
-    refuses an object there. Nothing of ours rides in it.
+    The value is a JSON string, though the router also reads an object: it passes the field on to vLLM, which
+    refuses an object there. sojourn's own fields are not in it.
     """
 
     name = "vllm_router"
@@ -73,7 +73,7 @@ def _short(id: str) -> str:
 
 
 def _step(step_id: str | None) -> int | None:
-    """Return the step as a number; the router counts steps, so a named step is left out."""
+    """Return the step as a number. A named step is left out, since the router counts steps."""
     if step_id is None or not (step_id.isascii() and step_id.isdigit()) or len(step_id) > 18:
         return None
     return int(step_id)

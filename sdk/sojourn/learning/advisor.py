@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 FOLD_EVERY_S: Final = 1.0
 SAVE_EVERY_S: Final = 5.0
 MAX_FACTS: Final = 20_000
-"""Facts queued at most; further ones are dropped and counted (``history_dropped``)."""
+"""Maximum number of queued facts; further facts are dropped and counted (``history_dropped``)."""
 MAX_UNSAVED: Final = 5_000
 MAX_CACHED_ESTIMATES: Final = 4096
-"""Estimates of remaining turns that are cached."""
+"""Maximum number of cached estimates of remaining turns."""
 CLOSE_GRACE_S: Final = 0.05
 """Minimum seconds that ``close`` waits for saving, even where sending used up its whole time."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
@@ -49,14 +49,15 @@ costs."""
 REPORT_NEW_EDGE_AFTER_RUNS: Final = 4
 """Number of runs after which a graph with a new edge is reported again."""
 MOVED: Final = 0.05
-"""Smallest change of a probability that makes a new version."""
+"""Smallest change of an edge's probability for which a graph is reported again."""
 LIKELY: Final = 0.03
-"""Edges with a lower probability appear and disappear without a new version."""
+"""An edge below this probability may appear or disappear without a new report."""
 
 _Declared = tuple[str, "Aeg | None"]
 """Agent type, and the graph declared for it, if any."""
 Fact = tuple[Callable[[Any, Any], None] | None, Any, Any]
-"""A function, and the trail and value to call it with; ``None`` sets the ``Event`` that follows it."""
+"""A function and its two arguments, a ``RunTrace`` and a value. Without a function the last item is an
+``Event`` to set."""
 
 
 class Advisor(ProgramListener):
@@ -80,11 +81,11 @@ class Advisor(ProgramListener):
         self._save_every_s = save_every_s
         self._loaded = history is None
         self._graphs: dict[_Declared, Aeg] = {}
-        """Graphs corrected by what was seen."""
+        """Graphs corrected by observed runs."""
         self._renewed: dict[_Declared, tuple[int, int]] = {}
         """Number of runs when the graph was last checked, and when it last changed."""
         self._moved: dict[_Declared, None] = {}
-        """Graphs whose agent type was learned about since the last check."""
+        """Graphs whose agent type had new runs since the last check."""
         self._turns_left_cache: dict[tuple[str, int, str | None], float | None] = {}
         """Estimates of remaining turns given since the last update."""
         self._fresh()
@@ -102,7 +103,7 @@ class Advisor(ProgramListener):
     # ---- questions, on the agent's threads
 
     def expected(self, tool: str, tool_class: str | None) -> DurationEstimate | None:
-        """Return how long such a call may take; ``None`` where too few were seen."""
+        """Return the expected duration of a call of this tool; ``None`` if too few calls were seen."""
         return self.durations.expected(tool, tool_class)
 
     def turns_left(self, program: Program, node: str | None) -> float | None:
@@ -384,12 +385,12 @@ _UNKNOWN = Aeg((), complete=False)
 
 
 def _kind(program: Program) -> str | None:
-    """Return the agent type, or the name without one."""
+    """Return the program's agent type, else its name."""
     return program.agent_type or program.name
 
 
 def _differ(before: Aeg, after: Aeg) -> bool:
-    """Return whether the change makes a new version."""
+    """Return whether the changes are large enough to report the graph again."""
     if before.nodes != after.nodes or before.complete != after.complete:
         return True
     for edge in before.edges.keys() | after.edges.keys():

@@ -79,7 +79,7 @@ class StoredHistory(NamedTuple):
 
 
 class _Unusable(Exception):
-    """The file is not one of ours, or of another version."""
+    """The file was not written by this module, or is of another version."""
 
 
 class _Stored(msgspec.Struct, frozen=True, array_like=True):
@@ -104,12 +104,12 @@ class HistoryStore:
         self._counters = counters
 
     def load(self) -> StoredHistory | None:
-        """Return the content, empty where there is no file yet. Returns ``None`` where it could not be read;
-        a retry may succeed while ``usable``."""
+        """Return the content of the file, empty if there is no file yet. Returns ``None`` if it could not be
+        read; a retry may succeed while ``usable``."""
         return self._attempt(self._load)
 
     def save(self, durations: Sequence[DurationSample], runs: Sequence[tuple[str, ProgramRun]]) -> bool:
-        """Add rows. Returns False where they were not saved; a retry may succeed while ``usable``."""
+        """Add rows. Returns False if they were not saved; a retry may succeed while ``usable``."""
         return self._attempt(lambda: self._save(durations, runs)) is not None
 
     def _attempt(self, work: Callable[[], T]) -> T | None:
@@ -175,7 +175,8 @@ class HistoryStore:
 def _trim(
     database: sqlite3.Connection, table: str, keep: int, where: str = "1", key: Iterable[str] = ()
 ) -> None:
-    """Remove all but the newest ``keep`` rows."""
+    """Remove all but the newest ``keep`` of the rows that match ``where``. ``key``: values of its
+    placeholders."""
     keys = tuple(key)
     database.execute(
         f"DELETE FROM {table} WHERE {where} AND id <="

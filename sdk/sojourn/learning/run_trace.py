@@ -37,13 +37,13 @@ class ProgramRun(NamedTuple):
 
 
 class RunTrace:
-    """Folds the facts about one program into a ``ProgramRun``. Not for several threads at once.
+    """Turns the facts about one program into a ``ProgramRun``. Not thread-safe.
 
-    A *visit* begins when a node is entered, or when a request names a node other than the current ones. A
-    second request in the same visit, after the first, is a step from the node to itself: the server wants to
-    know where the next turn will be. Entered nodes count as parallel, not as sequential, in two cases: a
-    request of the previous node is still in progress; or the graph has no edge between the two, but one from
-    the node before both, and the first has made no request yet.
+    A *visit* begins when the program enters a node, or when a request names a node other than the current
+    ones. A later request in the same visit counts as a step from the node to itself: the server wants to know
+    the node of the next turn. A new node counts as parallel to the current one, not as its successor, if the
+    graph has no edge between them and one of these holds: a request of the current node is in progress; or
+    the current node has made no request, and the graph has an edge from the node before it to the new node.
     """
 
     __slots__ = (
@@ -53,9 +53,9 @@ class RunTrace:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        """The agent's type."""
+        """The program's agent type."""
         self.turns = 0
-        """LLM requests so far. Listeners count it at once; all else is folded later."""
+        """LLM requests so far. Listeners count a request at once; all else is processed later."""
         self.graph: Aeg | None = None
         """The declared graph, where known: which node may follow which."""
         self.lossy = False
@@ -63,7 +63,7 @@ class RunTrace:
         self._begins = True
         self._path: list[list[str]] = []
         self._group: list[str] = []
-        """The last group of ``_path``: where the program is."""
+        """The last group of ``_path``: the node, or parallel nodes, at which the program is."""
         self._open: dict[str, int] = {}
         self._requests: dict[str, int] = {}
         self._turn_nodes: list[str | None] = []
@@ -71,7 +71,8 @@ class RunTrace:
         self._tools: dict[tuple[str, str], None] = {}
 
     def entered(self, node: str) -> ProgramRun | None:
-        """Enter a node. Returns a piece of a path that grew too long."""
+        """Record that the program entered ``node``. A path that grew too long is returned as a piece of the
+        run."""
         node = name_of(node)
         if node in (START, END):
             return None
@@ -82,7 +83,7 @@ class RunTrace:
         return self._visit(node)
 
     def requested(self, node: str | None) -> ProgramRun | None:
-        """Count an LLM request at ``node``; returns as ``entered`` does."""
+        """Record an LLM request at ``node``. Returns a piece of the run as ``entered`` does."""
         self._turns += 1
         piece: ProgramRun | None = None
         if node is None:
@@ -101,7 +102,7 @@ class RunTrace:
         return piece
 
     def answered(self, node: str | None) -> None:
-        """End a request, whatever its result."""
+        """Record the end of a request at ``node``, whatever its result."""
         if node is None:
             node = self._group[-1] if self._group else None
         else:
@@ -110,12 +111,13 @@ class RunTrace:
             self._open[node] -= 1
 
     def called(self, tool: str) -> None:
-        """Count a tool call."""
+        """Record a call of ``tool`` at the current node."""
         if len(self._group) == 1 and len(self._tools) < MAX_RUN_TOOLS:
             self._tools[self._group[0], tool] = None
 
     def ended(self, *, broken_off: bool) -> ProgramRun:
-        """Return the run at its end; with ``broken_off`` its natural end is unknown."""
+        """Return the run at its end. ``broken_off``: the program was cancelled, so its natural end is
+        unknown."""
         return self._run(ends=not broken_off)
 
     def _beside(self, node: str) -> bool:

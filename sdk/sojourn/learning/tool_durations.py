@@ -15,7 +15,7 @@ from typing import NamedTuple
 ENOUGH_SAMPLES = 5
 """Minimum number of samples for an estimate."""
 MAX_SAMPLES = 500
-"""The newest samples of a key that are kept."""
+"""Maximum number of samples kept per key, the newest ones."""
 MAX_KEYS = 1024
 COUNTED = frozenset({"ok", "nonzero", "error", "timeout"})
 
@@ -42,7 +42,7 @@ class Durations:
         return len(self._samples)
 
     def add(self, tool: str, tool_class: str | None, duration_s: float, status: str) -> bool:
-        """Add a sample. Returns False where it does not count. ``settle`` updates the estimates."""
+        """Add a sample. Returns False for a status that does not count. ``settle`` updates the estimates."""
         if status not in COUNTED or not (math.isfinite(duration_s) and duration_s >= 0):
             return False
         for key in ((tool, None),) if tool_class is None else ((tool, tool_class), (tool, None)):
@@ -73,9 +73,10 @@ class Durations:
 
 
 def estimate(samples: Iterable[tuple[float, bool]]) -> DurationEstimate:
-    """Return the Kaplan–Meier median and 95th percentile of ``(seconds, at least)`` samples; not empty.
+    """Return the Kaplan–Meier median and 95th percentile of samples ``(seconds, is_lower_bound)``.
 
-    Where too many samples are lower bounds to know a quantile, it is the longest sample.
+    If too many samples are lower bounds to know a quantile, the longest sample stands for it. There must be a
+    sample.
     """
     # A lower bound sorts after an exact sample of the same length, since that call lasted longer.
     ordered = sorted(samples)

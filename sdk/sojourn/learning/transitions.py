@@ -1,13 +1,13 @@
-"""Transitions between the nodes of programs of one type, learned from earlier runs (SAGA §3.3, tier b).
+"""Transitions between the nodes of programs of one agent type, learned from earlier runs (SAGA §3.3).
 
-Back-off n-grams over the nodes of a run: what came after the last three, two and one nodes. The ends of a run
-are nodes too. A first-order chain cannot distinguish the first failing check from the third; three nodes of
-history can.
+Back-off n-grams over the nodes of a run: which node came after the last three, two and one nodes. ``START``
+and ``END`` count as nodes. A first-order chain cannot distinguish the first failing check from the third;
+three nodes of history can.
 
-    weight of a run   1 ── 2^(1/20) ── 2^(2/20) ─▶   the newest weighs most; 20 runs halve a weight
+Each run weighs 2^(1/20) times as much as the run before it, so 20 later runs halve the weight of a run.
 
-One writer at a time. Any thread may read meanwhile without a lock: the writer replaces what readers use and
-never changes it in place.
+One thread writes at a time. Any thread may read meanwhile without a lock: the writer replaces the objects
+that readers use and never changes them in place.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .run_trace import ProgramRun
 ORDER: Final = 3
 """Longest history of a prediction, in nodes."""
 HALF_LIFE_RUNS: Final = 20
-"""Number of runs after which a changed workload outweighs the old one; after 50 the old one has a sixth left.
-"""
+"""Number of later runs that halve the weight of a run."""
 ENOUGH_RUNS: Final = 5
 """Minimum number of finished programs for an estimate of remaining turns."""
 MAX_KINDS: Final = 64
 MAX_ENTRIES: Final = 4096
-"""Pairs (context, next) kept per kind; the contexts unseen for longest go first."""
+"""Pairs (context, next node) kept per agent type; contexts not seen for the longest time are dropped
+first."""
 MAX_SUCCESSORS: Final = 128
-"""Successors kept per context; the rarest goes first."""
+"""Successors kept per context; the rarest is dropped first."""
 MAX_LEFT: Final = 1024
-"""Pairs (node, turn) kept per kind."""
+"""Pairs (node, turn) kept per agent type."""
 MAX_TURN: Final = 64
-"""Later turns are counted together."""
+"""Turns after this one are counted together."""
 MAX_NODE_TOOLS: Final = 16
 SNAPSHOT_VERSION: Final = 1
 _GROWTH = 2.0 ** (1 / HALF_LIFE_RUNS)
@@ -45,13 +45,13 @@ _RESCALE_ABOVE = 2.0**40
 _FORGOTTEN = 0.01
 """Counts that decay below this many runs are removed."""
 _CONFIDENT_WEIGHT = ENOUGH_RUNS * 0.9
-"""Decayed weight of about ``ENOUGH_RUNS`` samples."""
+"""Sum of decayed weights that about ``ENOUGH_RUNS`` samples have."""
 
 Context = tuple[str, ...]
 
 
 class _TurnsLeft:
-    """Remaining turns at one node or turn: decayed sums, replaced as a whole."""
+    """Remaining turns at one node or turn: decayed sums. The object is replaced, not changed."""
 
     __slots__ = ("mean", "spread", "weight", "x", "xx")
 
@@ -87,7 +87,7 @@ class Transitions:
         self._kinds: OrderedDict[str, _Kind] = OrderedDict()
 
     def learn(self, kind: str, run: ProgramRun) -> None:
-        """Add one run, or a piece of one, to its kind."""
+        """Learn a run, or a piece of a long run, of the agent type ``kind``."""
         known = self._kinds.get(kind)
         if known is None:
             known = self._kinds[kind] = _Kind()
@@ -105,11 +105,11 @@ class Transitions:
             _rescale(known)
 
     def kinds(self) -> tuple[str, ...]:
-        """Return the known types, least recently updated first."""
+        """Return the known agent types, least recently updated first."""
         return tuple(self._kinds)
 
     def runs(self, kind: str) -> int:
-        """Return the number of runs of this type, without decay; 0 for an unknown one."""
+        """Return the number of runs of an agent type, without decay; 0 for an unknown type."""
         known = self._kinds.get(kind)
         return 0 if known is None else known.runs
 
@@ -121,9 +121,9 @@ class Transitions:
     def predict(self, kind: str, history: Sequence[str]) -> list[tuple[str, float]]:
         """Return ``[(next node, probability), …]``, likeliest first; ``END`` may be among them.
 
-        ``history`` holds the nodes visited so far, the latest last. The last three count, and the start where
-        it is among them. Empty where nothing is known. Longer contexts are blended into shorter ones by how
-        often they were seen (Witten and Bell 1991, method C).
+        ``history`` holds the nodes visited so far, the latest last. Only the last three count; ``START`` is
+        one of them at a program's beginning. The result is empty if nothing is known. Longer and shorter
+        contexts are blended by how often they were seen (Witten and Bell 1991, method C).
         """
         known = self._kinds.get(kind)
         if known is None:
@@ -146,7 +146,7 @@ class Transitions:
         return sorted(blend.items(), key=lambda item: (-item[1], item[0]))
 
     def edges(self, kind: str) -> dict[tuple[str, str], float]:
-        """Return (source, target) → how often it was taken, in runs with decayed weights."""
+        """Return how often each edge (source, target) was taken; older runs count less."""
         known = self._kinds.get(kind)
         if known is None:
             return {}
@@ -165,11 +165,11 @@ class Transitions:
         return {} if known is None else {node: tuple(tools) for node, tools in known.tools.copy().items()}
 
     def turns_left(self, kind: str, *, turns: int, node: str | None = None) -> float | None:
-        """Return the expected LLM requests after the ``turns``-th, which is at ``node``; ``None`` where too
-        little is known.
+        """Return the expected number of LLM requests after the program's request number ``turns``, made at
+        ``node``; ``None`` if too little is known.
 
-        Uses the pair (node, turn) where it was seen often enough, else the one of the two with the smaller
-        variance.
+        Uses the statistics of the pair (node, turn) if it was seen often enough, else those of the node or of
+        the turn, whichever have the smaller variance.
         """
         known = self._kinds.get(kind)
         if known is None or known.finished < ENOUGH_RUNS:

@@ -1,7 +1,7 @@
-"""Calls to engines: their interface, and limits of time, of concurrent calls and of repeated queries.
+"""Calls to engines: their interface, and limits of duration, concurrency and repetition.
 
-Every call runs on the engine's thread between two steps and so takes time from generation. Independent of
-the number of clients, the engine gets a repeated query at most every ``CACHE_TTL_S``, and few at a time.
+Every call runs on the engine's thread between two steps, and so takes time from generation. However many
+clients there are, the engine gets the same query at most once per ``CACHE_TTL_S``, and few queries at a time.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from .request_checks import RETRY_AFTER_S, ApiError
+from .api_errors import RETRY_AFTER_S, ApiError
 
 
 class EngineError(Exception):
-    """The engine gave no result; the text is for the server's log only."""
+    """The engine gave no result. The text is for the server's log only."""
 
 
 class EngineUnavailableError(EngineError):
@@ -24,47 +24,49 @@ class EngineUnavailableError(EngineError):
 
 
 class StockEngineError(EngineError):
-    """The engine runs without our scheduler; a retry does not help."""
+    """The engine runs without sojourn's scheduler; a retry does not help."""
 
 
 def is_stock_answer(answer: str) -> bool:
-    """Whether an engine core without our scheduler gave this ``answer``; it is the same for every call."""
+    """Whether ``answer`` comes from an engine core without sojourn's scheduler, which gives the same answer
+    to every call."""
     return answer.startswith('{"error"') and json.loads(answer)["error"] == "stock"
 
 
 class EngineRpc(Protocol):
     """One or more engine cores behind one API server.
 
-    Every core answers every call; the order of the answers is that of ``engine_ids``.
+    Every core answers every call. Answers are in the order of ``engine_ids``.
     """
 
     def engine_ids(self) -> Sequence[str]:
-        """Indices of the engines, equal to vLLM's label ``engine``."""
+        """Indices of the engines, as in vLLM's label ``engine``."""
         ...
 
     async def call(self, op: str, payload: str) -> list[str]:
-        """One JSON text per engine for a JSON ``payload``. Raises ``EngineError``."""
+        """Call the operation ``op`` with a JSON ``payload``. Returns one JSON text per engine. Raises
+        ``EngineError``."""
         ...
 
 
 PERSIST_OPERATION = "persist"
 """A query that also starts a write to disk."""
 MAX_QUERIES_IN_FLIGHT = 2
-"""Most unanswered queries of each operation."""
+"""Maximum number of unanswered queries per operation."""
 MAX_PERSISTS_IN_FLIGHT = 16
-"""Most unanswered persist calls: a gateway that drains an engine sends many at once."""
+"""Maximum number of unanswered persist calls: a gateway that drains an engine sends many at once."""
 CACHE_TTL_S = 0.5
 """Age up to which an answer is reused."""
 CACHEABLE_OPERATIONS = frozenset({"capabilities", "programs", "graphs", "stats"})
-"""Operations that clients poll. Reading the decision log or one program is a new query each time."""
+"""Operations that clients poll. Queries for the decision log or for one program are not cached."""
 MAX_CACHED_ANSWERS = 16
-"""Most cached answers: each limit of a list of programs is another query."""
+"""Maximum number of cached answers. A list of programs has one per ``limit``."""
 
 _Query = tuple[str, str]
 
 
 class EngineQueryLimiter:
-    """Queries to one ``EngineRpc`` within these limits."""
+    """Sends queries to one ``EngineRpc``, within the limits of this module."""
 
     def __init__(self, engine: EngineRpc, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
@@ -73,13 +75,13 @@ class EngineQueryLimiter:
         self._asked: dict[_Query, asyncio.Task[list[str]]] = {}
         """Cacheable queries in flight."""
         self._cached_answers: dict[_Query, tuple[float, list[str]]] = {}
-        """Time and text of each answer, oldest first."""
+        """Time and texts of each cached answer, oldest first."""
 
     async def __call__(self, op: str, payload: str, timeout_s: float) -> list[str]:
-        """One JSON text per engine.
+        """Query the engines. Returns one JSON text per engine.
 
-        Raises ``EngineUnavailableError`` after ``timeout_s`` seconds, other ``EngineError``s of the engine,
-        and ``ApiError`` 429 with too many queries in flight.
+        Raises ``EngineUnavailableError`` after ``timeout_s`` seconds, any ``EngineError`` of the engine, and
+        ``ApiError`` 429 for too many queries in flight.
         """
         question = (op, payload)
         remembered = self._cached_answers.get(question)

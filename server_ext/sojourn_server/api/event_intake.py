@@ -1,8 +1,9 @@
-"""Client events on their way to the engine: merged into few calls, and shared out fairly among clients.
+"""Passes client events to the engine: merges them into few calls, and shares the engine's time fairly among
+clients.
 
-The engine reads events on the thread that schedules, between two steps, so their cost is taken from
-generation. The intake has one call in flight, with at most ``MAX_EVENTS_PER_CALL`` events, and then waits as
-long as the engine says (``core/event_time_budget.py``). A flood fills the intake's queue, not the engine's.
+The engine reads events on the thread that schedules, between two steps, so events cost generation time. The
+intake has one call in flight, with at most ``MAX_EVENTS_PER_CALL`` events, and then waits as long as the
+engine asks (``core/event_time_budget.py``). A flood fills the intake's queue, not the engine's.
 """
 
 from __future__ import annotations
@@ -31,23 +32,26 @@ from .response_merging import merge_event_answers
 
 EVENT_BATCHES_OPERATION = "event_batches"
 MAX_EVENTS_PER_CALL = 64
-"""Most events of one call to the engine; an event takes it some 25 µs."""
+"""Maximum number of events per call to the engine, which takes some 25 µs for each."""
 MAX_BYTES_PER_CALL = 32 * 1024
-"""Most bytes of events in one call, or one larger event: graphs cost by their size."""
+"""Maximum bytes of events per call, unless one event is larger: the cost of a graph grows with its size."""
 MAX_ENGINE_EVENT_BYTES = MAX_BATCH_BYTES - 1024
-"""Longest event that the engine gets; encoding an event anew may make it longer."""
+"""Longest event that the engine gets. Re-encoding an event may make it longer."""
 EVENTS_PER_TURN = 16
-"""Events of one client in a call while other clients wait."""
+"""Maximum number of events of one client per call, while other clients wait."""
 MAX_WAITING = 16 * 1024
-"""Size of the queue: an event, a batch and a KiB count 1 each. Beyond it the heaviest client is refused."""
+"""Size of the queue: an event, a batch and a KiB count 1 each. Beyond it, batches of the client with the most
+are refused."""
 CALL_TIMEOUT_S = 30.0
-"""Time for the engine to answer a call; later calls do not wait for a lost answer."""
+"""Time for the engine to answer a call; then the next call does not wait for the answer."""
 MAX_LATE_CALLS = 4
-"""Unanswered calls beyond their time; with more, the engine counts as unavailable."""
+"""Maximum number of calls without an answer after ``CALL_TIMEOUT_S``; with more, the engine counts as
+unavailable."""
 REFUSAL_DELAY_S = 1.0
 """Time before a refusal is answered, so that a client that repeats at once does not keep the server busy."""
 MAX_BRACKETS = 32
-"""Most brackets of a bad event that the engine gets: a deeper one might stop it from reading the call."""
+"""Maximum number of brackets in a malformed event that the engine gets: deep nesting might make the whole
+call unreadable."""
 _NO_EVENT = msgspec.Raw(b"null")
 
 ClientKey = tuple[str, str]
@@ -56,7 +60,7 @@ share the host's part."""
 
 
 class _Submission:
-    """One batch with the outcomes that have arrived."""
+    """One client batch, with the outcomes that have arrived."""
 
     def __init__(self, client: ClientKey, batch: EventBatch) -> None:
         self.client = client
@@ -64,21 +68,22 @@ class _Submission:
         self.events = batch.events
         size_bytes = sum(memoryview(event).nbytes for event in batch.events)
         self.weight = 1 + len(batch.events) + size_bytes // 1024
-        """Its part of ``MAX_WAITING`` until all its events have been taken."""
+        """Size that counts towards ``MAX_WAITING`` until all events of the batch are taken."""
         self.taken = 0
-        """Events that are in the engine or were."""
+        """Number of events that the engine has or had."""
         self.outcomes: list[EventOutcome] = []
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, error: Exception) -> None:
-        """End it with an error, which its client may be gone for."""
+        """End the batch with an error. The client may be gone."""
         if not self.done.done():
             self.done.set_exception(error)
             self.done.exception()
 
 
 _Part = tuple[_Submission, list[tuple[msgspec.Raw, str]]]
-"""Events of one submission in a call: each as the engine gets it, and why it cannot be read, or ``""``."""
+"""Events of one batch in a call. Each is a pair: the event as the engine gets it, and why it cannot be read,
+or ``""``."""
 
 
 class EventIntake:
@@ -95,19 +100,20 @@ class EventIntake:
         self._clock = clock
         self._sleep = sleep
         self._hosts: OrderedDict[str, OrderedDict[str, deque[_Submission]]] = OrderedDict()
-        """Submissions with waiting events. Hosts and connections whose turn is next come first."""
+        """Batches with waiting events, by host and connection. Hosts and connections whose turn is next come
+        first."""
         self._waiting = 0
         self._weights: Counter[str] = Counter()
-        """Weight of the submissions in the queue by host; a part of ``_waiting``."""
+        """Weight of the batches in the queue, by host. Together they are ``_waiting``."""
         self._pump: asyncio.Task[None] | None = None
         self._late: set[asyncio.Task[list[str]]] = set()
 
     async def submit(self, client: ClientKey, batch: EventBatch, timeout_s: float) -> OutcomeBatch:
-        """Outcomes of a batch, in its order.
+        """Submit a batch. Returns its outcomes, in the batch's order.
 
-        Raises ``EngineUnavailableError`` after ``timeout_s`` seconds and where the queue is full, and other
-        ``EngineError``s of the engine. Some events may then have been handled; sent again, those are
-        answered as duplicates.
+        Raises ``EngineUnavailableError`` after ``timeout_s`` seconds or if the queue is full, and any other
+        ``EngineError`` of the engine. Some events may have been handled by then; if they are sent again, they
+        are answered as duplicates.
         """
         submission = _Submission(client, batch)
         if not self._make_room(submission):
@@ -140,9 +146,9 @@ class EventIntake:
             self._pump = asyncio.create_task(self._run(), name="sojourn-events")
 
     def _make_room(self, newcomer: _Submission) -> bool:
-        """Refuse the newest batches of the clients with the most waiting until the newcomer fits.
+        """Refuse the newest batches of the clients with the most waiting events until ``newcomer`` fits.
 
-        Returns False if the newcomer is the one to refuse: among equals, the others have waited already.
+        Returns False if ``newcomer`` itself is to be refused: among equals, the others have waited longer.
         """
         own_host, own_connection = newcomer.client
         while self._waiting + newcomer.weight > MAX_WAITING:
@@ -163,7 +169,7 @@ class EventIntake:
         return True
 
     def _forget(self, submission: _Submission) -> None:
-        """Take a submission out of the queue; what the engine has stays there."""
+        """Remove a batch from the queue. Its events that the engine has stay there."""
         host, connection = submission.client
         connections = self._hosts.get(host)
         queue = connections.get(connection) if connections is not None else None
@@ -178,7 +184,7 @@ class EventIntake:
                 del self._hosts[host], self._weights[host]
 
     def _next_call(self) -> list[_Part]:
-        """Events of the next call: a turn of each client after the other until the call is full."""
+        """Events of the next call: some of each client in turn, until the call is full."""
         parts: list[_Part] = []
         events_left, bytes_left = MAX_EVENTS_PER_CALL, MAX_BYTES_PER_CALL
         while self._hosts and events_left > 0 and bytes_left > 0:
@@ -245,7 +251,8 @@ class EventIntake:
         return wait_s
 
     async def _ask(self, payload: str) -> list[str]:
-        """The engines' answers. Raises ``EngineUnavailableError`` after ``CALL_TIMEOUT_S``."""
+        """Call the engines; returns their answers. Raises ``EngineUnavailableError`` after
+        ``CALL_TIMEOUT_S``."""
         if len(self._late) >= MAX_LATE_CALLS:
             raise EngineUnavailableError(f"events: {len(self._late)} calls are without an answer")
         task = asyncio.ensure_future(self._engine.call(EVENT_BATCHES_OPERATION, payload))
@@ -263,14 +270,15 @@ class EventIntake:
 
 
 class _Shed(Exception):
-    """The batch lost its place to those of clients with fewer events waiting."""
+    """The batch was removed in favour of clients with fewer events waiting."""
 
 
 def _engine_event(raw: msgspec.Raw) -> tuple[msgspec.Raw, str]:
-    """An event as the engine gets it, encoded anew so that it cannot spoil the call for other events.
+    """An event as the engine gets it, re-encoded so that it cannot make the other events of the call
+    unreadable.
 
-    For an event that cannot be read the second value says why, where the engine gets a stand-in; a harmless
-    one goes to the engine, whose outcome names its program.
+    The second value is empty, or says why the event cannot be read. Then a harmless stand-in is sent to the
+    engine, whose outcome names its program.
     """
     try:
         again = msgspec.Raw(encode(decode_event(raw)))

@@ -40,7 +40,7 @@ Labels = Mapping[str, str]
 
 
 class PrometheusBridge:
-    """Metric objects of the catalogue in one registry, updated from the engines' drained metrics."""
+    """The catalogue's metrics in one registry, updated from the engines' drained metrics."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._metrics: dict[str, Any] = {
@@ -52,7 +52,7 @@ class PrometheusBridge:
     def apply(self, drained: Mapping[str, Any], engine: str) -> None:
         """Add one engine's answer to ``drain_metrics``, in the format of ``MetricsRecorder.drain``.
 
-        Rows that are not in the catalogue are dropped and counted.
+        Rows that are not in the catalogue are dropped and counted. ``engine``: value of the label ``engine``.
         """
         if engine not in self._engines:
             self._engines.add(engine)
@@ -123,10 +123,11 @@ def bridge_for(registry: CollectorRegistry = REGISTRY) -> PrometheusBridge:
 async def poll_forever(
     engine_ref: weakref.ref[EngineRpc], bridge: PrometheusBridge, *, interval_s: float = POLL_INTERVAL_S
 ) -> None:
-    """Drain the engine into the bridge every ``interval_s`` until it is gone or turns out to be stock.
+    """Drain the engine into the bridge every ``interval_s``, until the engine is gone or turns out to run
+    without sojourn.
 
-    It holds a reference to the engine only during a call. Calls have no timeout, because the increments of a
-    late answer would be lost.
+    The loop holds a reference to the engine only during a call. Calls have no timeout, because the increments
+    of a late answer would be lost.
     """
     while True:
         engine = engine_ref()
@@ -176,11 +177,11 @@ def _label_combinations(spec: MetricSpec) -> list[tuple[str, ...]]:
 
 
 def _add_observations(child: Any, bounds: tuple[float, ...], counts: list[int], total: float) -> None:
-    """Add ``counts`` observations per bucket with the sum ``total``.
+    """Add ``counts`` observations per bucket, with the sum ``total``.
 
     ``prometheus_client`` has no public call for this. Since before 0.10 its histogram has one value object
-    per bucket and one for the sum, in both modes. With any other layout each observation is repeated at a
-    value inside its bucket: all counts stay exact, and the sum becomes approximate.
+    per bucket and one for the sum, with and without multiprocess mode. With any other layout each observation
+    is repeated at a value inside its bucket: all counts stay exact, and the sum becomes approximate.
     """
     values = getattr(child, "_buckets", None)
     running_sum = getattr(child, "_sum", None)

@@ -1,4 +1,5 @@
-"""Error texts of requests that the placement policy rejected, in the format of their routes."""
+"""Gives requests that the placement policy rejected an error text with the reason, in the format of their
+routes."""
 
 from __future__ import annotations
 
@@ -17,19 +18,19 @@ from .engine_rpc import EngineError, EngineRpc
 
 REFUSAL_STATUS = 503
 REFUSAL_ERROR_TYPE = "ServiceUnavailableError"
-"""vLLM's error type for a request that may be repeated."""
+"""vLLM's error type for a request that may be sent again."""
 REFUSAL_RETRY_RANGE_S = (15, 45)
-"""Shortest and longest ``Retry-After``. Capacity becomes free when a program ends or idles, after a turn or
+"""Shortest and longest ``Retry-After``. KV memory becomes free when a program ends or idles, after a turn or
 more. OpenAI's clients wait for a minute at most."""
 
 # One event a chunk, as vLLM's routes write them.
 _EVENT = re.compile(rb"((?:event: error\r?\n)?data: )(\{.*\})(\r?\n\r?\n)", re.DOTALL)
 ERROR_EVENT_PREFIXES = (b'data: {"error"', b"event: error")
-"""Beginnings of a chunk that may be an error event; the filter checks nothing else of a stream's chunks."""
+"""Beginnings of a stream chunk that may be an error event; the filter examines no other chunks."""
 
 
 def refusal_message(waited_s: float) -> str:
-    """Text for the client: the reason and the next step."""
+    """Error text for the client: the reason and the next step. ``waited_s``: how long the request waited."""
     return (
         f"The request was rejected: for {waited_s:g} s (gate_timeout_s) the device had no capacity for "
         "the KV cache of its program. Nothing was computed. Send it again later, end finished programs, "
@@ -62,7 +63,8 @@ def rewrite_error(error_text: bytes, message: str) -> bytes | None:
 
 
 def rewrite_error_event(chunk: bytes, message: str) -> bytes | None:
-    """Like ``rewrite_error`` for a stream's event; ``None`` if ``chunk`` is not exactly one error event."""
+    """Like ``rewrite_error``, for an event of a stream; ``None`` if ``chunk`` is not exactly one error
+    event."""
     found = _EVENT.fullmatch(chunk)
     if found is None:
         return None
@@ -72,7 +74,7 @@ def rewrite_error_event(chunk: bytes, message: str) -> bytes | None:
 
 
 def responses_error_event(message: str, sequence_number: int) -> bytes:
-    """An error event of the responses route."""
+    """An error event in the format of the responses route."""
     event = {
         "type": "error",
         "code": REFUSAL_ERROR_TYPE,
@@ -90,20 +92,20 @@ def _json(document: Any) -> bytes:
 logger = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 15.0
-"""The engine answers between two steps, and a step may be long."""
+"""Longest wait for the engine, which answers between two steps; a step may be long."""
 MAX_CONCURRENT_LOOKUPS = 64
 MAX_ERROR_BYTES = 64 * 1024
-"""A failure with a longer body goes out as it is."""
+"""An error answer with a longer body is passed on unchanged."""
 
 RequestId = Callable[[Scope], str | None]
-"""Id of a scope's request in the engine's client; ``None`` without one."""
+"""Returns the engine client's id of the request in an ASGI scope; ``None`` without one."""
 
 _START = "http.response.start"
 _BODY = "http.response.body"
 
 
 class RefusalLookup:
-    """Queries the engine for the reason of a failed request."""
+    """Asks the engine whether and why it rejected a failed request."""
 
     def __init__(self, engine: EngineRpc) -> None:
         self._engine = engine
@@ -111,7 +113,8 @@ class RefusalLookup:
         self._lookups: set[asyncio.Task[str | None]] = set()
 
     async def __call__(self, request_id: str) -> str | None:
-        """Text for the client; ``None`` if the request was not rejected or the engine does not answer."""
+        """The error text for the client; ``None`` if the request was not rejected or the engine does not
+        answer."""
         # Not cancelled on timeout: the engine has the call and will answer it.
         task = asyncio.ensure_future(self._ask(request_id))
         self._lookups.add(task)
@@ -136,7 +139,8 @@ class RefusalLookup:
 
 
 class RefusalMiddleware:
-    """ASGI middleware; it must be closer to the routes than middleware that reads their answers."""
+    """ASGI middleware that rewrites the errors of rejected requests. It must be closer to the routes than
+    middleware that reads their answers."""
 
     def __init__(self, app: ASGIApp, *, engine: EngineRpc, request_id: RequestId) -> None:
         self._app = app
@@ -172,13 +176,13 @@ class _RefusalInfo(NamedTuple):
 
 
 class _ResponseFilter:
-    """One response on its way out."""
+    """One response on its way to the client."""
 
     def __init__(self, why: Callable[[], Awaitable[_RefusalInfo | None]], send: Send) -> None:
         self._why = why
         self._send = send
         self._failure: Message | None = None
-        """Start of a failure that is held back until its body is complete."""
+        """First message of an error answer, held back until the body is complete."""
         self._body = bytearray()
         self._streams = False
         """The response is a stream of events without an error so far."""
@@ -238,7 +242,7 @@ class _ResponseFilter:
         return message if new is None else {**message, "body": new}
 
     async def end_broken_stream(self) -> bool:
-        """End the stream of a route that raised, if its request was rejected; returns whether it did.
+        """If the request was rejected, end the stream of its route, which raised. Returns whether it did.
 
         vLLM 0.32 raises in the responses route, because it cannot write its error as an event of that stream.
         """

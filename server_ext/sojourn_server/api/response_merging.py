@@ -15,7 +15,7 @@ class EventAnswer(msgspec.Struct, frozen=True):
 
     batches: list[OutcomeBatch]
     wait_s: float
-    """Seconds to wait before the next call: events may take a part of the engine's time only."""
+    """Seconds to wait before the next call: events may take only a part of the engine's time."""
 
 
 _event_answers = msgspec.json.Decoder(EventAnswer)
@@ -24,7 +24,8 @@ _event_answers = msgspec.json.Decoder(EventAnswer)
 def merge_event_answers(answers: Sequence[str]) -> tuple[list[list[EventOutcome]], float]:
     """Outcomes of each batch, and the longest wait that an engine asks for.
 
-    Of an event the first outcome counts that is not ``missing``: it is that of the engine with the program.
+    An event's outcome is the first one that is not ``missing``: it comes from the engine that has the
+    program.
     """
     decoded = [_event_answers.decode(answer) for answer in answers]
     merged = [
@@ -39,7 +40,8 @@ def _first_outcome(outcomes: Sequence[EventOutcome]) -> EventOutcome:
 
 
 def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:
-    """One list without duplicates; of each program the entry with the most turns."""
+    """One list of at most ``limit`` programs without duplicates. Of duplicates the entry with the most turns
+    is kept."""
     if len(answers) == 1:
         return dict(answers[0])
     best: dict[str, dict[str, Any]] = {}
@@ -68,7 +70,7 @@ def merge_persisted(answers: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
-    """One list without duplicates; each engine gets every report and may have forgotten some."""
+    """One list without duplicates. Each engine gets every graph report, and may have forgotten some."""
     if len(answers) == 1:
         return dict(answers[0])
     known: dict[str, dict[str, Any]] = {}
@@ -84,14 +86,15 @@ def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
 
 
 def merge_capabilities(answers: Sequence[Any]) -> dict[str, Any]:
-    """Capabilities of the first engine, because all have the same options, with any turned-off tiers."""
+    """Capabilities of the first engine, since all have the same options. Tiers that any engine has turned off
+    are listed."""
     all_tiers = [answer.get("tiers") for answer in answers]
     off = next((tiers for tiers in all_tiers if isinstance(tiers, dict) and not tiers.get("on", True)), None)
     return {**answers[0], **({"tiers": off} if off is not None else {})}
 
 
 def merge_stats(answers: Sequence[Any], engine_ids: Sequence[str]) -> dict[str, Any]:
-    """Statistics of one engine, or of several side by side under ``engines``.
+    """Statistics of one engine, or those of several side by side under ``engines``.
 
     They are not added up, because a sum of means, sizes or limits has no meaning.
     """

@@ -20,6 +20,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from .api_errors import RETRY_AFTER_S, ApiError
+from .api_keys import ApiKeys
+from .body_reader import read_body
 from .engine_rpc import (
     PERSIST_OPERATION,
     EngineQueryLimiter,
@@ -28,7 +31,6 @@ from .engine_rpc import (
     StockEngineError,
 )
 from .event_intake import EventIntake
-from .request_checks import RETRY_AFTER_S, ApiError, ApiKeys, read_body
 from .response_merging import (
     decode_json,
     encode_json,
@@ -68,7 +70,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
 
     @router.post("/events")
     async def post_events(request: Request) -> Response:
-        """Report events of programs and their tools; the answer has an outcome per event."""
+        """Receive events of programs and their tools; the answer has an outcome per event."""
         body = await read_body(request, MAX_BATCH_BYTES)
         try:
             batch = decode_batch(body)
@@ -94,7 +96,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
     async def get_programs(
         limit: int = Query(100, ge=1, le=MAX_PROGRAMS), status: Status | None = None
     ) -> JSONResponse:
-        """Programs that the engine knows; ``shown`` of ``total``."""
+        """Programs that the engine knows: ``shown`` many of ``total``, the newest ones."""
         found = await query("programs", limit=limit, status=status)
         return JSONResponse(merge_programs(found, limit))
 
@@ -106,7 +108,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
     # POST only: an id may itself end in /persist, and GET must still find it.
     @router.post("/programs/{program_id:path}/persist")
     async def post_persist(program_id: str) -> JSONResponse:
-        """Write the KV of a program's last turn to the engine's disk; the answer has the progress."""
+        """Write the KV of a program's last turn to the engine's disk; the answer shows the progress."""
         return JSONResponse(
             _require_program(merge_persisted(await query_id(PERSIST_OPERATION, program_id=program_id)))
         )
@@ -145,10 +147,11 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
         engine_id: str | None = Query(None, alias="engine"),
         form: Literal["json", "ndjson"] | None = Query(None, alias="format"),
     ) -> Response:
-        """The decision log of one engine from number ``since`` on; ``next`` is the following ``since``.
+        """The decision log of one engine from number ``since`` on; ``next`` in the answer is the ``since`` of
+        the next request.
 
-        ``format=ndjson`` or ``Accept: application/x-ndjson`` gives one decision per line
-        and ``next`` in the header ``X-Sojourn-Next``.
+        ``format=ndjson`` or ``Accept: application/x-ndjson`` gives one decision per line and ``next`` in the
+        header ``X-Sojourn-Next``.
         """
         # Each engine numbers its own decisions, so a cursor belongs to one log.
         ids = list(engine.engine_ids())

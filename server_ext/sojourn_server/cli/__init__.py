@@ -1,7 +1,7 @@
-"""The ``sojourn`` command: one file per sub-command, which imports what it needs when it runs.
+"""The ``sojourn`` command: one file per sub-command, which imports its dependencies when it runs.
 
-The extra ``server`` brings what the commands need. Without it only ``sojourn run`` works.
-Start reading at ``build_app``.
+The extra ``server`` installs what the commands need. Without it only ``sojourn run`` works. Start reading at
+``build_app``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
-    """Entry point of the ``sojourn`` script. A missing extra ends it with one line and exit code 1."""
+    """Entry point of the ``sojourn`` script. If an extra is missing, it prints one line and exits with code
+    1."""
     missing = [name for name in COMMAND_LINE_PACKAGES if find_spec(name) is None]
     if missing:
         if sys.argv[1:2] == ["run"]:

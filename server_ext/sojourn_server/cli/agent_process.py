@@ -1,9 +1,9 @@
-"""How ``sojourn run`` becomes an agent's process. Needs the SDK and the standard library alone.
+"""``sojourn run``: replaces this process by an agent's command. Needs only the SDK and the standard library.
 
-The command replaces this process, so its exit code, signals and terminal are its own. It finds
-``SOJOURN_URL`` and, first on ``PYTHONPATH``, a folder whose ``sitecustomize`` instruments mini-swe-agent
-and openai clients when they are imported. Every Python below inherits both, but only the agent itself is
-instrumented, not the Pythons that its tools start, unless ``--children`` is given.
+The agent keeps its own exit code, signals and terminal. Its environment has ``SOJOURN_URL`` and, first on
+``PYTHONPATH``, a folder whose ``sitecustomize`` instruments mini-swe-agent and openai clients when they are
+imported. Every Python below inherits both, but only the agent itself is instrumented, not the Pythons that
+its tools start, unless ``--children`` is given.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 OPENAI_BASE_URL = "OPENAI_BASE_URL"
 """URL to which agents send their requests; the server there need not be a sojourn server."""
 NOT_FOUND = 127
-"""Exit code of a shell for a command that does not exist."""
+"""A shell's exit code for a command that does not exist."""
 PROBE_TIMEOUT_S = 1.0
 MAX_ANSWER_BYTES = 64 * 1024
 
 AGENT = "SOJOURN_RUN_AGENT"
 CHILDREN = "SOJOURN_RUN_CHILDREN"
-"""Read by the ``sitecustomize``, which explains them; it runs where this package may be missing."""
+"""Variable that the ``sitecustomize`` reads and explains. It is repeated here because that file may not
+import this package."""
 
 Note = Callable[[str], None]
 """Shows one line to the user."""
 
 
 def become(command: Sequence[str], url: str | None, *, children: bool, note: Note) -> NoReturn:
-    """Replace this process by ``command``. Raises ``CliError`` where there is no such command."""
+    """Replace this process by ``command``. ``children``: instrument its Python child processes too. Raises
+    ``CliError`` if the command does not exist."""
     program = find_command(command[0])
     if url is None:
         url = openai_base_url_root(os.environ, note) or DEFAULT_URL
@@ -58,7 +60,7 @@ def become(command: Sequence[str], url: str | None, *, children: bool, note: Not
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Parse the arguments of ``sojourn run`` and run it, where the extra ``server`` is not installed."""
+    """Parse the arguments of ``sojourn run`` and run it; used if the extra ``server`` is not installed."""
     parser = argparse.ArgumentParser(
         prog="sojourn run", description="Run an agent's own command with its programs reported to a server."
     )
@@ -83,7 +85,7 @@ def _note_plainly(text: str) -> None:
 
 
 def find_command(name: str) -> str:
-    """Return the path of the executable ``name``. Raises ``CliError`` with the likely remedy."""
+    """Return the path of the executable ``name``. Raises ``CliError``, which suggests a remedy."""
     found = shutil.which(name)
     if found:
         return found
@@ -97,7 +99,7 @@ def find_command(name: str) -> str:
 
 
 def child_environment(environment: Mapping[str, str], url: str, *, children: bool = False) -> dict[str, str]:
-    """Return ``environment`` with the server's URL, and our folder first on ``PYTHONPATH``."""
+    """Return ``environment`` with the server's URL added, and our folder first on ``PYTHONPATH``."""
     folder = autostart_directory()
     given = environment.get("PYTHONPATH")
     # An empty entry means the current directory, but an empty variable means none.
@@ -109,10 +111,12 @@ def child_environment(environment: Mapping[str, str], url: str, *, children: boo
 
 
 def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | None:
-    """Return the root of ``OPENAI_BASE_URL`` where a sojourn server answers there, else ``None`` and a note.
+    """Return the root of ``OPENAI_BASE_URL`` if a sojourn server answers there; else ``None``, and ``note``
+    says why.
 
-    The variable may name any provider's server. The probe carries no key, and a server that does not answer
-    as a sojourn server receives nothing about programs. A sojourn server with a key needs ``--url``.
+    The variable may name any provider's server. So the probe carries no key, and a server that does not
+    answer as a sojourn server gets no information about programs. A sojourn server with a key needs
+    ``--url``.
     """
     named = environment.get(OPENAI_BASE_URL, "").strip()
     if not named:
@@ -140,7 +144,8 @@ def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | No
 
 
 def autostart_directory() -> str:
-    """Return the folder whose ``sitecustomize`` instruments a child. Raises ``CliError`` without one."""
+    """Return the folder with the ``sitecustomize`` that instruments a child. Raises ``CliError`` if it is
+    missing."""
     spec = importlib.util.find_spec("sojourn_integrations")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         folder = Path(place) / "autostart"
@@ -155,7 +160,7 @@ class InvalidUrlError(Exception):
 
 
 def get_capabilities(root: str) -> tuple[int, bytes]:
-    """Return status and body of a server's capabilities page, asked without proxy and key.
+    """Return status and body of a server's capabilities page, requested without proxy and key.
 
     Raises ``InvalidUrlError``, ``OSError`` or ``http.client.HTTPException``.
     """
@@ -185,7 +190,7 @@ def get_capabilities(root: str) -> tuple[int, bytes]:
 
 
 def _note_unless_served(url: str, note: Note) -> None:
-    """Show a note where no sojourn server answers; the agent runs all the same."""
+    """Show a note if no sojourn server answers at ``url``. The agent runs all the same."""
     try:
         status, _ = get_capabilities(url.rstrip("/").removesuffix("/v1"))
     except InvalidUrlError as error:

@@ -1,10 +1,10 @@
-"""The error that every sub-command raises for a failure that the user can act on."""
+"""The error of every sub-command for a failure that the user can act on."""
 
 from __future__ import annotations
 
 
 class CliError(Exception):
-    """A failure the user can act on: what was wrong, and what to do next."""
+    """A failure that the user can act on. It says what was wrong, and what to do next."""
 
     def __init__(self, message: str, next_step: str, *, exit_code: int = 2) -> None:
         super().__init__(message)

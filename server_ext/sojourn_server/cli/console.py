@@ -20,7 +20,7 @@ console = Console(stderr=True)
 
 @contextmanager
 def fail_loudly() -> Iterator[None]:
-    """Turn a ``CliError`` into two lines on stderr and its exit code; other exceptions pass."""
+    """Print a ``CliError`` as two lines on stderr and exit with its code; other exceptions pass."""
     try:
         yield
     except CliError as error:

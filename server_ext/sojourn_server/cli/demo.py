@@ -153,9 +153,11 @@ def demo(
 
 @contextmanager
 def _interrupts() -> Iterator[None]:
-    """Raise ``DemoInterrupted`` on Ctrl-C and SIGTERM: the report of what has ended comes before the exit.
+    """Raise ``DemoInterrupted`` on Ctrl-C and SIGTERM, so that finished programs are reported before the
+    exit.
 
-    The server has a process group of its own, so the signal does not reach it; unwinding stops it.
+    The server has a process group of its own, so the signal does not reach it; leaving the block stops the
+    server.
     """
     from sojourn_server.demo.demo_arm import DemoInterrupted
 
@@ -187,7 +189,8 @@ def _report(records: list[ArmRecord], result: dict[str, Any]) -> bool:
 def _run_arms(
     options: _DemoOptions, directory: Path, records: list[ArmRecord], facts: dict[str, Any]
 ) -> None:
-    """Run each arm and append its record; fill ``facts`` with what a reader needs to repeat the run."""
+    """Run each arm (``stock``, ``sojourn``) and append its record. Fill ``facts`` with what a reader needs to
+    repeat the run."""
     from sojourn_server.demo.demo_arm import BLOCK_TOKENS, serve_args
     from sojourn_server.demo.demo_size import FULL_PROGRAMS
     from sojourn_server.demo.demo_tasks import load_tasks
@@ -208,7 +211,7 @@ def _run_arms(
     length = model_length([task.context_tokens for task in tasks])
 
     def describe(size: DemoSize | None) -> tuple[str, ...]:
-        """Record pool and size in ``facts``; returns the flags of the engine."""
+        """Record the KV pool and the workload's size in ``facts``; returns the engine flags for that pool."""
         contexts = [task.context_tokens for task in tasks]
         resident = options.resident if size is None else size.resident(options.resident)
         blocks = pool_blocks(contexts, BLOCK_TOKENS, resident)
@@ -277,7 +280,7 @@ def _server(name: str, options: _DemoOptions, directory: Path, flags: tuple[str,
 
 
 def _start(name: str, server: EngineServer) -> float:
-    """Start the server; returns the seconds until it answered."""
+    """Start the server; returns how many seconds it took to answer."""
     from sojourn_server.launch.engine_server import ServerStartError
 
     began_s = time.monotonic()
@@ -370,7 +373,7 @@ def _check_installed(plot: Path | None) -> None:
 
 
 def command_line() -> str:
-    """This command line without its secrets, because figures are published."""
+    """This command line without its secrets, because it is published with the figures."""
     from sojourn_server.launch.redaction import redacted
 
     return shlex.join(["sojourn", *redacted(sys.argv[1:])])

@@ -24,7 +24,7 @@ REPLICAS_PATH = "/sojourn/v1/replicas"
 def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]:
     """Checks of a gateway, its replicas and their pairs; empty if the server is no gateway, or an older one.
 
-    ``goes_on``: whether checks of a single server follow; the gateway passes them to its replicas.
+    ``goes_on``: True if the checks of a single server follow, which the gateway passes to its replicas.
     """
     from sojourn.wire_codec import CAPABILITIES_PATH
 
@@ -66,7 +66,8 @@ def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]
 def _pairs_check(
     document: dict[str, Any], states: list[dict[str, Any]], refused: dict[str, str]
 ) -> list[Check]:
-    """Whether a gateway for pairs can serve requests, and which engines are missing; empty without pairs."""
+    """Whether a gateway for prefill and decode engines can serve requests, and which engines are missing.
+    Empty for other gateways."""
     roles = document.get("pairs")
     if not isinstance(roles, dict):
         return []

@@ -8,12 +8,13 @@ from typing import Any
 import httpx
 
 GATEWAY_HEADER = "X-Sojourn-Gateway"
-"""Header of answers that a gateway makes itself, its list of models included (docs/gateway.md)."""
+"""Header of answers that the gateway itself makes, the list of models included (docs/gateway.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. ``ok`` is ``None`` if the check found neither a fault nor a proof."""
+    """One line of the report. ``ok``: True for a passed check, False for a fault, ``None`` if neither is
+    certain."""
 
     name: str
     ok: bool | None
@@ -22,7 +23,7 @@ class Check:
 
 
 def get(client: httpx.Client, path: str) -> httpx.Response | str:
-    """The server's answer, or the error's text."""
+    """The server's answer to a GET, or the text of the error."""
     try:
         return client.get(path)
     except httpx.HTTPError as error:
@@ -30,7 +31,7 @@ def get(client: httpx.Client, path: str) -> httpx.Response | str:
 
 
 def json_object(answer: httpx.Response) -> dict[str, Any]:
-    """JSON object of an answer; empty if the body is anything else."""
+    """The JSON object in an answer; empty if the body is anything else."""
     try:
         document = answer.json()
     except ValueError:
@@ -48,7 +49,7 @@ def error_summary(answer: httpx.Response | str) -> str:
 
 
 def is_gateway_answer(answer: httpx.Response | str) -> bool:
-    """Whether a gateway made this answer itself."""
+    """Whether the gateway itself made this answer, not an engine behind it."""
     return not isinstance(answer, str) and GATEWAY_HEADER in answer.headers
 
 
@@ -68,5 +69,5 @@ def as_text_list(value: object) -> list[str]:
 
 
 def count_roles(counts: dict[str, Any]) -> str:
-    """Text of the number of engines per role, prefill first."""
+    """The number of engines per role as text, prefill first."""
     return ", ".join(f"{counts[name]} {name}" for name in sorted(counts, reverse=True)) or "none"

@@ -25,7 +25,7 @@ KEY_VARIABLES = ("VLLM_API_KEY", "SOJOURN_API_KEY")
 def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterator[Check]:
     """Checks of the server behind ``client``, up to the first fault that makes further checks impossible.
 
-    ``key_source``: the option or variable that gave the client's key.
+    ``key_source``: the option or variable that the client's key came from.
     """
     base = str(client.base_url).rstrip("/")
     health = get(client, "/health")

@@ -154,7 +154,8 @@ def gateway(
 
 
 def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[str], read_side: str) -> bool:
-    """Whether prefill and decode engines are named. Raises ``CliError`` for other options that do not fit."""
+    """Whether prefill and decode engines are given. Raises ``CliError`` for options that do not fit
+    together."""
     given = {"--prefill": prefill, "--decode": decode}
     there = [flag for flag, texts in given.items() if texts]
     others = _given_options(context, but="prefill")
@@ -178,7 +179,8 @@ def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[
 
 
 def _urls(role: str, texts: list[str], example: str) -> list[str]:
-    """Addresses of one option; each text may have several, separated by commas."""
+    """The addresses in one option's values, each of which may have several, separated by commas. ``example``
+    is for the error message."""
     from sojourn_server.gateway.http.replica_addresses import InvalidReplicaAddress, parse_engine_url
 
     try:
@@ -212,7 +214,7 @@ def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
 
 
 def _check_state(path: Path) -> None:
-    """Make the folder of the state file. Raises ``CliError`` if the file cannot be written."""
+    """Create the folder of the state file. Raises ``CliError`` if the file cannot be written."""
     from sojourn_server.gateway.http.standalone_gateway import prepare_state_file
 
     try:
@@ -236,7 +238,7 @@ def _check_port(host: str, port: int, suggestion: str = "choose another --port")
 
 
 def _given_options(context: typer.Context, but: str) -> list[str]:
-    """Options of the command line, without those from environment variables."""
+    """Options given on the command line, except ``but`` and those from environment variables."""
     sources = {name: context.get_parameter_source(name) for name in context.params if name != but}
     return [
         f"--{name.replace('_', '-')}"
@@ -286,7 +288,7 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
 
 
 def _check_local_cluster(config: RayConfig, path: Path) -> None:
-    """Check the file's settings that a cluster on this machine would reject only after Ray has started."""
+    """Check settings that a cluster on this machine would reject only after Ray has started."""
     from sojourn_server.gateway.ray.ray_config import RayConfigError, read_key
 
     try:

@@ -33,7 +33,7 @@ _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 @dataclass(slots=True)
 class _ProfileMeasurements:
-    """Results so far; they are filled during the measurement, which may be interrupted at any time."""
+    """Results so far. They are filled in during the measurement, which may be interrupted at any time."""
 
     served: ServedModel
     limits: EngineLimits
@@ -193,7 +193,7 @@ async def _measure(
     vocabulary: int,
     decode: bool,
 ) -> None:
-    """Append one ``_ProfileMeasurements`` to ``so_far`` once the server has answered, and fill it."""
+    """Append one ``_ProfileMeasurements`` to ``so_far`` once the server has answered, and fill it in."""
     from sojourn_server.policies.costs.engine_profile import EngineLimits
     from sojourn_server.profiling.live_engine_limits import read_block_size, read_limits
     from sojourn_server.profiling.prefill_measurement import PrefillMeasurement, measure_prefill
@@ -270,7 +270,7 @@ async def _measure(
 
 
 def _cancel_on_sigterm() -> None:
-    """Let SIGTERM, the signal of ``timeout`` and supervisors, end the measurement like Ctrl-C."""
+    """End the measurement on SIGTERM, the signal of ``timeout`` and supervisors, as on Ctrl-C."""
     task = asyncio.current_task()
     assert task is not None, "called by a coroutine"
     with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread, Windows
@@ -320,7 +320,7 @@ def _profile_of(
 def _save_partial(
     measured: _ProfileMeasurements, stopped: CliError, url: str, hardware: str | None, output: Path | None
 ) -> CliError:
-    """Write what was measured before ``stopped``; returns the error that names the file."""
+    """Write what was measured before the error ``stopped``; returns an error that names the file."""
     from sojourn_server.profiling.copy_bandwidth import CopyBandwidth
     from sojourn_server.traces.atomic_files import write_atomically
 
@@ -345,7 +345,7 @@ def _save_partial(
 
 
 def _check_output(path: Path) -> None:
-    """Fail now rather than after minutes."""
+    """Raise ``CliError`` now, not after minutes, if the file cannot be written."""
     if path.is_dir():
         raise CliError(
             f"--output {path} is a directory; expected a file", f"for example {path / 'profile.toml'}"

@@ -48,7 +48,8 @@ class ProfileProgress:
             self._progress.stop()
 
     def show(self, what: str, left_s: float | None) -> None:
-        """Show that ``what`` is next and the rest takes ``left_s`` seconds; ``None``: unknown."""
+        """Show that the step ``what`` begins and that the rest takes ``left_s`` seconds; ``None``:
+        unknown."""
         passed_s = self._clock() - self._started
         left = "" if left_s is None else f"about {duration_text(left_s)} left"
         if left_s is not None and not self._sent_full_prompt:

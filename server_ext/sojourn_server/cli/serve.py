@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICY = "continuum"
 PREFILL_DECODE_POLICY = "observe"
-"""Policy of an engine of a pair: no KV stays on the device, because at a turn's end it is in storage, and the
-next turn may go to another engine."""
+"""Default policy of a prefill or decode engine. It grants no leases: at a turn's end the KV is in storage,
+and the next turn may go to another engine."""
 
 
 def register(app: typer.Typer) -> None:
@@ -239,7 +239,7 @@ def _check_engine(policy: str, role: str | None) -> None:
 
 
 def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[str]:
-    """Check settings that the engine would reject a minute later. Raises ``CliError``; returns notes."""
+    """Check settings that the engine would reject a minute later. Returns notes. Raises ``CliError``."""
     from sojourn_server.launch.serve_command import STOCK_POLICY, EngineFlags
     from sojourn_server.policies.preset_store import PresetError
     from sojourn_server.policies.retention.retention_policies import NoRetention
@@ -276,7 +276,8 @@ def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[
 def _check_tiers(
     tiers: KvOffloadOptions, model_path: str, argv: Sequence[str], *, try_writing: bool
 ) -> list[str]:
-    """Check the tiers now instead of after minutes. Raises ``InvalidOption``; returns notes."""
+    """Check the options of host memory and disk now, not minutes later. Returns notes. Raises
+    ``InvalidOption``."""
     from sojourn_server.launch.kv_offload_checks import check_kv_offload
     from sojourn_server.launch.model_weights import known_weights
     from sojourn_server.launch.serve_command import EngineFlags
@@ -295,7 +296,7 @@ def _check_tiers(
 def _check_pair(
     pair: PrefillDecodeOptions, model_path: str, argv: Sequence[str], *, probe_system: bool
 ) -> list[str]:
-    """Like ``_check_tiers``, for the options of a pair."""
+    """Like ``_check_tiers``, for the options of a prefill or decode engine."""
     from sojourn_server.launch.model_weights import known_weights
     from sojourn_server.launch.prefill_decode_checks import check_prefill_decode, keeps_block_size
     from sojourn_server.launch.serve_command import EngineFlags
@@ -321,7 +322,7 @@ def _print_notes(notes: Sequence[str]) -> None:
 
 
 def _check_port(engine_args: list[str]) -> None:
-    """Check the port now instead of after the model has been loaded."""
+    """Raise ``CliError`` now, not after the model has been loaded, if the port is taken."""
     from sojourn_server.launch.serve_command import listen_address
 
     address = listen_address(engine_args)

@@ -1,4 +1,4 @@
-"""``sojourn simulate``: results of several policies for a workload and hardware, in virtual time."""
+"""``sojourn simulate``: compares policies on a workload and hardware, in virtual time."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICIES = "stock,admit,continuum"
 CLUSTER_POLICIES = "prefix-affinity,thunderagent,saga,mori"
-"""Default policies with several replicas; the usual ones have no routing."""
+"""Default policies with several replicas; the usual default policies have no routing."""
 _RUN_OPTIONS = (
     "policy", "replicas", "hardware", "model", "tp", "cpu_ratio", "disk_ratio", "programs", "rate", "hours",
     "seed", "max_gap_s", "human_gaps", "pool_tokens", "max_model_len", "max_context", "sweep", "jobs",
 )  # fmt: skip
-"""Parameters that define the runs."""
+"""Options that define the runs. With ``--load`` they have no effect."""
 NEXT_TRACE = "check the file; docs/traces.md has the format of traces"
 
 
@@ -148,7 +148,7 @@ def _is_replica_sweep(sweep: ParameterSweep | None) -> bool:
 
 
 def _check_unused(context: typer.Context) -> None:
-    """Raise ``CliError`` for an option that has no effect on saved runs."""
+    """Raise ``CliError`` for an option that has no effect on loaded runs."""
     for name in _RUN_OPTIONS:
         if given(context, name):
             option = "--" + name.replace("_", "-")
@@ -200,7 +200,7 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
 
 
 def _check_program(name: str, specs: Sequence[RunSpec]) -> None:
-    """Raise ``CliError`` for a program that surely is in none of the runs."""
+    """Raise ``CliError`` for a program that is surely in none of the runs."""
     from sojourn_server.simulator.simulation_run import SimulatorError, workload_program_ids
     from sojourn_server.traces.trace_schema import TraceError
 
@@ -229,7 +229,7 @@ def _check_program(name: str, specs: Sequence[RunSpec]) -> None:
 
 
 def _certain_programs(specs: Sequence[RunSpec]) -> list[str]:
-    """Programs that surely are in one of the runs; empty if unknown."""
+    """Programs that are surely in one of the runs; empty if that is unknown."""
     from sojourn_server.simulator.simulation_run import first_program_ids
 
     loads = {(spec.programs, spec.rate_per_s): spec for spec in specs}

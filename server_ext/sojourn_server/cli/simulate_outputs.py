@@ -27,10 +27,10 @@ class SimulateOutputs:
     """A folder."""
     save: Path | None
     explain: str | None
-    """A program's name."""
+    """Name of the program to explain."""
 
     def check(self) -> None:
-        """Raise ``CliError`` for an output that cannot be written, before minutes of simulation."""
+        """Raise ``CliError`` for an output that cannot be written, before the minutes of simulation."""
         from sojourn_server.simulator.report.results_file import SUFFIXES
 
         json = Path(self.json) if self.json not in (None, "-") else None
@@ -128,7 +128,8 @@ def _explain(result: SuiteResult, program_id: str) -> None:
 
 
 def _first_instance(log: RunLog, name: str) -> str:
-    """Id of the first run of the trace's program ``name``; ``name`` itself if it is the id of a run."""
+    """Id of the first run of the program ``name`` of the trace, or ``name`` itself if it already is the id of
+    a run."""
     known = [program.program_id for program in log.programs]
     if name in known:
         return name

@@ -1,4 +1,4 @@
-"""``sojourn simulate-pd``: simulation of prefill and decode nodes with one or two paths to storage."""
+"""``sojourn simulate-pd``: simulates prefill and decode nodes with one or two paths to storage."""
 
 from __future__ import annotations
 

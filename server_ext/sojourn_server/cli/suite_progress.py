@@ -21,7 +21,8 @@ def run_with_progress(
     kept: RunCache | None = None,
     name: Callable[[RunSpec], str] = lambda spec: spec.label,
 ) -> SuiteResult:
-    """``simulation_suite.run_suite`` with progress bars, labelled by ``name``. Raises what that raises."""
+    """Call ``simulation_suite.run_suite`` with progress bars, labelled by ``name``. Raises what that
+    raises."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from sojourn_server.simulator.simulation_suite import planned_runs, run_suite

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from sojourn_server.simulator.simulation_run import RunSpec
 
 HOST_POLICIES = "stock,lru-offload,thunderagent-offload,continuum+host,mori"
-"""Default policies of a sweep of host memory; the usual default ones use none."""
+"""Default policies for a sweep of host memory; the usual default policies do not use host memory."""
 DISK_POLICIES = "stock,continuum+host,mori"
-"""Default policies of a sweep of disks."""
+"""Default policies for a sweep of disk sizes."""
 SWEEP_EXAMPLE = "for example --sweep cpu_ratio=0,1,2,4"
 _EXCLUDED_OPTIONS = {
     "save": "run the value to save without --sweep",
@@ -27,7 +27,7 @@ _EXCLUDED_OPTIONS = {
 
 
 def parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
-    """Parsed ``--sweep``. Raises ``CliError`` for a wrong text or an option that contradicts it."""
+    """Parse ``--sweep``. Raises ``CliError`` for an invalid text or an option that contradicts it."""
     from sojourn_server.simulator.parameter_sweep import SweepError, read_sweep
 
     try:
@@ -46,7 +46,7 @@ def parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
 
 
 def sweep_policies(sweep: ParameterSweep, asked_for: str, context: typer.Context) -> str:
-    """``asked_for`` if the user gave --policy, else the sweep's default policies."""
+    """``asked_for`` if the user gave --policy, else the default policies for this sweep."""
     from sojourn_server.simulator.parameter_sweep import DISK, HOST_MEMORY
 
     instead = {HOST_MEMORY: HOST_POLICIES, DISK: DISK_POLICIES}.get(sweep.field)
@@ -54,7 +54,8 @@ def sweep_policies(sweep: ParameterSweep, asked_for: str, context: typer.Context
 
 
 def expand_specs(sweep: ParameterSweep, specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """``specs`` at every value. Raises ``CliError`` if their loads differ or the sweep changes nothing."""
+    """``specs`` repeated at every value of the sweep. Raises ``CliError`` if their loads differ or the sweep
+    changes nothing."""
     from sojourn_server.simulator.parameter_sweep import SweepError
     from sojourn_server.simulator.simulator_policies import PolicyError
 
@@ -73,7 +74,7 @@ def expand_specs(sweep: ParameterSweep, specs: Sequence[RunSpec]) -> list[RunSpe
 
 
 def group_by_value(sweep: ParameterSweep, specs: Sequence[RunSpec], rows: Sequence[RunRow]) -> SweepRuns:
-    """``rows`` grouped by value; ``specs`` are those of ``expand_specs``."""
+    """``rows`` grouped by the value of the sweep; ``specs`` is the result of ``expand_specs``."""
     from sojourn_server.simulator.parameter_sweep import HOST_MEMORY, kv_bytes_per_token
     from sojourn_server.simulator.report.sweep_results import sweep_runs
 
@@ -89,6 +90,6 @@ def group_by_value(sweep: ParameterSweep, specs: Sequence[RunSpec], rows: Sequen
 
 
 def given(context: typer.Context, name: str) -> bool:
-    """Whether the option is on the command line."""
+    """Whether the user gave this option on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"

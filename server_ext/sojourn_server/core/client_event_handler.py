@@ -19,7 +19,7 @@ from sojourn.wire_codec import (
 
 from ..metrics.metrics_recorder import MetricsRecorder
 from .events_and_actions import Action, ClientEventReceived, Event, EventAnswered
-from .request_identity import RequestIdentity
+from .request_hints import RequestIdentity
 
 EventDoor = Callable[[Event, float], list[Action]]
 """``ProgramScheduler.handle``, or the engine's wrapper of it that also collects the actions."""

@@ -22,7 +22,7 @@ from ..policies.preemption.preemption_recovery import RecoveryMethod
 from ..programs.output_lengths import MAX_OUTPUT_TOKENS
 from ..programs.tool_call_parsers import ParsedToolCall
 from .lease_table import Lease
-from .request_identity import RequestIdentity
+from .request_hints import RequestIdentity
 
 
 class _Event(msgspec.Struct, frozen=True, gc=False, array_like=True):

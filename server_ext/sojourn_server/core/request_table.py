@@ -14,7 +14,7 @@ from ..policies.forecasting.remaining_tokens import RemainingTokens
 from ..policies.policy_views import RunningRequestView, WaitingRequestView
 from ..programs.program_state import ProgramState
 from ..programs.program_table import ProgramTable
-from .request_identity import clipped
+from .request_hints import clipped
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from ..metrics.turn_ledger import LossCause, TokenSplit, TurnRecord, split_token
 from ..programs.program_state import ProgramState
 from .events_and_actions import RequestAdmitted, RequestArrived, TurnFinished
 from .lease_manager import LeaseManager
-from .request_identity import clipped
+from .request_hints import clipped
 from .scheduler_state import SchedulerState
 
 _EVICTED = frozenset({LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, LossCause.PRESSURE})

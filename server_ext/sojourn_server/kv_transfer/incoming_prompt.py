@@ -122,7 +122,7 @@ class IncomingPrompt:
             self.offer.pending.discard(slot.index)
             self._check_offer(now)
 
-    def lost(self, slot: BufferSlot, why: str, now: float) -> None:
+    def slot_lost(self, slot: BufferSlot, why: str, now: float) -> None:
         if self.state is not PromptState.GATHERING or (slot.filler is not None and not slot.bad):
             return  # or another holder of the slot reads it again
         if self.read is not None:

@@ -244,7 +244,7 @@ class IncomingPromptTable:
     def all_conns(self) -> set[int]:
         return {conn for prompt in self._prompts.values() for conn in prompt.conns()}
 
-    def lost(self, conn: int, why: str, now: float) -> None:
+    def connection_lost(self, conn: int, why: str, now: float) -> None:
         """Handle the end of a connection. Blocks read for the peer stay for a while, because another
         connection may offer them."""
         for prompt in list(self._prompts.values()):

@@ -195,7 +195,7 @@ class BlockLoad:
         ctx.buffers.renew(self.name, now)
         self._check(now)
 
-    def lost(self, slot: BufferSlot, why: str, now: float) -> None:
+    def slot_lost(self, slot: BufferSlot, why: str, now: float) -> None:
         if self.state is not LoadState.FILLING:
             return
         place = self._places[slot.index]
@@ -396,7 +396,7 @@ class LoadTable:
     def conns(self) -> set[int]:
         return {fetch.conn for fetch in self._fetches.values() if fetch.conn is not None}
 
-    def lost(self, conn: int, why: str, now: float) -> None:
+    def connection_lost(self, conn: int, why: str, now: float) -> None:
         """Handle the end of a connection."""
         for fetch in list(self._fetches.values()):
             if fetch.conn == conn:

@@ -226,7 +226,7 @@ class PeerTable:
             caller.reached(conn, known.epoch, now)
         return True
 
-    def lost(self, conn: int, why: str, now: float) -> None:
+    def connection_lost(self, conn: int, why: str, now: float) -> None:
         """Handle the end of a connection. The next ``reach`` of its address dials again."""
         known = self._conns.pop(conn, None)
         if known is not None and known.address is not None:
@@ -242,7 +242,7 @@ class PeerTable:
             if of.stage is not HandshakeStage.READY and of.watch.stalled(now):
                 self._ctx.counts["stalls"] += 1
                 self._ctx.actions.append(CloseConnection(conn))
-                self.lost(conn, "the peer has not identified itself", now)
+                self.connection_lost(conn, "the peer has not identified itself", now)
 
     def _note_refusal(self, peer: str, why: str) -> None:
         if len(self.refusals) < MAX_KEPT_REFUSALS:

@@ -249,7 +249,7 @@ class PushTable:
     def conns(self) -> set[int]:
         return {push.conn for push in self._pushes.values() if push.conn is not None}
 
-    def lost(self, conn: int, why: str, now: float) -> None:
+    def connection_lost(self, conn: int, why: str, now: float) -> None:
         for push in list(self._pushes.values()):
             if push.conn == conn:
                 self.end(push, why, now)

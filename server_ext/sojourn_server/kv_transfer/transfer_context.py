@@ -45,7 +45,7 @@ class LeaseHolder(Protocol):
         """A slot has more layers than ``before``."""
         ...
 
-    def lost(self, slot: BufferSlot, why: str, now: float) -> None:
+    def slot_lost(self, slot: BufferSlot, why: str, now: float) -> None:
         """A slot's block will not arrive."""
         ...
 
@@ -229,7 +229,7 @@ class TransferContext:
         slot.filler = None
         if slot.pins or slot.filled:
             self.buffers.invalidate(slot)
-        self._tell(slot, lambda holder: holder.lost(slot, why, now))
+        self._tell(slot, lambda holder: holder.slot_lost(slot, why, now))
 
     def _tell(self, slot: BufferSlot, what: Callable[[LeaseHolder], None]) -> None:
         for name in list(slot.holders):

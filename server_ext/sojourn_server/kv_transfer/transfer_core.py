@@ -235,17 +235,17 @@ class TransferCore:
         """Close a connection after a protocol violation."""
         self.ctx.counts["hung_up"] += 1
         self.ctx.actions.append(CloseConnection(conn))
-        self.lost(conn, why, now)
+        self.connection_lost(conn, why, now)
 
     def stalled(self, conn: int, now: float) -> None:
         """Handle a peer that has accepted no data for ``patience_s``; the caller closes the connection."""
         self.ctx.counts["stalls"] += 1
-        self.lost(conn, "the peer accepts no data", now)
+        self.connection_lost(conn, "the peer accepts no data", now)
 
-    def lost(self, conn: int, why: str, now: float) -> None:
+    def connection_lost(self, conn: int, why: str, now: float) -> None:
         """Handle the end of a connection."""
         for part in (self.peers, self.loads, self.pushes, self.prompts):
-            part.lost(conn, why, now)
+            part.connection_lost(conn, why, now)
         self._settle(now)
 
     def sent(self, item: int, now: float) -> None:

@@ -496,7 +496,7 @@ class TransferManager:
         conn.stream.close()
         unsent = conn.drain()
         conn.finish()
-        self.do(self.core.lost, number, why)
+        self.do(self.core.connection_lost, number, why)
         for item in unsent:
             self.do(self.core.sent, item)
 

@@ -1,6 +1,7 @@
-"""A ``sojourn serve`` process with a process group of its own on a free port.
+"""Runs ``sojourn serve`` in a process group of its own, on a free port.
 
-The demo, the replay and the tests use it: start, wait until ready, stop with all child processes.
+The demo, the replay and the tests use it: start, wait until the server answers, stop it with all its child
+processes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Progress = Callable[[float, str], None]
 
 _POLL_S = 0.25
 _INTERRUPT_GRACE_S = 10.0
-"""Time for a server to end after SIGINT before its group is killed."""
+"""Time for a server to end after SIGINT before its process group is killed."""
 
 _STARTUP_STAGES = (
     ("Waiting for application startup", "opening the port"),
@@ -37,20 +38,21 @@ _STARTUP_STAGES = (
     ("making the model", "making the model (first use only)"),
     ("policy ", "importing vLLM"),
 )
-"""Texts of the log, latest first, and their stages. A text missing in a release makes the stages coarser."""
+"""Texts in the log, latest first, and the stage that each begins. If a release of vLLM lacks a text, the
+stages are coarser."""
 
 
 class ServerStartError(RuntimeError):
-    """The server ended or did not become ready; the text ends with the end of its log."""
+    """The server ended or did not answer in time; the text ends with the tail of its log."""
 
 
 class EngineServer:
     """``sojourn serve MODEL`` as a context manager.
 
-    ``serve_args`` are flags of sojourn and vLLM, passed unchanged. ``env`` is added to this process's
+    ``serve_args`` are flags of sojourn and vLLM, passed on unchanged. ``env`` is added to this process's
     environment. ``log_path`` defaults to a temporary file that is deleted with the server; a named file
-    stays. ``policy`` ``None`` is the default of ``sojourn serve``, ``port`` 0 a free port. Entering blocks
-    until the server answers and raises ``ServerStartError`` after ``ready_timeout_s``.
+    stays. ``policy=None`` means the default of ``sojourn serve``, ``port=0`` any free port. Entering the
+    ``with`` block waits until the server answers, and raises ``ServerStartError`` after ``ready_timeout_s``.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class EngineServer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of every request: the API key, if there is one."""
+        """Headers for every request to the server: the API key, if there is one."""
         return {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
 
     def __enter__(self) -> EngineServer:
@@ -105,7 +107,7 @@ class EngineServer:
         self.stop()
 
     def start(self) -> EngineServer:
-        """Start the process and wait until it answers; returns ``self``."""
+        """Start the process and wait until the server answers; returns ``self``."""
         if self._process is not None:
             raise RuntimeError("this server is already started")
         self.port = self._wanted_port or _free_port()
@@ -136,7 +138,7 @@ class EngineServer:
         return self
 
     def stop(self) -> None:
-        """End the server: SIGINT, then SIGKILL to the whole group. Further calls do nothing."""
+        """End the server: SIGINT, then SIGKILL to the whole process group. Further calls do nothing."""
         process = self._process
         if process is None:
             return
@@ -227,7 +229,7 @@ def _free_port() -> int:
 
 
 def _kill_group(group: int, timeout_s: float = 10.0) -> None:
-    """Kill the rest of a process group and wait until it is gone."""
+    """Kill what is left of a process group and wait until it is gone."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

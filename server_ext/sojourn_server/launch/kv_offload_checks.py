@@ -1,4 +1,5 @@
-"""Checks of the tiers before an engine starts, because the engine's own checks come minutes later.
+"""Checks the options of host memory and disk before an engine starts, because the engine's own checks come
+minutes later.
 
 The engine still checks everything: only it knows the whole identity of a store, and the machine may change.
 """
@@ -31,7 +32,7 @@ _FOLDER_ADVICE = {
     DISK_FLAG: f"give {DISK_FLAG} a directory that this user can make and write, on a local disk"
 }
 _MAX_LISTED = 3
-"""Most names of a folder's entries in a note."""
+"""Maximum number of a folder's entries named in a note."""
 
 
 def check_kv_offload(
@@ -42,11 +43,12 @@ def check_kv_offload(
     block_tokens: int | None,
     try_writing: bool = True,
 ) -> list[str]:
-    """Notes of one line on what the engine may reject; ``InvalidOption`` for what it surely rejects.
+    """One-line notes on what the engine may reject. Raises ``InvalidOption`` for what it will surely reject.
 
-    ``options`` have passed ``offload_transfer_config``. ``vllm_version`` and ``weights`` (``known_weights``)
-    are those of the engine, ``block_tokens`` is its option; ``None`` means unknown. The check takes no lock
-    and leaves nothing on the disk. Without ``try_writing`` it writes nothing and trusts the permissions.
+    ``options`` have passed ``offload_transfer_config``. ``vllm_version``, ``weights`` (``known_weights``) and
+    ``block_tokens`` (the block size option) are the engine's; ``None`` means unknown. The check takes no lock
+    and leaves nothing on the disk. With ``try_writing=False`` it writes nothing and trusts the file
+    permissions.
     """
     notes = []
     if options.host_gib is not None:
@@ -66,7 +68,8 @@ def check_kv_offload(
 
 
 def check_host_memory(host_gib: float, memory: MachineMemory, flag: str = "--kv-host-gib") -> list[str]:
-    """Raise ``InvalidOption`` for more than the total memory; returns a note for more than is available."""
+    """Raise ``InvalidOption`` if ``host_gib`` exceeds the total memory; return a note if it exceeds the
+    available memory."""
     if host_gib * GIB > memory.total_bytes:
         raise InvalidOption(
             f"{flag} is {host_gib:g}; expected at most the {_format_gib(memory.total_bytes)} of "
@@ -90,7 +93,8 @@ def find_usable_stores(
     name: str | None,
     flag: str = DISK_FLAG,
 ) -> list[FoundStore]:
-    """Stores in the directory of ``flag``. Raises ``InvalidOption`` if the engine would reject it."""
+    """Stores in the directory ``disk``, the value of ``flag``. Raises ``InvalidOption`` if the engine would
+    reject the directory."""
     # Of a KvIdentity the release is known here and, for most directories, the weights. The rest is not:
     # vLLM may override block_tokens (MLA on the CPU); block_bytes, layers, kv_dtype and the rest of model
     # come from the model's configuration as vLLM reads it; hash_scheme's default algorithm is vLLM's.
@@ -109,7 +113,8 @@ def find_usable_stores(
 def writable_directory(
     disk: str, root: Path, *, allow_full: bool, probe_system: bool, flag: str = DISK_FLAG
 ) -> Path:
-    """The directory or its nearest existing parent. Raises ``InvalidOption`` if it is not writable."""
+    """The directory ``disk``, or its nearest existing parent. Raises ``InvalidOption`` if that is not
+    writable."""
     there, mode = _nearest_existing(disk, root, flag)
     failed = f"{flag} {disk} cannot be " + ("written" if there == root else f"made in {there}")
     if not stat.S_ISDIR(mode):
@@ -170,7 +175,8 @@ def _contents_notes(
 def free_space_notes(
     disk: str, disk_gib: float, there: Path, stores: list[FoundStore], flag: str = DISK_FLAG
 ) -> Iterator[str]:
-    """A note if the disk has less free space than the capacity of the store, which is one of ``stores``."""
+    """A note if the disk's free space, together with the blocks already in ``stores``, is less than
+    ``disk_gib``."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(there)
         # Blocks in the store count as free. Of several stores only the engine knows its own.

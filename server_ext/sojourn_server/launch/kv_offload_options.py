@@ -1,4 +1,4 @@
-"""Options of KV in host memory and on disk, and their ``--kv-transfer-config`` of vLLM."""
+"""Options of KV in host memory and on disk, and the value of vLLM's ``--kv-transfer-config`` for them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ OFFLOAD_CONNECTOR_MODULE = "sojourn_server.vllm.kv_offload_connector"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOffloadOptions:
-    """Options of the tiers below the device. Sizes in GiB."""
+    """Options of KV offload to host memory and disk. Sizes in GiB."""
 
     host_gib: float | None = None
     disk: str | None = None
-    """A directory; the engine makes it if necessary."""
+    """A directory; the engine creates it if it is missing."""
     disk_gib: float | None = None
     disk_name: str | None = None
     """Name of this engine's store in a directory that several engines share."""
@@ -35,7 +35,8 @@ class KvOffloadOptions:
 
 
 def offload_transfer_config(options: KvOffloadOptions, *, cpu_build: bool, stock: bool) -> dict[str, Any]:
-    """``kv_transfer_config`` for ``options``. Raises ``InvalidOption``."""
+    """``kv_transfer_config`` for ``options``. ``cpu_build``: the engine is vLLM's CPU build. ``stock``: the
+    policy is ``stock``. Raises ``InvalidOption``."""
     if options.backend not in BACKENDS:
         raise InvalidOption(f"--tier-backend is {options.backend!r}; expected {' or '.join(BACKENDS)}")
     if options.host_gib is None:
@@ -95,7 +96,8 @@ def offload_transfer_config(options: KvOffloadOptions, *, cpu_build: bool, stock
 
 
 def hash_seed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make block hashes equal in every process, so that stored blocks are found again."""
+    """Variables that make block hashes equal in every process, so that stored blocks are found after a
+    restart."""
     return {"PYTHONHASHSEED": "0"} if environ.get("PYTHONHASHSEED") in (None, "random") else {}
 
 

@@ -1,4 +1,4 @@
-"""Error of an unusable option."""
+"""The error for an unusable option."""
 
 from __future__ import annotations
 

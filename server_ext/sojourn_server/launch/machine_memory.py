@@ -1,6 +1,7 @@
-"""Memory for an engine on this machine: the machine's, or the limit of a control group.
+"""Memory that an engine may use on this machine: the machine's memory, or the limit of a control group
+(cgroup).
 
-It is read from Linux's files; psutil does not know control groups.
+It is read from Linux's files, because psutil does not know control groups.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ _CGROUP = "the control group of this process"
 
 
 class MachineMemory(NamedTuple):
-    """Bytes, at the moment they were read."""
+    """Sizes in bytes, at the time of reading."""
 
     total_bytes: int
-    """Upper limit of this process and its children."""
+    """Upper limit for this process and its children."""
     available_bytes: int
     """Memory available now without swapping: free memory and file caches."""
     owner: str
-    """Owner of the total, for messages: the machine or a control group."""
+    """What sets the total, for messages: the machine or a control group."""
 
 
 class _CgroupFiles(NamedTuple):
@@ -33,18 +34,19 @@ class _CgroupFiles(NamedTuple):
     limit: str
     used: str
     cache: str
-    """Field of ``memory.stat``: bytes of cached files that the kernel reclaims first."""
+    """Field of ``memory.stat``: bytes of cached files, which the kernel reclaims first."""
 
 
 _CGROUP_VERSIONS = {
     "cgroup": _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     "cgroup2": _CgroupFiles("memory.max", "memory.current", "inactive_file"),
 }
-"""Versions 1 and 2 by file system name in the table of mounts. A machine can have both mounted."""
+"""Files of cgroup versions 1 and 2, by file system name in the mount table. A machine can have both
+mounted."""
 
 
 def read_memory(root: Path = Path("/")) -> MachineMemory:
-    """Memory of this process and its children; never raises. ``root`` is the parent of ``proc`` and mounts.
+    """Memory of this process and its children; never raises. ``root`` is the folder that contains ``proc``.
 
     On a system without such files, like macOS, all of the machine's memory counts as available.
     """
@@ -72,7 +74,8 @@ def _machine(root: Path) -> tuple[int, int]:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[_CgroupFiles, Path]]:
-    """Folders of this process's control groups and their parents; every limit among them applies."""
+    """Folders of this process's control groups and their parents; each of them may set a limit that
+    applies."""
     paths: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):  # 4:memory:/a/b in version 1, 0::/a/b in version 2
         number, controllers, path = line.split(":", 2)
@@ -95,9 +98,9 @@ def _cgroups(root: Path) -> Iterator[tuple[_CgroupFiles, Path]]:
 
 
 def _below(path: str, shown: str) -> str:
-    """Path of the group ``path`` relative to a mount whose top is the group ``shown``.
+    """The path of a control group relative to a mount that shows the group ``shown`` at its top.
 
-    In a container, paths can be the host's while only the container's own group is mounted.
+    In a container, ``path`` can be the host's path while only the container's own group is mounted.
     """
     shown = shown.rstrip("/")
     inside = path == shown or path.startswith(f"{shown}/")
@@ -114,7 +117,7 @@ def _available_bytes(files: _CgroupFiles, folder: Path, limit: int) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """Number in a file; ``None`` for "max" or without a file."""
+    """The number in a file; ``None`` for "max" or a missing file."""
     text = next(iter(_lines(path)), "")
     return int(text) if text.isdecimal() else None
 
@@ -126,5 +129,5 @@ def _lines(path: Path) -> list[str]:
 
 
 def _unescaped(field: str) -> str:
-    r"""Name from the table of mounts, where a space is ``\040``."""
+    r"""A name from the mount table, with ``\040`` replaced by a space."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)

@@ -9,27 +9,27 @@ import re
 from pathlib import Path
 
 HASHED_TAIL_BYTES = 1 << 16
-"""Hashed bytes at the end of each file of weights; files of the same shapes begin alike."""
+"""Bytes hashed at the end of each weight file; files of the same shapes begin alike."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SUFFIX_PRIORITY = (".safetensors", ".bin", ".pt")
 """File types by priority. A commit may have its weights in several types, a snapshot one of them; the types
-are not known to be equal."""
+need not hold equal weights."""
 
 
 class UnknownWeights(ValueError):
-    """A name without fixed weights; the text says what to give instead."""
+    """A model name without fixed weights; the text says what to give instead."""
 
 
 def weights_fingerprint(
     model: str, revision: str | None, *, cache: Path | None = None, since_s: float | None = None
 ) -> str:
-    """Name of the weights and what distinguishes them from other weights of this name.
+    """Name of the weights, and a text that distinguishes them from other weights of this name.
 
-    For a directory or file: its path, and sizes and dates of the files. For a hub id or the path of a
-    snapshot: the commit, so that all copies of a commit are equal; it is that of the snapshot in ``cache``,
-    the hub's folder on this machine (``None``: unknown). ``since_s`` is the start of the engine in Unix time:
-    a revision that moved later may have been loaded in its older state; ``None`` skips this check.
+    For a directory or file: its path, and sizes and dates of its files. For a hub id or the path of a
+    snapshot: the commit, so that all copies of a commit are equal. The commit is that of the snapshot in
+    ``cache``, the hub's folder on this machine (``None``: unknown). ``since_s`` is the engine's start in Unix
+    time: if a revision changed later, the engine may have loaded its older state. ``None`` skips this check.
     Raises ``UnknownWeights`` and ``OSError``.
     """
     path = Path(model)
@@ -51,7 +51,8 @@ def weights_fingerprint(
 
 
 def _loaded_commit(model: str, revision: str | None, cache: Path | None, since_s: float | None) -> str:
-    """Commit of a branch, or of the default one, when the engine loaded it. Raises ``UnknownWeights``."""
+    """The commit that a branch (by default the main one) had when the engine loaded it. Raises
+    ``UnknownWeights``."""
     advice = "give --revision and a full commit, or the path of a copy"
     name = f"{model} at {revision or 'no revision'}"
     if cache is None:
@@ -83,7 +84,7 @@ def _hub_folder(cache: Path, model: str) -> Path:
 def _commit_of(folder: Path) -> str | None:
     """Name and commit of an unchanged snapshot in a hub's cache; ``None`` for any other folder.
 
-    In such a snapshot each file of weights is a link to a blob.
+    In an unchanged snapshot each weight file is a link to a blob.
     """
     path = Path(os.path.abspath(folder))
     if path.is_symlink():
@@ -101,7 +102,7 @@ def _commit_of(folder: Path) -> str | None:
 
 
 def _suffix_label(snapshot: Path) -> str:
-    """Label of the file type that an engine reads by default; empty for safetensors."""
+    """Label of the file type that an engine would read; empty for safetensors."""
     kinds = {file.suffix for file in _weight_files(snapshot)}
     return next(
         (f" of {kind}" if at else "" for at, kind in enumerate(_SUFFIX_PRIORITY) if kind in kinds),
@@ -114,9 +115,10 @@ def _sizes_and_dates(files: list[Path]) -> list[tuple[str, int, int]]:
 
 
 def weights_digest(folder: Path) -> str:
-    """Hash of the names, sizes and last ``HASHED_TAIL_BYTES`` of the weights in a folder, wherever it is.
+    """Hash of the names, sizes and last ``HASHED_TAIL_BYTES`` of the weight files in a folder, whatever its
+    path.
 
-    It differs for weights of the same shapes. Raises ``OSError``.
+    Models of the same shapes but different weights have different hashes. Raises ``OSError``.
     """
     found = hashlib.sha256()
     for file in _weight_files(folder):
@@ -129,16 +131,16 @@ def weights_digest(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Files of a model without its descriptions."""
+    """The weight files of a model, without its configuration."""
     texts = (".json", ".txt", ".md")
     return sorted(file for file in folder.iterdir() if file.is_file() and file.suffix not in texts)
 
 
 def known_weights(model: str) -> str | None:
-    """The ``weights_fingerprint`` of an engine started on ``model``; ``None`` if it is unknown.
+    """The ``weights_fingerprint`` that an engine started on ``model`` will have; ``None`` if it is unknown.
 
-    It is certain for directories only: vLLM may replace a hub id by the path of its own copy. For the
-    directory of a draft model vLLM loads the target model instead.
+    It is certain for directories only, since vLLM may replace a hub id by the path of its own copy. If the
+    directory is a draft model, vLLM loads the target model instead.
     """
     path = Path(model)
     try:

@@ -1,4 +1,5 @@
-"""Checks of an engine of a pair before it starts, like ``kv_offload_checks`` for tiers."""
+"""Checks the options of a prefill or decode engine before it starts, as ``kv_offload_checks`` does for host
+memory and disk."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ from .prefill_decode_options import (
 
 STORE_FLAG = "--kv-store"
 _MAX_LISTED = 3
-"""Most names of stores in a message."""
+"""Maximum number of stores named in a message."""
 _CUSTOM_BLOCK_SIZE_KEYS = ("lora_rank", "compress_ratios", "deepseek_v4")
-"""Marks of latent attention in a model's configuration; vLLM on the CPU sets such a model's block size."""
+"""Keys of a model's configuration that show latent attention (MLA), for which vLLM on the CPU chooses the
+block size."""
 
 
 def check_prefill_decode(
@@ -35,11 +37,11 @@ def check_prefill_decode(
     block_tokens_certain: bool,
     probe_system: bool = True,
 ) -> list[str]:
-    """Notes of one line on what the engine may reject; ``InvalidOption`` for what it surely rejects.
+    """One-line notes on what the engine may reject. Raises ``InvalidOption`` for what it will surely reject.
 
-    ``name`` is that of the engine's part of the store. ``block_tokens`` is the option --block-size;
-    ``block_tokens_certain``: the engine keeps it (``keeps_block_size``). The rest is as in
-    ``check_kv_offload``. Without ``probe_system`` the check writes nothing and opens no port.
+    ``name``: name of the engine's part of the store. ``block_tokens``: value of --block-size.
+    ``block_tokens_certain``: the engine keeps that size (``keeps_block_size``). The other arguments are as in
+    ``check_kv_offload``. With ``probe_system=False`` the check writes nothing and opens no port.
     """
     notes = check_host_memory(
         DEFAULT_BUFFER_GIB if options.buffer_gib is None else options.buffer_gib,
@@ -67,10 +69,10 @@ def check_prefill_decode(
 
 
 def keeps_block_size(model_path: str) -> bool:
-    """Whether an engine keeps the block size of its option; ``False`` if that is unknown.
+    """Whether an engine surely keeps the block size of its option.
 
     vLLM on the CPU overrides it for models with latent attention, which their configuration shows. The
-    configuration of a hub id is not available here.
+    configuration of a hub id is not available here, so the answer is ``False``.
     """
     try:
         text = (Path(model_path).expanduser() / "config.json").read_text(encoding="utf-8")
@@ -83,7 +85,8 @@ def keeps_block_size(model_path: str) -> bool:
 def _block_size_notes(
     folder: str, stores: list[FoundStore], block_tokens: int | None, *, certain: bool
 ) -> list[str]:
-    """Notes on another block size in the store. Raises ``InvalidOption`` if the engine would reject it.
+    """Notes on stores with another block size. Raises ``InvalidOption`` if the engine would surely reject the
+    option.
 
     All engines of a store need the same block size, because the names of stored KV depend on it. The engine
     reports a difference after a minute, without the name of the option.
@@ -118,13 +121,14 @@ def _block_size_notes(
 
 
 def _engine_block_tokens(store: FoundStore) -> int | None:
-    """Engine block size in the store's manifest, in the format of ``hash_identity``; ``None`` if unknown."""
+    """Block size of the engine that wrote a store, read from the store's manifest (format of
+    ``hash_identity``); ``None`` if unknown."""
     size = str(store.manifest.get("hash_scheme")).rpartition("/")[2]
     return int(size) if size.isdecimal() else None
 
 
 def _check_listen_address(address: str) -> None:
-    """Raise ``InvalidOption`` for an unusable address now instead of after the model has been loaded."""
+    """Raise ``InvalidOption`` for an unusable address now, not after the model has been loaded."""
     scheme, _, rest = address.partition(":")
     if scheme != "tcp":
         folder = Path(rest).absolute().parent

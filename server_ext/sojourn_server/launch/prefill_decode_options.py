@@ -1,7 +1,7 @@
-"""Options of an engine of a pair, and their ``--kv-transfer-config`` of vLLM.
+"""Options of a prefill or decode engine, and the value of vLLM's ``--kv-transfer-config`` for them.
 
 Prefill and decode engines have the same connector and settings; each request says what an engine does for it.
-The role is for the gateway that sends requests.
+Only the gateway, which sends the requests, uses the role.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PREFILL_DECODE_CONNECTOR = "PathsConnector"
 PREFILL_DECODE_CONNECTOR_MODULE = "sojourn_server.vllm.kv_transfer_connector"
 
 DEFAULT_LISTEN_ADDRESS = "tcp:127.0.0.1:0"
-"""Any free port, for engines of one machine."""
+"""Any free port on loopback: for engines on one machine."""
 DEFAULT_STORE_GIB = 16.0
 DEFAULT_BUFFER_GIB = 1.0
 
@@ -32,25 +32,25 @@ _MAX_NAME_CHARS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillDecodeOptions:
-    """Options of an engine of a pair; ``None`` means the default."""
+    """Options of a prefill or decode engine; ``None`` means the default."""
 
     role: str | None = None
     """One of ``ROLES``; the other options need it."""
     store: str | None = None
-    """Existing directory that all engines of the pair share; it may be a disk that must be mounted."""
+    """Existing directory that all prefill and decode engines share. It may have to be a mounted disk."""
     store_gib: float | None = None
-    """Capacity of this engine in the store."""
+    """Capacity of this engine's part of the store."""
     store_name: str | None = None
     """Name of this engine's part of the store: unique, and the same after a restart."""
     listen: str | None = None
-    """Address for peers."""
+    """Address for the other engines."""
     node: str | None = None
-    """Machine whose storage link the engine uses."""
+    """Name of the machine whose storage link the engine uses."""
     buffer_gib: float | None = None
-    """Host memory for KV in transfer."""
+    """Size of the host memory for KV in transfer."""
     storage_gbit: float | None = None
     compute_gbit: float | None = None
-    """Limits of the links, each way, Gbit/s; ``None``: no limit."""
+    """Limit of each link, in Gbit/s each way; ``None``: no limit."""
 
     @property
     def any(self) -> bool:
@@ -69,9 +69,11 @@ class PrefillDecodeOptions:
 def prefill_decode_transfer_config(
     options: PrefillDecodeOptions, *, cpu_build: bool, hostname: str, port: int | None
 ) -> dict[str, Any]:
-    """``kv_transfer_config`` of an engine of a pair. Raises ``InvalidOption``.
+    """``kv_transfer_config`` of a prefill or decode engine. ``cpu_build``: the engine is vLLM's CPU build.
+    Raises ``InvalidOption``.
 
-    ``hostname`` is this machine's name, ``port`` that of the engine's HTTP server; ``None``: a Unix socket.
+    ``hostname`` is this machine's name. ``port`` is the port of the engine's HTTP server; ``None`` for a Unix
+    socket.
     """
     if options.role is None:
         raise InvalidOption(
@@ -127,7 +129,8 @@ def prefill_decode_transfer_config(
 
 
 def check_block_size(block_size: str | None) -> None:
-    """Raise ``InvalidOption`` unless Full Blocks consist of whole engine blocks of ``block_size`` tokens."""
+    """Raise ``InvalidOption`` if a Full Block (the unit of storage) is not a multiple of ``block_size``
+    tokens."""
     if block_size is None or not block_size.isdecimal():
         return
     try:

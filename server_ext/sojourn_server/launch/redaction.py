@@ -12,11 +12,11 @@ SECRET_FLAGS = ("--api-key", "--hf-token")
 
 _USERINFO = re.compile(r"(?<=://)[^/?#\s@\"']+(?=@)")
 _SHORTEST = len("--hf-")
-"""Length of the shortest abbreviation of a secret flag; argparse accepts ``--api-k`` for ``--api-key``."""
+"""Length of the shortest abbreviation of a secret flag: argparse accepts ``--api-k`` for ``--api-key``."""
 
 
 def redacted(argv: Sequence[str]) -> list[str]:
-    """``argv`` with ``***`` for each value of a secret flag and for a name and password inside a URL."""
+    """``argv`` with ``***`` for the value of each secret flag, and for a name and password inside a URL."""
     shown: list[str] = []
     secret = False
     for arg in argv:

@@ -1,6 +1,7 @@
-"""Command line and environment of ``sojourn serve``, as a pure function of its options.
+"""Builds the command line and environment of ``sojourn serve``, as a pure function of its options.
 
-Flags of the user take precedence; defaults are added only for missing flags. No vLLM import and no process.
+Flags of the user take precedence; defaults are added only for missing flags. Imports no vLLM and starts no
+process.
 """
 
 from __future__ import annotations
@@ -29,27 +30,29 @@ WORKER_CLASSES = {
     "cpu": "sojourn_server.vllm.hidden_state_worker_cpu.HiddenStateCPUWorker",
     "cuda": "sojourn_server.vllm.hidden_state_worker_gpu.HiddenStateGPUWorker",
 }
-"""Values of ``--worker-cls``: vLLM's workers with access to hidden states."""
+"""Values of ``--worker-cls`` by device: vLLM's workers, with access to hidden states."""
 FORCED_TOKENS = "sojourn_server.vllm.forced_tokens:ForcedTokens"
-"""Value of ``--logits-processors``: requests with ``replay_ids`` generate these tokens."""
+"""Value of ``--logits-processors``: a request with ``replay_ids`` generates these tokens."""
 
 CPU_BLOCK_SIZE = 32
-"""Tokens. vLLM's default on CPUs is 128, but only full blocks are reused; blocks below 32 are slow."""
+"""Block size in tokens. vLLM's default on CPUs is 128, but only full blocks are reused; blocks below 32 are
+slow."""
 
 CPU_BATCHED_TOKENS = 1024
-"""Tokens per step. Events wait for the current step; a small CPU prefills about 500 tokens per second."""
+"""Maximum tokens per step. Events wait for the current step; a small CPU prefills about 500 tokens per
+second."""
 
 DEFAULT_PORT = 8000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnvironment:
-    """Facts of the machine that the command depends on; ``launch_environment`` reads them."""
+    """Facts about the machine that the command depends on; ``launch_environment`` reads them."""
 
     python: str
     cpu_build: bool
     has_vllm_cli: bool
-    """Whether ``vllm serve`` works; in the CPU build it misses its metadata."""
+    """Whether the command ``vllm serve`` works; in the CPU build its package metadata is missing."""
     plugins: tuple[str, ...] = ()
     """Names of the installed general and platform plugins that vLLM loads by default."""
     cpus: tuple[int, ...] = ()
@@ -59,11 +62,11 @@ class LaunchEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """One ``sojourn serve`` invocation."""
+    """The options of one ``sojourn serve`` call."""
 
     model: str
     model_path: str
-    """Resolved ``model``: a directory or a hub id."""
+    """The directory or hub id that ``model`` stands for."""
     policy: str
     policy_file: str | None = None
     allow_policy_modules: str | None = None
@@ -76,30 +79,31 @@ class ServeOptions:
     lease_budget_fraction: float | None = None
     """Share of the KV cache that leases may hold, 0 to 1."""
     max_ttl_s: float | None = None
-    """Longest lease of a client's hint."""
+    """Longest lease that a client's hint may ask for."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of ``additional_config.sojourn``."""
     tiers: KvOffloadOptions = field(default_factory=KvOffloadOptions)
     pair: PrefillDecodeOptions = field(default_factory=PrefillDecodeOptions)
     chat_template: str | None = None
-    """Set for the models made here, which also get tool calling and a served name."""
+    """Set only for the models made here (``tiny``, ``smol``), which also get tool calling and a served
+    name."""
     engine_args: tuple[str, ...] = ()
     """The user's flags for ``vllm serve``, unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """A command line and its changes of the environment."""
+    """The command line of an engine, and its changes of the environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     """Variables to set."""
     unset: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """One line for each option without effect."""
+    """One line for each option that has no effect."""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """``base`` with the changes."""
+        """``base`` with the changes applied."""
         return {**{name: value for name, value in base.items() if name not in self.unset}, **self.env}
 
     def as_shell(self) -> str:
@@ -210,7 +214,7 @@ def listen_address(engine_args: Sequence[str]) -> tuple[str, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineFlags:
-    """Flags of a command line; as in vLLM, ``--a-b``, ``--a_b`` and ``--a-b=value`` are the same flag."""
+    """Flags of a command line. As in vLLM, ``--a-b``, ``--a_b`` and ``--a-b=value`` name the same flag."""
 
     args: tuple[str, ...]
 
@@ -220,7 +224,7 @@ class EngineFlags:
         return any(_flag_name(arg) in (flag, negated) for arg in self.args)
 
     def value(self, flag: str) -> str | None:
-        """Value of the last occurrence of the flag; ``None`` without one."""
+        """Value of the last occurrence of the flag; ``None`` if the flag is missing."""
         found = None
         for index, arg in enumerate(self.args):
             if _flag_name(arg) == flag:
@@ -231,7 +235,7 @@ class EngineFlags:
         return found
 
     def pop_json(self, flag: str) -> tuple[EngineFlags, dict[str, Any]]:
-        """The flags without ``flag``, and the JSON object of ``flag``; {} without one."""
+        """The flags without ``flag``, and the JSON object that was its value; {} if the flag is missing."""
         if any(_flag_name(arg).startswith(f"{flag}.") for arg in self.args):
             raise InvalidOption(f"sojourn adds to {flag}: give it as one JSON object, not as {flag}.key")
         text = self.value(flag)
@@ -256,7 +260,7 @@ class EngineFlags:
 
 
 def _flag_name(arg: str) -> str:
-    """``--A_b=c`` → ``--A-b``; anything but a long flag is unchanged."""
+    """The normal form of a long flag: ``--A_b=c`` → ``--A-b``. Any other argument is unchanged."""
     if not arg.startswith("--"):
         return arg
     return arg.split("=", 1)[0].replace("_", "-")
@@ -281,7 +285,8 @@ def _warnings(flags: EngineFlags, facts: LaunchEnvironment) -> tuple[str, ...]:
 
 
 def _check_network(network_file: str | None) -> None:
-    """Raise ``InvalidOption`` for a file that the engine would reject after it has loaded the model."""
+    """Raise ``InvalidOption`` for a weights file that the engine would reject after it has loaded the
+    model."""
     if network_file is None:
         return
     from ..predictors.weights_format import WeightsError, read_weights_metadata
@@ -316,7 +321,7 @@ def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
 
 
 def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment) -> dict[str, Any]:
-    """Value of ``--kv-transfer-config``. Raises ``InvalidOption``."""
+    """Value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``."""
     pair = options.pair
     address = listen_address(options.engine_args)
     port = None if address is None else address[1]
@@ -349,7 +354,8 @@ _EXCLUDED_WITH_PREFILL_DECODE = {
 
 
 def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -> str:
-    """Value of ``VLLM_PLUGINS``, an allow-list: ours alone would turn the user's other plugins off."""
+    """Value of ``VLLM_PLUGINS``. It is an allow-list: with our plugin alone it would turn the user's other
+    plugins off."""
     listed = environ.get("VLLM_PLUGINS")
     names = facts.plugins if listed is None else tuple(name.strip() for name in listed.split(","))
     kept = [name for name in dict.fromkeys(names) if name and name != PLUGIN_NAME]
@@ -360,7 +366,8 @@ _PARALLELISM_FLAGS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size
 
 
 def _check_parallelism(flags: EngineFlags, what: str) -> None:
-    """Raise ``InvalidOption`` for engines that our connectors would reject minutes later."""
+    """Raise ``InvalidOption`` for parallelism that our connectors would reject minutes later. ``what``: the
+    feature, for the message."""
     for flag in _PARALLELISM_FLAGS:
         count = flags.value(flag)
         if count not in (None, "1"):

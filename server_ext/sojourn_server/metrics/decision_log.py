@@ -48,10 +48,10 @@ class DecisionLog:
         return decision
 
     def since(self, seq: int, limit: int) -> tuple[list[Decision], int]:
-        """Decisions from ``seq`` on, at most ``limit``, and the number to ask from next time.
+        """Decisions from number ``seq`` on, at most ``limit``, and the number for the next call.
 
-        A number beyond the newest one comes from before a restart of the engine; the answer then starts with
-        this engine's first decisions.
+        A number beyond the newest decision comes from before a restart of the engine; the answer then starts
+        with this engine's first decisions.
         """
         first = self._ring[0].seq if self._ring else self._next
         start = max(0, seq - first)

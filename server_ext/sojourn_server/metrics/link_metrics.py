@@ -1,4 +1,4 @@
-"""Metrics of links to storage and between engines: an engine's totals become increments."""
+"""Metrics of an engine's links to storage and to other engines: turns the engine's totals into increments."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ class LinkMetrics:
         self._counted: dict[tuple[str, ...], float] = {}
 
     def take(self, totals: Mapping[str, Any] | None) -> dict[str, list[tuple[dict[str, str], float]]]:
-        """Count the growth since the last call, and return the present gauge rows.
+        """Count the growth since the last call, and return the current gauge rows.
 
-        ``totals`` has the form of ``kv_transfer/transfer_stats.py``; ``None``: no links, no rows."""
+        ``totals`` has the form of ``kv_transfer/transfer_stats.py``; ``None``: there are no links, and so no
+        rows.
+        """
         if totals is None:
             return {}
         for (link, direction), total in _transferred_totals(totals):

@@ -1,9 +1,11 @@
-"""The closed list of metrics, with their labels and label values.
+"""The list of all metrics, with their labels and label values. A metric that is not listed here is not
+counted.
 
-It is closed because every label value is a time series that takes storage. A program, session or call id is
-never a label. Open labels are bounded: ``TOOL`` by the recorder (``MAX_TOOLS`` learnt names, the rest is
-``other``), ``TEXT`` because it occurs only on gauges with one value per process. The API server adds the
-label ``engine``, the engine's index, as vLLM does."""
+Label values are listed too, because each one is a time series that takes storage. A program, session or call
+id is never a label. Labels with open values are bounded: ``TOOL`` by the recorder (``MAX_TOOLS`` learnt
+names, the rest is ``other``), ``TEXT`` because it occurs only on gauges with one value per process. The API
+server adds the label ``engine``, the engine's index, as vLLM does.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ class MetricSpec:
     """Upper bounds of a histogram, ascending, without +Inf."""
     shown_at_zero: frozenset[tuple[str, ...]] | None = None
     """Label values of a counter that are exposed from 0 on, in the order of ``labels``; ``None``: all
-    combinations. Others appear once they are counted."""
+    combinations. Other combinations appear once they are counted."""
 
     def series(self) -> int:
         """Maximum number of sample lines of this metric for one engine."""
@@ -99,7 +101,7 @@ TIER_MOVES = frozenset(
     | {"spilled", "spill_full", "spill_failed", "spill_missing"}
     | {"staged", "stage_missing", "stage_corrupt", "stage_failed", "gave_up"}
 )
-"""What happened to blocks below the device; ``docs/kv-offload.md`` explains each value."""
+"""What happened to blocks in host memory and on disk; ``docs/kv-offload.md`` explains each value."""
 LANES = frozenset({"to_host", "to_device", "to_disk", "from_disk"})
 LINKS = frozenset({"storage", "compute"})
 LINK_DIRECTIONS = frozenset({"read", "write", "sent", "received"})
@@ -126,7 +128,8 @@ PREFETCH_OUTCOMES = frozenset({"in_place", "in_host", "from_disk", "no_tier"})
 PROMPT_RESULTS = frozenset({"device", "host", "new", "tail", "lost"})
 LOST_CAUSES = frozenset(cause.value for cause in LossCause)
 EVICTION_CAUSES = LOST_CAUSES - {LossCause.CHANGED.value, LossCause.PREEMPTED.value}
-"""Why the evicted block was free, in the ledger's words. Blocks without a program are not counted."""
+"""Why an evicted block had no lease, as causes of the turn ledger. Blocks without a program are not
+counted."""
 LEASE_ENDS = frozenset({"ttl", "return", "end", "silent", "pressure", "reset", "superseded", "placed"})
 PLACES = frozenset(tier.value for tier in Tier)
 MOVE_TIMES = frozenset(when.value for when in MoveTiming)
@@ -149,7 +152,8 @@ PLACEMENTS = frozenset(
         (Tier.WAITING, MoveTiming.NOW, MoveReason.OVER),
     )
 )
-"""The moves that shipped policies make: a third of the label combinations. Other policies may make more."""
+"""Placements (tier, time, reason) that shipped policies decide: a third of the label combinations. Other
+policies may decide more."""
 GAP_SOURCES = frozenset({"reported", "inferred"})
 EVENT_TYPES = frozenset(
     {"program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end", "unknown"}
@@ -174,7 +178,7 @@ POLICY_BUCKETS_S = tuple(1e-6 * 4**k for k in range(11))
 """1 µs to 1.05 s, factor 4."""
 
 METRICS_DROPPED = "sojourn_metrics_dropped_total"
-"""Counts measurements outside this catalogue."""
+"""Counts measurements of metrics or labels that are not in this catalogue."""
 
 
 def _counter(

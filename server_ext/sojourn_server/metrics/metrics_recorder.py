@@ -1,7 +1,8 @@
 """The engine's side of the metrics: increments in bounded memory until they are drained.
 
-The engine core cannot serve a scrape, and each of several API servers would count what it polled. So the
-engine keeps increments, and ``drain`` hands out each of them once; Prometheus sums over the API servers.
+The engine core cannot serve a scrape, and if each of several API servers polled totals, each would count
+them. So the engine keeps increments, and ``drain`` returns each increment once; Prometheus sums over the API
+servers.
 
 ``drain`` may never be called. So a histogram keeps bucket counts and no values, and the catalogue bounds the
 number of label combinations.
@@ -56,8 +57,9 @@ class _Histogram:
 class MetricsRecorder:
     """Counts and observes the metrics of the catalogue.
 
-    A measurement outside it is dropped and counted in ``sojourn_metrics_dropped_total``, because a wrong
-    metric must not stop an engine. With ``strict``, as in tests, it raises ``AssertionError``.
+    A measurement that is not in the catalogue is dropped and counted in ``sojourn_metrics_dropped_total``,
+    because a wrong metric must not stop an engine. With ``strict``, as in tests, it raises
+    ``AssertionError``.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
@@ -84,7 +86,7 @@ class MetricsRecorder:
         cell.total += n
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """Add one observation, in the unit its name ends with, to the histogram ``name``."""
+        """Add one observation to the histogram ``name``, in the unit that the name ends with."""
         at = (name, *labels.items())
         cell = self._histogram_at.get(at)
         if cell is None:
@@ -99,7 +101,7 @@ class MetricsRecorder:
         cell.count += 1
 
     def drain(self, gauges: GaugeRows | None = None) -> dict[str, Any]:
-        """All increments since the last drain, and the present ``gauges``, as JSON data.
+        """All increments since the last drain, and the current ``gauges``, as JSON data.
 
         ``{"counters": {name: [[labels, increment], …]},
         "histograms": {name: [[labels, {"buckets": [count per bucket, not cumulative, +Inf last],
@@ -159,7 +161,7 @@ class MetricsRecorder:
     def _resolve(
         self, name: str, kind: MetricKind, labels: Mapping[str, str]
     ) -> tuple[MetricSpec, dict[str, str]] | None:
-        """The metric and the label values to store under, in the catalogue's order."""
+        """The metric, and the label values to store it under, in the catalogue's order."""
         spec = METRIC_CATALOG.get(name)
         if spec is None or spec.kind is not kind:
             self._drop("unknown_metric", f"{name} is not a {kind.value} of the catalogue")
@@ -202,12 +204,12 @@ class MetricsRecorder:
 
 
 class ToolLabels:
-    """Names of tools that label metrics: at most ``max_names`` learnt ones. They never change, so a series
-    keeps its meaning.
+    """The tool names that may be label values: at most ``max_names``. A learnt name is kept for ever, so that
+    a series keeps its meaning.
 
     Half of the places go to the first names seen, so that a small deployment is labelled from its first call
-    on. The other half takes ``EARNED_AFTER`` sightings, so that a client with random names cannot take all
-    places. ``MAX_CANDIDATES`` names of at most 64 characters bound the memory.
+    on. A name gets one of the other half after ``EARNED_AFTER`` sightings, so that a client with random names
+    cannot take all places. ``MAX_CANDIDATES`` names of at most 64 characters bound the memory.
     """
 
     EARNED_AFTER = 8
@@ -245,6 +247,6 @@ class ToolLabels:
 
 
 def printable_label(text: str) -> str:
-    """A text as the value of an open label: encodable, and at most ``MAX_TEXT_CHARS`` long."""
+    """``text`` as a label value: encodable, and at most ``MAX_TEXT_CHARS`` long."""
     # A lone surrogate would make the whole exposition unencodable.
     return text[:MAX_TEXT_CHARS].encode("utf-8", "replace").decode("utf-8")

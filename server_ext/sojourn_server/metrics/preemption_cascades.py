@@ -1,4 +1,4 @@
-"""Cascades: chains of preemptions that follow one another closely (Tetris §1)."""
+"""Cascades: chains of preemptions that follow one another within a few engine steps (Tetris §1)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ are well under a second of decoding."""
 
 
 class PreemptionCascades:
-    """The present chain of preemptions, by engine step."""
+    """The current chain of preemptions, by engine step."""
 
     def __init__(self) -> None:
         self.length = 0
-        """Preemptions in the present chain."""
+        """Preemptions in the current chain."""
         self._at_step = 0
 
     def preempted(self, step: int) -> int:
@@ -27,8 +27,8 @@ class PreemptionCascades:
         return over
 
     def over(self, step: int) -> int:
-        """End the chain if no preemption from ``step`` on can extend it. Returns its length, or 0 if it
-        continues."""
+        """End the chain if a preemption at ``step`` or later would be too late to extend it. Returns the
+        length of the ended chain, or 0 if it continues."""
         if not self.length or step - self._at_step <= CASCADE_STEPS:
             return 0
         over, self.length = self.length, 0

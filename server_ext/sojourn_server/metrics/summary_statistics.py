@@ -9,7 +9,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The ``percent``-th percentile of values sorted ascending, linearly interpolated (numpy's default).
+    """The ``percent``-th percentile of ascending values, linearly interpolated (numpy's default).
 
     Raises ``ValueError`` without values or for ``percent`` outside 0..100.
     """
@@ -28,7 +28,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 def summarise(values: Iterable[float]) -> dict[str, float | None]:
     """``{"mean", "p50", "p90", "p95", "p99", "count"}`` in the unit of ``values``.
 
-    Without values the figures are ``None`` (JSON null), not 0, and ``count`` is 0.
+    Without values the statistics are ``None`` (JSON null), not 0, and ``count`` is 0.
     """
     ordered = sorted(values)
     if not ordered:

@@ -1,8 +1,8 @@
-"""The turn ledger: the sources of every turn's prompt tokens, and its seconds, in parts that add up exactly.
+"""The turn ledger: for every turn, where its prompt's KV came from and where its time went.
 
 For a prompt of P tokens: P = device + host + new + tail + Σ lost[cause]. For its seconds: wall = queued +
-prefilling + decoding. Missing knowledge is recorded as ``unknown``, never guessed. The ring is bounded, and
-nothing here is computed for a viewer.
+prefilling + decoding. Both sums are exact. What is not known is recorded as ``unknown``, never guessed. The
+memory is bounded, and nothing is computed only to be shown.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ class LossCause(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class EvictedBlock:
-    """The fate of a cached block that was reused."""
+    """Why a cached block was evicted, and by which program."""
 
     cause: LossCause
     owner: str | None
     evictor: str | None
-    """Program that took the block, if known."""
+    """Program whose request took the block, if known."""
     at_s: float
     score: tuple[float, ...] | None = None
-    """The owner's place in the eviction order at that time, lowest first, if there is such an order."""
+    """Position of the block's owner in the eviction order at that time, lowest evicted first; ``None``
+    without such an order."""
 
 
 class EvictionLog:
-    """Evicted blocks by hash, bounded: the oldest entries are dropped and become ``unknown``."""
+    """Evicted blocks by hash, bounded: the oldest entries are dropped, and their cause becomes
+    ``unknown``."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = max(1, capacity)
@@ -66,32 +68,32 @@ class EvictionLog:
             self._evicted_blocks.popitem(last=False)
 
     def find(self, block_hash: Any) -> EvictedBlock | None:
-        """The record of the block, if it is still in the log."""
+        """The entry of this block; ``None`` if it is not in the log, or not any more."""
         return self._evicted_blocks.get(block_hash)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSplit:
-    """The sources of a prompt's tokens. They add up to the prompt."""
+    """How many of a prompt's tokens came from each source. The numbers add up to the prompt's length."""
 
     prompt: int
     device: int
-    """Reused from device memory."""
+    """Tokens reused from device memory."""
     new: int
-    """Never computed for this program before."""
+    """Tokens never computed for this program before."""
     tail: int
-    """Computed before, but in a partial block, which is never cached."""
+    """Tokens computed before, but in a partial block, which is never cached."""
     lost: dict[LossCause, int]
-    """Recomputed, by cause."""
+    """Tokens computed before and recomputed, by cause."""
     host: int = 0
-    """Reused from host memory, possibly loaded from disk."""
+    """Tokens reused from host memory, into which they may have been loaded from disk."""
 
     def computed(self) -> int:
         """Tokens that the engine had to prefill."""
         return self.prompt - self.device - self.host
 
     def again(self) -> int:
-        """Prefilled tokens that had been computed for this program before."""
+        """Prefilled tokens that had already been computed for this program."""
         return self.tail + sum(self.lost.values())
 
 
@@ -122,14 +124,14 @@ def split_tokens(
     cause: LossCause,
     dropped_hit_blocks: int = 0,
 ) -> TokenSplit:
-    """Split a prompt of ``prompt`` tokens, of which ``device`` were found in the cache.
+    """Split a prompt of ``prompt`` tokens, ``device`` of which were found in the prefix cache.
 
-    ``before_tokens``: the program's context after its previous turn (0 for the first), with
-    ``before_full_blocks`` full blocks; the new prompt starts with ``shared_blocks`` of them. ``cause``: why
-    the first missing one of these is missing. The last prompt token is always computed, so a full hit stops
-    one block short. ``shared_blocks`` None: the previous context is unknown, and all of it may be lost by
-    ``cause``. ``dropped_hit_blocks``: blocks at a hit's end that the engine recomputes on purpose; they count
-    as ``tail``.
+    ``before_tokens``: length of the program's context after its previous turn (0 for the first turn), with
+    ``before_full_blocks`` full blocks. ``shared_blocks``: how many of these blocks the new prompt starts
+    with; ``None``: the previous context is unknown, and all of it may be lost by ``cause``. ``cause``: why
+    the first missing shared block is missing. The last prompt token is always computed, so a full hit stops
+    one block short. ``dropped_hit_blocks``: blocks at a hit's end that the engine recomputes on purpose; they
+    count as ``tail``.
     """
     if shared_blocks is None:
         again = max(0, min(before_tokens, prompt) - device)
@@ -168,22 +170,23 @@ class TurnRecord:
     recomputed_after_preemption: int = 0
     preemptions: int = 0
     evictor: str | None = None
-    """Program that took the first missing block."""
+    """Program whose request took the first missing block."""
     evicted_score: tuple[float, ...] | None = None
-    """The program's place in the eviction order at that time, lowest first; ``None``: there is no order."""
+    """The program's position in the eviction order at that time, lowest evicted first; ``None`` without such
+    an order."""
     goes_on: float | None = None
-    """Predicted probability of another turn, when this one ended."""
+    """Probability of another turn, predicted at the end of this one."""
     tier: str | None = None
-    """Source of ``goes_on``."""
+    """Source of ``goes_on``: an observability tier (``policies.workflow``), not a memory tier."""
     p_reuse: float | None = None
-    """``goes_on`` times the expected share of the next prompt in the cache."""
+    """``goes_on`` times the expected share of the next prompt that is in the cache."""
     tool_before: str | None = None
     gap_s: float | None = None
-    """Seconds between the previous turn's end and this arrival."""
+    """Seconds between the end of the previous turn and the arrival of this one."""
     leased: bool = False
     """The program had a lease when the request arrived."""
     client_request_id: str | None = None
-    """The client's id of the logical request, by which it finds its turn here."""
+    """The client's id of the logical request, by which the client finds its turn here."""
     lease_ttl_s: float | None = None
     """TTL of the lease granted at the end of the turn; ``None``: no lease."""
     outcome: str = "running"
@@ -201,7 +204,7 @@ class TurnRecord:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """The turn as flat JSON data."""
+        """The record as flat JSON data."""
         document: dict[str, Any] = {
             "program_id": self.program_id,
             "turn": self.turn,
@@ -236,7 +239,7 @@ class TurnRecord:
 
 @dataclass(slots=True)
 class LedgerTotals:
-    """Sums over all turns ever recorded."""
+    """Sums over all turns since the engine's start."""
 
     turns: int = 0
     prompt_tokens: int = 0
@@ -264,7 +267,7 @@ class LedgerTotals:
 
 
 class TurnLedger:
-    """The last ``capacity`` finished turns, and the sums over all."""
+    """The last ``capacity`` finished turns, and the sums over all turns."""
 
     def __init__(self, capacity: int = 20_000) -> None:
         self.totals = LedgerTotals()

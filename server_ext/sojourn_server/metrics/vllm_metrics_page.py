@@ -1,6 +1,6 @@
-"""Reads an engine's ``/metrics`` page: vLLM's line about its KV pool, and the process start time.
+"""Reads an engine's ``/metrics`` page: the size of vLLM's KV pool, and the start time of the process.
 
-Another program writes the page, so nothing here raises: a missing or malformed value is ``None``.
+The page may be of any program, so nothing here raises: a missing or malformed value is ``None``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class CachePool:
     block_size: int | None = None
     """Tokens per block."""
     num_blocks: int | None = None
-    """Blocks on the device; vLLM reserves one of them."""
+    """Blocks on the device, including the one that vLLM reserves."""
 
 
 def cache_pools(page: str) -> list[CachePool]:
-    """The pool of each engine on the page; empty if the page is not vLLM's."""
+    """The KV pool of each engine on the page; empty if the page is not vLLM's."""
     found = []
     for labels in _CACHE_LINE.findall(page):
         told = dict(_LABEL.findall(labels))
@@ -38,12 +38,13 @@ def cache_pools(page: str) -> list[CachePool]:
 
 
 def cache_pool(page: str) -> CachePool:
-    """The first engine's pool; with data parallelism all have the same size. All ``None`` without one."""
+    """The KV pool of the first engine on the page. With data parallelism all have the same size. All fields
+    are ``None`` if there is no pool."""
     return next(iter(cache_pools(page)), CachePool())
 
 
 def process_start_time(page: str) -> str | None:
-    """The process's start time in seconds, as written but without an exponent. A new text means a new
+    """The process's start time in seconds, as text without an exponent. Another text means another
     process."""
     found = _STARTED_LINE.search(page)
     if found is None:
@@ -57,7 +58,7 @@ def process_start_time(page: str) -> str | None:
 
 
 def whole(value: object) -> int | None:
-    """A whole number above 0, also from text; ``None`` for anything else."""
+    """``value`` as a whole number above 0, also from text; ``None`` for anything else."""
     try:
         number = int(str(value))
     except ValueError:

@@ -1,10 +1,9 @@
 """The graphs that agents declare (Agent Execution Graphs, SAGA §3.2), by hash, in bounded memory.
 
-A client spells a graph out once and then only names its hash. What it spells out
-is believed only where the hash is that of the content, so nobody can put another
-graph in the place of one that is known. Of a known one only the hash is looked at:
-building a graph takes up to some ten milliseconds of an engine's step, and every
-process of an agent spells out the same. Nothing here has a clock or does I/O.
+A client sends a graph in full once and afterwards only its hash. A graph in full is accepted only if it has
+that hash, so no client can replace a known graph by another. For a known hash the graph is not read again:
+building a graph may take ten milliseconds of an engine's step, and every process of an agent sends the same
+graph. Nothing here has a clock or does I/O.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from sojourn.wire_codec import (
 from sojourn.wire_events import AegGraph
 
 TYPES_PER_GRAPH = 4
-"""Agent types remembered for each graph that may be held: several kinds of agent can share one."""
+"""Agent types remembered per graph of the limit ``max_graphs``: several types can share one graph."""
 
 
 class GraphError(ValueError):
-    """A graph that cannot be taken; the text says what was found and what was expected."""
+    """A graph that cannot be accepted; the text says what was found and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownGraph:
-    """One graph as held."""
+    """One stored graph."""
 
     aeg: Aeg
     size_bytes: int
-    """Size of its JSON."""
+    """Size of the graph as JSON."""
     _following: dict[str, tuple[tuple[str, float], ...]] = field(default_factory=dict, repr=False)
 
     def following(self, node: str) -> tuple[tuple[str, float], ...]:
-        """Successors of ``node``, with probabilities that sum to one; worked out once for each node."""
+        """Successors of ``node``, with probabilities that sum to one. Cached."""
         found = self._following.get(node)
         if found is None:
             found = tuple(self.aeg.following(node).items())
@@ -53,10 +52,10 @@ class KnownGraph:
 
 
 class GraphStore:
-    """Graphs of agents, at most ``max_graphs`` of ``max_bytes`` of JSON together.
+    """Graphs of agents: at most ``max_graphs``, with at most ``max_bytes`` of JSON together.
 
-    Each ``end_with_response`` is a use; the graph used least recently is forgotten first.
-    As Python objects they take about seven times their JSON.
+    The least recently used graph is forgotten first; ``use`` and ``follow`` count as uses. As Python objects
+    graphs take about seven times the memory of their JSON.
     """
 
     def __init__(self, max_graphs: int = 256, max_bytes: int = 4 * 1024 * 1024) -> None:
@@ -68,37 +67,39 @@ class GraphStore:
         self.max_graphs = max_graphs
         self.max_bytes = max_bytes
         self.bytes = 0
-        """JSON bytes of all graphs held."""
+        """Size of all stored graphs as JSON."""
         self.forgotten = 0
         self._graphs: OrderedDict[str, KnownGraph] = OrderedDict()
         self._current: OrderedDict[str, str] = OrderedDict()
-        """Agent type → hash of the graph its latest program follows, which may be forgotten by now."""
+        """Agent type → hash of the graph that its latest program follows. That graph may be forgotten by
+        now."""
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def __iter__(self) -> Iterator[KnownGraph]:
-        """All graphs held, the one used least recently first."""
+        """All stored graphs, the least recently used first."""
         return iter(self._graphs.values())
 
     def get(self, graph_hash: str) -> KnownGraph | None:
-        """The graph, or None; looking is no use."""
+        """The graph with this hash, or ``None``. Does not count as a use."""
         return self._graphs.get(graph_hash)
 
     def use(self, graph_hash: str) -> KnownGraph | None:
-        """The graph, or None, for a program that follows it."""
+        """The graph with this hash, or ``None``. Counts as a use."""
         known = self._graphs.get(graph_hash)
         if known is not None:
             self._graphs.move_to_end(graph_hash)
         return known
 
     def current(self, agent_type: str) -> KnownGraph | None:
-        """The graph that the latest program of this type follows, where it is held."""
+        """The graph that the latest program of this agent type follows; ``None`` if it is not stored."""
         graph_hash = self._current.get(agent_type)
         return None if graph_hash is None else self._graphs.get(graph_hash)
 
     def types(self) -> dict[str, list[str]]:
-        """Agent types by the hash of their current graph, where it is held; those of one graph sorted."""
+        """Agent types by the hash of their current graph, for stored graphs. The types of a graph are
+        sorted."""
         types: dict[str, list[str]] = {}
         for agent_type, graph_hash in sorted(self._current.items()):
             if graph_hash in self._graphs:
@@ -106,9 +107,11 @@ class GraphStore:
         return types
 
     def follow(self, graph_hash: str, graph: AegGraph | None, agent_type: str | None = None) -> bool:
-        """A program follows this graph, spelt out or known. False where it is neither.
+        """Record that a program of ``agent_type`` follows the graph with this hash, and store ``graph`` if it
+        is new.
 
-        Raises ``GraphError`` for a graph that cannot be taken; then nothing has changed.
+        ``graph`` is ``None`` if the client sent only the hash. False: the graph is neither given nor stored.
+        Raises ``GraphError`` for a graph that cannot be accepted; then nothing has changed.
         """
         if graph_hash not in self._graphs:
             if graph is None:
@@ -134,7 +137,7 @@ class GraphStore:
 
 
 def _checked(graph_hash: str, graph: AegGraph) -> KnownGraph:
-    """The graph, where it is one and the hash is its own. Raises ``GraphError``."""
+    """The graph, if it is valid and has this hash. Raises ``GraphError``."""
     _check_bounds(graph)  # before anything is built of it
     nodes = {node.id: node.tools for node in graph.nodes}
     edges = [(edge.source, edge.target, edge.probability) for edge in graph.edges]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MAX_SAMPLES = 20_000
-"""Maximum number of durations kept of all tools together."""
+"""Maximum number of durations kept for all tools together."""
 
 HISTORY_VERSION = 1
 """Version of the documents that ``snapshot`` writes and ``restore`` reads."""
@@ -21,9 +21,10 @@ HISTORY_VERSION = 1
 class ToolHistory:
     """S and S[f]: durations of tool calls, in seconds (Continuum §4.2, §5.1).
 
-    It keeps the newest ``max_samples_per_tool`` durations of each of the ``max_tools`` tools observed last. S
-    is the newest ``MAX_SAMPLES`` durations of any tool. A flood of invented tool names costs O(log) each and
-    displaces durations no faster than real calls. Raises ``ValueError`` for limits below 1.
+    The history keeps the newest ``max_samples_per_tool`` durations of each of the ``max_tools`` most recently
+    observed tools. S is the newest ``MAX_SAMPLES`` durations of any tool. With a flood of invented tool names
+    each call costs O(log), and displaces no more durations than a real call. Raises ``ValueError`` for limits
+    below 1.
     """
 
     def __init__(self, max_samples_per_tool: int = 1000, max_tools: int = 512) -> None:
@@ -37,7 +38,7 @@ class ToolHistory:
         self._all = SortedWindow(MAX_SAMPLES)
 
     def observe(self, key: str, duration_s: float) -> None:
-        """Add a call of tool ``key`` that took ``duration_s`` seconds.
+        """Add a call of the tool ``key`` that took ``duration_s`` seconds.
 
         Raises ``ValueError`` for a duration that is negative, infinite or not a number.
         """
@@ -53,7 +54,8 @@ class ToolHistory:
         self._all.add(duration_s)
 
     def count(self, key: str | None = None) -> int:
-        """|S[f]| for tool ``key``, or |S| for ``None``. 0 for a tool never seen."""
+        """Number of durations of tool ``key``, |S[f]|, or for ``None`` of all tools, |S|. 0 for an unknown
+        tool."""
         return len(self.durations(key))
 
     def durations(self, key: str | None = None) -> Sequence[float]:
@@ -86,7 +88,7 @@ class ToolHistory:
         return (bisect_right(ordered, elapsed_s + max(0.0, tau_s)) - ended) / (len(ordered) - ended)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all of it as a JSON-able document, tools and samples oldest first."""
+        """Return the history as a JSON-able document, tools and samples oldest first."""
         return {
             "version": HISTORY_VERSION,
             "tools": {key: list(samples.arrivals) for key, samples in self._tools.items()},
@@ -97,7 +99,8 @@ class ToolHistory:
     def restore(
         cls, document: Mapping[str, Any], max_samples_per_tool: int = 1000, max_tools: int = 512
     ) -> ToolHistory:
-        """Restore a ``snapshot``, cut to these limits, oldest out. Raises ``ValueError`` if it is none."""
+        """Restore a ``snapshot``, cut to these limits; the oldest are dropped. Raises ``ValueError`` for
+        anything else."""
         history = cls(max_samples_per_tool, max_tools)
         tools = _checked(document, "tools", dict)
         for key, durations in list(tools.items())[-max_tools:]:
@@ -113,7 +116,7 @@ class ToolHistory:
 
 
 class TurnHistory:
-    """Numbers of turns of finished programs, for the memoryfulness of the workload (Continuum §4.1).
+    """Numbers of turns of finished programs, to measure the memoryfulness of the workload (Continuum §4.1).
 
     The newest ``max_programs`` finished programs count.
     """
@@ -163,7 +166,7 @@ class TurnHistory:
         return max(-1.0, min(1.0, -correlation))
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all of it as a JSON-able document, oldest program first."""
+        """Return the history as a JSON-able document, oldest program first."""
         return {"version": HISTORY_VERSION, "turns": list(self._turns)}
 
     @classmethod
@@ -177,7 +180,8 @@ class TurnHistory:
         return history
 
     def _add(self, n: int, sign: int) -> None:
-        """Sums over k = 1..n in closed form: O(1) for any n."""
+        """Add (``sign`` 1) or remove (``sign`` −1) a program of ``n`` turns. Sums over k = 1..n in closed
+        form: O(1)."""
         self._pairs += sign * n
         self._x += sign * (n * (n + 1) // 2)
         self._y += sign * (n * (n - 1) // 2)
@@ -187,7 +191,8 @@ class TurnHistory:
 
 
 class SlidingMean:
-    """Mean of the newest ``window`` values, e.g. T̄: queueing delays of evicted programs (Continuum §4.2)."""
+    """Mean of the newest ``window`` values, e.g. T̄: the queueing delays of evicted programs (Continuum
+    §4.2)."""
 
     def __init__(self, window: int = 256) -> None:
         if window < 1:
@@ -196,18 +201,18 @@ class SlidingMean:
         self._mean: float | None = 0.0
 
     def observe(self, value: float) -> None:
-        """Take in one value; the oldest leaves a full window. Raises ``ValueError`` unless finite."""
+        """Add a value; it replaces the oldest in a full window. Raises ``ValueError`` unless finite."""
         if not math.isfinite(value):
             raise ValueError(f"observed {value}; expected a finite number")
         self._values.append(value)
         self._mean = None
 
     def count(self) -> int:
-        """Values in the window."""
+        """Number of values in the window."""
         return len(self._values)
 
     def values(self) -> list[float]:
-        """The window, oldest first."""
+        """The values in the window, oldest first."""
         return list(self._values)
 
     def mean(self) -> float:
@@ -221,8 +226,8 @@ class SlidingMean:
 class SlidingMax:
     """Approximate maximum of the newest ``window`` values.
 
-    It moves only when the true maximum leaves ``[value / factor, value]``, so that keys computed with it stay
-    valid. ``changes`` counts the moves.
+    The reported value changes only when the true maximum leaves ``[value / factor, value]``, so that eviction
+    keys computed with it stay valid. ``changes`` counts these changes.
     """
 
     def __init__(self, window: int = 1000, factor: float = 1.5) -> None:
@@ -232,12 +237,12 @@ class SlidingMax:
         self._factor = factor
         self._seen = 0
         self._falling: deque[tuple[int, float]] = deque()
-        """Values that are larger than all later ones, with their numbers."""
+        """The values that are larger than all later ones, each with its number in order of arrival."""
         self.value = 0.0
         self.changes = 0
 
     def observe(self, value: float) -> None:
-        """Take in one value. Raises ``ValueError`` unless finite and ≥ 0."""
+        """Add a value. Raises ``ValueError`` unless finite and ≥ 0."""
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"observed {value}; expected a finite number ≥ 0")
         while self._falling and self._falling[-1][1] <= value:
@@ -253,7 +258,7 @@ class SlidingMax:
             self.changes += 1
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all of it as a JSON-able document."""
+        """Return the state as a JSON-able document."""
         return {
             "version": HISTORY_VERSION,
             "seen": self._seen,
@@ -277,16 +282,18 @@ class SlidingMax:
 
 
 class BranchReuseRate:
-    """Share of the blocks of abandoned branches that were reused and not evicted; old outcomes fade.
+    """Share of the blocks of abandoned branches that were reused, not evicted; old outcomes fade.
 
-    Eviction counts as no reuse, so a low share stays low until memory is ample for a while. ``share`` moves
-    in steps of at least ``stride``, so that keys computed with it stay valid; ``changes`` counts the moves.
+    An evicted block counts as not reused, so a low share stays low until memory is ample for a while.
+    ``share`` changes in steps of at least ``stride``, so that eviction keys computed with it stay valid;
+    ``changes`` counts these changes.
     """
 
     def __init__(
         self, *, at_first: float = 0.5, weight: float = 4096.0, window: float = 65536.0, stride: float = 0.05
     ) -> None:
-        """``at_first`` counts as ``weight`` outcomes; beyond ``window`` outcomes all weights are halved."""
+        """``at_first``: initial share, with the weight of ``weight`` outcomes. Beyond ``window`` outcomes all
+        weights are halved."""
         if not (0 <= at_first <= 1 and weight > 0 and window > weight and 0 < stride < 1):
             raise ValueError(
                 f"at_first {at_first}, weight {weight}, window {window}, stride {stride}; "
@@ -301,7 +308,7 @@ class BranchReuseRate:
         self.changes = 0
 
     def observe(self, reused: int, evicted: int) -> None:
-        """Take in the total numbers of reused and of evicted blocks."""
+        """Update by the total numbers of reused and of evicted blocks since the start."""
         if (reused, evicted) == self._seen:
             return
         self._reused += reused - self._seen[0]
@@ -317,7 +324,7 @@ class BranchReuseRate:
 
 
 class SortedWindow:
-    """The newest ``most`` values, in order of arrival and sorted."""
+    """The newest ``most`` values, both in order of arrival and sorted."""
 
     __slots__ = ("_most", "arrivals", "ordered")
 
@@ -327,7 +334,7 @@ class SortedWindow:
         self.ordered: list[Any] = sorted(self.arrivals)
 
     def add(self, value: float) -> None:
-        """Take in one value; the oldest leaves a full window."""
+        """Add a value; it replaces the oldest in a full window."""
         if len(self.arrivals) == self._most:
             del self.ordered[bisect_right(self.ordered, self.arrivals.popleft()) - 1]
         self.arrivals.append(value)

@@ -3,16 +3,16 @@
     ι = acting / (reasoning + acting),  both summed over the newest k cycles
 
 A cycle is one inference and the tool call after it. The program *reasons* while one of its requests runs and
-*acts* while none is in the engine. While its requests only wait, nothing counts: gates and queues are the
-scheduler's doing, not the program's.
+*acts* while none is in the engine. While its requests only wait, no time counts: the scheduler causes that
+wait, not the program.
 
     request   arrives  admitted          finishes            arrives   admitted
     counts       |   –   | reasoning ······ | acting ··········· |   –    | reasoning ···
     cycle                 |<----------- one cycle ------------->|         |<-- the next
 
-Several tools at once are one gap, the longest of them, since the next request comes when all are done.
-Parallel requests are one inference: acting begins when the last of them is gone. A sub-agent is a program of
-its own with a clock of its own, and a tool call of its parent's.
+Parallel tool calls count as one gap, as long as the longest call, since the next request comes when all are
+done. Parallel requests count as one inference: acting begins when the last of them has ended. A sub-agent is
+a program with an idleness of its own, and a tool call of its parent.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from enum import Enum
 from typing import NamedTuple
 
 WINDOW_CYCLES = 5
-"""k of eq. 1: the newest cycles that count, as in all of the paper's experiments."""
+"""k of eq. 1: number of newest cycles that count; 5 in all of the paper's experiments."""
 
 MAX_INTERVAL_S = 1e9
-"""No interval counts for more: a clock that jumps to infinity must not make every sum infinite."""
+"""Maximum length of a counted interval: a clock that jumps to infinity must not make the sums infinite."""
 
 
 class IdlenessPhase(str, Enum):
-    """What the present second counts as."""
+    """What the time that passes now counts as."""
 
     REASONING = "reasoning"
     ACTING = "acting"
@@ -36,9 +36,9 @@ class IdlenessPhase(str, Enum):
 
 
 class Idleness(NamedTuple):
-    """What a clock shows from one fact to the next: only the interval that runs now changes with time.
+    """Sums of a program's reasoning and acting time, and the interval that runs since ``since_s``.
 
-    So a snapshot that holds one need not be taken anew before something happens to its program.
+    Only that interval depends on ``now``, so the object stays valid until the program's next event.
     """
 
     reasoning_s: float = 0.0
@@ -47,7 +47,7 @@ class Idleness(NamedTuple):
     """Seconds of the window spent in tool calls, without the running interval."""
     counting: IdlenessPhase = IdlenessPhase.NOTHING
     since_s: float = 0.0
-    """Time at which the running interval began, seconds on the clock that ``now`` is read from."""
+    """Time at which the running interval began, in seconds on the same clock as ``now``."""
 
     def at(self, now: float) -> float:
         """ι in [0, 1] at ``now`` seconds, the running interval included; never NaN, whatever ``now``.
@@ -65,17 +65,17 @@ class Idleness(NamedTuple):
 
 
 INITIAL_IDLENESS = Idleness()
-"""Idleness of a program that never ran."""
+"""Idleness of a program that has never run."""
 
 
 class IdlenessTracker:
-    """A program's idleness, kept up to date by facts about its requests, in memory for ``k`` cycles.
+    """Measures a program's idleness from the events of its requests, over the newest ``k`` cycles.
 
-    The cycle in progress is one of the k and takes its place when its inference first runs. Until then, while
-    its request is gated, the k before it are what is known; a request that is given up before it ran opens no
-    cycle and only interrupts the gap. Facts may come twice or out of order and a program's first may be
-    missing. Where the time given with one lies before the last one's, as after a jump of the clock, no time
-    has passed, and time goes on from there. Raises ``ValueError`` for ``k`` below 1.
+    The current cycle is one of the ``k``. A new cycle begins when its first request runs, not when the
+    request arrives: until then the last ``k`` cycles count, and a request that is aborted before it runs
+    begins no cycle. Events may be repeated, out of order or, at the beginning, missing. If ``now`` is earlier
+    than at the last event, as after a clock jump, no time has passed, and time continues from ``now``. Raises
+    ``ValueError`` for ``k`` below 1.
     """
 
     __slots__ = (
@@ -98,28 +98,29 @@ class IdlenessTracker:
             raise ValueError(f"k is {k}; expected ≥ 1 cycle")
         self._k = k
         self._live: dict[str, bool] = {}
-        """Its requests in the engine, and whether they run."""
+        """The program's requests in the engine → whether the request runs."""
         self._running = 0
         self._counting = IdlenessPhase.NOTHING
         self._since_s = 0.0
         self._ran = False
-        """Some request of it has run: there is a cycle in progress."""
+        """True once a request of the program has run: there is a current cycle."""
         self._in_gap = False
-        """The inference of that cycle is over."""
+        """True once the inference of the current cycle is over."""
         self._reasoning_s = self._acting_s = 0.0
-        """Reasoning seconds of the cycle in progress."""
+        """Reasoning and acting seconds of the current cycle."""
         self._earlier: list[tuple[float, float]] = []
-        """(reasoning, acting) of the finished cycles in the window, oldest first; at most k − 1."""
+        """(reasoning, acting) seconds of the finished cycles in the window, oldest first; at most k − 1."""
         self._earlier_reasoning_s = self._earlier_acting_s = 0.0
 
     def arrived(self, request_id: str, now: float) -> None:
-        """A request came and waits, gated or queued: a running tool call is over."""
+        """A request arrived and waits, gated or queued: a running tool call is over."""
         self._pass_time(now)
         self._live.setdefault(request_id, False)
         self._count()
 
     def admitted(self, request_id: str, now: float) -> None:
-        """A request began to run, or runs again after a preemption. It need not have been seen before."""
+        """A request began to run, or runs again after a preemption. ``arrived`` need not have been called for
+        it."""
         self._pass_time(now)
         if not self._live.get(request_id, False):
             self._live[request_id] = True
@@ -130,7 +131,7 @@ class IdlenessTracker:
         self._count()
 
     def preempted(self, request_id: str, now: float) -> None:
-        """A running request waits again. Unknown ones are ignored."""
+        """A running request waits again. An unknown request is ignored."""
         self._pass_time(now)
         if self._live.get(request_id, False):
             self._live[request_id] = False
@@ -138,14 +139,14 @@ class IdlenessTracker:
         self._count()
 
     def finished(self, request_id: str, now: float) -> None:
-        """A request is gone, answered or given up; after the last one the program acts."""
+        """A request was answered or aborted; after its last request the program acts."""
         self._pass_time(now)
         if self._live.pop(request_id, False):
             self._running -= 1
         self._count()
 
     def reading(self) -> Idleness:
-        """The clock's value until the next fact; O(1)."""
+        """The idleness as an object that stays valid until the next event; O(1)."""
         return Idleness(
             self._earlier_reasoning_s + self._reasoning_s,
             self._earlier_acting_s + self._acting_s,
@@ -184,5 +185,5 @@ class IdlenessTracker:
 
 
 def _elapsed_s(since_s: float, now: float) -> float:
-    """Seconds from ``since_s`` to ``now``, within 0 to ``MAX_INTERVAL_S``; 0.0 where either is no number."""
+    """Seconds from ``since_s`` to ``now``, clipped to 0 to ``MAX_INTERVAL_S``; 0.0 if either is NaN."""
     return min(max(0.0, now - since_s), MAX_INTERVAL_S)

@@ -18,17 +18,17 @@ MAX_OUTPUT_TOKENS = 2**53
 """Maximum output length: floats are exact up to here."""
 
 LengthKey = tuple[str | None, str | None]
-"""Agent type, and the tool just called; ``None``: unknown."""
+"""Agent type, and the tool that was called before the output; ``None``: unknown."""
 
 ALL_OUTPUTS: LengthKey = (None, None)
 
 
 class OutputLengthHistory:
-    """Tokens of finished outputs, by key.
+    """Lengths of finished outputs in tokens, by key.
 
-    Each output counts under its key, its agent type and for all. The newest ``max_samples`` of each are kept,
-    and the ``max_keys`` keys observed last, so that invented names cost bounded memory. Raises
-    ``ValueError`` for limits below 1.
+    Each output counts under its key, under its agent type, and for all outputs. The newest ``max_samples`` of
+    each are kept, for the ``max_keys`` most recently observed keys, so that invented names cost bounded
+    memory. Raises ``ValueError`` for limits below 1.
     """
 
     def __init__(self, max_samples: int = 500, max_keys: int = 512) -> None:
@@ -50,8 +50,8 @@ class OutputLengthHistory:
             self._window((agent_type, None)).add(tokens)
 
     def known(self, agent_type: str | None, tool: str | None, least: int) -> Sequence[int]:
-        """Lengths in tokens, ascending, of the first of: this key, this agent type, all, that has at least
-        ``least``; else empty.
+        """Lengths in tokens, ascending, of this key, else of this agent type, else of all outputs: the first
+        with at least ``least`` lengths. Empty if none has as many.
 
         A live view, not a copy: read it at once; do not keep or change it.
         """
@@ -66,7 +66,7 @@ class OutputLengthHistory:
         return len(self._all.ordered)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all of it as a JSON-able document, keys and lengths oldest first."""
+        """Return the history as a JSON-able document, keys and lengths oldest first."""
         return {
             "version": LENGTHS_VERSION,
             "keys": [[*key, list(window.arrivals)] for key, window in self._windows.items()],
@@ -75,7 +75,8 @@ class OutputLengthHistory:
 
     @classmethod
     def restore(cls, document: Any, max_samples: int = 500, max_keys: int = 512) -> OutputLengthHistory:
-        """Restore a ``snapshot``, cut to these limits, oldest out. Raises ``ValueError`` if it is none."""
+        """Restore a ``snapshot``, cut to these limits; the oldest are dropped. Raises ``ValueError`` for
+        anything else."""
         lengths = cls(max_samples, max_keys)
         if not isinstance(document, Mapping) or document.get("version") != LENGTHS_VERSION:
             raise ValueError(f"output lengths: expected a document of version {LENGTHS_VERSION}")
@@ -108,9 +109,9 @@ class OutputLengthHistory:
 
 
 class HintErrors:
-    """Errors of hinted output lengths by agent type.
+    """Errors of hinted output lengths, by agent type.
 
-    It keeps the newest ``window`` errors of each of the ``max_types`` types observed last. Raises
+    Keeps the newest ``window`` errors of each of the ``max_types`` most recently observed types. Raises
     ``ValueError`` for limits below 1.
     """
 
@@ -122,7 +123,8 @@ class HintErrors:
         self._types: OrderedDict[str, SlidingMean] = OrderedDict()
 
     def observe(self, agent_type: str, off: float) -> None:
-        """Take in |ln(actual ÷ hinted)|. Raises ``ValueError`` unless finite and ≥ 0."""
+        """Add an error ``off``, which is |ln(actual ÷ hinted)|. Raises ``ValueError`` unless finite and ≥
+        0."""
         if not off >= 0:
             raise ValueError(f"a hint was off by {off}; expected ≥ 0")
         errors = self._types.get(agent_type)
@@ -135,17 +137,18 @@ class HintErrors:
         errors.observe(off)
 
     def mean(self, agent_type: str, least: int) -> float | None:
-        """Mean error of a type; ``None`` with less than ``least``."""
+        """Mean error of an agent type; ``None`` with fewer than ``least`` errors."""
         errors = self._types.get(agent_type)
         return errors.mean() if errors is not None and errors.count() >= least else None
 
     def snapshot(self) -> dict[str, list[float]]:
-        """Return all of it as a JSON-able document, types and errors oldest first."""
+        """Return the errors as a JSON-able document, types and errors oldest first."""
         return {agent_type: errors.values() for agent_type, errors in self._types.items()}
 
     @classmethod
     def restore(cls, document: Any, window: int = 64, max_types: int = 512) -> HintErrors:
-        """Restore a ``snapshot``, cut to these limits, oldest out. Raises ``ValueError`` if it is none."""
+        """Restore a ``snapshot``, cut to these limits; the oldest are dropped. Raises ``ValueError`` for
+        anything else."""
         restored = cls(window, max_types)
         if not isinstance(document, Mapping):
             raise ValueError(f"hint errors: a {type(document).__name__}; expected an object")

@@ -13,11 +13,11 @@ SEQ_WINDOW = 1024
 """Sequence numbers that lag further behind the newest count as seen."""
 _FULL_MASK = (1 << SEQ_WINDOW) - 1
 HALF_LIFE = 20.0
-"""Number of outcomes after which the weight of an older one is halved."""
+"""Number of later outcomes that halve the weight of an outcome."""
 MIN_OUTCOMES = 5.0
-"""Minimum number of outcomes; with fewer, hints count as reliable."""
+"""Minimum weight of the outcomes for a judgement; with less, hints count as reliable."""
 MAX_ERROR_RATIO = 1.25
-"""Maximum ratio of the hints' error to that of a constant prediction."""
+"""Maximum ratio of the hints' error to the error of a constant prediction."""
 ERROR_SLACK = 0.05
 """Absolute slack of that comparison, for small sums."""
 CHANCE_ERROR = 0.25
@@ -43,7 +43,7 @@ class RunningTool:
 
 @dataclass(slots=True)
 class SequenceWindow:
-    """Seen sequence numbers of one emitter, in bounded memory."""
+    """Sequence numbers seen from one emitter, in bounded memory."""
 
     newest: int = -1
     mask: int = 0
@@ -64,9 +64,10 @@ class SequenceWindow:
 
 
 class HintReliability:
-    """Whether programs continued after their turns as their hints said.
+    """How well hints predicted whether programs continued after their turns.
 
-    Decayed squared errors of declared probabilities, and of the plain share of turns with a successor.
+    Holds decayed squared errors of the hinted probabilities, and of a constant prediction, which is the share
+    of turns with a successor.
     """
 
     __slots__ = ("base_error", "came_back", "declared", "error", "weight")
@@ -75,7 +76,8 @@ class HintReliability:
         self.weight = self.came_back = self.declared = self.error = self.base_error = 0.0
 
     def observe(self, declared: float | None, came_back: bool) -> None:
-        """A program returned after its turn, or ended. ``declared``: its hinted probability of return."""
+        """Record that a program returned after its turn (``came_back``) or ended. ``declared``: its hinted
+        probability of returning."""
         outcome = float(came_back)
         if declared is not None:
             share = (self.came_back + 0.5) / (self.weight + 1.0)
@@ -92,17 +94,17 @@ class HintReliability:
 
     @property
     def no_worse_than_chance(self) -> bool:
-        """Whether the hints of one program are no worse than chance. A constant prediction would be too
-        strict: only its last turn has no successor."""
+        """Whether the hints of one program are no worse than chance. Comparing them with a constant
+        prediction would be too strict: only a program's last turn has no successor."""
         return self.declared < MIN_OUTCOMES or self.error <= self.declared * CHANCE_ERROR
 
     def numbers(self) -> list[float]:
-        """Return all of it, for ``restored``."""
+        """Return the state as numbers, for ``restored``."""
         return [self.weight, self.came_back, self.declared, self.error, self.base_error]
 
     @classmethod
     def restored(cls, numbers: Sequence[float]) -> HintReliability:
-        """Restore ``numbers``. Raises ``ValueError`` for anything else."""
+        """Restore the result of ``numbers``. Raises ``ValueError`` for anything else."""
         if len(numbers) != 5 or not all(isinstance(n, (int, float)) and 0 <= n < 1e9 for n in numbers):
             raise ValueError(f"credit: {list(numbers)[:6]!r}; expected five numbers ≥ 0")
         credit = cls()
@@ -118,7 +120,7 @@ class ProgramState:
 
     id: ProgramId
     rank: int
-    """Order of first arrival; smaller is earlier. Kept for ever (Continuum §4.3)."""
+    """Order of the program's first arrival; smaller is earlier. It never changes (Continuum §4.3)."""
     arrived_s: float
     status: ProgramStatus = ProgramStatus.ACTING
     parent_id: ProgramId | None = None
@@ -129,67 +131,70 @@ class ProgramState:
     """The client's declared tenant; not authenticated."""
     node: str | None = None
     graph_hash: str | None = None
-    """Its execution graph; ``GraphStore`` may have forgotten it."""
+    """Hash of the program's execution graph, which ``GraphStore`` may have forgotten."""
     prompt_type: str | None = None
-    """Name of the first tokens of its first prompt: its type if the client names none."""
+    """Hash of the first tokens of the program's first prompt: its agent type if the client names none."""
     steps: list[str] = field(default_factory=list)
-    """Steps of its turns, newest last (``WorkflowHistory``), without the turn whose tool still runs."""
+    """Steps of the program's turns, newest last (``WorkflowHistory``), without the turn whose tool still
+    runs."""
     steps_begin: bool = True
-    """``steps`` contains its first step."""
+    """Whether ``steps`` contains the program's first step."""
     reused_share: float = 1.0
-    """Share of its cached context that the next prompt reuses; a moving average."""
+    """Share of the cached context that the next prompt reuses; a moving average."""
     cached_blocks: int = 0
-    """Full blocks that its last turn left in the prefix cache, shared ones included."""
+    """Full blocks that the last turn left in the prefix cache, shared ones included."""
     last_turn_s: float | None = None
-    """Time at which its last turn ended."""
+    """Time at which the last turn ended."""
     turn_node: str | None = None
-    """Graph node that the request of its last turn named."""
+    """Graph node named in the request of the last turn."""
     turn_steps_left: float | None = None
-    """Turns that this request expected to follow."""
+    """Number of further turns that the client expected in the request of the last turn."""
     turn_final: bool = False
-    """That request was declared the last."""
+    """Whether the request of the last turn was declared the final one."""
     goes_on: float | None = None
     """Probability that another turn follows; ``None``: unknown."""
     p_reuse: float | None = None
-    """``goes_on`` times the share of its next prompt that its context covers; ``None``: unknown."""
+    """``goes_on`` times the share of the next prompt that the cached context covers; ``None``: unknown."""
     tier: str | None = None
-    """Source of ``goes_on`` (``policies.workflow``)."""
+    """Source of the value ``goes_on``: an observability tier (``policies.workflow``), not a memory tier."""
     pending_declaration: tuple[str, float] | None = None
     """Agent type and hinted probability of another turn, until the outcome is known."""
     credit: HintReliability | None = None
-    """Reliability of its own hints."""
+    """Reliability of the program's own hints."""
     prefetch_at_s: float | None = None
-    """Start of its planned prefetch; ``None``: none is planned."""
+    """Start of the planned prefetch; ``None``: no prefetch is planned."""
     expected_steps_left: float | None = None
-    """Turns that the client expects after its last one."""
+    """Number of further turns that the client expects."""
     turns: int = 0
-    """Turns finished."""
+    """Number of finished turns."""
     first_prompt_tokens: int = 0
     context_tokens: int = 0
-    """Prompt plus output of the last finished turn."""
+    """Prompt plus output tokens of the last finished turn."""
     peak_tokens: int = 0
     """Maximum of ``context_tokens``."""
     live_requests: set[str] = field(default_factory=set)
     tools: dict[CallId, RunningTool] = field(default_factory=dict)
     pending_tool: str | None = None
-    """Tool key parsed from the last output; its gap runs from ``gap_started_s``."""
+    """History key of the tool call parsed from the last output; its gap began at ``gap_started_s``."""
     ranked: bool = False
-    """Its first request has given it its rank; an announcement does not."""
+    """Whether the program has its rank, which its first request gives it; an event does not."""
     gap_leased: bool = False
-    """Whether it has had a lease in this gap: no second one follows."""
+    """Whether the program has had a lease in this gap between turns: it gets no second one."""
     gap_reported: bool = False
     """The client reported this gap's duration, so the inferred one is not recorded."""
     gap_started_s: float | None = None
     gap_inferred_s: float | None = None
-    """Time at which a request last ended an unreported gap: later events of that gap are ignored."""
+    """Time at which a request last ended a gap that the client had not reported: later events of that gap are
+    ignored."""
     hinted_ttl_s: float | None = None
-    """The client's time-to-live for its last turn, bounded."""
+    """The client's hinted time-to-live for the last turn, bounded."""
     attained_s: float = 0.0
-    """Seconds that its finished requests ran; of parallel ones the longest chain (Autellix, Algorithm 1)."""
+    """Seconds that the program's finished requests ran; of parallel ones the longest chain (Autellix,
+    Algorithm 1)."""
     waited_s: float = 0.0
-    """Seconds that its finished requests waited in the engine's queue."""
+    """Seconds that the program's finished requests waited in the engine's queue."""
     turns_at_last_end: int | None = None
-    """Turns at the last end that was learned, so that no end is learned twice."""
+    """``turns`` at the last end that the histories learned from, so that no end is learned twice."""
     last_contact_s: float = 0.0
     heartbeats: bool = False
     """The client promised heartbeats."""
@@ -198,8 +203,8 @@ class ProgramState:
     def reset_for_reuse(self) -> None:
         """Reset the state of an ended program whose id is used again.
 
-        Declarations since its end stay, since they are about the new program. So does the length of its old
-        context, which the ledger compares with the new prompt.
+        What the client declared after the end stays, since it is about the new program. The length of the old
+        context stays too: the ledger compares it with the new prompt.
         """
         self.turns = self.first_prompt_tokens = self.peak_tokens = self.cached_blocks = 0
         self.turns_at_last_end = self.gap_started_s = self.last_turn_s = self.pending_tool = None
@@ -213,7 +218,7 @@ class ProgramState:
         self.attained_s = self.waited_s = 0.0
 
     def tool_now(self) -> str | None:
-        """Key of the longest-running reported tool, else of the parsed one."""
+        """History key of the reported tool call that runs longest, else of the parsed one."""
         if self.tools:
             return min(self.tools.values(), key=lambda tool: tool.started_s).key
         return self.pending_tool

@@ -1,7 +1,7 @@
-"""A program's status: all its transitions.
+"""The status of a program, and all transitions between statuses.
 
-A program is one agent run. It is REASONING while an LLM request of it is in the engine, ACTING between its
-turns, GATED while its request waits for a place of its KV, ENDED after the client reported its end, and
+A program is one agent run. It is REASONING while one of its LLM requests is in the engine, ACTING between its
+turns, GATED while its request waits until its KV has a place, ENDED after the client reported its end, and
 EXPIRED after a long silence. A new request leaves ENDED and EXPIRED: a client may be late or resumed.
 
 A (status, signal) pair that is not in the table changes nothing and is no error: signals may be repeated,
@@ -28,7 +28,7 @@ class ProgramSignal(str, Enum):
 
     REQUEST_ARRIVED = "request_arrived"
     TURN_OVER = "turn_over"
-    """Its last request in the engine finished or was aborted."""
+    """The program's last request in the engine finished or was aborted."""
     GATE = "gate"
     UNGATE = "ungate"
     CONTACT = "contact"
@@ -54,7 +54,7 @@ STATUS_TRANSITIONS: dict[tuple[ProgramStatus, ProgramSignal], ProgramStatus] = {
 }
 
 OVER_STATUSES = frozenset({ProgramStatus.ENDED, ProgramStatus.EXPIRED})
-"""Statuses in which a program may be forgotten."""
+"""Statuses in which a program may be forgotten at once."""
 
 
 def next_status(status: ProgramStatus, signal: ProgramSignal) -> ProgramStatus:

@@ -14,9 +14,9 @@ from .program_status import OVER_STATUSES, ProgramSignal, ProgramStatus, next_st
 class ProgramTable:
     """The programs of one engine, at most ``max_programs``.
 
-    Programs that ended first are forgotten first. Next are those that never sent a request, oldest first, so
-    that a flood of invented ids displaces no real program. Last is the one contacted least recently without
-    a request in the engine.
+    Beyond that limit, ended programs are forgotten first, in the order of their ends. Next are programs that
+    never sent a request, oldest first, so that a flood of invented ids displaces no real program. Last is the
+    program without a request in the engine that was silent for longest.
     """
 
     def __init__(self, max_programs: int = 20_000) -> None:
@@ -28,9 +28,9 @@ class ProgramTable:
         self._programs: OrderedDict[ProgramId, ProgramState] = OrderedDict()
         self._over: OrderedDict[ProgramId, None] = OrderedDict()
         self._announced_only: OrderedDict[ProgramId, None] = OrderedDict()
-        """Programs known from events alone, the oldest first."""
+        """Programs that sent events but no request yet, the oldest first."""
         self._acting: tuple[OrderedDict[ProgramId, None], ...] = (OrderedDict(), OrderedDict())
-        """Programs between turns, least recently contacted first: without heartbeats, and with them."""
+        """Programs between turns, the longest silent first: without heartbeats, and with them."""
         self._next_rank = 0
 
     def __len__(self) -> int:
@@ -43,18 +43,18 @@ class ProgramTable:
         return program_id in self._programs
 
     def get(self, program_id: ProgramId) -> ProgramState | None:
-        """The program, or None. This is no contact."""
+        """The program, or ``None``. Does not count as a contact."""
         return self._programs.get(program_id)
 
     def next_rank(self) -> int:
-        """A fresh arrival rank, also for requests that belong to no program."""
+        """A new arrival rank; requests that belong to no program get one too."""
         self._next_rank += 1
         return self._next_rank
 
     def open(self, program_id: ProgramId, now: float) -> tuple[ProgramState, list[ProgramState]]:
-        """Get or create a program and note the contact.
+        """Find or create a program and record the contact.
 
-        Returns the program and those forgotten to make room for it.
+        Returns the program, and the programs that were forgotten to make room for it.
         """
         program = self._programs.get(program_id)
         if program is not None:
@@ -93,7 +93,8 @@ class ProgramTable:
         return True
 
     def promise_heartbeats(self, program: ProgramState) -> None:
-        """Its client will send heartbeats from now on. Call it after ``open``, at the same ``now``."""
+        """Record that the program's client will send heartbeats. Call it after ``open``, with the same
+        ``now``."""
         if program.heartbeats:
             return
         was_acting = self._acting[False].pop(program.id, 0) is None
@@ -102,7 +103,7 @@ class ProgramTable:
             self._acting[True][program.id] = None
 
     def silent(self, now: float, *, idle_s: float, promised_s: float) -> ProgramState | None:
-        """A program between turns that is silent for too long, if there is one.
+        """A program between turns that has been silent for too long; ``None`` if there is none.
 
         The limit is ``promised_s`` seconds for a program that promised heartbeats, ``idle_s`` for others.
         """
@@ -115,7 +116,7 @@ class ProgramTable:
         return None
 
     def longest_idle_s(self, now: float) -> float:
-        """Seconds of silence of the program between turns that is silent for longest; 0 without any."""
+        """Seconds of silence of the longest silent program between turns; 0 without such a program."""
         oldest = [next(iter(acting)) for acting in self._acting if acting]
         return max((now - self._programs[program_id].last_contact_s for program_id in oldest), default=0.0)
 

@@ -1,7 +1,7 @@
-"""Which tools a finished output calls (Continuum §5.1, Appendices A and B).
+"""Finds the tool calls in a finished output (Continuum §5.1, Appendices A and B).
 
-Models write tool calls in many ways. Tried in this order, and the first form
-that yields a call wins, since one output speaks one dialect:
+Models write tool calls in many forms. The forms are tried in this order, and the first one that yields a call
+wins, since an output uses a single form:
 
     OpenAI JSON      {"type": "function_call", "name": …} and its relatives, "tool_calls": […]
     hermes, Qwen     <tool_call>{"name": …, "arguments": …}</tool_call>
@@ -11,12 +11,10 @@ that yields a call wins, since one output speaks one dialect:
     terminal-bench   {"commands": [{"keystrokes": …}]}
     fenced           exactly one ```bash or ```mswea_bash_command block  (mini-swe-agent)
 
-Fenced shell blocks are set aside before the other forms are looked for, so a
-``curl -d '{"name": …}'`` inside one is no function call. What a reasoning model
-thought (up to the last ``</think>``) calls nothing.
+Fenced shell blocks are removed before the other forms are tried, so a ``curl -d '{"name": …}'`` inside a
+block is no function call. The thoughts of a reasoning model (up to the last ``</think>``) are ignored.
 
-Only the last ``MAX_TEXT_CHARS`` characters are read and the work on them is
-linear; nothing here ever raises.
+Only the last ``MAX_TEXT_CHARS`` characters are read, in linear time; nothing here ever raises.
 """
 
 from __future__ import annotations
@@ -40,28 +38,29 @@ SHELL_TOOLS = frozenset(
     | {"local_shell", "run_bash", "run_command", "run_in_terminal", "run_shell_command"}
     | {"run_terminal_cmd", "sh", "shell", "shell_command", "terminal"}
 )
-"""Tools, in lower case, that run a command line: their command's head tells more than their name."""
+"""Tools, in lower case, that run a command line. The command's head says more about the duration than the
+tool's name."""
 
 _COMMAND_ARGUMENTS = ("command", "cmd", "script", "keystrokes", "code", "input")
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """One tool call found in an output: what histories are kept by, never its arguments."""
+    """One tool call found in an output: its name and command head, never its arguments."""
 
     name: str
     """Name as the model wrote it, e.g. ``bash`` or ``get_weather``."""
     command: str | None = None
-    """The command head, e.g. ``pytest``, where the tool is a shell."""
+    """The command head, e.g. ``pytest``, if the tool is a shell."""
 
     @property
     def key(self) -> str:
-        """The name of its history: ``bash:pytest`` or ``get_weather``."""
+        """Key of the call in histories: ``bash:pytest`` or ``get_weather``."""
         return f"{self.name}:{self.command}" if self.command else self.name
 
 
 def parse_tool_calls(text: str) -> tuple[ParsedToolCall, ...]:
-    """The tool calls in a model's output, in order; empty where there is none or it is ambiguous."""
+    """The tool calls in a model's output, in order; empty if there is none or the output is ambiguous."""
     text = text[-MAX_TEXT_CHARS:]
     text = _without_end_marks(text.rpartition("</think>")[2])
     prose, blocks = _split_fenced_blocks(text)
@@ -86,7 +85,7 @@ _MAX_MARKS = 8
 
 
 def _without_end_marks(text: str) -> str:
-    """``parse_text`` without the special tokens an output ends with where it was decoded with them."""
+    """``text`` without special tokens at its end, which are there if the output was decoded with them."""
     for _ in range(_MAX_MARKS):
         text = text.rstrip()
         if text.endswith(_END_MARKS):
@@ -105,9 +104,9 @@ _AGENT_FENCE = "```mswea_bash_command"
 
 
 def _split_fenced_blocks(text: str) -> tuple[str, list[str]]:
-    """``parse_text`` without its shell blocks, and the blocks that count as actions.
+    """``text`` without its shell blocks, and the blocks that count as actions.
 
-    Where mini-swe-agent's own marker appears, ordinary ``bash`` blocks are mere illustration.
+    If mini-swe-agent's own marker appears, ordinary ``bash`` blocks are only illustrations.
     """
     if "```" not in text:
         return text, []
@@ -139,13 +138,14 @@ def _split_fenced_blocks(text: str) -> tuple[str, list[str]]:
 
 _JSON_START = re.compile(r'\{\s*"|\[\s*\{')
 _JSON_SCAN_BUDGET = 4 * MAX_TEXT_CHARS
-"""Characters that failed attempts may cost together; without it nested openers cost the square."""
+"""Maximum number of characters that all failed parse attempts may read: without it nested brackets take
+quadratic time."""
 _MAX_ATTEMPTS = 256
 _decode = json.JSONDecoder().raw_decode
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    """The JSON objects, and arrays of them, that stand in ``parse_text``, outermost only."""
+    """The outermost JSON objects, and arrays of objects, in ``text``."""
     position, budget = 0, _JSON_SCAN_BUDGET
     for _ in range(_MAX_ATTEMPTS):
         start = _JSON_START.search(text, position)
@@ -170,7 +170,7 @@ def _openai_calls(values: list[Any]) -> list[ParsedToolCall]:
 
 
 def _openai_blocks(value: Any, depth: int) -> Iterator[ParsedToolCall]:
-    """Function-call blocks of chat completions, responses and Anthropic messages."""
+    """Function calls in the formats of chat completions, responses and Anthropic messages."""
     if depth == 0:
         return
     if isinstance(value, list):
@@ -279,7 +279,7 @@ _PYTHON_TAGS = re.compile(r"<\|(?:python_tag|python_start|python_end|eom_id|eot_
 
 
 def _pythonic_calls(text: str) -> list[ParsedToolCall]:
-    """``name(key=value, …)`` once or several times, and nothing else: prose around it makes it prose."""
+    """One or more calls ``name(key=value, …)``; empty if the text has anything else, which makes it prose."""
     text = _PYTHON_TAGS.sub("", text).strip()
     if not text.endswith((")", ")]")):
         return []
@@ -324,7 +324,8 @@ def _pythonic_calls(text: str) -> list[ParsedToolCall]:
 
 
 def _call(name: Any, block: dict[str, Any]) -> list[ParsedToolCall]:
-    """The call ``name`` with the arguments in ``block``; none where the name is not one."""
+    """The call of ``name`` with the arguments in ``block``, as a list; empty if ``name`` is not a tool's
+    name."""
     if not isinstance(name, str) or not 0 < len(name.strip()) <= MAX_NAME_CHARS:
         return []
     name = name.strip()

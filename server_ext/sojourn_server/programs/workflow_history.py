@@ -1,8 +1,9 @@
-"""What agents of each type have done next (SAGA §3.2–3.3), in bounded memory.
+"""Which steps agents of each type have taken after one another (SAGA §3.2–3.3), in bounded memory.
 
 A *step* is one LLM turn, named by the tool that its output called. A program collects its steps; when it
-ends, its type learns from them. The type is the client's name for it, or a hash of the first tokens of its
-first prompt: agents of one kind share a system prompt. Plain containers: no clock, no I/O, no lock.
+ends, the history of its agent type learns them. The type is the client's name for it, or a hash of the first
+tokens of the program's first prompt: agents of one kind share a system prompt. Plain containers: no clock, no
+I/O, no lock.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from .program_state import HintReliability, ProgramState
 REPLY_STEP = "(reply)"
 """Step of a turn that called no tool."""
 MAX_STEPS = 256
-"""Maximum number of steps kept of a program; a longer one is learned in pieces."""
+"""Maximum number of steps kept of a program; a longer program is learned in pieces."""
 MAX_UNCONFIRMED_TYPES = 4096
 """Maximum number of types known by the prompt of a single program. A second program confirms the type."""
 
 OBSERVATIONS_VERSION = 1
 NEWEST_WEIGHT = 0.2
-"""Weight of the newest answer in the moving average."""
+"""Weight of the newest value in the moving average."""
 
 Successors = tuple[tuple[str, float], ...]
 """Possible next steps with their probabilities, likeliest first; ``sojourn.aeg.END`` may be one."""
 
 
 class WorkflowHistory:
-    """Steps of each agent type, and the reliability of its hints."""
+    """Steps that programs of each agent type took, and the reliability of their hints."""
 
     def __init__(self, transitions: Transitions | None = None) -> None:
         self.transitions = transitions if transitions is not None else Transitions()
@@ -51,7 +52,8 @@ class WorkflowHistory:
     # -- what happens ------------------------------------------------------------
 
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
-        """The request after a turn has arrived: learn the turn's step and the length of its tool's answer."""
+        """The request after a turn has arrived: learn the turn's step, and the length of the tool's
+        answer."""
         self.gaps_s.observe(gap_s)
         self._judge(program, came_back=True)
         if prompt_tokens >= program.context_tokens:
@@ -62,7 +64,7 @@ class WorkflowHistory:
             program.steps, program.steps_begin = program.steps[-ORDER:], False
 
     def over(self, program: ProgramState, *, ended: bool, turn_open: bool) -> None:
-        """The program is over. ``ended``: it came to its own end and was not cancelled.
+        """A program is over. ``ended``: the program reached its own end and was not cancelled.
 
         ``turn_open``: no request followed its last turn, so the turn's step is not in ``steps`` yet.
         """
@@ -78,11 +80,11 @@ class WorkflowHistory:
     # -- what is asked -------------------------------------------------------------
 
     def tasks(self, program: ProgramState) -> int:
-        """Number of finished programs of its type."""
+        """Number of finished programs of this program's agent type."""
         return self.transitions.finished(agent_type_name(program))
 
     def successors(self, program: ProgramState) -> Successors:
-        """Steps that followed its last ones in programs of its type."""
+        """Steps that followed this program's last steps, in programs of its agent type."""
         past = [*program.steps[-ORDER:], step_name(program.pending_tool)]
         return tuple(self.transitions.predict(agent_type_name(program), past[-ORDER:]))
 
@@ -94,10 +96,10 @@ class WorkflowHistory:
         return credit is None or credit.hints_reliable
 
     def overlap(self, program: ProgramState) -> float:
-        """Share of its next prompt that its cached context will cover.
+        """Share of the program's next prompt that its cached context will cover.
 
-        SAGA's estimate for a chain, n / (n + n̂_obs), times the share of its context that the next prompt
-        reused so far. It is below 1 where branches of a parent diverge (§4.1).
+        This is SAGA's estimate for a chain, n / (n + n̂_obs), times the share of the context that the next
+        prompt reused so far. That share is below 1 if branches of a parent diverge (§4.1).
         """
         tokens = float(program.context_tokens)
         if tokens <= 0:
@@ -108,7 +110,7 @@ class WorkflowHistory:
     # -- saved ---------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all of it as a JSON-able document."""
+        """Return the history as a JSON-able document."""
         return {
             "transitions": self.transitions.snapshot(),
             "observations": self.observations.snapshot(),
@@ -139,7 +141,7 @@ class WorkflowHistory:
     # -- inside --------------------------------------------------------------------
 
     def _judge(self, program: ProgramState, *, came_back: bool) -> None:
-        """Compare the declared probability with the outcome, for the type that it was declared for."""
+        """Compare the hinted probability with the outcome, for the agent type that the hint was given for."""
         name, declared = (
             program.pending_declaration
             if program.pending_declaration is not None
@@ -175,7 +177,8 @@ class WorkflowHistory:
 
 
 class ToolOutputTokens:
-    """Tokens that a tool's answer adds to the next prompt: a moving average for each tool and one for all."""
+    """Tokens that a tool's answer adds to the next prompt: a moving average per tool, and one for all
+    tools."""
 
     def __init__(self, max_tools: int = 512) -> None:
         if max_tools < 1:
@@ -185,7 +188,7 @@ class ToolOutputTokens:
         self._all: float | None = None
 
     def observe(self, tool: str, tokens: float) -> None:
-        """One call of ``tool`` added ``tokens``. Raises ``ValueError`` unless finite and ≥ 0."""
+        """Record that a call of ``tool`` added ``tokens``. Raises ``ValueError`` unless finite and ≥ 0."""
         tokens = _tokens(tokens)
         self._all = _updated_average(self._all, tokens)
         self._tools[tool] = _updated_average(self._tools.get(tool), tokens)
@@ -194,11 +197,12 @@ class ToolOutputTokens:
             self._tools.popitem(last=False)
 
     def expected(self, tool: str) -> float:
-        """Tokens that a call of ``tool`` adds. For an unknown tool: of all tools; 0.0 without any."""
+        """Tokens that a call of ``tool`` adds; for an unknown tool, the average of all tools; 0.0 without
+        any."""
         return self._tools.get(tool, self._all if self._all is not None else 0.0)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all of it as a JSON-able document, least recently seen tool first."""
+        """Return the averages as a JSON-able document, least recently seen tool first."""
         return {"version": OBSERVATIONS_VERSION, "tools": dict(self._tools), "all": self._all}
 
     @classmethod
@@ -218,7 +222,7 @@ class ToolOutputTokens:
 
 
 def agent_type_name(program: ProgramState) -> str:
-    """The agent type: the client's name, else its prompt's; without both the empty string."""
+    """The agent type of a program: the client's name, else the hash of its prompt, else the empty string."""
     return program.agent_type or program.prompt_type or ""
 
 
@@ -230,7 +234,7 @@ def step_name(tool: str | None) -> str:
 
 
 def prompt_type(block_hashes: Sequence[Any], block_size: int) -> str | None:
-    """Name of the agents with this prompt: the hash of its first 64 tokens, in whole blocks.
+    """Name of the agent type that a prompt implies: the hash of its first 64 tokens, in whole blocks.
 
     ``None`` for a prompt of less than one block.
     """

@@ -23,7 +23,7 @@ from ..core.events_and_actions import (
 )
 from ..core.lease_table import Lease
 from ..core.program_lifecycle import PROGRAM_OUTCOMES
-from ..core.request_identity import MAX_NAME_CHARS, RequestIdentity
+from ..core.request_hints import MAX_NAME_CHARS, RequestIdentity
 from ..core.request_table import RequestState
 from ..metrics.turn_ledger import TurnRecord, common_prefix_length
 from ..policies.policy_views import RunningRequestView

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
+from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.engine_rpc import (
     EngineError,
     EngineUnavailableError,
@@ -25,7 +26,6 @@ from sojourn_server.api.engine_rpc import (
 )
 from sojourn_server.api.prometheus_bridge import bridge_for, poll_forever
 from sojourn_server.api.refusal_middleware import RefusalMiddleware
-from sojourn_server.api.request_checks import ApiKeys
 from sojourn_server.api.routes import build_router
 
 from .compat import EngineDeadError, envs

@@ -35,7 +35,7 @@ from ..core.events_and_actions import (
     UntrackedRequestLeft,
     granted_lease,
 )
-from ..core.request_identity import read_identity
+from ..core.request_hints import read_identity
 from ..core.scheduler_state import KVPoolConfig
 from ..policies.preemption.preemption_recovery import RecoveryMethod
 from .allocation_fallback import AllocationFallback, DemandMonitor, max_new_tokens

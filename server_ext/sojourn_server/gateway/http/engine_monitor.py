@@ -99,7 +99,7 @@ class EngineMonitor(EngineMonitorProtocol):
         """Poll all engines, until cancelled."""
         await asyncio.gather(*(self._look_after(watched) for watched in self._watched.values()))
 
-    async def look(self) -> None:
+    async def poll_all(self) -> None:
         """Poll all engines once."""
         await asyncio.gather(*(self._check(watched) for watched in self._watched.values()))
 
@@ -128,7 +128,7 @@ class EngineMonitor(EngineMonitorProtocol):
         return [watched.url for watched in self._watched.values() if watched.description is None]
 
     async def _look_after(self, watched: MonitoredEngine) -> None:
-        if watched.polls:  # ``look`` has polled it already
+        if watched.polls:  # ``poll_all`` has polled it already
             await asyncio.sleep(self._poll_s)
         while True:
             try:
@@ -218,7 +218,7 @@ class EngineMonitor(EngineMonitorProtocol):
         why = _LOSS_TEXTS.get(reason, reason)
         logger.warning("%s is gone (%s); %s", watched.url, why, self._without(watched))
         self._forget(watched, reason)
-        watched.probe.lost()
+        watched.probe.mark_lost()
         watched.polls = watched.probes_lost = 0
 
     def _without(self, watched: MonitoredEngine) -> str:

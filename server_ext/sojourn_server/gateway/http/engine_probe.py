@@ -61,7 +61,7 @@ class EngineProbe:
         self._answered: frozenset[str] = frozenset()
         """Paths that answered in its description: a known engine has to answer all of them again."""
 
-    def lost(self) -> None:
+    def mark_lost(self) -> None:
         """The engine is gone; the next one at this address is another."""
         self.described = None
         self.lives_before += 1

@@ -171,9 +171,9 @@ class ResidencyTracker:
         """Poll until cancelled."""
         while True:
             await asyncio.sleep(RESIDENCY_POLL_S)
-            await self.look()
+            await self.poll_all()
 
-    async def look(self) -> None:
+    async def poll_all(self) -> None:
         """Poll each engine once."""
         # With several ranks at one address, an answer does not tell its rank.
         path = f"/sojourn/v1/programs?limit={MAX_PROGRAMS_PER_POLL}"

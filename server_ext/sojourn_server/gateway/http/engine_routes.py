@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...api.request_checks import ApiError
+from ...api.api_errors import ApiError
 from ...routing.routing_status import ReplicaStatus
 from . import proxy_headers
 from .client_apis import INVALID_KEY, AsgiSend, ClientApi, RequestRejected

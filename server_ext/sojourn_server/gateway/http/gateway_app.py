@@ -20,7 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...api.request_checks import ApiError, read_body
+from ...api.api_errors import ApiError
+from ...api.body_reader import read_body
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import PairEngineStatus, ReplicaStatus

@@ -16,7 +16,7 @@ import msgspec
 from sojourn.hints import AgenticContext
 from sojourn.wire_codec import Outcome
 
-from ...core.request_identity import CONTEXT_KEY, clipped, read_identity
+from ...core.request_hints import CONTEXT_KEY, clipped, read_identity
 from .client_apis import ClientApi
 
 MAX_TOKENS = 2**31

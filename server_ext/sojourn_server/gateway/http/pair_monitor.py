@@ -75,17 +75,17 @@ class PairMonitor(EngineMonitor):
         """Last report, by address."""
         self._said: tuple[int, int] | None = None
         """Accepted engines of each role in the last log line."""
-        self._looks = 0
+        self._running_polls = 0
         """Running polls of all engines: until they end, no engine is registered."""
 
-    async def look(self) -> None:
+    async def poll_all(self) -> None:
         """Poll all engines once, then choose the kind that is served."""
-        self._looks += 1
+        self._running_polls += 1
         try:
-            await super().look()
+            await super().poll_all()
         finally:
-            self._looks -= 1
-        if self._looks:
+            self._running_polls -= 1
+        if self._running_polls:
             return
         for watched in self._watched.values():
             self._take(watched)
@@ -142,7 +142,7 @@ class PairMonitor(EngineMonitor):
         """Logged when it is known whether the engine is accepted."""
 
     def _seen(self, watched: MonitoredEngine) -> None:
-        if not self._looks:
+        if not self._running_polls:
             self._take(watched)
             self._log_pairs()
 
@@ -224,7 +224,7 @@ class PairMonitor(EngineMonitor):
         super()._gone(watched, reason)
         self._refused.pop(watched.url, None)
         self._links.pop(watched.url, None)
-        if was_there and not self._looks:
+        if was_there and not self._running_polls:
             self._log_pairs()
 
     def _without(self, watched: MonitoredEngine) -> str:

@@ -52,7 +52,7 @@ class PolicyFailureLog:
         self._said = 0
         self._said_s = -math.inf
 
-    def look(self, now: float) -> None:
+    def log_new_failures(self, now: float) -> None:
         """Log new failures since the last line."""
         new = self._counts.policy_failures - self._said
         if new <= 0 or now - self._said_s < LOG_INTERVAL_S:

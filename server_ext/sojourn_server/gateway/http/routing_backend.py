@@ -212,7 +212,7 @@ class LocalRoutingBackend:
     def _take(self, event: routing_events.AnyRoutingEvent) -> None:
         now = self._clock()
         actions = take_event(self.core, event, now, self._rate_limited_log)
-        self._policy_log.look(now)
+        self._policy_log.log_new_failures(now)
         for action in actions:
             # The waiting request first, then metrics: their errors must keep no request waiting.
             try:

@@ -160,7 +160,7 @@ def build_gateway(
         tasks: list[Awaitable[None]] = [monitor.run(), backend.run(), residency.run()]
         return [*tasks, state_file.run()] if state_file is not None else tasks
 
-    return gateway, gateway.app(background, monitor.look)
+    return gateway, gateway.app(background, monitor.poll_all)
 
 
 def build_prefill_decode_gateway(
@@ -185,7 +185,7 @@ def build_prefill_decode_gateway(
     )
     backend.links_of = monitor.links_of
     gateway.monitor = monitor
-    return gateway, gateway.app(lambda: [monitor.run(), backend.run()], monitor.look)
+    return gateway, gateway.app(lambda: [monitor.run(), backend.run()], monitor.poll_all)
 
 
 def _build(

@@ -354,7 +354,7 @@ class Coordinator:
             self._seen([place for place in places if place.replica_id == probe.replica_id])
 
     def _end_liveness_votes(self, now: float) -> None:
-        for replica_id, instance in self._liveness_votes.lost(self.post.gateways, now):
+        for replica_id, instance in self._liveness_votes.unreachable(self.post.gateways, now):
             lease = self.core.lease(replica_id)
             if lease is None or lease[0] != instance or now - lease[1] < self._limits.lease_s:
                 continue  # its supervisor reports it alive: only some gateway cannot reach it
@@ -377,7 +377,7 @@ class Coordinator:
             if gateway_id is not None:
                 self.post.has(gateway_id, event.request_id)
         actions = take_event(self.core, event, now, self._rate_limited_log)
-        self._policy_log.look(now)
+        self._policy_log.log_new_failures(now)
         if isinstance(event, routing_events.RequestFinished):
             self.post.over(event.request_id)
         self._pass_on(actions, gateway_id)
@@ -412,7 +412,7 @@ class Coordinator:
 
     def _refresh_replicas(self) -> None:
         routing = self._rules.routing if isinstance(self._rules, ClusterPreset) else None
-        if self.engines.look(self.core, routing, self._clock()):
+        if self.engines.refresh_shown(self.core, routing, self._clock()):
             self.post.wake_all()
 
     # -- time ---------------------------------------------------------------------

@@ -44,7 +44,7 @@ class EngineRegistry:
         self._heard: set[str] = set()
         """Engines that have registered here; others come from the checkpoint."""
         self.shown: tuple[ReplicaInfo, ...] = ()
-        """Replicas as gateways see them since the last ``look``."""
+        """Replicas as gateways see them since the last ``refresh_shown``."""
         self.version = 0
         """Version of ``shown``."""
 
@@ -118,7 +118,7 @@ class EngineRegistry:
         """Whether an engine is drained."""
         return engine_id in self._drains
 
-    def look(self, core: RoutingCore, routing: RoutingPolicy | None, now: float) -> bool:
+    def refresh_shown(self, core: RoutingCore, routing: RoutingPolicy | None, now: float) -> bool:
         """Update what gateways see; True if it changed. ``routing``: the policy of an affinity core."""
         each = (
             self._shown(place, core, routing, now) for places in self._engines.values() for place in places
@@ -225,7 +225,7 @@ class LivenessQuorum:
         """Cancel a vote: the state is known otherwise."""
         self._liveness_votes.pop(replica_id, None)
 
-    def lost(self, gateways: Collection[str], now: float) -> list[tuple[str, str]]:
+    def unreachable(self, gateways: Collection[str], now: float) -> list[tuple[str, str]]:
         """Replicas and instances that no remaining voter reaches."""
         found = []
         for replica_id, trial in list(self._liveness_votes.items()):

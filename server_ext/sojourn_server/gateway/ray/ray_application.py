@@ -74,25 +74,25 @@ def summarize_error(trouble: str) -> str:
 @contextlib.contextmanager
 def report_progress(
     lines: StartupProgress,
-    look: Callable[[], RunningReplicas],
+    read: Callable[[], RunningReplicas],
     say: Callable[[str], None],
     *,
     clock: Callable[[], float] = time.monotonic,
-    look_s: float = STATUS_POLL_S,
+    poll_s: float = STATUS_POLL_S,
 ) -> Iterator[None]:
     """Reports progress in a thread until the context ends: Ray waits silently in the caller's.
 
-    If ``look`` raises, the last line is repeated at the usual interval.
+    If ``read`` raises, the last line is repeated at the usual interval.
     """
     over = threading.Event()
     last = RunningReplicas(0, 0)
 
     def run() -> None:
         nonlocal last
-        while not over.wait(look_s):
+        while not over.wait(poll_s):
             silent = ""
             try:
-                last = look()
+                last = read()
             except Exception:
                 # The application is not ready, ends, or lost its controller: no reason to fail the start.
                 silent = "; Ray does not answer"
@@ -164,18 +164,18 @@ def deploy_application(config: RayConfig, say: Callable[[str], None] = lambda te
     """
     lines = StartupProgress(config.total_min_engines, config.gateways, time.monotonic())
     serve.start(http_options={"host": config.host, "port": config.port})
-    with report_progress(lines, lambda: look(config), say):
+    with report_progress(lines, lambda: running_replicas(config), say):
         try:
             serve.run(application(config), name=config.name, route_prefix="/")
         except RuntimeError as error:
             # Serve names the failed deployments here, and the reasons in their status.
             why = ""
             with contextlib.suppress(Exception):
-                why = summarize_error(look(config).trouble)
+                why = summarize_error(running_replicas(config).trouble)
             raise RuntimeError(f"{summarize_error(str(error))} {why}".strip()) from error
 
 
-def look(config: RayConfig) -> RunningReplicas:
+def running_replicas(config: RayConfig) -> RunningReplicas:
     """Running replicas, according to Serve's controller."""
     found = serve.status().applications.get(config.name)
     if found is None:

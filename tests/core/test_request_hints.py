@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.wire_codec import MAX_CONTEXT_BYTES, Outcome
-from sojourn_server.core.request_identity import CONTEXT_KEY, NO_IDENTITY, read_identity
+from sojourn_server.core.request_hints import CONTEXT_KEY, NO_IDENTITY, read_identity
 
 
 def hint(**fields: Any) -> dict[str, Any]:

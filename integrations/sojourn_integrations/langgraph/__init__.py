@@ -1,19 +1,20 @@
-"""LangGraph 1.x: what ``langchain``'s callbacks do not report about a running graph.
+"""LangGraph 1.x: reports the graph, its threads and its breakpoints.
 
-Programs, nodes and tool calls come from the callbacks. This module adds the graph itself (``graph_of``),
-its threads, and the breakpoints at which it stops. ``patch`` wraps ``stream`` and ``astream``, which every
-other way to run a graph ends in, and ``batch`` and ``abatch``; ``wrap(graph)`` does it for one graph.
+Programs, nodes and tool calls come from LangChain's callbacks (``langchain/callback_handler.py``), which
+LangGraph calls too. This package adds what callbacks do not carry. ``patch`` wraps ``stream``, ``astream``,
+``batch`` and ``abatch`` of all graphs: every other way to run a graph calls one of them. ``wrap(graph)``
+wraps those of one graph.
 
-Interrupts. A run that stops at an ``interrupt()`` or a breakpoint is not over: its program stays open, the
-wait is a tool call of class ``human`` without heartbeats (see ``langchain.interrupted_programs``), and the
-next run of the same thread continues it. A run that reaches its end ends the program; a later run of the same
-thread has the same id again.
+Interrupts: a run that stops at an ``interrupt()`` or a breakpoint keeps its program open. The wait is a tool
+call of class ``human`` without heartbeats (``langchain.interrupted_programs``), and the next run of the same
+thread continues the program. A run that reaches its end ends the program; a later run of the thread has the
+same program id again.
 
 ``langchain.thread_program_ids`` derives the program id of a thread. Without a checkpointer a thread id has no
 meaning, as in LangGraph.
 
-Known limits: a breakpoint is noticed only where the stream carries ``updates`` (``invoke`` does). A second
-run of a thread while one is in progress has an id of its own.
+Known limits: a breakpoint is noticed only where the stream carries ``updates`` (``invoke`` does). If two runs
+of a thread overlap, the second has a program id of its own.
 """
 
 from __future__ import annotations
@@ -22,16 +23,14 @@ import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar, Token
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
-from sojourn.aeg import END, START, Aeg
-
-from .langchain import callback_handler
-from .langchain.run_tree import GraphStart, batch_context, starting_graph
-from .method_overlay import Around, overlay_method
-from .monkey_patches import wrap_like
-from .safe_scope import fault
+from ..langchain import callback_handler
+from ..langchain.run_tree import GraphStart, batch_context, starting_graph
+from ..method_overlay import Around, overlay_method
+from ..monkey_patches import wrap_like
+from ..safe_scope import fault
+from .compiled_graph import graph_of
 
 __all__ = ["graph_of", "patch", "unpatch", "wrap"]
 
@@ -40,13 +39,11 @@ _INTERRUPT = "__interrupt__"
 _ABSENT = object()
 _patched: dict[str, tuple[type, Any, Any]] = {}
 """Method → class, our function, and the class's own or ``_ABSENT``."""
-_graphs: WeakKeyDictionary[Any, dict[frozenset[str], Aeg | None]] = WeakKeyDictionary()
-"""Graphs by builder, which all copies of a compiled graph share, and by the nodes at compilation."""
 
 
 def patch() -> bool:
     """Wrap ``stream``, ``astream``, ``batch`` and ``abatch`` of all graphs; for ``sojourn.instrumentation``.
-    Returns False, without changes, where they are missing."""
+    Returns False, without changes, if one of them is missing."""
     global _active
     from langgraph.pregel import Pregel
 
@@ -122,7 +119,8 @@ def _astream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kw
 
 
 def _steps(start: GraphStart, inner: Iterator[Any], watch: bool) -> Iterator[Any]:
-    """Yield from ``inner``, whose first step begins the run."""
+    """Yield the chunks of ``inner``, whose first step begins the run. ``watch``: look for interrupts in
+    them."""
     token = starting_graph.set(start)
     try:
         chunk = next(inner, _ABSENT)
@@ -145,8 +143,8 @@ def _steps(start: GraphStart, inner: Iterator[Any], watch: bool) -> Iterator[Any
 
 
 class _Unfinished:
-    """Referenced by one generator only. A generator without an event loop is destroyed unclosed; then its run
-    ends too."""
+    """Ends its run when it is collected. One generator alone references it: a generator without an event loop
+    is destroyed without being closed."""
 
     __slots__ = ("_start",)
 
@@ -224,7 +222,7 @@ def _mark() -> Any:
 
 
 def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphStart | None:
-    """Return the start of a run; ``None`` where it is announced already (class patched and object
+    """Return the start of a run; ``None`` if another patch of ours has announced it (class patched and object
     wrapped)."""
     try:
         around = starting_graph.get()
@@ -260,99 +258,3 @@ def _look(start: GraphStart, chunk: Any) -> None:
             start.run.waits = start.run.waits or ()
     except Exception:
         fault("internal_error")
-
-
-# ---- the graph
-
-
-def graph_of(graph: Any) -> Aeg | None:
-    """Return the Agent Execution Graph of a compiled LangGraph, sub-graphs expanded; ``None`` where it cannot
-    be read. Cached by the graph's builder.
-
-    It is complete only where every edge of every node is declared. It is incomplete where a router's targets
-    are neither listed nor in its return type, and where a node has no edge and so may return a ``Command``.
-    For both ``get_graph()`` makes an edge to the end, and drops nodes that become unreachable. So it is used
-    only without a builder. Where all is declared the two agree, except for its nodes at the start and end of
-    sub-graphs, which no run enters.
-    """
-    builder = getattr(graph, "builder", None)
-    key = frozenset(graph.nodes)
-    try:
-        known = _graphs.setdefault(graph if builder is None else builder, {})
-    except TypeError:
-        known = {}
-    if key not in known:
-        try:
-            known[key] = _read(graph)
-        except Exception:
-            known[key] = None  # it cannot be drawn, or is too large to be sent
-    return known[key]
-
-
-def _read(graph: Any) -> Aeg:
-    declared = _declared(graph, frozenset())
-    if declared is not None:
-        return Aeg(declared.nodes, declared.edges, complete=declared.complete)
-    drawn = graph.get_graph(xray=True)
-    nodes = {name: _tools(node.data) for name, node in drawn.nodes.items() if name not in (START, END)}
-    edges = [(edge.source, edge.target) for edge in drawn.edges]
-    known = {*nodes, START, END}
-    return Aeg(nodes, dict.fromkeys(edge for edge in edges if known.issuperset(edge)), complete=False)
-
-
-def _tools(runnable: Any) -> list[str]:
-    return list(getattr(runnable, "tools_by_name", None) or ())
-
-
-class _Declared(NamedTuple):
-    nodes: dict[str, list[str]]
-    edges: dict[tuple[str, str], None]
-    complete: bool
-
-
-def _declared(graph: Any, above: frozenset[int]) -> _Declared | None:
-    """Return the builder's declarations, sub-graphs expanded; ``None`` without a builder, as in the
-    functional API."""
-    builder = getattr(graph, "builder", None)
-    if builder is None or id(builder) in above:
-        return None
-    inside = {name: _declared(each, above | {id(builder)}) for name, each in graph.get_subgraphs()}
-    ways = dict.fromkeys(builder.edges)
-    ways |= {(source, target): None for sources, target in builder.waiting_edges for source in sources}
-    ways |= {(name, target): None for name, node in builder.nodes.items() for target in node.ends}
-    complete = all(inside.values())
-    untyped = set()
-    for source, branches in builder.branches.items():
-        for branch in branches.values():
-            ways |= {(source, target): None for target in (branch.ends or {}).values()}
-            if branch.ends is None:
-                untyped.add(source)
-    complete = complete and not untyped
-    for name in builder.nodes.keys() - untyped - {source for source, _ in ways}:
-        ways[name, END] = None
-        complete = False
-    nodes: dict[str, list[str]] = {}
-    edges: dict[tuple[str, str], None] = {}
-    first: dict[str, list[str]] = {}
-    last: dict[str, list[str]] = {}
-    for name, node in builder.nodes.items():
-        below = inside.get(name)
-        if below is None:
-            nodes[name] = _tools(node.runnable)
-            continue
-        complete = complete and below.complete
-        nodes |= {f"{name}:{each}": found for each, found in below.nodes.items()}
-        first[name] = [f"{name}:{target}" for source, target in below.edges if source == START]
-        last[name] = [f"{name}:{source}" for source, target in below.edges if target == END]
-        edges |= {
-            (f"{name}:{source}", f"{name}:{target}"): None
-            for source, target in below.edges
-            if source != START and target != END
-        }
-    edges |= {
-        (source, target): None
-        for before, after in ways
-        for source in last.get(before, [before])
-        for target in first.get(after, [after])
-    }
-    return _Declared(nodes, edges, complete)

@@ -1,0 +1,105 @@
+"""The Agent Execution Graph of a compiled LangGraph: its nodes, their tools and the edges between them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from sojourn.aeg import END, START, Aeg
+
+_graphs: WeakKeyDictionary[Any, dict[frozenset[str], Aeg | None]] = WeakKeyDictionary()
+"""Graphs by builder, which all copies of a compiled graph share, and by the nodes at compilation."""
+
+
+def graph_of(graph: Any) -> Aeg | None:
+    """Return the Agent Execution Graph of a compiled LangGraph, sub-graphs expanded; ``None`` if it cannot be
+    read. Cached by the graph's builder.
+
+    The result is complete only if every edge of every node is declared. It is incomplete if a router's
+    targets are neither listed nor in its return type, and if a node has no edge and so may return a
+    ``Command``. For both, LangGraph's ``get_graph()`` makes an edge to the end, and drops nodes that become
+    unreachable, so it is used only for a graph without a builder. If all edges are declared, both ways give
+    the same graph, except that ``get_graph()`` adds nodes at the start and end of sub-graphs, which no run
+    enters.
+    """
+    builder = getattr(graph, "builder", None)
+    key = frozenset(graph.nodes)
+    try:
+        known = _graphs.setdefault(graph if builder is None else builder, {})
+    except TypeError:
+        known = {}
+    if key not in known:
+        try:
+            known[key] = _read(graph)
+        except Exception:
+            known[key] = None  # it cannot be drawn, or is too large to be sent
+    return known[key]
+
+
+def _read(graph: Any) -> Aeg:
+    declared = _declared(graph, frozenset())
+    if declared is not None:
+        return Aeg(declared.nodes, declared.edges, complete=declared.complete)
+    drawn = graph.get_graph(xray=True)
+    nodes = {name: _tools(node.data) for name, node in drawn.nodes.items() if name not in (START, END)}
+    edges = [(edge.source, edge.target) for edge in drawn.edges]
+    known = {*nodes, START, END}
+    return Aeg(nodes, dict.fromkeys(edge for edge in edges if known.issuperset(edge)), complete=False)
+
+
+def _tools(runnable: Any) -> list[str]:
+    return list(getattr(runnable, "tools_by_name", None) or ())
+
+
+class _Declared(NamedTuple):
+    nodes: dict[str, list[str]]
+    edges: dict[tuple[str, str], None]
+    complete: bool
+
+
+def _declared(graph: Any, above: frozenset[int]) -> _Declared | None:
+    """Return the builder's declarations, sub-graphs expanded; ``None`` without a builder, as in the
+    functional API. ``above``: ``id()`` of the builders around this one."""
+    builder = getattr(graph, "builder", None)
+    if builder is None or id(builder) in above:
+        return None
+    inside = {name: _declared(each, above | {id(builder)}) for name, each in graph.get_subgraphs()}
+    ways = dict.fromkeys(builder.edges)
+    ways |= {(source, target): None for sources, target in builder.waiting_edges for source in sources}
+    ways |= {(name, target): None for name, node in builder.nodes.items() for target in node.ends}
+    complete = all(inside.values())
+    untyped = set()
+    for source, branches in builder.branches.items():
+        for branch in branches.values():
+            ways |= {(source, target): None for target in (branch.ends or {}).values()}
+            if branch.ends is None:
+                untyped.add(source)
+    complete = complete and not untyped
+    for name in builder.nodes.keys() - untyped - {source for source, _ in ways}:
+        ways[name, END] = None
+        complete = False
+    nodes: dict[str, list[str]] = {}
+    edges: dict[tuple[str, str], None] = {}
+    first: dict[str, list[str]] = {}
+    last: dict[str, list[str]] = {}
+    for name, node in builder.nodes.items():
+        below = inside.get(name)
+        if below is None:
+            nodes[name] = _tools(node.runnable)
+            continue
+        complete = complete and below.complete
+        nodes |= {f"{name}:{each}": found for each, found in below.nodes.items()}
+        first[name] = [f"{name}:{target}" for source, target in below.edges if source == START]
+        last[name] = [f"{name}:{source}" for source, target in below.edges if target == END]
+        edges |= {
+            (f"{name}:{source}", f"{name}:{target}"): None
+            for source, target in below.edges
+            if source != START and target != END
+        }
+    edges |= {
+        (source, target): None
+        for before, after in ways
+        for source in last.get(before, [before])
+        for target in first.get(after, [after])
+    }
+    return _Declared(nodes, edges, complete)

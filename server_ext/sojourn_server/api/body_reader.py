@@ -1,0 +1,39 @@
+"""Reads the body of a request, within bounds of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import ClientDisconnect, Request
+
+from .api_errors import ApiError
+
+BODY_TIMEOUT_S = 10.0
+"""Longest time for a client to send a body."""
+
+
+async def read_body(request: Request, max_bytes: int, *, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
+    """Read the whole body. Raises ``ApiError``: 413 for more than ``max_bytes``, 408 after ``timeout_s``."""
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > max_bytes:
+        raise _too_large(max_bytes)
+    try:
+        return await asyncio.wait_for(_read_stream(request, max_bytes), timeout_s)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", "send it again") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client disconnected before its body arrived", "send it again") from None
+
+
+async def _read_stream(request: Request, max_bytes: int) -> bytes:
+    # The declared length may be absent or wrong, so received bytes are counted too.
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+    return bytes(body)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes} bytes", "send smaller batches")
