@@ -97,6 +97,23 @@ def test_of_what_was_read_or_stored_again_too() -> None:
     assert in_host(planner, context) == [True] * 50 + [False] * 30, "newer than what was evicted before"
 
 
+def test_what_a_request_waits_for_is_pinned_until_it_is_loaded_or_given_up() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=100))
+    stored(planner, keys(0, 20))
+    assert planner.pinned_host_blocks == 0
+    assert planner.lookup("r", keys(0, 20), 0.0) == 20
+    assert planner.pinned_host_blocks == 20
+    planner.abandon("r")
+    assert planner.pinned_host_blocks == 0
+    assert planner.lookup("s", keys(0, 20), 0.0) == 20
+    planner.load("s", keys(0, 20), range(20))
+    planner.take_jobs()
+    planner.take_jobs()
+    assert planner.pinned_host_blocks == 0
+    planner.store([(key(50), 1)])
+    assert planner.pinned_host_blocks == 1, "a copy fills it"
+
+
 def test_for_a_whole_context_there_are_jobs_that_need_not_be_waited_for_together() -> None:
     planner = OffloadPlanner(TierLimits(host_slots=100))
     assert planner.store([(each, number) for number, each in enumerate(keys(0, 80))]) == 80

@@ -343,6 +343,11 @@ class OffloadPlanner:
         return {**state, "moves": dict(self.counts)}
 
     @property
+    def pinned_host_blocks(self) -> int:
+        """Blocks of host memory that cannot be reused now: a request waits for them, or a copy uses them."""
+        return self.host.slots - self.host.room(_WANTED)
+
+    @property
     def storing_blocks(self) -> int:
         """Blocks in stores that have not ended."""
         return sum(len(entries) for entries, _ in self._storing.values())

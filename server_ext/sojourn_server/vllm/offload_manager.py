@@ -256,9 +256,11 @@ class OffloadManager:
         return self._connector.loaded_tokens.pop(request_id, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return blocks by tier and state, and under ``moves`` and ``traffic`` the totals of copies."""
+        """Return blocks by tier and state, and under ``moves`` and ``traffic`` the totals of copies, the
+        copies under way, and the blocks of host memory that a request or a copy pins."""
         planner, traffic = self._connector.planner, self._connector.traffic
-        return {**planner.state(), "traffic": {**traffic.totals(), "jobs": planner.under_way}}
+        under_way = {"jobs": planner.under_way, "pinned_host_blocks": planner.pinned_host_blocks}
+        return {**planner.state(), "traffic": {**traffic.totals(), **under_way}}
 
     def link(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
         """Return recent copy times: seconds a token to host memory and back, and seconds of the queued

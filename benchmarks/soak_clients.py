@@ -1,0 +1,330 @@
+"""Clients of ``soak.py``, one kind a process, each of which may be killed at any time.
+
+    python benchmarks/soak_clients.py agents URL --key KEY --seed 1 --seconds 60
+
+They write what happens as lines of one word; ``+tool`` and ``-tool`` enclose a tool call, ``+stream`` and
+``-stream`` an answer on its way, so that ``soak.py`` knows where a killed client was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+os.environ["SOJOURN_HISTORY"] = "off"
+
+import httpx
+import sojourn
+
+SILENCE_S = 120.0
+"""Longest time without a byte of an answer; a client that waits longer sat silent."""
+AGENTS = 6
+"""Programs at once of one process."""
+MOST_CONTEXT_TOKENS = 1400
+MOST_TRIES = 4
+"""Of one turn."""
+TOOL_MEAN_S = {"bash": 0.4, "search": 0.15, "pytest": 2.0}
+MOST_TOOL_S = 8.0
+HOSTILE_AT_ONCE = 6
+FLOOD_CONNECTIONS = 4
+FLOOD_EVENTS = 1000
+FLOOD_PROGRAMS = 16_000
+"""The same in every flood: tables fill up once, and memory can be compared over hours."""
+GREEDY_TTL_S = 15.0
+"""Hinted by hostile clients, which send no heartbeats; longer ones would make every silence as long."""
+
+
+def tell(word: str) -> None:
+    """Report to ``soak.py``."""
+    print(word, flush=True)
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Report that something begins and that it ended."""
+    tell(f"+{what}")
+    try:
+        yield
+    finally:
+        tell(f"-{what}")
+
+
+# -- agents ---------------------------------------------------------------------------------
+
+
+async def run_agents(url: str, key: str, draw: random.Random, until: float) -> None:
+    """Programs one after another, ``AGENTS`` at once, instrumented by the SDK."""
+    sojourn.init(url, api_key=key, probe_timeout_s=5.0, instrument=False, history=False)
+    timeout = httpx.Timeout(SILENCE_S, connect=10.0)
+    async with httpx.AsyncClient(
+        base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=timeout, trust_env=False
+    ) as http:
+
+        async def agent(number: int) -> None:
+            own = random.Random(draw.random())
+            while time.monotonic() < until:
+                await run_program(http, own, until)
+
+        await asyncio.gather(*(agent(number) for number in range(AGENTS)))
+    sojourn.shutdown()
+
+
+async def run_program(http: httpx.AsyncClient, draw: random.Random, until: float) -> None:
+    """Turns with tool calls between them."""
+    hints = {
+        "kv_retention_ttl_s": draw.choice((None, None, 2.0, 30.0)),
+        "priority": draw.choice((None, None, 0, 7)),
+        "deadline_s": draw.choice((None, None, 60.0)),
+        "expected_output_length": draw.choice((None, 32)),
+    }
+    kind = draw.choice(("coder", "planner", "reviewer"))
+    first = draw.randrange(1000, 3000)
+    context = [first + n % 97 for n in range(draw.randint(40, 700))]
+    with sojourn.program(kind, agent_type=kind, **{k: v for k, v in hints.items() if v is not None}):
+        for _ in range(draw.randint(2, 6)):
+            for _ in range(MOST_TRIES):
+                if await take_turn(http, draw, context):
+                    break
+                await asyncio.sleep(draw.uniform(0.1, 1.0))
+            else:
+                tell("programs given up")
+                return
+            if time.monotonic() >= until:
+                break
+            context += [first + draw.randrange(97) for _ in range(draw.randint(10, 120))]
+            del context[MOST_CONTEXT_TOKENS:]
+            tool = draw.choice(tuple(TOOL_MEAN_S))
+            with told("tool"), sojourn.tool_call(tool, tool_class=tool):
+                await asyncio.sleep(min(draw.expovariate(1 / TOOL_MEAN_S[tool]), MOST_TOOL_S))
+            tell("tool calls")
+    tell("programs finished")
+
+
+async def take_turn(http: httpx.AsyncClient, draw: random.Random, context: list[int]) -> bool:
+    """One request, streamed or not, some broken off; False: it failed and is asked again."""
+    fields, headers = sojourn.request_parts()
+    streams = draw.random() < 0.6
+    body = {
+        "model": "tiny", "prompt": context, "max_tokens": draw.choice((4, 16, 48, 200)), "ignore_eos": True,
+        "stream": streams, **fields,
+    }  # fmt: skip
+    leave_after = draw.randint(1, 20) if draw.random() < 0.15 else None
+    try:
+        if not streams:
+            (await http.post("/v1/completions", json=body, headers=headers)).raise_for_status()
+            tell("turns")
+            return True
+        with told("stream"):
+            async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+                answer.raise_for_status()
+                end = await read_stream(answer, leave_after)
+        tell(end)
+        return end in ("turns", "streams left by their client")
+    except httpx.ReadTimeout:
+        tell("clients silent for two minutes")
+    except httpx.HTTPStatusError as error:
+        tell(f"turns refused with {error.response.status_code}")
+    except httpx.HTTPError:
+        tell("turns that lost their connection")
+    return False
+
+
+async def read_stream(answer: httpx.Response, leave_after: int | None) -> str:
+    """How a stream ended."""
+    parts = 0
+    async for line in answer.aiter_lines():
+        if line == "data: [DONE]":
+            return "turns"
+        if line.startswith("data: {"):
+            if "error" in json.loads(line[6:]):
+                return "streams ended by an error inside"
+            parts += 1
+            if parts == leave_after:
+                return "streams left by their client"
+    return "streams without an end"
+
+
+# -- floods ------------------------------------------------------------------------------------
+
+
+async def run_flood(url: str, key: str, draw: random.Random, until: float) -> None:
+    """Batches of events as fast as they are answered."""
+    batches = [json.dumps(flood_batch(first)).encode() for first in range(0, FLOOD_PROGRAMS, FLOOD_EVENTS)]
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0, trust_env=False) as http:
+
+        async def connection() -> None:
+            while time.monotonic() < until:
+                try:
+                    answer = await http.post("/sojourn/v1/events", content=draw.choice(batches))
+                except httpx.HTTPError:
+                    await asyncio.sleep(0.2)
+                    continue
+                tell("batches of 1,000 events" if answer.status_code == 200 else "batches refused")
+                if answer.status_code != 200:
+                    await asyncio.sleep(0.05)
+
+        await asyncio.gather(*(connection() for _ in range(FLOOD_CONNECTIONS)))
+
+
+def flood_batch(first: int) -> dict[str, Any]:
+    """A tool call for each of ``FLOOD_EVENTS`` invented programs."""
+    events = [
+        {"type": "tool_start", "program_id": f"flood-{n}", "seq": n, "call_id": f"c{n}", "tool": "bash"}
+        for n in range(first, first + FLOOD_EVENTS)
+    ]
+    return {"v": 1, "emitter": f"flood-{first}", "events": events}
+
+
+# -- hostile clients -----------------------------------------------------------------------------
+
+Attack = Callable[[httpx.AsyncClient, random.Random], Awaitable[None]]
+
+
+async def run_hostile(url: str, key: str, draw: random.Random, until: float) -> None:
+    """What no client should send, ``HOSTILE_AT_ONCE`` at once, until killed or at the end."""
+    headers = {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0, trust_env=False) as http:
+
+        async def client() -> None:
+            own = random.Random(draw.random())
+            while time.monotonic() < until:
+                attack = own.choice(ATTACKS)
+                with suppress(httpx.HTTPError, OSError, asyncio.IncompleteReadError, TimeoutError):
+                    async with asyncio.timeout(20.0):
+                        await attack(http, own)
+                tell("hostile acts")
+                await asyncio.sleep(own.uniform(0.0, 0.2))
+
+        await asyncio.gather(*(client() for _ in range(HOSTILE_AT_ONCE)))
+
+
+async def _raw(http: httpx.AsyncClient, data: bytes, hold_s: float) -> None:
+    """Write bytes of our own to a new connection, wait, and close it."""
+    place = urlsplit(str(http.base_url))
+    _, writer = await asyncio.open_connection(place.hostname, place.port)
+    try:
+        writer.write(data)
+        await writer.drain()
+        await asyncio.sleep(hold_s)
+    finally:
+        writer.close()
+
+
+async def half_request(http: httpx.AsyncClient, draw: random.Random) -> None:
+    await _raw(http, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Half: ", draw.uniform(0.0, 15.0))
+
+
+async def half_body(http: httpx.AsyncClient, draw: random.Random) -> None:
+    key = http.headers["authorization"].encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: " + key
+    await _raw(
+        http, head + b"\r\nContent-Length: 100000\r\n\r\n" + b'{"model": ' * 20, draw.uniform(0.0, 5.0)
+    )
+
+
+async def noise(http: httpx.AsyncClient, draw: random.Random) -> None:
+    await _raw(http, draw.randbytes(draw.randint(1, 5000)), 0.05)
+
+
+async def bad_body(http: httpx.AsyncClient, draw: random.Random) -> None:
+    broken = draw.choice((b"{", b"[]", b"\xff\xfe", b"[" * 5000, b'{"model": "tiny", "prompt": {}}'))
+    await http.post(draw.choice(("/v1/completions", "/v1/chat/completions")), content=broken)
+
+
+async def bad_events(http: httpx.AsyncClient, draw: random.Random) -> None:
+    events: list[Any] = [
+        {"type": "tool_start", "program_id": "a\u0000b", "seq": 0, "call_id": "c", "tool": "t"},
+        {"type": "tool_start", "program_id": "x" * 5000, "seq": -1},
+        {"type": "nothing"}, 7, None, {"type": "program_start", "program_id": "good", "seq": 2**70},
+    ]  # fmt: skip
+    await http.post("/sojourn/v1/events", json={"v": 1, "emitter": "bad", "events": events})
+    await http.post("/sojourn/v1/events", content=draw.randbytes(400))
+
+
+async def fat_hint(http: httpx.AsyncClient, draw: random.Random) -> None:
+    hint = json.dumps({"program_id": "fat", "sojourn": {"v": 1, "x": "y" * draw.choice((20_000, 1 << 20))}})
+    await http.post("/v1/completions", json=_request(draw, hint, 4))
+
+
+async def greedy(http: httpx.AsyncClient, draw: random.Random) -> None:
+    """A new program with the highest priority and a lease, whose stream its client leaves."""
+    hint = {
+        "program_id": f"greedy-{draw.randrange(4000)}",
+        "kv_retention_ttl_seconds": draw.uniform(0.0, GREEDY_TTL_S),
+        "priority": draw.choice((-(2**31), 2**31 - 1)),
+    }
+    body = _request(draw, json.dumps(hint), 1000)
+    async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        lines = 0
+        async for _ in answer.aiter_lines():
+            lines += 1
+            if lines > 30:
+                break
+
+
+async def thousand_tools(http: httpx.AsyncClient, draw: random.Random) -> None:
+    name = f"tools-{draw.randrange(50)}"
+    events = [
+        {
+            "type": "tool_start",
+            "program_id": name,
+            "seq": n,
+            "call_id": f"c{n}",
+            "tool": f"{n:04}" + "t" * 200,
+        }
+        for n in range(800)
+    ]
+    await http.post("/sojourn/v1/events", json={"v": 1, "emitter": name, "events": events})
+    if draw.random() < 0.5:
+        end = [{"type": "program_end", "program_id": name, "seq": 900, "status": "ok"}]
+        await http.post("/sojourn/v1/events", json={"v": 1, "emitter": name, "events": end})
+
+
+async def curious(http: httpx.AsyncClient, draw: random.Random) -> None:
+    base = "/sojourn/v1"
+    paths = ("/metrics", f"{base}/programs?limit=1000", f"{base}/programs/%00", f"{base}/capabilities", "/x")
+    await http.get(draw.choice(paths))
+
+
+ATTACKS: tuple[Attack, ...] = (
+    half_request, half_body, noise, bad_body, bad_events, fat_hint, greedy, thousand_tools, curious,
+)  # fmt: skip
+
+
+def _request(draw: random.Random, hint: str, max_tokens: int) -> dict[str, Any]:
+    first = draw.randrange(1000, 3000)
+    return {
+        "model": "tiny", "prompt": [first + n % 89 for n in range(draw.randint(8, 900))],
+        "max_tokens": max_tokens, "ignore_eos": True, "vllm_xargs": {"agentic_context": hint},
+    }  # fmt: skip
+
+
+KINDS = {"agents": run_agents, "flood": run_flood, "hostile": run_hostile}
+
+
+def main() -> None:
+    """Be the client that the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("url")
+    parser.add_argument("--key", required=True)
+    parser.add_argument("--seed", required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    options = parser.parse_args()
+    until = time.monotonic() + options.seconds
+    asyncio.run(KINDS[options.kind](options.url, options.key, random.Random(options.seed), until))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""What a soak found: what has not come back, how memory grew, and the page that says so."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import linear_regression
+from typing import Any
+
+from result_pages import made_by, marked, write_result
+from soak_stack import ServerState
+
+MOST_GROWTH = 0.02
+"""Of a process's memory after ``--settle`` minutes of its life."""
+SPARE_FILE_DESCRIPTORS = 16
+"""More than after the first silence are a leak; pools of connections between servers vary."""
+TABLE_BOUNDS = {"engine": {"programs": 20_000}, "gateway": {"programs": 200_000}}
+
+
+def problems(states: Sequence[ServerState], first: Mapping[str, ServerState]) -> list[str]:
+    """What has not come back, in words. ``first``: the states after the first silence, by name."""
+    found = []
+    for state in states:
+        found += [f"{state.name}: {count:g} {what}" for what, count in state.counts.items() if count]
+        bounds = TABLE_BOUNDS[state.name.split()[0]]
+        found += [
+            f"{state.name}: {state.tables[what]:g} {what}, more than {most}"
+            for what, most in bounds.items()
+            if state.tables[what] > most
+        ]
+        before = {one.role: one for one in first[state.name].processes} if state.name in first else {}
+        for process in state.processes:
+            if process.half_closed:
+                found.append(f"{state.name}, {process.role}: {process.half_closed} connections not closed")
+            known = before.get(process.role)
+            if (
+                known is not None
+                and process.file_descriptors > known.file_descriptors + SPARE_FILE_DESCRIPTORS
+            ):
+                found.append(
+                    f"{state.name}, {process.role}: {process.file_descriptors} file descriptors, "
+                    f"{known.file_descriptors} after the first silence"
+                )
+    return found
+
+
+@dataclass
+class Life:
+    """A process from its start to its end, and its memory at each silence."""
+
+    server: str
+    role: str
+    number: int
+    minutes: list[float] = field(default_factory=list)
+    """Since the process started."""
+    rss_mib: list[float] = field(default_factory=list)
+
+    def growth(self, settle_min: float) -> tuple[float, float] | None:
+        """Growth from the first silence after ``settle_min`` to the last: of the measured values, and of the
+        line through them. ``None``: fewer than three silences to compare."""
+        kept = [(at, rss) for at, rss in zip(self.minutes, self.rss_mib, strict=True) if at >= settle_min]
+        if len(kept) < 3:
+            return None
+        times, sizes = [at for at, _ in kept], [rss for _, rss in kept]
+        line = linear_regression(times, sizes)
+        begin, end = (line.slope * at + line.intercept for at in (times[0], times[-1]))
+        return sizes[-1] / sizes[0] - 1, end / begin - 1
+
+
+@dataclass
+class Record:
+    """Everything the page is made of."""
+
+    seed: int
+    settle_min: float
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    totals: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    lives: dict[tuple[str, str, int, float], Life] = field(default_factory=dict)
+
+    def remember(self, states: Sequence[ServerState]) -> None:
+        """Add a silence to the lives of all processes."""
+        for state in states:
+            for process in state.processes:
+                key = (state.name, process.role, process.pid, process.since)
+                if key not in self.lives:
+                    before = sum(name == state.name and role == process.role for name, role, *_ in self.lives)
+                    self.lives[key] = Life(state.name, process.role, before + 1)
+                self.lives[key].minutes.append(round((time.time() - process.since) / 60, 2))
+                self.lives[key].rss_mib.append(process.rss_mib)
+
+    def failed(self, number: int, what: str) -> None:
+        """A failure, with what is needed to see it again."""
+        self.failures.append(f"round {number}, seed {self.seed}: {what}")
+
+    def verdict(self) -> dict[str, Any]:
+        """What leaked, what grew, and whether that is what was promised."""
+        judged = [life for life in self.lives.values() if life.growth(self.settle_min) is not None]
+        growth = {
+            f"{life.server}, {life.role}": max(life.growth(self.settle_min) or (0.0,)) for life in judged
+        }
+        left = [problem for one in self.rounds for problem in one["left"]]
+        most = max(growth.values(), default=None)
+        flat = most is None or most <= MOST_GROWTH
+        return {
+            "rounds": len(self.rounds),
+            "leaked_blocks": sum("blocks not back" in problem for problem in left),
+            "leaked_leases": sum("lease" in problem for problem in left),
+            "other_leaks": sum("blocks not back" not in one and "lease" not in one for one in left),
+            "failures": len(self.failures),
+            "largest_rss_growth": None if most is None else round(most, 4),
+            "holds": bool(self.rounds) and not left and not self.failures and flat,
+        }
+
+
+def percent(share: float) -> str:
+    """With a sign and a decimal."""
+    return f"{100 * share:+.1f} %"
+
+
+def page(record: Record, made: Any, wall_s: float, policy: str, drawn: bool) -> str:
+    """The result in Markdown."""
+    verdict = record.verdict()
+    loads = [row["load_average"] for row in record.rounds] or [0.0]
+    silences = [row["silence_s"] for row in record.rounds if "silence_s" in row] or [0.0]
+    most = verdict["largest_rss_growth"]
+    lives = [
+        [
+            f"{life.server}, {life.role}",
+            f"{life.minutes[-1]:.0f}",
+            f"{life.rss_mib[bisect_left(life.minutes, record.settle_min)]:.1f}",
+            f"{life.rss_mib[-1]:.1f}",
+            *map(percent, growth),
+        ]
+        for life in record.lives.values()
+        if (growth := life.growth(record.settle_min)) is not None
+    ]
+    head = (
+        "process",
+        "minutes",
+        f"MiB at minute {record.settle_min:g}",
+        "MiB at the end",
+        "growth",
+        "of the line",
+    )
+    others = sum(life.growth(record.settle_min) is None for life in record.lives.values())
+    parts = [
+        "# Soak: agents, floods, kills and restarts",
+        made_by(made, wall_s),
+        f"Two engines (model `tiny`, policy `{policy}`, host memory and disk) behind two gateways. "
+        f"{verdict['rounds']} rounds of load and silence, seed {record.seed}; load average "
+        f"{min(loads):.1f} to {max(loads):.1f}. "
+        f"In the silences all was back after {min(silences):.0f} to {max(silences):.0f} s.",
+        f"**Verdict: {'holds' if verdict['holds'] else 'does not hold'}.** "
+        f"Silences with leaked blocks: {verdict['leaked_blocks']}, with leaked leases: "
+        f"{verdict['leaked_leases']}, with other leaks: {verdict['other_leaks']}. "
+        f"Failures: {verdict['failures']}. "
+        f"Largest growth of memory after minute {record.settle_min:g}: "
+        f"{percent(most) if most is not None else 'too short to say'} (bound: {percent(MOST_GROWTH)}).",
+        "## Memory",
+        marked(head, lives),
+        f"Resident memory at the silences of processes with at least three of them after minute "
+        f"{record.settle_min:g} of their lives. {others} other processes were restarted sooner.",
+        *(["![memory](soak.svg)"] if drawn else []),
+        "## What happened",
+        marked(("", "times"), [[what, f"{count:,}"] for what, count in sorted(record.totals.items())]),
+        "## Failures",
+        "\n".join(f"- {failure}" for failure in record.failures) or "None.",
+        "{by hand}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def draw_memory(record: Record, path: Path) -> bool:
+    """Memory of each process against that at its first silence; False without matplotlib."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return False
+    matplotlib.rcParams["svg.hashsalt"] = "sojourn"
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axis = figure.subplots()
+    for life in record.lives.values():
+        if len(life.minutes) > 2:
+            own = [100 * (rss / life.rss_mib[0] - 1) for rss in life.rss_mib]
+            axis.plot(life.minutes, own, linewidth=1.1, label=f"{life.server} {life.number}, {life.role}")
+    axis.axvline(record.settle_min, color="#999999", linewidth=0.8, linestyle="--")
+    axis.set_xlabel("minutes of the process's life")
+    axis.set_ylabel("RSS over the first silence, %")
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7, ncols=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    return True
+
+
+def write(record: Record, out: Path, made: Any, wall_s: float, policy: str) -> None:
+    """``soak.json``, ``soak.md`` and ``soak.svg``."""
+    drawn = draw_memory(record, out / "soak.svg")
+    document = {
+        "seed": record.seed,
+        "wall_s": round(wall_s, 1),
+        "verdict": record.verdict(),
+        "totals": dict(sorted(record.totals.items())),
+        "failures": record.failures,
+        "lives": [asdict(life) for life in record.lives.values()],
+        "rounds": [{key: row[key] for key in row if key != "states"} for row in record.rounds],
+        "last_states": record.rounds[-1].get("states", []) if record.rounds else [],
+    }
+    write_result(out, "soak", made, document, page(record, made, wall_s, policy, drawn))
