@@ -223,7 +223,7 @@ class _Selective:
 def _with_hooks(kwargs: dict[str, Any]) -> dict[str, Any]:
     try:
         kinds, theirs = _kinds(), kwargs.get("hooks")
-        # The framework itself rejects what is no RunHooks.
+        # The framework itself rejects an object that is not a RunHooks.
         if isinstance(theirs, kinds.Hooks) or not isinstance(theirs, (kinds.RunHooks, type(None))):
             return kwargs
         return {**kwargs, "hooks": kinds.Hooks(theirs, by_runner=True)}

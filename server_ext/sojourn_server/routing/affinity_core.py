@@ -1,7 +1,7 @@
 """A routing core that keeps a program's turns on one replica, its home.
 
-A request is either sent, or waits for a replica that was chosen for it, or waits for any replica. Everything
-here moves requests between these three states.
+A request is sent, or waits for a replica that was chosen for it, or waits for any replica. The code here
+moves requests between these three states.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ from .routing_status import ProgramRouteStatus, ReplicaStatus
 from .routing_tables import build_routing_tables
 
 MAX_EXPIRED_PER_TICK = 500
-"""Requests rejected in one tick because they waited too long; the rest follows in the next."""
+"""Maximum number of timed-out requests rejected in one tick; the rest follows in the next tick."""
 MAX_FAILED_REROUTED = 256
-"""Requests routed again at once, of those that failed at a replica that is still there."""
+"""Maximum number of requests that are routed again at once after a failure at a replica that is still
+there."""
 UNROUTED_ROUTE = RoutingDecision("", "policy_failed")
-"""Route of a request that was rejected because the policy failed."""
+"""Route of a request that is rejected because the policy failed."""
 
 
 class AffinityCore(RoutingCore):
-    """Decides by a routing policy, a share policy, work stealing and preemption between tenants."""
+    """Routes by a routing policy, a policy for tenants' shares, work stealing and preemption between
+    tenants."""
 
     def __init__(
         self,
@@ -68,11 +70,11 @@ class AffinityCore(RoutingCore):
         self._stealer = RequestStealer(stealing, self.fleet, self.requests)
         self._preemption = RoutingPreemption(yielding or NoTenantPreemption(), tables, self._placer)
         self._number = 0
-        """Requests so far."""
+        """Number of requests so far."""
         self._capacity_changed = False
-        """There may be room, or a request has to be routed again."""
+        """Some capacity may have become free, or a request has to be routed again."""
         self._has_unrouted = False
-        """Some requests that wait for room are routed with the next event."""
+        """Some requests that wait for capacity have not been routed yet; the next event routes them."""
         self._handlers[routing_events.ReplicaRegistered] = self._registered
         self._handlers[routing_events.KvDropped] = self._kv_dropped
 
@@ -134,7 +136,7 @@ class AffinityCore(RoutingCore):
         return snapshot_routing_state(self.fleet, self.programs, self.expected, self._number, now)
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
-        """Replicas get a new lease from ``now``; homes remain valid meanwhile."""
+        """Restore a snapshot. Replicas get a new lease from ``now``; homes stay valid meanwhile."""
         if self._number or len(self.fleet) or len(self.programs):
             raise ValueError("this core has replicas or programs already; expected a new one")
         shift_s = 0.0 if elapsed_s is None else now - state.taken_s - elapsed_s
@@ -163,8 +165,8 @@ class AffinityCore(RoutingCore):
         return self.fleet.longest_tokens
 
     def _is_queue_full(self, tenant: str) -> bool:
-        """Whether the queue is full. A tenant below its equal part may exceed the limit if tenants share
-        capacity."""
+        """Whether the queue is full for ``tenant``. If tenants share capacity, a tenant below its equal part
+        may exceed the limit."""
         most = self.limits.most_waiting
         if self.waiting < most or not self.tenants.take_turns or self.waiting >= 2 * most:
             return self.waiting >= most
@@ -270,8 +272,8 @@ class AffinityCore(RoutingCore):
             self._reset_capacity_needs(program)
 
     def _is_at(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
-        """Whether a request was sent to this replica. If it was recalled from there, the recall came too
-        late, and it counts there again."""
+        """Whether a request was sent to this replica. If it was recalled from there too late, it counts there
+        again."""
         if request.sent_s is not None and request.replica_id == replica_id:
             return True
         if request.recalled_from != replica_id:
@@ -306,7 +308,7 @@ class AffinityCore(RoutingCore):
         self._replay(request, now)
 
     def _replay(self, request: RoutedRequest, now: float) -> None:
-        """Handle a request whose replica does not answer."""
+        """Handle a request that its replica did not answer."""
         self._capacity_changed = True
         request.failures += 1
         if request.began:
@@ -321,7 +323,7 @@ class AffinityCore(RoutingCore):
             self._enqueue_for_any(request)
 
     def _give_up(self, request: RoutedRequest, now: float) -> None:
-        """Reject a request that no further replica is to try."""
+        """Reject a request that is to be tried at no further replica."""
         self.requests.close(request, now)
         times = request.failures
         if request.failures_computing >= self.limits.most_failures_computing:
@@ -396,7 +398,7 @@ class AffinityCore(RoutingCore):
         self._capacity_changed = True
 
     def _clear_queue(self, replica: Replica) -> None:
-        """Requests that wait for this replica wait for any."""
+        """Let the requests that wait for this replica wait for any replica."""
         for request in list(self.requests.queues.get(replica.replica_id, ())):
             self.requests.take_out(request)
             self._enqueue_for_any(request)
@@ -425,7 +427,8 @@ class AffinityCore(RoutingCore):
             self.homes.leave(program, now)
 
     def _size(self, program: RoutedProgram | None, context_tokens: int, *, anew: bool = False) -> int:
-        """Tokens that a program is expected to need; estimated ``anew`` after each turn, else if outgrown."""
+        """Tokens that a program is expected to need. ``anew``: estimate again, as after each turn; otherwise
+        only if the program has outgrown its estimate."""
         fitting = self.fleet.fitting
         if program is None:
             return fitting(context_tokens)
@@ -436,7 +439,8 @@ class AffinityCore(RoutingCore):
         return fitting(self.expected.size_tokens(program, context_tokens, most))
 
     def _reset_capacity_needs(self, program: RoutedProgram) -> None:
-        """Route a program's waiting requests again: its KV has a place now, so they need no room."""
+        """Route a program's waiting requests again: the program has a home now, so they need no further
+        capacity."""
         if not program.waiting:
             return
         for request in self.requests.anywhere.of(program):
@@ -444,7 +448,7 @@ class AffinityCore(RoutingCore):
             self._capacity_changed = True
 
     def _release_unanswered_homes(self, now: float) -> None:
-        """Free the room of programs whose only request ended without an answer."""
+        """Free the capacity of programs whose only request ended without an answer."""
         unanswered = self.requests.unanswered
         while unanswered:
             program = unanswered.pop()
@@ -473,7 +477,7 @@ class AffinityCore(RoutingCore):
     # -- dispatch -----------------------------------------------------------------
 
     def _dispatch(self, now: float, *, epoch: bool) -> None:
-        """Send eligible requests. An ``epoch`` also moves requests to idle replicas, and preempts some."""
+        """Send eligible requests. With ``epoch``, also move requests to idle replicas and preempt some."""
         self._release_unanswered_homes(now)
         if self._has_unrouted:
             self._capacity_changed, self._has_unrouted = True, False
@@ -492,21 +496,23 @@ class AffinityCore(RoutingCore):
             self._send_eligible(now)
 
     def _enqueue_for_any(self, request: RoutedRequest) -> None:
-        """Queue a request that waits nowhere, to be routed again."""
+        """Put a request that is in no queue into the queue for any replica, to be routed again."""
         request.needs_tokens = 0
         self.requests.enqueue_for_any(request)
         self._capacity_changed = True
 
     @contextmanager
     def _counted_failures(self) -> Iterator[None]:
-        """Skip a step whose policy fails; the next epoch tries again."""
+        """Count the failure of a policy inside the block and skip the rest of it; the next epoch tries
+        again."""
         try:
             yield
         except PolicyCallError as error:
             self.counts.policy_failed(error)
 
     def _send_eligible(self, now: float) -> None:
-        """Requests that wait for any replica, where there is room; then those of replicas with less to do."""
+        """Send requests that wait for any replica, if one has capacity; then requests whose replica is less
+        loaded."""
         while self._capacity_changed or self.homes.capacity_grew:
             self._capacity_changed = self.homes.capacity_grew = False
             self._send_failed(now)
@@ -536,7 +542,8 @@ class AffinityCore(RoutingCore):
             return UNROUTED_ROUTE
 
     def _send_failed(self, now: float) -> None:
-        """Route requests that failed at a replica that is still there; reject them if no other is left."""
+        """Route the requests that failed at a replica that is still there. Reject a request if no other
+        replica is left."""
         failed = self.requests.failed
         for request in failed.oldest(MAX_FAILED_REROUTED) if failed else ():
             if any(_can_retry_at(replica, request) for replica in self.fleet):
@@ -546,8 +553,8 @@ class AffinityCore(RoutingCore):
 
 
 def _can_retry_at(replica: Replica, request: RoutedRequest) -> bool:
-    """Whether a request may go to a replica: not if it drains, and if the request failed there, only to a
-    successor of a replica that may be dead."""
+    """Whether a request may be sent to a replica. Not if the replica drains; and if the request failed there,
+    only to a successor of a replica that may be dead."""
     if replica.replica_id in request.failed_at:
         return replica.health is ReplicaHealth.SUSPECT
     return replica.health is not ReplicaHealth.DRAINING

@@ -1,13 +1,15 @@
-"""The queue for room at any replica: which requests are routed when there is some.
+"""The queue of requests that no replica has capacity for, and the order in which they are routed when there
+is some.
 
-A route that says "wait" names the room that it needs. Of 10,000 requests only those are routed that the
-largest room would hold: the first of them, in order of arrival or of tenants' shares.
+A route that says "wait" names the KV capacity that its request needs. Of 10,000 requests only those are
+routed again that fit into the largest free capacity, in order of arrival or of tenants' shares.
 
-A request that needs less may pass one that needs more, but not for ever. When the first of a row has waited
-for ``patience_s``, or ``patience`` others got room meanwhile, the replica with the most room is reserved: it
-takes no other program until its room is enough or it is empty. One replica is reserved at a time, for the row
-whose turn comes first; earlier rows do not wait for it. A reserved replica only empties, and another replaces
-it only if it has more room. So the request gets in as soon as enough programs there have ended.
+A request that needs less may pass one that needs more, but not for ever. When the first request of a tenant's
+queue has waited for ``patience_s``, or ``patience`` others were admitted meanwhile, the replica with the most
+free capacity is reserved: it takes no other program until its capacity is enough or it is empty. One replica
+is reserved at a time, for the tenant whose turn comes first; tenants before it do not wait for it. A reserved
+replica only empties, and another replaces it only if it has more free capacity. So the request is admitted as
+soon as enough programs there have ended.
 """
 
 from __future__ import annotations
@@ -21,18 +23,21 @@ from .routing_queue import RoutedRequest, TenantQueue, WaitingQueue
 from .tenant_accounting import TenantAccounting
 
 MAX_FAILED_ROUTES = 512
-"""Routes without a replica in one pass. Only reached where the needs of waiting requests are unknown."""
+"""Maximum number of routes without a replica in one pass. Only reached if the needs of waiting requests are
+unknown."""
 TENANT_REORDER_DIVISOR = 32
-"""The order of tenants is computed again after each 32nd part of the waiting tenants was served: up to 63
-tenants, after each request. With more, no tenant is served twice before that."""
+"""The order of tenants is computed again after each 32nd part of the waiting tenants was served: with up to
+63 tenants, after each request. With more, no tenant is served twice before that."""
 
 PlaceCallback = Callable[[RoutedRequest, "str | None", float], RoutingDecision]
-"""Sends a request unless it has to wait, but not to this replica; returns its route."""
+"""Routes a request and sends it unless it has to wait. The second argument is a reserved replica that it must
+not use."""
 
 
 class CapacityQueue:
-    """Passes over a waiting queue. ``reserved_replica``: the reserved replica, if any. ``admitted_count``:
-    requests that got room, including those that arrived while others waited."""
+    """Routes the requests of a waiting queue when there is capacity. ``reserved_replica``: the reserved
+    replica, if any. ``admitted_count``: requests admitted so far, including those that arrived while others
+    waited."""
 
     def __init__(
         self,
@@ -50,10 +55,11 @@ class CapacityQueue:
         self.reserved_replica: str | None = None
         self.admitted_count = 0
         self.is_closed_to_new = False
-        """Some waiting request has unknown needs: new requests wait too, and are routed in turn."""
+        """True if the needs of some waiting request are unknown: then new requests wait too, and are routed
+        in turn."""
 
     def place(self, place: PlaceCallback, now: float) -> bool:
-        """Send requests that fit; False: some have not been routed yet."""
+        """Send the requests that fit. False: some requests have not been routed yet."""
         self.reserved_replica, self.is_closed_to_new = None, False
         line, fleet = self._line, self._fleet
         if not line:
@@ -114,5 +120,5 @@ class CapacityQueue:
 
 
 def _max_fitting_tokens(replica: ReplicaView) -> float:
-    """The largest need for which a route at this replica is worth asking for."""
+    """The largest need that this replica may have capacity for; requests that need more are not routed."""
     return max(0, replica.room_tokens) if replica.homed else math.inf

@@ -1,6 +1,7 @@
-"""Changes of programs' homes, in batches. Gateways keep a copy, and ask the core for new programs only.
+"""Changes of programs' homes (their replicas), in batches. Gateways keep a copy of all homes, and ask the
+core only for new programs.
 
-Changes are flushed together (SAGA §5.3), each with a version, so that a copy knows its age and what it lacks.
+Changes are flushed together (SAGA §5.3). Each change has a version, by which a copy knows what it lacks.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from .routed_programs import Key
 FLUSH_S = 0.010
 FLUSH_CHANGES = 100
 MAX_LOGGED_PROGRAMS = 20_000
-"""Programs whose latest change is kept: a copy that is older gets all homes."""
+"""Maximum number of programs whose latest change is kept. A copy that is older than all of them gets all
+homes."""
 
 Home = tuple[str, str]
-"""Replica id and instance."""
+"""Replica id, and the replica's instance."""
 
 
 class HomeChange(msgspec.Struct, frozen=True, array_like=True):
@@ -32,10 +34,10 @@ class HomeChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HomeChanges(msgspec.Struct, frozen=True):
-    """Changes after version ``since`` up to ``version``: the latest of each program, in order.
+    """The latest change of each program after version ``since`` up to ``version``, in order.
 
-    ``full``: these are all homes, and replace the reader's copy. ``life`` identifies the core that counts:
-    versions of two lives cannot be compared.
+    ``full``: these are all homes, and replace the reader's copy. ``life`` identifies the core that numbers
+    the versions: versions of two cores cannot be compared.
     """
 
     life: str
@@ -46,7 +48,7 @@ class HomeChanges(msgspec.Struct, frozen=True):
 
 
 class HomeChangeLog:
-    """Numbers changes, returns them in batches, and keeps the latest of each program.
+    """Numbers the changes, returns them in batches, and keeps the latest change of each program.
 
     A batch is due ``flush_s`` after its first change, or after ``flush_changes`` changes, whichever is first;
     it has one entry per program. Raises ``ValueError`` for a negative time or counts below 1.
@@ -73,13 +75,13 @@ class HomeChangeLog:
         self._log: OrderedDict[Key, HomeChange] = OrderedDict()
         """Latest change of each program, oldest first."""
         self._forgotten = 0
-        """Changes up to this version are no longer complete."""
+        """Version of the newest change that was dropped."""
         self._flushed = 0
         self._first_s: float | None = None
-        """Time of the first change that has not been flushed."""
+        """Time of the first change since the last flush."""
 
     def note(self, key: Key, home: Home | None, now: float) -> None:
-        """Record a program's home; ``None``: it has none."""
+        """Record a program's new home; ``None``: the program has no home any more."""
         self.version += 1
         replica_id, instance = home or (None, None)
         self._log[key] = HomeChange(*key, self.version, replica_id, instance)
@@ -90,7 +92,7 @@ class HomeChangeLog:
             self._first_s = now
 
     def due_s(self, now: float) -> float | None:
-        """Seconds until a batch is due, 0 if it is; ``None``: nothing has changed."""
+        """Seconds until the next batch is due, 0 if it is due now; ``None``: there is no change."""
         if self._first_s is None:
             return None
         if self.version - self._flushed >= self._flush_changes or now < self._first_s:
@@ -98,7 +100,7 @@ class HomeChangeLog:
         return max(0.0, self._first_s + self._flush_s - now)
 
     def flush(self, now: float, everything: Callable[[], Iterable[tuple[Key, Home]]]) -> HomeChanges | None:
-        """The batch that is due, else ``None``. ``everything`` lists all homes, for a full batch."""
+        """The batch if it is due, else ``None``. ``everything`` returns all homes, for a full batch."""
         if self.due_s(now) != 0.0:
             return None
         changes = self.since(self._flushed, self.life, everything)
@@ -108,7 +110,8 @@ class HomeChangeLog:
     def since(
         self, version: int, life: str, everything: Callable[[], Iterable[tuple[Key, Home]]]
     ) -> HomeChanges:
-        """Changes that a copy of ``version`` of ``life`` lacks, flushed or not; all homes if unknown."""
+        """Changes that a copy with this ``version`` of the core ``life`` lacks, flushed or not; all homes if
+        that is unknown."""
         if life != self.life or not self._forgotten <= version <= self.version:
             homes = tuple(HomeChange(*key, self.version, *home) for key, home in everything())
             return HomeChanges(self.life, 0, self.version, homes, full=True)

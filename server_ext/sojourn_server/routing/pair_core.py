@@ -23,19 +23,21 @@ from .routing_limits import RoutingLimits
 from .routing_status import PairEngineStatus, ProgramRouteStatus
 
 ROLE_MISSING_TIMEOUT_S = 5.0
-"""Requests wait this long for a role without engines, where no supervisor starts engines: an engine that
-returns within one or two polls costs no request, and one that loads a model takes longer."""
+"""Requests wait this long for a role without engines, if no supervisor starts engines. An engine that returns
+within one or two polls costs no request; an engine that loads a model takes longer."""
 RETRY_AFTER_S = 5.0
-"""Sent to clients that are rejected for a missing role."""
+"""``Retry-After`` of requests that are rejected for a missing role."""
 MAX_PAIR_PROGRAMS = 200_000
-"""Programs whose stored context is remembered; the longest silent is forgotten first."""
+"""Maximum number of programs whose stored context length is remembered; the longest silent is forgotten
+first."""
 
 
 class PairCore(RoutingCore):
-    """Decides by a pair scheduler.
+    """Chooses engines by a pair scheduler.
 
     ``expects_engines``: a supervisor starts missing engines, so requests wait for them. Otherwise a request
-    that finds a role without engines is rejected at once, and earlier ones after ``ROLE_MISSING_TIMEOUT_S``.
+    that finds a role without engines is rejected at once, and requests that already wait are rejected after
+    ``ROLE_MISSING_TIMEOUT_S``.
     """
 
     def __init__(
@@ -54,17 +56,17 @@ class PairCore(RoutingCore):
         self.engines: dict[str, PairEngine] = {}
         self.flights: dict[str, PairRequest] = {}
         self._names: dict[tuple[PairRole, int], str] = {}
-        """Engines that the pair scheduler knows."""
+        """Replica ids of the engines that the pair scheduler knows, by role and number."""
         self._nodes: dict[str, int] = {}
         self._numbers = count()
         self.programs: OrderedDict[Key, PairProgram] = OrderedDict()
-        """Latest last."""
+        """Programs, the last active one last."""
         self._paired = 0
-        """Requests that were sent to a pair."""
+        """Number of requests sent to a pair so far."""
         self._roles: tuple[PairRole | None, int] | None = None
-        """The missing role and the longest context; ``None``: to be computed again."""
+        """The missing role, and the longest context that can be served; ``None``: to be computed again."""
         self._engines_changed = False
-        """Some engine opened or closed since all waiting requests were queued."""
+        """True if an engine opened or closed since all waiting requests were last queued again."""
         self._handlers[PairEngineRegistered] = self._registered
         self._handlers[routing_events.NicQueueReported] = self._nic_queue_reported
         self._handlers[routing_events.PrefillFinished] = self._prefilled
@@ -83,7 +85,8 @@ class PairCore(RoutingCore):
         return program.answered_by if program is not None else None
 
     def is_open(self, request_id: str) -> bool:
-        """Adopted requests do not count: their gateway asks for them again if it took them back."""
+        """Whether a request is in progress. Adopted requests do not count: if their gateway took them back,
+        it asks for them again."""
         flight = self.flights.get(request_id)
         return flight is not None and not flight.adopted
 
@@ -109,7 +112,7 @@ class PairCore(RoutingCore):
         return program.stored_tokens if program is not None else 0
 
     def program_statuses(self) -> list[ProgramRouteStatus]:
-        """Contexts are what is in storage."""
+        """Statuses of all programs; the context of each is what is in storage."""
         waiting = Counter(
             (flight.asked.tenant, flight.asked.program_id or "")
             for flight in self.flights.values()
@@ -119,7 +122,7 @@ class PairCore(RoutingCore):
         return found[::-1]
 
     def replica_statuses(self) -> list[PairEngineStatus]:
-        """Statuses of the replicas, without ``links``, which the core does not know."""
+        """Statuses of all engines, without ``links``, which the core does not know."""
         counts: Counter[str] = Counter()
         tokens: Counter[str] = Counter()
         for flight in self.flights.values():
@@ -156,7 +159,7 @@ class PairCore(RoutingCore):
         self._limit(known)
 
     def _admit(self, engine: PairEngine) -> None:
-        """Let the pair scheduler choose an engine, unless it is draining or suspect."""
+        """Make an engine available to the pair scheduler, unless the engine is draining or suspect."""
         if engine.is_open or engine.draining or engine.suspect:
             return
         engine.is_open = self._engines_changed = True
@@ -178,13 +181,13 @@ class PairCore(RoutingCore):
             self._limit(engine)
 
     def _limit(self, engine: PairEngine) -> None:
-        """Send a decode engine no more requests than it runs at once."""
+        """Limit the requests of a decode engine to the number that it runs at once."""
         seen = engine.seen
         if seen.role is PairRole.DECODE and engine.number is not None:
             self.pairs.set_decode_request_limit(engine.number, seen.max_running or math.inf)
 
     def _withdraw(self, engine: PairEngine) -> None:
-        """Send an engine nothing new for now. Its requests still count: they use memory all the same."""
+        """Send an engine no new requests for now. Its current requests still count, since they use memory."""
         if engine.number is None or not engine.is_open:
             return
         engine.is_open = False
@@ -243,7 +246,7 @@ class PairCore(RoutingCore):
             self.pairs.report(node, event.queue_s, now)
 
     def _fleet(self) -> tuple[PairRole | None, int]:
-        """The role without engines that are not draining, and the longest context that both roles hold.
+        """The role that has no engine outside of a drain, and the longest context that both roles can hold.
 
         Suspect engines count. Cached, because each request asks and there may be a thousand engines.
         """
@@ -293,8 +296,8 @@ class PairCore(RoutingCore):
             self._close(flight)
 
     def _sent(self, event: routing_events.RequestSent, now: float) -> None:
-        """Adopt a request whose engines another core chose, or its gateway without a core. Its use of those
-        engines stays unknown until it ends or is sent again."""
+        """Adopt a request whose engines were chosen by another core, or by its gateway without a core. Its
+        load on those engines is unknown until it ends or is sent again."""
         flight = self.flights.get(event.request_id)
         where = (event.prefill_id, event.replica_id)
         if flight is not None and where in ((None, flight.decode_id), (flight.prefill_id, flight.decode_id)):
@@ -327,8 +330,9 @@ class PairCore(RoutingCore):
         return program
 
     def _submit(self, flight: PairRequest) -> None:
-        """Queue a request at the pair scheduler. A size that no engine holds is reduced: it was an estimate,
-        or the engines that held it are gone; an engine that cannot serve it reports that itself."""
+        """Queue a request at the pair scheduler. A context size that no engine can hold is reduced: it was an
+        estimate, or the engines that could hold it are gone. An engine that cannot serve the request reports
+        that itself."""
         asked = flight.asked
         decode_tokens = self.pairs.decode.largest_kv_tokens()
         tokens = max(1, asked.context_tokens)
@@ -364,7 +368,8 @@ class PairCore(RoutingCore):
             self.counts.sent("pair")
 
     def _requeue(self) -> None:
-        """Submit all waiting requests again, in order of arrival, at sizes that the engines hold now."""
+        """Submit all waiting requests again, in order of arrival, with sizes that the current engines can
+        hold."""
         waiting = sorted(
             (flight for flight in self.flights.values() if flight.decode_id is None),
             key=lambda flight: flight.since_s,
@@ -422,7 +427,7 @@ class PairCore(RoutingCore):
             self._replay(flight, now)
 
     def _replay(self, flight: PairRequest, now: float) -> None:
-        """Start a request again, with other engines if there are any."""
+        """Start a request again, with other engines if possible."""
         self._remove_from_pairs(flight)
         flight.prefill_id = flight.decode_id = flight.sent = None
         flight.prefilled = False

@@ -16,36 +16,37 @@ class PairEngine:
     seen: PairEngineRegistered
     heard_s: float
     number: int | None = None
-    """Its number in the pair scheduler, new after each restart; ``None``: not added yet."""
+    """The engine's number in the pair scheduler, a new one after each restart; ``None``: not added yet."""
     is_open: bool = False
-    """Requests may go there."""
+    """Whether requests may be sent to the engine."""
     draining: bool = False
     suspect: bool = False
-    """Whether it failed at a request, or has been silent for too long, and has not reported since."""
+    """Whether the engine failed at a request or was silent for too long, and has not reported since."""
     probed_s: float | None = None
 
     @property
     def replica_id(self) -> str:
-        """Its id."""
+        """The engine's id as a replica."""
         return self.seen.replica_id
 
     @property
     def instance(self) -> str:
-        """Changes with each restart."""
+        """Id of the engine's process, which changes with each restart."""
         return self.seen.instance
 
     @property
     def state(self) -> str:
-        """Its health, for gateways."""
+        """Health of the engine, for gateways."""
         return "suspect" if self.suspect else "draining" if self.draining else "up"
 
     @property
     def is_draining(self) -> bool:
-        """Whether it gets no new requests."""
+        """Whether the engine gets no new requests because it drains."""
         return self.draining
 
     def status(self, requests: int, tokens: int) -> PairEngineStatus:
-        """Its state with these requests in progress, for operators; without ``links``."""
+        """Status of the engine with this many requests and tokens in progress, for operators; without
+        ``links``."""
         seen = self.seen
         load = tokens / seen.kv_tokens
         if seen.max_running and seen.role is PairRole.DECODE:  # prefill engines have no such bound
@@ -70,19 +71,19 @@ class PairEngine:
 
 @dataclass(slots=True)
 class PairProgram:
-    """A program with requests, now or earlier."""
+    """A program that has or had requests."""
 
     stored_tokens: int = 0
-    """Context known to be in storage: its length at the end of the last answer."""
+    """Context length known to be in storage: the length at the end of the last answer."""
     turns: int = 0
-    """Answered requests."""
+    """Number of answered requests."""
     answered_by: str | None = None
-    """Decode engine of the last answer."""
+    """Id of the decode engine of the last answer."""
     requests: int = 0
-    """Requests in progress."""
+    """Number of requests in progress."""
 
     def status(self, key: Key, waiting: int) -> ProgramRouteStatus:
-        """Its state, for operators. Its context is what is in storage."""
+        """Status of the program, for operators. Its context is what is in storage."""
         stored, in_flight = self.stored_tokens, self.requests - waiting
         return ProgramRouteStatus(key[1], key[0], None, self.turns, stored, stored, 0, in_flight, waiting)
 
@@ -94,18 +95,19 @@ class PairRequest:
     asked: RequestReceived
     since_s: float
     waiting_since_s: float
-    """Time since which it has no pair."""
+    """Time since which the request has waited for a pair."""
     prefill_id: str | None = None
     decode_id: str | None = None
     prefilled: bool = False
     began: bool = False
     sent: SendRequestToPair | None = None
-    """The last decision."""
+    """The last pair chosen for the request."""
     adopted: bool = False
-    """Another core or a gateway chose its engines; the pair scheduler does not count it."""
+    """Whether another core or a gateway chose the request's engines; the pair scheduler does not count it
+    then."""
     failures: int = 0
     failures_computing: int = 0
 
     def is_at(self, replica_id: str) -> bool:
-        """Whether an engine is still working on it."""
+        """Whether this engine is still working on the request."""
         return replica_id == self.decode_id or (replica_id == self.prefill_id and not self.prefilled)

@@ -1,4 +1,4 @@
-"""The replicas: their health, the programs at home there, and the requests sent there."""
+"""The replicas: their health, the programs at home there, and the requests sent to them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from .routing_events import ReplicaRegistered
 from .routing_status import ReplicaStatus
 
 MAX_REMEMBERED_DRAINS = 1024
-"""Drained replicas that are gone, and would still be drained if they came back."""
+"""Maximum number of remembered replicas that were draining when they disappeared; they drain again if they
+return."""
 DEFAULT_MAX_RUNNING = 64
-"""Requests that a replica runs at once, if it does not report a number."""
+"""Assumed number of requests that a replica runs at once, if it does not report one."""
 
 
 class ReplicaHealth(str, Enum):
@@ -24,12 +25,12 @@ class ReplicaHealth(str, Enum):
     UP = "up"
     DRAINING = "draining"
     SUSPECT = "suspect"
-    """Silent for too long: it is probed, keeps its programs, and takes no new ones."""
+    """Silent for too long: the replica is probed, keeps its programs, and gets no new ones."""
 
 
 @dataclass(slots=True)
 class Replica:
-    """A replica. Sizes in tokens of KV."""
+    """A replica: an engine, or one data-parallel rank of an engine. Sizes in tokens of KV."""
 
     replica_id: str
     instance: str
@@ -39,23 +40,23 @@ class Replica:
     max_context_tokens: int
     heard_s: float
     epoch: int
-    """Number of this registration among those of all replicas."""
+    """Number of the replica's registration, counted over all replicas."""
     health: ReplicaHealth = ReplicaHealth.UP
     homed: int = 0
     homed_tokens: int = 0
     in_flight: dict[str, int] = field(default_factory=dict)
-    """Contexts of requests in progress there, by request."""
+    """Context length of each request in progress at the replica, by request id."""
     in_flight_tokens: int = 0
     queued: int = 0
-    """Requests that wait for it at the gateway."""
+    """Number of requests that wait for the replica at the gateway."""
     queued_tokens: int = 0
     idle_since_s: float | None = None
-    """Time since which it could take another request; ``None``: it is full."""
+    """Time since which the replica could take another request; ``None``: it is full."""
     probed_s: float | None = None
 
     @property
     def sent_load(self) -> float:
-        """Share of the replica used by requests in progress there."""
+        """Share of the replica that its requests in progress use."""
         return self._load(self.in_flight_tokens, len(self.in_flight))
 
     def _load(self, tokens: int, requests: int) -> float:
@@ -64,21 +65,22 @@ class Replica:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The sizes that it reported."""
+        """The sizes that the replica reported."""
         return (self.capacity_tokens, self.host_tokens, self.max_running, self.max_context_tokens)
 
     @property
     def state(self) -> str:
-        """Its health, for gateways."""
+        """Health of the replica, for gateways."""
         return self.health.value
 
     @property
     def is_draining(self) -> bool:
-        """Its programs move away."""
+        """Whether the replica drains: its programs move away at their next turn."""
         return self.health is ReplicaHealth.DRAINING
 
     def status(self, queued: int) -> ReplicaStatus:
-        """Its state, for operators. ``queued``: requests that wait for it at the gateway."""
+        """Status of the replica, for operators. ``queued``: number of requests that wait for it at the
+        gateway."""
         view = self.view()
         return ReplicaStatus(
             self.replica_id,
@@ -94,7 +96,7 @@ class Replica:
         )
 
     def view(self) -> ReplicaView:
-        """Its state, for a policy."""
+        """The replica as routing policies see it."""
         return ReplicaView(
             self.replica_id,
             self._load(self.in_flight_tokens + self.queued_tokens, len(self.in_flight) + self.queued),
@@ -108,28 +110,29 @@ class Replica:
 
 
 class ReplicaFleet:
-    """All known replicas, and an up-to-date view of each.
+    """All known replicas, and a current view of each for policies.
 
-    A view is made again when it is read after a change: one decision changes one of 64 replicas, up to three
+    A view is rebuilt when it is read after a change: one decision changes one of 64 replicas, up to three
     times. ``full_load``: a replica with at least this load gets no more requests.
     """
 
     def __init__(self, full_load: float = math.inf) -> None:
         self._full_load = full_load
         self.capacity_tokens = 0
-        """Sum over all replicas, on their devices."""
+        """KV capacity of all devices."""
         self.room_tokens = 0
-        """Sum over all replicas, in all tiers."""
+        """KV capacity of all replicas in all tiers."""
         self.longest_tokens = 0
-        """Longest context that any replica computes; 0: there is none."""
+        """Longest context that any replica can compute; 0: there is no replica."""
         self.max_running = 0
-        """Requests that all replicas together run at once."""
+        """Number of requests that all replicas together run at once."""
         self.epoch = 0
-        """Registrations so far."""
+        """Number of registrations so far."""
         self.newly_idle = False
-        """A replica registered or is no longer full since this was last set to False."""
+        """True if, since this was last set to False, a replica registered or stopped being full."""
         self.drained: OrderedDict[str, str] = OrderedDict()
-        """Instances that were draining when last seen, by replica: a short absence does not end a drain."""
+        """Instances by replica id, for replicas that were draining when they disappeared: a short absence
+        does not end a drain."""
         self._replicas: dict[str, Replica] = {}
         self._places: dict[str, int] = {}
         self._views: list[ReplicaView] = []
@@ -143,7 +146,7 @@ class ReplicaFleet:
         return len(self._replicas)
 
     def get(self, replica_id: str | None) -> Replica | None:
-        """A replica by id; ``None``: it is unknown."""
+        """The replica with this id; ``None``: unknown."""
         return self._replicas.get(replica_id) if replica_id is not None else None
 
     @property
@@ -167,11 +170,11 @@ class ReplicaFleet:
         return self._views[place]
 
     def full(self, replica: Replica) -> bool:
-        """Whether a replica gets no more requests."""
+        """Whether a replica is too loaded to get more requests."""
         return self._full_load < math.inf and replica.sent_load >= self._full_load
 
     def missing(self, replica: Replica) -> tuple[int, int]:
-        """Tokens and requests in flight that have to end before a replica takes another request."""
+        """Tokens and requests in flight that have to end before a replica gets another request."""
         if math.isinf(self._full_load):
             return 0, 0
         tokens = replica.in_flight_tokens - math.ceil(self._full_load * replica.capacity_tokens) + 1
@@ -181,7 +184,8 @@ class ReplicaFleet:
         return max(0, tokens), max(0, requests)
 
     def most_room(self, but: str | None = None) -> ReplicaView | None:
-        """Among replicas that take new programs, the one with the most room, empty ones first."""
+        """The replica with the most free capacity among those that accept new programs, empty ones first.
+        ``but``: id of a replica to leave out."""
         best: ReplicaView | None = None
         for view in self.views:
             if not view.takes_new or view.replica_id == but:
@@ -191,7 +195,7 @@ class ReplicaFleet:
         return best
 
     def views_without(self, replica_ids: Collection[str]) -> Sequence[ReplicaView]:
-        """All views, with these replicas taking nothing new."""
+        """All views, with the given replicas marked as accepting nothing new."""
         places = [self._places[one] for one in replica_ids if one in self._places]
         if not places:
             return self.views
@@ -201,13 +205,13 @@ class ReplicaFleet:
         return views
 
     def fitting(self, tokens: int) -> int:
-        """``tokens``, at most the longest context: more is never computed."""
+        """``tokens``, or the longest context that any replica can compute if that is less."""
         return min(tokens, self.longest_tokens) if self.longest_tokens else tokens
 
     def seen(self, event: ReplicaRegistered, now: float) -> bool:
-        """Process a registration; the caller has removed an earlier instance.
+        """Process a registration. The caller has removed an earlier instance of the replica.
 
-        True if waiting requests are affected. Raises ``ValueError`` for a replica without KV.
+        True if waiting requests are affected. Raises ``ValueError`` for a replica without KV memory.
         """
         if (
             event.capacity_tokens < 1
@@ -237,7 +241,7 @@ class ReplicaFleet:
         return True
 
     def add(self, replica: Replica, now: float) -> None:
-        """Add a replica that is not known."""
+        """Add a replica that is not in the fleet."""
         self._replicas[replica.replica_id] = replica
         self._places[replica.replica_id] = len(self._views)
         self._views.append(replica.view())
@@ -245,7 +249,7 @@ class ReplicaFleet:
         self.changed(replica, now)
 
     def gone(self, replica: Replica) -> None:
-        """Remove a replica; remember whether it was draining."""
+        """Remove a replica, and remember if it was draining."""
         if replica.health is ReplicaHealth.DRAINING:
             self.drained[replica.replica_id] = replica.instance
             self.drained.move_to_end(replica.replica_id)
@@ -260,7 +264,7 @@ class ReplicaFleet:
         self._sum_up()
 
     def changed(self, replica: Replica, now: float) -> None:
-        """Mark a replica's view outdated; to be called after each change of its load or health."""
+        """Mark a replica's view as outdated. Call this after each change of its load or health."""
         self._stale.add(replica.replica_id)
         if self.full(replica):
             replica.idle_since_s = None
@@ -269,24 +273,24 @@ class ReplicaFleet:
             self.newly_idle = True
 
     def sent(self, replica: Replica, request_id: str, context_tokens: int, now: float) -> None:
-        """Count a request that is sent there."""
+        """Count a request as sent to the replica."""
         replica.in_flight[request_id] = context_tokens
         replica.in_flight_tokens += context_tokens
         self.changed(replica, now)
 
     def over(self, replica: Replica, request_id: str, now: float) -> None:
-        """A request that was sent there ended, or never arrived."""
+        """Stop counting a request that was sent to the replica: it ended, or never arrived there."""
         replica.in_flight_tokens -= replica.in_flight.pop(request_id)
         self.changed(replica, now)
 
     def queued(self, replica: Replica, tokens: int, requests: int) -> None:
-        """Change the number of requests that wait for it at the gateway."""
+        """Add to the tokens and number of requests that wait for the replica at the gateway."""
         replica.queued += requests
         replica.queued_tokens += tokens
         self._stale.add(replica.replica_id)
 
     def homed(self, replica: Replica, tokens: int, programs: int = 0) -> None:
-        """Change the number and size of the programs at home there."""
+        """Add to the size and number of the programs whose home is the replica."""
         replica.homed += programs
         replica.homed_tokens += tokens
         self._stale.add(replica.replica_id)

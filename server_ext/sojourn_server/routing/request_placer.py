@@ -1,4 +1,4 @@
-"""Where a request goes: asks the routing policy and the stealing policy."""
+"""Finds a replica for a request: asks the routing policy and the work-stealing policy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from .routing_queue import RoutedRequest, can_move
 from .routing_tables import RoutedRequestTable, RoutingTables
 
 MAX_REPLICAS_COMPARED = 8
-"""Replicas whose residents a new program is compared with: those with the most room."""
+"""Maximum number of replicas whose resident programs are compared for a new program: those with the most free
+capacity."""
 MAX_PREFIX_PIECES = 200_000
-"""Pieces remembered per replica: a few hundred bytes each."""
+"""Maximum number of prompt pieces remembered per replica; each takes a few hundred bytes."""
 
 
 class PrefixIndex:
@@ -36,7 +37,7 @@ class PrefixIndex:
         self._replicas: dict[str, OrderedDict[int, None]] = {}
 
     def computed(self, replica_id: str, prefix: Sequence[int]) -> None:
-        """Record a prompt that is sent to a replica."""
+        """Record that a prompt with these piece hashes is sent to a replica."""
         known = self._replicas.setdefault(replica_id, OrderedDict())
         # Last piece first, so that the end of a prompt is forgotten before its beginning.
         for piece in reversed(prefix):
@@ -46,7 +47,7 @@ class PrefixIndex:
             known.popitem(last=False)
 
     def matches(self, prefix: Sequence[int], context_tokens: int) -> dict[str, int]:
-        """Tokens of a prompt that each replica has computed, without replicas that have none."""
+        """Tokens of the prompt that each replica has computed; replicas with none are left out."""
         if not prefix:
             return {}
         found: dict[str, int] = {}
@@ -64,7 +65,7 @@ class PrefixIndex:
 
 
 class RequestPlacer:
-    """Sends requests, or queues them for a replica. Appends its actions to ``actions``."""
+    """Sends requests to replicas, or queues them for one. Appends its actions to ``actions``."""
 
     def __init__(
         self, routing: RoutingPolicy, tables: RoutingTables, actions: list[AnyRoutingAction]
@@ -78,8 +79,8 @@ class RequestPlacer:
     def route(
         self, request: RoutedRequest, now: float, reserved_replica: str | None = None, *, leaves: bool = False
     ) -> RoutingDecision:
-        """The policy's decision. The request may not move into ``reserved_replica``; with ``leaves`` it has
-        to leave its home. Changes nothing. Raises ``PolicyCallError``."""
+        """The policy's decision about a request; changes nothing. The request may not move to
+        ``reserved_replica``. ``leaves``: it has to leave its home. Raises ``PolicyCallError``."""
         program = request.program
         shut = request.failed_at if reserved_replica is None else (*request.failed_at, reserved_replica)
         home = parent_home = None
@@ -115,13 +116,14 @@ class RequestPlacer:
             raise PolicyCallError(f"no route for request {request.request_id!r}") from error
 
     def expect_turns(self, program: RoutedProgram | None) -> None:
-        """Update the number of turns that a program has left, if the policy reads it."""
+        """Update the estimated number of turns that a program has left, if the policy reads it."""
         if self._residents.wanted and program is not None:
             program.turns_left = self._tables.expected.turns_left(program)
             self._residents.touch(program)
 
     def bring(self, request: RoutedRequest, route: RoutingDecision, now: float) -> bool:
-        """Send a request that waits nowhere, or queue it for its replica; False: its route has no replica."""
+        """Send a request that is in no queue to its route's replica, or queue it there. False: the route has
+        no replica."""
         replica = self._fleet.get(route.replica_id)
         if replica is None:
             return False
@@ -139,8 +141,8 @@ class RequestPlacer:
         return True
 
     def place(self, request: RoutedRequest, reserved_replica: str | None, now: float) -> RoutingDecision:
-        """Choose a replica for a request that waits for any, and bring the request there if one is found.
-        Returns the decision."""
+        """Route a request that waits for any replica, and send or queue it if a replica is found. Returns the
+        decision."""
         route = self.route(request, now, reserved_replica)
         if self._fleet.get(route.replica_id) is not None:
             self._requests.take_out(request)
@@ -148,13 +150,14 @@ class RequestPlacer:
         return route
 
     def route_away_from(self, request: RoutedRequest, replica_id: str, now: float) -> RoutingDecision | None:
-        """Where a request could be sent at once if it and its program left a replica; ``None``: nowhere."""
+        """The route by which a request could be sent at once if it and its program left a replica; ``None``:
+        there is none."""
         route = self.route(request, now, replica_id, leaves=True)
         replica = self._fleet.get(route.replica_id)
         return None if replica is None or self._queues_at(replica) else route
 
     def send(self, request: RoutedRequest, replica: Replica, now: float) -> None:
-        """Send a request that waits nowhere."""
+        """Send a request that is in no queue to a replica."""
         self._requests.send(request, replica.replica_id, now)
         self._tables.counts.sent(request.reason)
         self.actions.append(
@@ -168,7 +171,7 @@ class RequestPlacer:
         )
 
     def settle(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
-        """Make a replica a program's home; returns its former home."""
+        """Make a replica the program's home; returns the id of the former home."""
         before = self._tables.homes.settle(program, replica, size_tokens, now)
         if before is not None:
             self._tables.counts.moves += 1
@@ -177,12 +180,12 @@ class RequestPlacer:
         return before
 
     def forget(self, replica_id: str) -> None:
-        """Remove a replica."""
+        """Forget the prompts that were sent to a replica."""
         if self._prefixes is not None:
             self._prefixes.forget(replica_id)
 
     def _home_left_reason(self, request: RoutedRequest, program: RoutedProgram) -> str:
-        """Why a program has to leave its home; empty: it does not."""
+        """Why a program has to leave its home; empty: it may stay."""
         at = self._fleet.get(program.home)
         if at is not None and at.health is ReplicaHealth.DRAINING:
             return "drain"
@@ -193,7 +196,7 @@ class RequestPlacer:
 
 
 def _largest_capacity(views: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
-    """The replicas whose residents are compared."""
+    """The replicas with the most free capacity, whose resident programs are compared."""
     if len(views) <= MAX_REPLICAS_COMPARED:
         return views
     return nlargest(
@@ -202,12 +205,12 @@ def _largest_capacity(views: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
 
 
 MAX_STEAL_CANDIDATES = 8
-"""Requests per replica that may be stolen, from the front of its queue."""
+"""Maximum number of requests per replica that may be stolen, from the front of its queue."""
 MAX_STEALS_PER_ROUND = 64
 
 
 class RequestStealer:
-    """Asks the policy while there is something to steal."""
+    """Moves waiting requests to idle replicas as the work-stealing policy decides."""
 
     def __init__(self, policy: StealingPolicy, fleet: ReplicaFleet, requests: RoutedRequestTable) -> None:
         self._policy = policy
@@ -215,8 +218,8 @@ class RequestStealer:
         self._requests = requests
 
     def each(self, now: float) -> Iterator[tuple[RoutedRequest, str, str]]:
-        """Request, new replica and reason of each theft. The caller moves each request before it takes the
-        next. Raises ``PolicyCallError``; earlier thefts stand."""
+        """Yield the request, new replica and reason of each theft. The caller moves each request before it
+        takes the next. Raises ``PolicyCallError``; earlier thefts stay valid."""
         if not self._policy.steals or not self._requests.queues:
             return
         if all(self._fleet.full(replica) for replica in self._fleet):
@@ -254,5 +257,5 @@ class RequestStealer:
 
 
 def steal_reason(reason: str) -> str:
-    """The reason of a ``SendRequest`` for a stolen request."""
+    """Reason of the ``SendRequest`` for a stolen request, made of the policy's ``reason``."""
     return f"stolen_{reason}"

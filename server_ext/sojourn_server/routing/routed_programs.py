@@ -1,10 +1,11 @@
-"""Programs that a gateway routes: homes, estimates of size and turns, and the programs at each replica.
+"""Programs that a gateway routes: their homes, estimates of their size and turns, and the programs at each
+replica.
 
 ``ResidentPrograms`` counts, for policies that read them, the programs at home at each replica that run or are
-expected back. A program without a request counts as expected if its agent type is known, and only for a
-time: many clients never end their programs. A change only marks a program; the next question counts the
-marked ones. Programs with the same numbers of turns done and left form one group. So a question costs as much
-as there were changes and groups, even with thousands of programs.
+expected to return. A program without a request counts as expected if its agent type is known, and only for a
+time, since many clients never end their programs. A change only marks a program; the next query counts the
+marked ones again. Programs with the same numbers of turns done and turns left form one group. So the cost of
+a query depends on the number of changes and groups, even with thousands of programs.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from ..programs.output_lengths import OutputLengthHistory
 from .routing_status import ProgramRouteStatus
 
 Key = tuple[str, str]
-"""Tenant and program id: two tenants may use the same id for different programs."""
+"""Tenant and program id. Two tenants may use the same id for different programs."""
 
 MIN_FINISHED_PROGRAMS = 16
-"""Finished programs of an agent type that are needed before their peaks are used for others."""
+"""Minimum number of finished programs of an agent type before their longest contexts are used as an
+estimate."""
 MEAN_WINDOW = 256
-"""Latest programs or turns that a mean is taken of."""
+"""Number of latest programs or turns that a mean covers."""
 MAX_AGENT_TYPES = 512
 ESTIMATOR_VERSION = 1
 """Version of the documents that ``ProgramEstimator`` writes and reads."""
@@ -50,29 +52,31 @@ class RoutedProgram:
     last_s: float
     deadline_s: float | None = None
     home: str | None = None
-    """Replica of its turns."""
+    """Id of the replica that serves the program's turns."""
     cached: bool = False
-    """Its KV is at its home, as far as known."""
+    """Whether the program's KV is at its home, as far as known."""
     context_tokens: int = 0
-    """Longest context so far."""
+    """Longest context of the program so far."""
     size_tokens: int = 0
-    """Size that it counts for at its home."""
+    """Estimated size with which the program counts at its home."""
     turns: int = 0
     in_flight: int = 0
     waiting: int = 0
     moves: int = 0
     moved_at_turn: int = -1
-    """The turn before which it last moved; it stays until that turn is over."""
+    """Value of ``turns`` when the program last changed its home; it does not move again before that turn is
+    over."""
     turns_left: float | None = None
-    """Estimated at its last turn, if the policy reads it; ``None``: its agent type is unknown."""
+    """Number of turns left, estimated at the last turn if the policy reads it; ``None``: the agent type is
+    unknown."""
 
     @property
     def tenant(self) -> str:
-        """The tenant that is charged."""
+        """The tenant that is charged for the program."""
         return self.key[0]
 
     def status(self) -> ProgramRouteStatus:
-        """Its state, for operators."""
+        """Status of the program, for operators."""
         return ProgramRouteStatus(
             self.key[1],
             self.tenant,
@@ -87,14 +91,14 @@ class RoutedProgram:
 
 
 class RoutedProgramTable:
-    """Live programs, longest silent first. Beyond ``most`` the tenant with the most programs loses its
-    longest silent one, so that no tenant displaces another's programs."""
+    """Live programs, longest silent first. Beyond ``most`` programs the tenant with the most programs loses
+    its longest silent one, so that no tenant displaces another's programs."""
 
     def __init__(self, most: int = 200_000) -> None:
         self._most = most
         self._programs: OrderedDict[Key, RoutedProgram] = OrderedDict()
         self._of: dict[str, OrderedDict[Key, RoutedProgram]] = {}
-        """The same, by tenant."""
+        """The same programs by tenant."""
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -103,13 +107,14 @@ class RoutedProgramTable:
         return iter(self._programs.values())
 
     def get(self, key: Key | None) -> RoutedProgram | None:
-        """A program by its key."""
+        """The program with this key; ``None``: unknown."""
         return self._programs.get(key) if key is not None else None
 
     def heard(
         self, key: Key, agent_type: str | None, parent_id: str | None, now: float
     ) -> tuple[RoutedProgram, RoutedProgram | None]:
-        """A request's program, new or known; and the program that was forgotten for it, if any."""
+        """Find or create the program of a request. Returns the program, and the program that was forgotten
+        for it, if any."""
         program = self._programs.get(key)
         if program is not None:
             self.touched(program, now)
@@ -123,7 +128,8 @@ class RoutedProgramTable:
         return program, forgotten
 
     def _oldest_idle(self, but: RoutedProgram) -> RoutedProgram | None:
-        """The longest silent program without requests, of the tenant with the most programs that has one."""
+        """The longest silent program without requests. It is one of the tenant with the most programs, among
+        tenants with such a program. ``but`` is never returned."""
         for of_tenant in sorted(self._of.values(), key=len, reverse=True):
             for program in of_tenant.values():
                 if not program.in_flight and not program.waiting and program is not but:
@@ -131,12 +137,12 @@ class RoutedProgramTable:
         return None
 
     def add(self, program: RoutedProgram) -> None:
-        """Add a program of another core. Call it in order of silence, longest first."""
+        """Add a program restored from another core. Call it for the longest silent program first."""
         self._programs[program.key] = program
         self._of.setdefault(program.tenant, OrderedDict())[program.key] = program
 
     def touched(self, program: RoutedProgram, now: float) -> None:
-        """Record an event of a program."""
+        """Record that an event of a program arrived."""
         program.last_s = now
         for programs in (self._programs, self._of[program.tenant]):
             programs.move_to_end(program.key)
@@ -152,7 +158,7 @@ class RoutedProgramTable:
         return program
 
     def silent_since(self, before_s: float) -> list[RoutedProgram]:
-        """Programs without requests and without events since then."""
+        """Programs without requests whose last event is older than ``before_s``."""
         found = []
         for program in self._programs.values():
             if program.last_s >= before_s:
@@ -165,7 +171,7 @@ class RoutedProgramTable:
 class ProgramEstimator:
     """Statistics per agent type: longest contexts, turns, seconds per turn and per program.
 
-    ``quantile``: probability that a program does not outgrow its estimated size.
+    ``quantile``: desired probability that a program stays below its estimated size.
     """
 
     def __init__(self, quantile: float = 0.5, predictor: RemainingTokensPolicy | None = None) -> None:
@@ -197,19 +203,19 @@ class ProgramEstimator:
         return context_tokens + (round(left) if left is not None else 0)
 
     def turns_left(self, program: RoutedProgram) -> float | None:
-        """Expected number of turns left; ``None``: unknown. So it is for a program without an agent type:
-        its client may not announce its end either."""
+        """Expected number of turns left; ``None``: unknown. It is unknown for a program without an agent
+        type, whose client may not announce the end either."""
         if program.agent_type is None:
             return None
         return self._left(self._turns, program.agent_type, program.turns, 10_000)
 
     def work_s(self, program: RoutedProgram) -> float:
-        """Expected seconds of a replica's time that it still needs; 0: unknown."""
+        """Expected seconds of a replica's time that the program still needs; 0: unknown."""
         turns = self._left(self._turns, program.agent_type, program.turns, 10_000)
         return (turns or 1.0) * (_mean(self._turn_s, program.agent_type) or 0.0)
 
     def life_s(self, program: RoutedProgram) -> float | None:
-        """Mean seconds from first request to end, of programs of its agent type; ``None``: unknown."""
+        """Mean seconds from first request to end, over programs of the same agent type; ``None``: unknown."""
         return _mean(self._life_s, program.agent_type)
 
     def snapshot(self) -> dict[str, Any]:
@@ -270,7 +276,7 @@ def _read_means(entries: Any) -> OrderedDict[str | None, SlidingMean]:
 
 
 class _CountedProgram(NamedTuple):
-    """A program as it was counted, and the replica where."""
+    """A program as it was counted at a replica."""
 
     program: RoutedProgram
     replica_id: str
@@ -283,34 +289,36 @@ class _CountedProgram(NamedTuple):
 class ResidentPrograms:
     """Programs that reside at each replica, in groups.
 
-    ``for_s``: how long a program without a request counts after its last event. ``wanted``: the policy reads
-    them; else none is counted.
+    ``for_s``: how long a program without a request counts after its last event. ``wanted``: whether the
+    policy reads the groups; if not, nothing is counted.
     """
 
     def __init__(self, for_s: float = math.inf, *, wanted: bool = True) -> None:
         self._for_s = for_s
         self.wanted = wanted
         self._touched: dict[int, RoutedProgram] = {}
-        """Programs to be counted again; by identity, because an id may be used again."""
+        """Programs to be counted again, by ``id()``, because a program id may be used again."""
         self._counted: dict[int, _CountedProgram] = {}
         self._groups: dict[str, dict[tuple[float, int], ResidentProgramGroup]] = {}
-        """Groups by turns left and turns done, of each replica."""
+        """Groups of each replica, by turns left and turns done."""
         self._sorted: dict[str, tuple[ResidentProgramGroup, ...]] = {}
-        """The same, sorted, of replicas without changes since the last question."""
+        """The same groups, sorted, for replicas without changes since the last query."""
         self._lapses: list[tuple[float, int, RoutedProgram]] = []
         """Heap of programs without a request, by the time of their last event."""
         self._lapse_s: dict[int, float] = {}
-        """Earliest heap entry of each program."""
+        """Time of each program's earliest entry in that heap."""
 
     def touch(self, program: RoutedProgram) -> None:
-        """Mark a program; to be called after each change of its home, sizes, turns or number of requests."""
+        """Mark a program to be counted again. Call this after each change of its home, sizes, turns or number
+        of requests."""
         if self.wanted:
             self._touched[id(program)] = program
 
     def at(
         self, replica_ids: Iterable[str], but: RoutedProgram | None, now: float
     ) -> dict[str, tuple[ResidentProgramGroup, ...]]:
-        """Groups at each of these replicas without one program, in a fixed order; empty ones are left out."""
+        """Non-empty groups of programs at each of these replicas, in a fixed order. The program ``but`` is
+        not counted."""
         self._catch_up(now)
         own = self._counted.get(id(but))
         found = {}
@@ -397,13 +405,13 @@ class ResidentPrograms:
 
 
 def turns_left(program: RoutedProgram) -> float:
-    """Expected number of turns left, at least 1; if unknown, as many as the program has had."""
+    """Expected number of turns left, at least 1; if it is unknown, the number of turns done."""
     return max(1.0, program.turns if program.turns_left is None else program.turns_left)
 
 
 def build_resident_programs(routing: RoutingPolicy) -> ResidentPrograms:
-    """Return the resident programs that a routing policy sees. A policy class from outside need not declare
-    that it reads them."""
+    """The resident programs that a routing policy sees. A custom policy class need not declare that it reads
+    them."""
     return ResidentPrograms(
         float(getattr(routing, "resident_for_s", math.inf)),
         wanted=bool(getattr(routing, "reads_residents", False)),

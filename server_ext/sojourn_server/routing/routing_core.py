@@ -1,8 +1,8 @@
 """The routing core: events and ``now`` in, actions out. No I/O, no clock.
 
 The same object runs in a gateway on one machine, in the coordinator on Ray and in the simulator. This module
-has what every core does: checks on arrival, leases of replicas, rejections, counters, and the questions that
-gateways ask. ``AffinityCore`` places a request on one replica, ``PairCore`` on a prefill and a decode engine.
+has what every core shares: checks on arrival, leases of replicas, rejections, counters, and the queries of
+gateways. ``AffinityCore`` places a request on one replica, ``PairCore`` on a prefill and a decode engine.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _UNSAVED_EVENTS = (
     routing_events.PairEngineRegistered,
     routing_events.NicQueueReported,
 )
-"""Alone they change nothing that a successor has to know."""
+"""Events that by themselves change no state that a successor needs."""
 
 
 class LeasedReplica(Protocol):
-    """A replica or engine that has to report in time."""
+    """A replica or engine that has to report regularly."""
 
     heard_s: float
     probed_s: float | None
@@ -45,15 +45,15 @@ class LeasedReplica(Protocol):
 
 
 class FailedRequest(Protocol):
-    """A request's failures: ``failures`` counts the replicas or pairs it failed at, ``failures_computing``
-    those of them that had accepted it."""
+    """The failures of a request. ``failures``: at how many replicas or pairs it failed.
+    ``failures_computing``: how many of these had accepted it."""
 
     failures: int
     failures_computing: int
 
 
 class RoutingCore(ABC):
-    """State machine of one gateway or one coordinator. Single-threaded.
+    """State machine of one gateway or one coordinator. Not thread-safe.
 
     ``life`` identifies this core among its predecessors and successors in ``changes_since``.
     """
@@ -64,9 +64,9 @@ class RoutingCore(ABC):
         self.journal = HomeChangeLog(life)
         """Changes of programs' homes."""
         self.changes = 0
-        """Grows with everything that a successor has to know."""
+        """Counter of changes to state that a successor needs."""
         self.drained: MutableMapping[str, str] = {}
-        """Instances that are drained, by replica: a short absence does not end a drain."""
+        """Drained instances by replica id: a short absence does not end a drain."""
         self._actions: list[AnyRoutingAction] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             routing_events.RequestReceived: self._received,
@@ -84,7 +84,8 @@ class RoutingCore(ABC):
     def take(self, event: AnyRoutingEvent, now: float) -> list[AnyRoutingAction]:
         """Process an event; return the actions that it causes, in order.
 
-        Raises ``ValueError`` for a replica that cannot exist. Ignores events that do not concern this core.
+        Raises ``ValueError`` for the registration of an impossible replica. Ignores events that do not
+        concern this core.
         """
         handler = self._handlers.get(type(event))
         if handler is not None:
@@ -100,15 +101,15 @@ class RoutingCore(ABC):
     @property
     @abstractmethod
     def waiting(self) -> int:
-        """Requests that have not been sent."""
+        """Number of requests that have not been sent."""
 
     @abstractmethod
     def home(self, tenant: str, program_id: str) -> str | None:
-        """The replica that is a program's home."""
+        """The replica that is a program's home; ``None``: there is none."""
 
     @abstractmethod
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """The engine of a program's last answer, of programs without a home."""
+        """The engine of a program's last answer, for programs without a home; ``None``: unknown."""
 
     @abstractmethod
     def is_open(self, request_id: str) -> bool:
@@ -116,18 +117,18 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def sent_request(self, request_id: str) -> routing_events.SendRequest | None:
-        """The last decision about a request; ``None``: it waits, or is unknown."""
+        """The last decision about a request; ``None``: the request waits, or is unknown."""
 
     @abstractmethod
     def replica(self, replica_id: str) -> LeasedReplica | None:
-        """A replica or engine; ``None``: it is unknown."""
+        """The replica or engine with this id; ``None``: unknown."""
 
     @abstractmethod
     def replicas(self) -> Iterable[LeasedReplica]:
         """All replicas or engines."""
 
     def lease(self, replica_id: str) -> tuple[str, float] | None:
-        """A replica's instance and the time of its last report; ``None``: it is unknown."""
+        """A replica's instance and the time of its last report; ``None``: unknown."""
         replica = self.replica(replica_id)
         return (replica.instance, replica.heard_s) if replica is not None else None
 
@@ -138,10 +139,11 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def in_flight(self, replica_id: str) -> int:
-        """Requests that a replica is working on."""
+        """Number of requests that a replica is working on."""
 
     def drain(self, replica_id: str, instance: str) -> routing_events.ReplicaDrainStarted | None:
-        """The event that drains a replica; ``None``: it is draining, or will be from its registration on."""
+        """The event that drains a replica; ``None``: it is draining already, or will drain when it
+        registers."""
         replica = self.replica(replica_id)
         if replica is None:
             # Set before it registers: no request may go there between its registration and its drain.
@@ -152,45 +154,46 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def program_statuses(self) -> list[ProgramRouteStatus]:
-        """All known programs, latest first."""
+        """Statuses of all known programs, the latest first."""
 
     @abstractmethod
     def replica_statuses(self) -> Sequence[ReplicaStatus]:
-        """All known replicas, in the order of registration."""
+        """Statuses of all known replicas, in the order of registration."""
 
     def demand_tokens(self) -> tuple[int, int]:
-        """Tokens of KV that all programs need, and the room of all replicas. (0, 0): not known."""
+        """Tokens of KV that all programs need, and the KV capacity of all replicas. (0, 0): unknown."""
         return 0, 0
 
     def shares_used(self) -> dict[str, float]:
-        """Usage of each tenant's requests in flight ÷ its share; empty where capacity is not shared."""
+        """For each tenant, the capacity used by its requests in flight ÷ its share; empty if capacity is not
+        shared."""
         return {}
 
     # -- copies -------------------------------------------------------------------
 
     def flush(self, now: float) -> HomeChanges | None:
-        """The batch of changed homes that is due; ``None``: see ``journal.due_s`` for when."""
+        """The batch of changed homes if it is due, else ``None``; ``journal.due_s`` says when."""
         return self.journal.flush(now, self._all_homes)
 
     def changes_since(self, version: int, life: str) -> HomeChanges:
-        """Changes that a copy of ``version`` of the core ``life`` lacks."""
+        """Changed homes that a copy with this ``version`` of the core ``life`` lacks."""
         return self.journal.since(version, life, self._all_homes)
 
     def snapshot(self, now: float) -> RoutingState | None:
-        """State for a successor, without requests (their gateways report them); ``None``: there is none."""
+        """State for a successor; ``None``: there is none. It has no requests, which their gateways report."""
         return None
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
         """Continue from a snapshot taken ``elapsed_s`` ago; returns the number of programs with a home.
 
-        ``elapsed_s`` ``None``: the snapshot has the same clock. Raises ``ValueError``, also for a core that
-        is already in use.
+        ``elapsed_s=None``: the snapshot's times are on this core's clock. Raises ``ValueError`` for an
+        invalid state or a core that is already in use.
         """
         raise ValueError("the state is one of engines that prefill and decode; expected none")
 
     @abstractmethod
     def suspect_all(self, now: float) -> None:
-        """Send new programs to no replica until it registers again; called after ``restore``."""
+        """Send new programs to no replica until that replica registers again. Called after ``restore``."""
 
     def _all_homes(self) -> Iterator[tuple[Key, Home]]:
         yield from ()
@@ -224,7 +227,7 @@ class RoutingCore(ABC):
             self._reject_unrouted(request_id, error)
 
     def _reject_early(self, event: routing_events.RequestReceived) -> bool:
-        """Reject a request that this core cannot serve; False: it can."""
+        """Reject a request that this core cannot serve. False: it can serve it."""
         return False
 
     def _is_queue_full(self, tenant: str) -> bool:
@@ -232,11 +235,11 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def _longest_tokens(self) -> int:
-        """Longest context that is served; 0: unknown."""
+        """Longest context that can be served; 0: unknown."""
 
     @abstractmethod
     def _open(self, event: routing_events.RequestReceived, now: float) -> None:
-        """Accept a request: send it, or queue it."""
+        """Accept a request: send or queue it."""
 
     @abstractmethod
     def _close_if_open(self, request_id: str, now: float) -> None:
@@ -255,7 +258,7 @@ class RoutingCore(ABC):
     def _failed(self, event: routing_events.RequestFailed, now: float) -> None: ...
 
     def _failed_too_often(self, request: FailedRequest) -> bool:
-        """Whether no further replica is to try a request."""
+        """Whether a request is to be tried at no further replica."""
         limits = self.limits
         return (
             request.failures >= limits.most_failures
@@ -264,7 +267,7 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def _dispatch(self, now: float, *, epoch: bool) -> None:
-        """Send eligible requests. ``epoch``: time passed."""
+        """Send eligible requests. ``epoch``: called by a tick, so the slower work is done too."""
 
     # -- replicas -----------------------------------------------------------------
 
@@ -275,7 +278,7 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def _lose(self, replica_id: str, now: float) -> None:
-        """Forget a replica; its requests go elsewhere."""
+        """Remove a replica; its requests are routed again."""
 
     @abstractmethod
     def _drain_started(self, event: routing_events.ReplicaDrainStarted, now: float) -> None: ...
@@ -285,7 +288,7 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def _suspect(self, replica_id: str, now: float) -> None:
-        """Send no new program to a silent replica, and have it probed."""
+        """Send no new program to a silent replica, and have the replica probed."""
 
     @abstractmethod
     def _program_ended(self, event: routing_events.ProgramEnded, now: float) -> None: ...
@@ -302,7 +305,7 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def _expire(self, now: float) -> None:
-        """Reject requests that waited too long, and forget silent programs."""
+        """Reject requests that waited too long, and forget programs that were silent too long."""
 
     # -- actions ------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Events that a routing core takes, and actions that it returns.
 
-Plain data, sent between gateways and a coordinator: the tags are part of that protocol.
+Plain data that gateways and a coordinator exchange: the tags are part of that protocol.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import msgspec
 
 
 class PairRole(str, Enum):
-    """Which part of a request an engine computes, where prefill and decode are separated."""
+    """The stage that an engine computes, if prefill and decode are separated."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class RoutingEvent(msgspec.Struct, frozen=True, tag=True, tag_field="fact", omit_defaults=True):
-    """Something that happened."""
+    """Base class of events."""
 
 
 class ReplicaRegistered(RoutingEvent, frozen=True, tag="ReplicaSeen"):
     """A replica registers, or reports that it is alive.
 
-    ``instance`` changes with a restart: then the replica has lost everything that it held.
+    ``instance`` changes with a restart, after which the replica has lost all its KV.
     """
 
     replica_id: str
@@ -33,7 +33,7 @@ class ReplicaRegistered(RoutingEvent, frozen=True, tag="ReplicaSeen"):
     host_tokens: int = 0
     max_running: int = 0
     max_context_tokens: int = 0
-    """Longest context that it computes; 0: unknown."""
+    """Longest context that the replica computes; 0: unknown."""
 
 
 class PairEngineRegistered(RoutingEvent, frozen=True, tag="EngineSeen"):
@@ -46,22 +46,22 @@ class PairEngineRegistered(RoutingEvent, frozen=True, tag="EngineSeen"):
     instance: str
     role: PairRole
     node: str
-    """The machine whose storage NIC the engine reads through."""
+    """The machine through whose storage NIC the engine reads."""
     kv_tokens: int
     block_s: float
     """Seconds that the node's storage NIC takes for one Full Block."""
     peer: str
-    """Address of its traffic manager, for other engines."""
+    """Address of the engine's KV transfer manager, for other engines."""
     max_context_tokens: int = 0
-    """Longest context that it computes; 0: unknown."""
+    """Longest context that the engine computes; 0: unknown."""
     epoch: str = ""
-    """Instance of its traffic manager; empty: unknown."""
+    """Instance of the engine's KV transfer manager; empty: unknown."""
     max_running: int = 0
-    """Requests that it runs at once; 0: unknown."""
+    """Number of requests that the engine runs at once; 0: unknown."""
 
 
 class NicQueueReported(RoutingEvent, frozen=True, tag="NicTold"):
-    """Seconds of reads that are queued at a node's storage NIC."""
+    """The queue of reads at a node's storage NIC, in seconds of reading."""
 
     node: str
     queue_s: float
@@ -76,13 +76,14 @@ class ReplicaGone(RoutingEvent, frozen=True):
 
 
 class ReplicaDrainStarted(RoutingEvent, frozen=True, tag="ReplicaDrains"):
-    """No program moves into a replica any more; its own programs move away at their next turn."""
+    """A replica begins to drain: it gets no further programs, and its own programs move away at their next
+    turn."""
 
     replica_id: str
 
 
 class ReplicaDrainCancelled(RoutingEvent, frozen=True, tag="ReplicaStays"):
-    """Reverts ``ReplicaDrainStarted``."""
+    """A replica does not drain any more."""
 
     replica_id: str
 
@@ -92,23 +93,25 @@ class RequestReceived(RoutingEvent, frozen=True, tag="Asked"):
 
     request_id: str
     tenant: str
-    """Tenant by its API key, never by its body."""
+    """Tenant that the request's API key belongs to; the body has no influence on it."""
     context_tokens: int
     program_id: str | None = None
     parent_id: str | None = None
     agent_type: str | None = None
     output_tokens: int = 0
-    """Output length that the client expects; 0: not given."""
+    """Output length that the client expects; 0: none given."""
     deadline_s: float | None = None
-    """Deadline on the core's clock."""
+    """The client's deadline, on the core's clock."""
     prefix: tuple[int, ...] = ()
-    """Rolling hashes of the prompt's pieces; empty where the policy does not read them."""
+    """Rolling hashes of the prompt's pieces; empty if the policy does not read them."""
     exact: bool = False
-    """``context_tokens`` is a count. Otherwise it is an estimate, and no request is rejected for it."""
+    """True: ``context_tokens`` is a count. False: it is an estimate, and no request is rejected for its
+    length."""
 
 
 class RequestSent(RoutingEvent, frozen=True, tag="Sent"):
-    """A gateway sent a request on its own: to a home that it knew, or before this core started."""
+    """A gateway sent a request without asking this core: to a home that the gateway knew, or before this core
+    started."""
 
     request_id: str
     replica_id: str
@@ -120,20 +123,20 @@ class RequestSent(RoutingEvent, frozen=True, tag="Sent"):
     output_tokens: int = 0
     deadline_s: float | None = None
     began: bool = False
-    """The client has the first byte of the answer."""
+    """Whether the client has the first byte of the answer."""
     prefill_id: str | None = None
-    """Its prefill engine, of a pair; ``None``: its prompt is computed."""
+    """Id of the prefill engine while it computes the prompt; ``None`` afterwards, and without pairs."""
 
 
 class FirstByteSent(RoutingEvent, frozen=True, tag="Began"):
-    """The client has the first byte of an answer: the request cannot be sent again elsewhere."""
+    """The client has the first byte of an answer: the request cannot be sent to another replica any more."""
 
     request_id: str
     replica_id: str
 
 
 class PrefillFinished(RoutingEvent, frozen=True, tag="Prefilled"):
-    """A prefill engine has computed a request's prompt. Only sent where prefill and decode are separated."""
+    """A prefill engine has computed a request's prompt. This event exists only with pairs."""
 
     request_id: str
     replica_id: str
@@ -147,9 +150,10 @@ class RequestFinished(RoutingEvent, frozen=True, tag="Ended"):
     replica_id: str | None = None
     """The replica that answered; ``None``: the client gave up, wherever the request was."""
     answered: bool | None = True
-    """Answered with status 200, completely or in part. ``None``: unknown; it was if it had begun."""
+    """Whether the request was answered with status 200, completely or in part. ``None``: unknown; then it was
+    answered if its answer had begun."""
     prompt_tokens: int = 0
-    """Number of prompt tokens, as an engine of a pair counted them; 0: unknown."""
+    """Number of prompt tokens that an engine of a pair counted; 0: unknown."""
 
 
 class RequestFailed(RoutingEvent, frozen=True, tag="Failed"):
@@ -158,7 +162,7 @@ class RequestFailed(RoutingEvent, frozen=True, tag="Failed"):
     request_id: str
     replica_id: str
     computing: bool = False
-    """The replica had accepted it: the request itself may have caused the failure."""
+    """Whether the replica had accepted the request, which then may itself have caused the failure."""
 
 
 class ProgramEnded(RoutingEvent, frozen=True):
@@ -177,7 +181,7 @@ class KvDropped(RoutingEvent, frozen=True):
 
 
 class Tick(RoutingEvent, frozen=True):
-    """Time passed."""
+    """Time has passed. The owner of the core sends this event regularly."""
 
 
 AnyRoutingEvent = (
@@ -200,7 +204,7 @@ AnyRoutingEvent = (
 
 
 class RoutingAction(msgspec.Struct, frozen=True, tag=True, tag_field="action", omit_defaults=True):
-    """Something that the owner of the connections has to do."""
+    """Base class of actions, which the owner of the connections carries out."""
 
 
 class SendRequest(RoutingAction, frozen=True, tag="Send"):
@@ -210,29 +214,29 @@ class SendRequest(RoutingAction, frozen=True, tag="Send"):
     replica_id: str
     reason: str
     moved_from: str | None = None
-    """Its program's home until now."""
+    """The home that the program leaves with this request; ``None``: it stays."""
     left_because: str = ""
     """Why the program had to leave its home, one of ``HOME_LEFT_REASONS``; empty: it could have stayed."""
 
 
 class SendRequestToPair(SendRequest, frozen=True, tag="SendPair", kw_only=True):
-    """Send a request to a prefill engine first, and then to ``replica_id``, which decodes."""
+    """Send a request first to a prefill engine, then to ``replica_id``, which decodes."""
 
     prefill_id: str
     peer: str
-    """Address of the decode engine's traffic manager; the prefill engine sends KV there."""
+    """Address of the decode engine's KV transfer manager, to which the prefill engine sends KV."""
     epoch: str = ""
-    """Expected instance of that traffic manager; empty: any."""
+    """Expected instance of that transfer manager; empty: any."""
     decode_share: float = 0.0
-    """Part of the stored prompt that the decode engine's node reads, 0 to 1."""
+    """Fraction of the stored prompt that the decode engine's node reads from storage."""
 
 
 class RecallRequest(RoutingAction, frozen=True, tag="Recall"):
-    """Close a request's connection to its replica: it makes way for another. It is not over: a
-    ``SendRequest`` or ``RejectRequest`` follows, now or later.
+    """Close a request's connection to its replica, to make way for another request. A ``SendRequest`` or
+    ``RejectRequest`` for the recalled request follows, now or later.
 
-    A gateway that has passed on the first byte ignores the recall and the ``SendRequest`` after it, and says
-    so with ``FirstByteSent`` or ``RequestFinished`` from that replica.
+    A gateway that has passed on the first byte ignores the recall and the next ``SendRequest``, and reports
+    ``FirstByteSent`` or ``RequestFinished`` from that replica.
     """
 
     request_id: str
@@ -250,14 +254,15 @@ class RejectRequest(RoutingAction, frozen=True, tag="Refuse"):
 
 
 class AbortStream(RoutingAction, frozen=True, tag="Cut"):
-    """A replica is gone after a request's first byte: end the stream with an error inside it."""
+    """A replica is gone after the client got a request's first byte: end the stream with an error inside
+    it."""
 
     request_id: str
     replica_id: str
 
 
 class ReleaseProgramKv(RoutingAction, frozen=True, tag="Left"):
-    """A program has moved: its former replica may drop its KV."""
+    """A program has moved: its former replica may drop the program's KV."""
 
     program_id: str
     replica_id: str
@@ -265,7 +270,7 @@ class ReleaseProgramKv(RoutingAction, frozen=True, tag="Left"):
 
 
 class ProbeReplica(RoutingAction, frozen=True, tag="Probe"):
-    """A replica has been silent for too long: check whether it is alive."""
+    """Check whether a replica is alive that has been silent for too long."""
 
     replica_id: str
     instance: str
@@ -282,7 +287,7 @@ AnyRoutingAction = (
 )
 
 HOME_LEFT_REASONS = ("drain", "failed")
-"""The home is being drained; or a request of the program failed there."""
+"""``drain``: the home drains. ``failed``: a request of the program failed there."""
 
 REJECTION_CODES = (
     "bad_request",

@@ -22,19 +22,19 @@ from .routing_limits import RoutingLimits
 from .routing_preemption import PREEMPTED_REASON
 
 PAIR_POLICY = "dualpath"
-"""Name of the policy that chooses pairs."""
+"""Name of the policy that chooses a prefill and a decode engine."""
 PAIR_REASONS = ("pair",)
 READ_SIDE_POLICIES: dict[str, type[ReadSidePolicy]] = {
     "shorter": ShorterQueueRead,
     "split": WaterFillingRead,
     "prefill": PrefillSideRead,
 }
-"""Policies by their names in the configuration."""
+"""Policies for the side that reads KV from storage, by their names in the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecodeRules:
-    """An operator's choice for prefill and decode engines, in place of a cluster preset."""
+    """An operator's settings for prefill and decode engines, used instead of a cluster preset."""
 
     read_side: str = "shorter"
 
@@ -49,7 +49,8 @@ def build_core(
     expects_engines: bool = False,
     life: str = "",
 ) -> RoutingCore:
-    """The core for these rules; ``expects_engines``: as for ``PairCore``."""
+    """Build the core for these rules. ``expects_engines`` and ``life`` are as in ``PairCore`` and
+    ``RoutingCore``."""
     if isinstance(rules, PrefillDecodeRules):
         return build_pair_core(rules.read_side, limits, expects_engines=expects_engines, life=life)
     return build_routing_core(rules, limits, life=life)
@@ -58,7 +59,8 @@ def build_core(
 def build_routing_core(
     preset: ClusterPreset, limits: RoutingLimits | None = None, *, life: str = ""
 ) -> AffinityCore:
-    """``limits``: all but ``send_below_load``, which is the preset's. ``life``: as for ``RoutingCore``."""
+    """Build a core from a preset. The preset's ``send_below_load`` replaces that of ``limits``. ``life``: as
+    in ``RoutingCore``."""
     return AffinityCore(
         preset.routing,
         preset.stealing,
@@ -73,7 +75,8 @@ def build_routing_core(
 def build_pair_core(
     read_side: str, limits: RoutingLimits | None = None, *, expects_engines: bool = False, life: str = ""
 ) -> PairCore:
-    """A core for pairs. Raises ``ValueError`` for an unknown ``read_side``."""
+    """Build a core for pairs. ``read_side``: a key of ``READ_SIDE_POLICIES``. Raises ``ValueError`` for any
+    other."""
     if read_side not in READ_SIDE_POLICIES:
         raise ValueError(f"read_side is {read_side!r}; expected {', '.join(READ_SIDE_POLICIES)}")
     pairs = PairScheduler(side=READ_SIDE_POLICIES[read_side]())
@@ -81,8 +84,8 @@ def build_pair_core(
 
 
 def routing_reasons(preset: RoutingRules) -> tuple[str, ...]:
-    """All known reasons for which a core with these rules sends a request. A policy class from outside need
-    not list its own."""
+    """All known reasons for which a core with these rules sends a request. A custom policy class need not
+    list its own."""
     if isinstance(preset, PrefillDecodeRules):
         return PAIR_REASONS
     routed: Iterable[str] = getattr(preset.routing, "reasons", ())

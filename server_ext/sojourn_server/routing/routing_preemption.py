@@ -1,8 +1,10 @@
-"""Preemption: requests that make way for a request of a more urgent tenant behind them (SAGA §6.2).
+"""Preemption between tenants: requests make way for a request of a more urgent tenant that waits behind them
+(SAGA §6.2).
 
-If that request waits for a full replica, requests sent there without a first byte are taken back. If it waits
-for room, programs leave one of the replicas with the most room. Such a program has a single request, which
-waits there or has no first byte yet; if its KV is there, another replica must have room for it.
+If the urgent request waits for a full replica, requests that were sent there and have no first byte yet are
+recalled. If it waits for KV capacity, programs leave one of the replicas with the most free capacity. A
+program may leave if its only request waits there or has no first byte yet; if its KV is cached there, another
+replica must have capacity for it.
 """
 
 from __future__ import annotations
@@ -26,17 +28,17 @@ from .routing_queue import RoutedRequest, can_move
 from .routing_tables import RoutingTables
 
 MAX_BLOCKED_REQUESTS = 16
-"""Requests per epoch that others may make way for."""
+"""Maximum number of requests per epoch for which others may make way."""
 MAX_VICTIM_CANDIDATES = 64
-"""Requests of one replica that may make way for one that needs room."""
+"""Maximum number of requests of one replica that are examined to free KV capacity."""
 MAX_VICTIM_REPLICAS = 4
-"""Replicas examined for that: those with the most room."""
+"""Maximum number of replicas examined to free KV capacity: those with the most free capacity."""
 PREEMPTED_REASON = "made_way"
 """Reason of a ``SendRequest`` for a preempted request."""
 
 
 class PreemptionPlan(NamedTuple):
-    """A request that goes first at a replica, and the requests that make way there."""
+    """A request that is to be served first at a replica, and the requests that make way for it there."""
 
     blocked: RoutedRequest
     others: list[RoutedRequest]
@@ -45,7 +47,8 @@ class PreemptionPlan(NamedTuple):
 
 
 class RoutingPreemption:
-    """Asks the policy about the requests that waited longest, those of the most urgent tenant first."""
+    """Asks the preemption policy about the longest waiting requests, those of the most urgent tenant
+    first."""
 
     def __init__(
         self,
@@ -59,8 +62,8 @@ class RoutingPreemption:
         self._placer = placer
 
     def preempt_less_urgent(self, now: float) -> int:
-        """Preempt requests; returns how many were recalled from a replica. Raises ``PolicyCallError``; every
-        request is queued or sent then."""
+        """Preempt requests; returns how many were recalled from a replica. Raises ``PolicyCallError``; even
+        then every request is queued or sent."""
         if not self._policy.yields or not self._requests.waiting or len(self._tenants.shares) < 2:
             return 0
         recalled = 0
@@ -76,7 +79,7 @@ class RoutingPreemption:
         return recalled
 
     def _carry_out(self, plan: PreemptionPlan, now: float) -> int:
-        """Carry out a plan: some requests leave a replica or return to its queue, one goes first."""
+        """Carry out a plan; returns how many requests were recalled."""
         unqueued: list[RoutedRequest] = []
         try:
             return self._apply_preemption(plan, unqueued, now)
@@ -86,7 +89,8 @@ class RoutingPreemption:
                 self._requests.enqueue_for_any(request)
 
     def _apply_preemption(self, plan: PreemptionPlan, unqueued: list[RoutedRequest], now: float) -> int:
-        """``unqueued`` collects requests that wait nowhere afterwards."""
+        """Carry out a plan. ``unqueued`` collects the requests that are in no queue afterwards. Returns how
+        many were recalled."""
         recalled = 0
         for request in plan.others:
             program = request.program
@@ -112,7 +116,8 @@ class RoutingPreemption:
         return recalled
 
     def _take_back(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
-        """Remove a request from its place, so that it waits nowhere; True if it had been sent."""
+        """Take a request back from its replica or queue, so that it is in no queue. True if it had been
+        sent."""
         if request.sent_s is None:
             self._requests.take_out(request)
             return False
@@ -189,7 +194,7 @@ class RoutingPreemption:
         return self._ask_policy(blocked, view, others, replica.replica_id, for_capacity=True)
 
     def _at_home(self, replica: Replica) -> list[RoutedRequest]:
-        """Requests that could leave a replica with their programs; queued ones before sent ones."""
+        """Requests that could leave a replica together with their programs, queued ones before sent ones."""
         queue = self._requests.queues.get(replica.replica_id)
         request = queue.oldest(MAX_VICTIM_CANDIDATES) if queue is not None else []
         newest = [self._requests.by_id[request_id] for request_id in reversed(replica.in_flight)]

@@ -1,4 +1,4 @@
-"""Requests, and the queues in which they wait for any replica or for one."""
+"""Requests, and the queues in which they wait for any replica or for one replica."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from operator import attrgetter
 from .routed_programs import Key, RoutedProgram
 
 CHUNK = 128
-"""Requests that are searched one by one; a queue of 10,000 has 80 to 160 chunks."""
+"""Number of requests in a chunk, which are searched one by one; a queue of 10,000 has 80 to 160 chunks."""
 
 _NUMBER = attrgetter("number")
 
@@ -32,35 +32,36 @@ class RoutedRequest:
     output_tokens: int = 0
     prefix: tuple[int, ...] = ()
     replica_id: str | None = None
-    """The replica that it waits for or was sent to; ``None``: it waits for any."""
+    """The replica that the request waits for or was sent to; ``None``: it waits for any replica."""
     sent_s: float | None = None
     began: bool = False
     failures: int = 0
-    """Replicas that did not answer it."""
+    """Number of replicas that did not answer the request."""
     failures_computing: int = 0
-    """Number of those that had accepted it."""
+    """Number of these replicas that had accepted it."""
     failed_at: tuple[str, ...] = ()
-    """Those that are still there: it is not sent there again."""
+    """Ids of these replicas that still exist: the request is not sent there again."""
     failed_at_gone: tuple[tuple[str, str], ...] = ()
-    """Those that are gone, with their instances: an instance may turn out to be alive."""
+    """Ids and instances of these replicas that are gone: an instance may turn out to be alive."""
     lost_with: str | None = None
-    """The replica that was lost with it last, while it is unknown whether that had accepted it."""
+    """The last replica that disappeared while it had the request, until it is known whether it had accepted
+    it."""
     reason: str = ""
     moved_from: str | None = None
     left_because: str = ""
     needs_tokens: int = 0
-    """Room that it waits for, as its route said; 0: it is to be routed."""
+    """KV capacity that the request waits for, as its route said; 0: it has to be routed first."""
     recalled_from: str | None = None
-    """The replica from which it was recalled, until another one answers it."""
+    """The replica from which the request was recalled, until another replica answers it."""
     recalled: bool = False
-    """Whether it was recalled: it is not recalled again."""
+    """Whether the request was recalled once: it is not recalled again."""
     first_since: int | None = None
-    """``admitted_count`` of the capacity queue when it became the first of its row."""
+    """``CapacityQueue.admitted_count`` when the request became the first in its tenant's queue."""
 
 
 def can_move(request: RoutedRequest) -> bool:
-    """Whether a request and its program may go elsewhere: at a turn gap, once per turn, and not after a
-    failure."""
+    """Whether a request and its program may go to another replica: between turns, at most once per turn, and
+    not after a failure."""
     program = request.program
     if request.failed_at:
         return False
@@ -68,7 +69,7 @@ def can_move(request: RoutedRequest) -> bool:
 
 
 class _QueueChunk:
-    """Consecutive requests of a row."""
+    """Consecutive requests of a ``TenantQueue``."""
 
     __slots__ = ("least", "requests")
 
@@ -78,10 +79,10 @@ class _QueueChunk:
 
 
 class TenantQueue:
-    """Requests of one tenant, in order of arrival, searchable by the room they need.
+    """Requests of one tenant, in order of arrival, searchable by the KV capacity they need.
 
-    Cut into chunks, each with the least need in it: a search looks at one number per chunk, and at the
-    requests of one chunk.
+    The queue consists of chunks, each with the smallest need in it: a search reads one number per chunk, and
+    the requests of one chunk.
     """
 
     __slots__ = ("_chunks", "least")
@@ -89,7 +90,7 @@ class TenantQueue:
     def __init__(self) -> None:
         self._chunks: list[_QueueChunk] = []
         self.least: float = math.inf
-        """The least need of any."""
+        """The smallest need of all requests."""
 
     def __bool__(self) -> bool:
         return bool(self._chunks)
@@ -100,18 +101,18 @@ class TenantQueue:
 
     @property
     def first(self) -> RoutedRequest:
-        """The first to arrive."""
+        """The request that arrived first."""
         return self._chunks[0].requests[0]
 
     def first_fitting(self, most_tokens: float) -> RoutedRequest | None:
-        """The first that needs at most ``most_tokens``."""
+        """The first request that needs at most ``most_tokens``; ``None``: there is none."""
         for chunk in self._chunks:
             if chunk.least <= most_tokens:
                 return next(w for w in chunk.requests if w.needs_tokens <= most_tokens)
         return None
 
     def add(self, request: RoutedRequest) -> None:
-        """Insert in order of arrival: at the end, unless it was sent before and failed."""
+        """Insert a request in order of arrival: at the end, unless it was sent before and failed."""
         self.least = min(self.least, request.needs_tokens)
         if not self._chunks:
             self._chunks.append(_QueueChunk([request]))
@@ -128,7 +129,7 @@ class TenantQueue:
             ]
 
     def remove(self, request: RoutedRequest) -> bool:
-        """Remove a request; False: it does not wait here."""
+        """Remove a request. False: it is not in this queue."""
         if not self._chunks:
             return False
         at = self._at(request.number)
@@ -150,7 +151,8 @@ class TenantQueue:
 
 
 class WaitingQueue:
-    """Requests that wait for the same, in order of arrival, by tenant where tenants share capacity."""
+    """Requests that wait for the same replica, or for any, in order of arrival; by tenant if tenants share
+    capacity."""
 
     def __init__(self, *, by_tenant: bool) -> None:
         self._by_tenant = by_tenant
@@ -167,7 +169,8 @@ class WaitingQueue:
 
     @property
     def rows(self) -> dict[str, TenantQueue]:
-        """Non-empty queues by tenant; one for all, under ``""``, where tenants do not share capacity."""
+        """The non-empty queues by tenant. If tenants do not share capacity, one queue under ``""`` for
+        all."""
         return self._rows
 
     def of(self, program: RoutedProgram) -> list[RoutedRequest]:
@@ -175,18 +178,18 @@ class WaitingQueue:
         return list(self._programs.get(program.key, {}).values())
 
     def oldest(self, count: int) -> list[RoutedRequest]:
-        """The first to arrive, of all tenants."""
+        """The ``count`` requests that arrived first, of all tenants."""
         return list(islice(merge(*self._rows.values(), key=_NUMBER), count))
 
     def add(self, request: RoutedRequest) -> None:
-        """Insert in order of arrival."""
+        """Insert a request in order of arrival."""
         self._rows.setdefault(self._row(request), TenantQueue()).add(request)
         if request.program is not None:
             self._programs.setdefault(request.program.key, {})[request.request_id] = request
         self._count += 1
 
     def remove(self, request: RoutedRequest) -> bool:
-        """Remove a request; False: it does not wait here."""
+        """Remove a request. False: it is not in this queue."""
         name = self._row(request)
         row = self._rows.get(name)
         if row is None or not row.remove(request):
@@ -202,7 +205,7 @@ class WaitingQueue:
         return True
 
     def waits_for(self, request: RoutedRequest, needs_tokens: int) -> None:
-        """Set the room that a waiting request needs, as its route said."""
+        """Set the KV capacity that a waiting request needs, as its route said."""
         row = self._rows[self._row(request)]
         row.remove(request)
         request.needs_tokens = needs_tokens

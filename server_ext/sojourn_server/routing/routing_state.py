@@ -1,6 +1,7 @@
 """Snapshot of a core for its successor: replicas, programs with their homes, and statistics.
 
-It has no requests. Gateways report those that they have sent (``RequestSent``), and ask again for the rest.
+It has no requests. Gateways report the requests that they have sent (``RequestSent``), and submit the others
+again.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from .routed_programs import ProgramEstimator, RoutedProgram, RoutedProgramTable
 from .routing_tables import ProgramAffinity
 
 ROUTING_STATE_VERSION = 1
-"""Version of the states that are written and read."""
+"""Version of the snapshots that are written and read."""
 
 
 class SavedReplica(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A replica; fields as in ``ReplicaRegistered``."""
+    """A replica in a snapshot; fields as in ``ReplicaRegistered``."""
 
     replica_id: str
     instance: str
@@ -31,7 +32,7 @@ class SavedReplica(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SavedProgram(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A program; fields as in ``RoutedProgram``."""
+    """A program in a snapshot; fields as in ``RoutedProgram``."""
 
     tenant: str
     program_id: str
@@ -54,23 +55,23 @@ class RoutingState(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = ROUTING_STATE_VERSION
     taken_s: float
-    """Time on the clock of the core that wrote it; so are all other times."""
+    """Time of the snapshot. This and all other times are on the clock of the core that wrote it."""
     number: int
-    """Requests so far."""
+    """Number of requests so far."""
     epoch: int
-    """Registrations of replicas so far."""
+    """Number of registrations of replicas so far."""
     replicas: tuple[SavedReplica, ...]
     programs: tuple[SavedProgram, ...]
-    """Longest silent first."""
+    """Programs, the longest silent first."""
     expected: dict[str, Any]
     drained: tuple[tuple[str, str], ...] = ()
-    """Drained replicas that are gone, with their instances."""
+    """Ids and instances of replicas that were draining when they disappeared."""
 
 
 def snapshot_routing_state(
     fleet: ReplicaFleet, programs: RoutedProgramTable, expected: ProgramEstimator, number: int, now: float
 ) -> RoutingState:
-    """The current state."""
+    """The current state of these tables."""
     return RoutingState(
         taken_s=now,
         number=number,
@@ -121,8 +122,8 @@ def restore_routing_state(
     now: float,
     shift_s: float,
 ) -> None:
-    """Fill empty tables. ``shift_s`` is added to all times. Raises ``ValueError`` for an invalid state; the
-    tables may be partly filled then."""
+    """Fill empty tables from a state. ``shift_s`` is added to all times. Raises ``ValueError`` for an invalid
+    state; then the tables may be partly filled."""
     if state.version != ROUTING_STATE_VERSION:
         raise ValueError(f"a state of version {state.version}; expected {ROUTING_STATE_VERSION}")
     expected.restore(state.expected)

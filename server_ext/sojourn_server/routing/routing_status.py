@@ -1,4 +1,4 @@
-"""What a core knows of programs and replicas, for those who ask a gateway. Plain data."""
+"""What a core knows of programs and replicas, for operators who query a gateway. Plain data."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import msgspec
 
 
 class LinkStats(msgspec.Struct, frozen=True):
-    """Current state of one link of an engine."""
+    """Current state of one link of an engine, to storage or to other engines."""
 
     queued_bytes: int
     queued_s: float | None
-    """``None``: there is a queue, and its duration is unknown."""
+    """Duration of the link's queue; ``None``: there is a queue of unknown duration."""
     moved_bytes: int
 
 
 class ProgramRouteStatus(msgspec.Struct, frozen=True):
-    """A program."""
+    """Status of a program."""
 
     program_id: str
     tenant: str
@@ -31,7 +31,7 @@ class ProgramRouteStatus(msgspec.Struct, frozen=True):
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
-    """A replica. Sizes in tokens of KV."""
+    """Status of a replica. Sizes in tokens of KV."""
 
     replica: str
     instance: str
@@ -39,7 +39,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     load: float
     in_flight: int
     queued: int
-    """Requests that wait for it at the gateway."""
+    """Number of requests that wait for the replica at the gateway."""
     programs: int
     capacity_tokens: int
     host_tokens: int
@@ -47,10 +47,10 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
 
 
 class PairEngineStatus(ReplicaStatus, frozen=True, kw_only=True):
-    """A prefill or decode engine. No program has its home there."""
+    """Status of a prefill or decode engine. No program has its home there."""
 
     role: str
     node: str
     epoch: str
     links: Mapping[str, LinkStats]
-    """Its last report, by link name; empty: none."""
+    """Last report of each link, by name; empty: none."""

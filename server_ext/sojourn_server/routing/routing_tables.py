@@ -22,7 +22,7 @@ from .tenant_accounting import TenantAccounting
 
 
 class ProgramAffinity:
-    """The only place that changes a program's home."""
+    """Changes the homes of programs; no other code does."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class ProgramAffinity:
         self._journal = journal
         self._residents = residents
         self.capacity_grew = False
-        """Some replica has more room since this was last set to False."""
+        """True if a replica got more free capacity since this was last set to False."""
 
     def leave(self, program: RoutedProgram, now: float) -> None:
-        """Take a program's home away; its KV counts as lost."""
+        """Remove a program's home; its KV counts as lost."""
         replica = self._fleet.get(program.home)
         if replica is not None:
             self._fleet.homed(replica, -program.size_tokens, -1)
@@ -51,7 +51,7 @@ class ProgramAffinity:
         program.home, program.cached, program.size_tokens = None, False, 0
 
     def settle(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
-        """Make a replica a program's home; returns its former home, if another."""
+        """Make a replica a program's home; returns the id of the former home if it was another replica."""
         before = program.home
         if before == replica.replica_id:
             self.resize(program, size_tokens)
@@ -68,7 +68,7 @@ class ProgramAffinity:
         return before
 
     def resize(self, program: RoutedProgram, size_tokens: int) -> None:
-        """Change the size that a program counts for at its home."""
+        """Change the size with which a program counts at its home."""
         replica = self._fleet.get(program.home)
         if replica is not None and size_tokens != program.size_tokens:
             self._fleet.homed(replica, size_tokens - program.size_tokens)
@@ -79,7 +79,8 @@ class ProgramAffinity:
 
 
 class RoutedRequestTable:
-    """Moves requests between these states, and keeps the sums of programs, replicas and tenants right."""
+    """Moves requests between queues and replicas, and keeps the sums of programs, replicas and tenants
+    right."""
 
     def __init__(self, fleet: ReplicaFleet, tenants: TenantAccounting, residents: ResidentPrograms) -> None:
         self._fleet = fleet
@@ -89,20 +90,20 @@ class RoutedRequestTable:
         """All requests in progress."""
         self.anywhere = WaitingQueue(by_tenant=tenants.take_turns)
         self.failed = WaitingQueue(by_tenant=False)
-        """Requests that wait for any replica but those where they failed: the room that other requests wait
-        for may be of no use to them, and vice versa."""
+        """Requests that wait for any replica except those where they failed. They have a queue of their own,
+        since capacity that other requests wait for may be of no use to them, and vice versa."""
         self.queues: dict[str, WaitingQueue] = {}
-        """Queues by replica; none is empty."""
+        """Non-empty queues by replica."""
         self.waiting = 0
-        """Requests that have not been sent."""
+        """Number of requests that have not been sent."""
         self.waiting_of: dict[str, int] = {}
-        """The same by tenant, without zeros."""
+        """The same number by tenant, without zeros."""
         self.unregistered_requests: dict[str, RoutedRequest] = {}
         """Requests sent to replicas that have not registered with this core."""
         self.freed: set[str] = set()
-        """Replicas with less load since this was last emptied."""
+        """Replicas whose load has fallen since this was last emptied."""
         self.unanswered: list[RoutedProgram] = []
-        """Programs that had no turn when their only request ended, since this was last emptied."""
+        """Programs whose only request ended before any turn was answered, since this was last emptied."""
 
     def open(self, request: RoutedRequest) -> None:
         """Add a request; the caller queues or sends it next."""
@@ -114,7 +115,7 @@ class RoutedRequestTable:
         self._tenants.came(request.tenant, request.program)
 
     def close(self, request: RoutedRequest, now: float) -> None:
-        """Remove a request, wherever it is."""
+        """Remove a request from its queue or replica, and from the table."""
         if request.sent_s is not None:
             self.undo_send(request, now)
         else:
@@ -129,12 +130,12 @@ class RoutedRequestTable:
         self._tenants.over(request.tenant, request.program)
 
     def enqueue_for_any(self, request: RoutedRequest) -> None:
-        """Queue a request, which waits nowhere, for any replica."""
+        """Put a request that is in no queue into the queue for any replica."""
         request.replica_id = None
         (self.failed if request.failed_at else self.anywhere).add(request)
 
     def enqueue_for_replica(self, request: RoutedRequest, replica_id: str) -> None:
-        """Queue a request, which waits nowhere, for one replica."""
+        """Put a request that is in no queue into the queue for one replica."""
         request.replica_id = replica_id
         queue = self.queues.get(replica_id)
         if queue is None:
@@ -159,7 +160,7 @@ class RoutedRequestTable:
         request.replica_id = None
 
     def send(self, request: RoutedRequest, replica_id: str, now: float) -> None:
-        """Count a request, which waits nowhere, as sent."""
+        """Count a request that is in no queue as sent."""
         request.replica_id, request.sent_s = replica_id, now
         self._count(request, -1)
         if request.program is not None:
@@ -173,7 +174,7 @@ class RoutedRequestTable:
             self._fleet.sent(replica, request.request_id, request.context_tokens, now)
 
     def undo_send(self, request: RoutedRequest, now: float) -> None:
-        """Take a request back from its replica; it waits nowhere afterwards."""
+        """Take a request back from its replica; it is in no queue afterwards."""
         replica = self._fleet.get(request.replica_id)
         if replica is not None and request.request_id in replica.in_flight:
             self._fleet.over(replica, request.request_id, now)
@@ -194,8 +195,8 @@ class RoutedRequestTable:
             self._fleet.sent(replica, request.request_id, request.context_tokens, now)
 
     def unregistered_since(self, before_s: float) -> list[RoutedRequest]:
-        """Requests sent before that to replicas that are still unregistered: no event would report their
-        loss."""
+        """Requests sent before ``before_s`` to replicas that are still unregistered: no event would report
+        their loss."""
         return [
             one
             for one in self.unregistered_requests.values()
@@ -207,7 +208,8 @@ class RoutedRequestTable:
         return [self.anywhere, self.failed, *self.queues.values()]
 
     def replica_gone(self, replica: Replica) -> None:
-        """Let requests that failed at a replica use a successor with its id, but not the same instance."""
+        """Allow the requests that failed at a replica to use a successor with its id, but not the same
+        instance."""
         for request in self.by_id.values():
             if replica.replica_id not in request.failed_at:
                 continue
@@ -219,7 +221,7 @@ class RoutedRequestTable:
                 self.enqueue_for_any(request)
 
     def replica_came(self, replica: Replica) -> None:
-        """Restore the failures that requests had at this instance if it had been declared gone."""
+        """If this instance had been declared gone, restore the record of the requests that failed at it."""
         came = (replica.replica_id, replica.instance)
         for request in [one for one in self.by_id.values() if came in one.failed_at_gone]:
             waits_anywhere = request.sent_s is None and request.replica_id is None
@@ -239,7 +241,8 @@ class RoutedRequestTable:
             del self.waiting_of[request.tenant]
 
     def waiting_since(self, before_s: float, most: int) -> list[RoutedRequest]:
-        """Up to ``most`` requests that have waited since then; those behind them in a row are younger."""
+        """Up to ``most`` requests that have waited since before ``before_s``. Queues are in order of arrival,
+        so the search stops at the first younger request."""
         found: list[RoutedRequest] = []
         for line in self.lines():
             for row in line.rows.values():
@@ -257,7 +260,7 @@ class RoutedRequestTable:
 
 @dataclass(slots=True)
 class RoutingTables:
-    """Replicas, programs, requests and tenants of one core."""
+    """The replicas, programs, requests and tenants of one core."""
 
     fleet: ReplicaFleet
     programs: RoutedProgramTable
@@ -269,7 +272,7 @@ class RoutingTables:
     counts: RoutingCounters
 
     def lives(self, program: RoutedProgram) -> bool:
-        """Whether a program is in the table: its requests may outlive it."""
+        """Whether a program is still in the table; its requests may outlive it."""
         return self.programs.get(program.key) is program
 
 

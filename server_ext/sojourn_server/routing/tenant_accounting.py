@@ -1,4 +1,4 @@
-"""Tenants: what each uses, what its share is, and whose request goes first."""
+"""Tenants: how much capacity each one uses, what its share is, and whose request is served first."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from .routing_limits import RoutingCounters
 from .routing_queue import TenantQueue
 
 MAX_NEW_ESTIMATES = 256
-"""Programs with a new request whose work is estimated per epoch; the others keep their last estimate."""
+"""Maximum number of programs with a new request whose remaining work is estimated per epoch; the others keep
+their last estimate."""
 MIN_REFRESHED_ESTIMATES = 64
-"""Minimum number of estimates per epoch: with fewer new requests old estimates are renewed, those of 10,000
+"""Minimum number of estimates per epoch. With fewer new requests, old estimates are renewed: those of 10,000
 waiting programs every 16 s."""
 
 
 class TenantAccounting:
     """Usage and shares per tenant.
 
-    A program without a deadline is due after ``slo_factor`` times the usual duration of its agent type, or of
-    ``usual_life_s`` for a type without finished programs.
+    A program without a deadline is due after ``slo_factor`` times the mean duration of its agent type, or
+    after ``slo_factor`` times ``usual_life_s`` for a type without finished programs.
 
-    Clients state their programs' deadlines, but no program counts as more urgent than is possible: a stated
-    deadline is not earlier than ``now`` plus the work left. And of a tenant's programs at most as many count
-    as all replicas run at once: the first to arrive.
+    Clients state deadlines, but no program counts as more urgent than is possible: a stated deadline is taken
+    to be at least ``now`` plus the work left. And of a tenant's programs only the first to arrive count, at
+    most as many as all replicas run at once.
     """
 
     def __init__(
@@ -47,51 +48,51 @@ class TenantAccounting:
         self._usual_life_s = usual_life_s
         self._counts = counts
         self._tokens: dict[str, int] = {}
-        """Contexts in flight."""
+        """Context lengths of requests in flight, by tenant."""
         self._homed: dict[str, int] = {}
-        """Sizes of programs at their homes."""
+        """Sizes of programs at their homes, by tenant."""
         self._open: dict[str, int] = {}
-        """Requests in progress."""
+        """Number of requests in progress, by tenant."""
         self._working: OrderedDict[Key, RoutedProgram] = OrderedDict()
-        """Programs with requests, oldest estimate first."""
+        """Programs with requests, the one with the oldest estimate first."""
         self._needs_estimate: dict[Key, RoutedProgram] = {}
-        """Those of the programs that had a request since their last estimate."""
+        """Programs of ``_working`` that had a request since their last estimate."""
         self._tasks: dict[str, dict[Key, tuple[RunningTaskView, bool]]] = {}
-        """Work left per program, by tenant; True where a client stated the deadline."""
+        """Work left per program, by tenant. The flag is True if a client stated the deadline."""
         self._shares: Mapping[str, float] = {}
         self._shares_due_s = -math.inf
 
     @property
     def take_turns(self) -> bool:
-        """False: requests go in order of arrival."""
+        """Whether tenants take turns by their shares; False: requests are served in order of arrival."""
         return self._policy.divides_capacity
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """Part of all capacity per tenant, in this epoch."""
+        """Fraction of all capacity that each tenant may use in this epoch."""
         return self._shares
 
     @property
     def in_flight_tokens(self) -> Mapping[str, int]:
-        """Contexts of requests in flight, without zeros."""
+        """Context lengths of requests in flight, by tenant without zeros."""
         return self._tokens
 
     @property
     def homed_tokens(self) -> Mapping[str, int]:
-        """Sizes of programs at their homes, without zeros."""
+        """Sizes of programs at their homes, by tenant without zeros."""
         return self._homed
 
     # -- usage ------------------------------------------------------------------
 
     def came(self, tenant: str, program: RoutedProgram | None) -> None:
-        """A request arrived."""
+        """Record that a request of the tenant arrived."""
         self._open[tenant] = self._open.get(tenant, 0) + 1
         if program is not None and self._policy.divides_capacity:
             self._working[program.key] = program
             self._needs_estimate[program.key] = program
 
     def over(self, tenant: str, program: RoutedProgram | None) -> None:
-        """A request ended."""
+        """Record that a request of the tenant ended."""
         left = self._open[tenant] - 1
         if left:
             self._open[tenant] = left
@@ -107,17 +108,17 @@ class TenantAccounting:
                 del self._tasks[program.tenant]
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Add to the tokens in flight."""
+        """Add to the tenant's tokens in flight."""
         _add(self._tokens, tenant, tokens)
 
     def housed(self, tenant: str, tokens: int) -> None:
-        """Add to the sizes of programs at their homes."""
+        """Add to the sizes of the tenant's programs at their homes."""
         _add(self._homed, tenant, tokens)
 
     # -- shares -----------------------------------------------------------------
 
     def update_shares(self, now: float) -> None:
-        """Compute shares, once per epoch, from the work that tenants' programs have left."""
+        """Compute the shares, once per epoch, from the work left in each tenant's programs."""
         epoch_s = self._policy.epoch_s
         if not self._policy.divides_capacity or 0 < self._shares_due_s - now <= epoch_s:
             return  # due later than an epoch from now: the clock stepped back
@@ -138,8 +139,8 @@ class TenantAccounting:
             self._counts.policy_failed(error)  # shares stay as they were
 
     def _counting(self, tenant: str, now: float) -> list[RunningTaskView]:
-        """The programs that count, with possible deadlines. Depends on ``now``, so it is not part of the
-        estimate."""
+        """The tenant's programs that count, with possible deadlines. Depends on ``now``, so it is not part of
+        the estimate."""
         tasks = islice(self._tasks.get(tenant, {}).values(), self._fleet.max_running or DEFAULT_MAX_RUNNING)
         return [
             RunningTaskView(task.work_s, now + task.work_s)
@@ -149,8 +150,8 @@ class TenantAccounting:
         ]
 
     def used(self, tenant: str, *, room: bool = False) -> float:
-        """Part of all capacity that a tenant's requests use; with ``room``, at least the part of all tiers
-        that its programs use."""
+        """Fraction of all capacity that a tenant's requests use. With ``room``, at least the fraction of all
+        tiers' KV capacity that its programs use."""
         fleet = self._fleet
         used = self._tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0
         if room and fleet.room_tokens:
@@ -158,7 +159,8 @@ class TenantAccounting:
         return used
 
     def order(self, rows: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
-        """Tenants with waiting requests, first to be served first, for ``room`` or for a replica's time."""
+        """Tenants with waiting requests, in the order of service. ``room``: the requests wait for KV
+        capacity, not for a replica's time."""
         if len(rows) == 1:
             return [tenant for tenant, _ in rows]
         turns = [

@@ -1,4 +1,4 @@
-"""A block that can be ended early for any reason, as ``asyncio.timeout`` ends one after a time."""
+"""A ``with`` block that can be ended early for any reason, as ``asyncio.timeout`` ends one after a time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from types import TracebackType
 class CancelScope:
     """``with CancelScope() as scope``: ``scope.now()`` and ``scope.after(seconds)`` end the block early.
 
-    It needs no task of its own, unlike ``asyncio.wait`` and ``asyncio.wait_for`` (before Python 3.12): per
-    request that would cost as much as all routing decisions. Python 3.10 does not tell who cancelled a task:
-    there a cancellation from outside in the same turn of the loop is taken for the scope's own.
+    It needs no task of its own, unlike ``asyncio.wait`` and ``asyncio.wait_for`` (before Python 3.12): a task
+    per request would cost as much as all routing decisions. Python 3.10 does not say which code cancelled a
+    task: there a cancellation from outside in the same iteration of the event loop is taken for the scope's
+    own.
     """
 
     def __init__(self) -> None:
         self.left = False
-        """The block ended early."""
+        """Whether the block was ended early."""
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[object] | None = None
         self._soon: asyncio.Handle | None = None
@@ -31,7 +32,8 @@ class CancelScope:
         return self
 
     def now(self) -> None:
-        """End the block where it waits; no effect when repeated or after its end."""
+        """End the block at its current ``await``. Repeating this, or calling it after the block, does
+        nothing."""
         # Through the loop, when the task waits: cancelled while running it would end at a later await.
         if self._task is not None and not self.left:
             self._set(self._loop.call_soon(self._cancel))

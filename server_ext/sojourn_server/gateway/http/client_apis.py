@@ -1,4 +1,4 @@
-"""The client APIs, and the gateway's own errors in the format of each."""
+"""The client APIs that the gateway serves, and its own error answers in the format of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import proxy_headers
 
 
 class ClientApi(Enum):
-    """An API for clients; the value is the path under which engines serve it."""
+    """A client API; the value is the path under which engines serve it."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
@@ -38,7 +38,7 @@ _TYPES = {
 
 
 def error_body(api: ClientApi | None, status: int, code: str, message: str) -> bytes:
-    """An error as JSON in an API's format; ``api`` ``None``: OpenAI's."""
+    """An error as JSON in the format of ``api``; ``None``: OpenAI's format."""
     kind = _TYPES.get(status, "api_error")
     if api is ClientApi.MESSAGES:
         return _json({"type": "error", "error": {"type": kind, "message": message}})
@@ -46,7 +46,7 @@ def error_body(api: ClientApi | None, status: int, code: str, message: str) -> b
 
 
 def error_event(api: ClientApi, code: str, message: str) -> bytes:
-    """Events that end a broken stream with an error; to be sent after a complete event."""
+    """Events that end a broken stream with an error. Send them after a complete event."""
     if api is ClientApi.RESPONSES:
         told = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
         return b"event: error\ndata: " + _json(told) + b"\n\n"
@@ -72,11 +72,11 @@ GATEWAY_ERROR_CODES = (
     "gateway_full",
     "slow_body",
 )
-"""Codes of requests that are rejected before they reach the core."""
+"""Error codes of requests that are rejected before they reach the core."""
 GATEWAY_FAILED = "gateway_failed"
 REPLICA_LOST = "replica_lost"
 LATE_ERROR_CODES = (GATEWAY_FAILED, REPLICA_LOST)
-"""Codes of requests that the gateway rejects after that."""
+"""Error codes of requests that the gateway rejects after they reached the core."""
 
 AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -93,7 +93,7 @@ class RequestRejected(Exception):
         *,
         is_counted: bool = False,
     ) -> None:
-        """``is_counted``: the core has counted the rejection."""
+        """``is_counted``: True if the core has already counted the rejection."""
         super().__init__(message)
         self.is_counted = is_counted
         self.status = status
@@ -103,7 +103,7 @@ class RequestRejected(Exception):
 
 
 async def send_internal_error(send: AsgiSend, api: ClientApi) -> None:
-    """Log the exception and answer with an internal error. To be called in an ``except`` block, before
+    """Log the current exception and answer with an internal error. Call this in an ``except`` block, before
     anything was answered."""
     logger.exception("the gateway failed at a request; please report this")
     await send_rejection(send, api, RequestRejected(500, GATEWAY_FAILED, "the gateway failed; see its log"))

@@ -1,4 +1,4 @@
-"""Sends one request to one engine, and returns its answer from the first byte on."""
+"""Sends one request to one engine, and returns the answer from its first byte on."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from .replica_addresses import ReplicaAddress
 
 CONNECT_TIMEOUT_S = 5.0
 IDLE_CONNECTION_S = 3.0
-"""vLLM closes connections after five idle seconds; writing to one that is closing costs a retry."""
+"""Longest idle time of a reused connection. vLLM closes connections after five idle seconds, and writing to
+one that is closing costs a retry."""
 STALE_CONNECTION_S = 1.0
-"""Idle seconds after which a broken connection was probably closed by its engine, unread; if earlier, the
-engine read the request and died of it."""
+"""Idle seconds that decide why a reused connection broke: after them, the engine probably closed it without
+reading the request; before, the engine read the request and died of it."""
 _ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
-"""Texts of an API server whose engine core is dead, while it still runs for a moment."""
+"""Error texts of an API server whose engine core is dead; the server runs on for a moment."""
 
 
 class ReplicaRequestError(Exception):
     """A replica gave no answer; the text is the reason, for the log.
 
-    ``computing``: the request had reached it.
+    ``computing``: True if the request had reached the replica.
     """
 
     def __init__(self, how: str, *, computing: bool) -> None:
         super().__init__(how)
         self.computing = computing
         self.replica_id: str | None = None
-        """The replica that failed, if not the one that was to answer."""
+        """The replica that failed; ``None``: the one that was to answer."""
 
 
 @dataclass(slots=True)
@@ -49,12 +50,12 @@ class EngineAnswer:
 
     response: aiohttp.ClientResponse
     first: bytes
-    """The complete answer, or the first part of a stream; ``b""``: there is none."""
+    """The complete answer, or the first part of a stream; ``b""``: the answer is empty."""
     is_stream: bool
 
 
 class EngineReply(NamedTuple):
-    """An engine's complete answer, unchanged."""
+    """An engine's complete answer to a query of the gateway, unchanged."""
 
     status: int
     body: bytes
@@ -62,7 +63,7 @@ class EngineReply(NamedTuple):
 
     @property
     def document(self) -> dict[str, Any] | None:
-        """The JSON object of a successful answer, if it is one."""
+        """The JSON object in a successful answer; ``None``: it has none."""
         if self.status != 200:
             return None
         try:
@@ -82,7 +83,7 @@ async def ask_engine(
     headers: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> EngineReply | None:
-    """Ask an engine a question of the gateway itself; ``None``: no complete answer in time."""
+    """Send an engine a query of the gateway itself; ``None``: no complete answer in time."""
     sent = {**(headers or {}), **({"Authorization": authorization} if authorization is not None else {})}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
@@ -93,12 +94,12 @@ async def ask_engine(
 
 
 def bearer(key: str | None, authorization: str | None = None) -> str | None:
-    """The ``Authorization`` of a key; without one, that of the client."""
+    """The ``Authorization`` header for ``key``; without a key, the client's ``authorization``."""
     return f"Bearer {key}" if key else authorization
 
 
 def open_session() -> aiohttp.ClientSession:
-    """Connections to engines, without a limit: the core bounds the number of requests."""
+    """A pool of connections to engines, without a limit: the core bounds the number of requests."""
     return aiohttp.ClientSession(
         connector=_TrackedConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -112,12 +113,12 @@ def open_session() -> aiohttp.ClientSession:
 
 @dataclass(slots=True)
 class _SendAttempt:
-    """State of an attempt, for when it fails."""
+    """State of one attempt to send a request, to judge its failure."""
 
     idle_s: float = 0.0
-    """Idle time of its connection: after a long one the engine may have just closed it."""
+    """How long the connection was idle. After a long time the engine may have just closed it."""
     answering: bool = False
-    """The head of an answer has arrived."""
+    """Whether the status line and headers of an answer have arrived."""
 
 
 _current_attempt: ContextVar[_SendAttempt] = ContextVar("send_attempt")
@@ -155,8 +156,8 @@ async def send_to_engine(
     """Send a request and wait for the first byte of its answer. Raises ``ReplicaRequestError``.
 
     The request is sent a second time only if the engine has not seen it: it could not be written, or its
-    connection had been idle for ``STALE_CONNECTION_S`` and was closed before an answer. The latter is only
-    likely, so a later failure counts as ``computing``.
+    connection had been idle for ``STALE_CONNECTION_S`` and was closed before an answer. The latter is only a
+    likely sign, so a later failure counts as ``computing``.
     """
     attempt = _SendAttempt()
     is_written = True
@@ -184,7 +185,7 @@ async def send_to_engine(
 
 
 def _is_closed(error: BaseException) -> bool:
-    """Whether the other end closed the connection."""
+    """Whether the error means that the engine closed the connection."""
     if isinstance(error, (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError)):
         return True
     return isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE)
@@ -222,8 +223,8 @@ async def _send_once(
 
 
 def is_engine_failure(answer: EngineAnswer) -> bool:
-    """Whether an engine failed instead of answering. Errors that it finds in a request do not count, nor does
-    501 (not implemented)."""
+    """Whether an answer shows that the engine failed. Errors that the engine finds in a request do not count,
+    nor does 501 (not implemented)."""
     status = answer.response.status
     if status != 200:
         return status >= 500 and status != 501
@@ -246,7 +247,8 @@ def _url(text: str) -> URL:
 
 
 def _error_event(first: bytes) -> bytes | None:
-    """The data of a stream's first event, if it is an error; an answer's text cannot look like one."""
+    """The data of a stream's first event if that is an error, else ``None``. Text of an answer cannot be
+    mistaken for it."""
     if not first.startswith((b'data: {"error"', b"event: error")):
         return None
     for line in first.splitlines():
@@ -256,7 +258,8 @@ def _error_event(first: bytes) -> bytes | None:
 
 
 def _is_engine_dead_error(document: bytes) -> bool:
-    """Whether an error's message says so; other text of a document, such as an answer, does not count."""
+    """Whether the message of an error says that the engine core is dead. Other text of the document does not
+    count."""
     try:
         read = msgspec.json.decode(document)
     except msgspec.DecodeError:

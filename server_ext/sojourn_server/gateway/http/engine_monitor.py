@@ -1,4 +1,4 @@
-"""Polls engines: whether they are alive, what they can hold, and whether they were restarted."""
+"""Polls engines: whether they are alive, what their limits are, and whether they were restarted."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ logger = logging.getLogger(__name__)
 POLL_S = 2.0
 MAX_LOST_PROBES = 3
 DESCRIBE_EVERY_POLLS = 15
-"""Polls between two descriptions of an engine."""
+"""Number of polls between two requests for an engine's description."""
 _LOSS_TEXTS = {
     "refused": "its connections are refused, or it says that it is not well",
     "silent": "it does not answer",
 }
-"""Log texts, by reason."""
+"""Log texts for the loss of an engine, by reason."""
 
 
 @dataclass(slots=True)
 class MonitoredEngine:
-    """One address, and the engine there."""
+    """An address, and the engine there, if any."""
 
     probe: EngineProbe
     polls: int = 0
     noted: bool = False
-    """The log already reports that no engine answers, or that a key is missing."""
+    """Whether the log already says that no engine answers here, or that a key is missing."""
     probes_lost: int = 0
     places: list[ReplicaAddress] = field(default_factory=list)
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Address of the engine."""
         return self.probe.url
 
     @property
@@ -53,7 +53,7 @@ class MonitoredEngine:
 
 
 class EngineMonitorProtocol(Protocol):
-    """Monitor of a gateway's engines. Without configured addresses none is missing or refused."""
+    """Monitor of a gateway's engines. If no addresses are configured, no engine is missing or refused."""
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
         """Check now whether a replica is alive."""
@@ -68,7 +68,7 @@ class EngineMonitorProtocol(Protocol):
         return []
 
     def refused(self) -> Mapping[str, str]:
-        """Addresses of engines that answer and are sent nothing, with the reasons."""
+        """Addresses of engines that answer but get no requests, with the reasons."""
         return {}
 
 
@@ -86,7 +86,7 @@ class EngineMonitor(EngineMonitorProtocol):
         poll_s: float = POLL_S,
         read: Callable[..., EngineDescription] = describe_engine,
     ) -> None:
-        """``read``: as for ``EngineProbe``."""
+        """``read`` builds an engine's description, as in ``EngineProbe``."""
         self._watched = {
             url: MonitoredEngine(EngineProbe(url, session, key=engine_key, read=read)) for url in urls
         }
@@ -169,7 +169,7 @@ class EngineMonitor(EngineMonitorProtocol):
                 self._gone(watched, "refused" if alive is False else "silent")
 
     async def _ask_more(self, watched: MonitoredEngine) -> None:
-        """Hook: further questions to a living engine, at each poll."""
+        """Hook for subclasses: further queries to a living engine, at each poll."""
 
     async def _describe(self, watched: MonitoredEngine) -> None:
         probe, known = watched.probe, watched.description
@@ -222,7 +222,7 @@ class EngineMonitor(EngineMonitorProtocol):
         watched.polls = watched.probes_lost = 0
 
     def _without(self, watched: MonitoredEngine) -> str:
-        """Consequence of its loss, for the log."""
+        """What the loss of this engine means for the gateway, for the log."""
         unused = all(other is watched or other.description is None for other in self._watched.values())
         return "no engine is left, requests wait for one" if unused else "its programs go on elsewhere"
 

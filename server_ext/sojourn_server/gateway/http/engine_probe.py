@@ -1,4 +1,4 @@
-"""Asks one engine whether it is alive, what it is, and how its links are."""
+"""Queries one engine: whether it is alive, its description, and the state of its links."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .engine_reports import (
 
 ANSWER_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 10.0
-"""A slow but living engine has to answer within this time."""
+"""Time within which a slow but living engine has to answer."""
 MAX_ERROR_POLLS = 2
 MAX_PARTIAL_DESCRIPTIONS = 3
-"""Incomplete descriptions before an engine is accepted with what it reported."""
+"""After this many incomplete descriptions an engine is accepted with what it reported."""
 _DESCRIPTION_PATHS = (CAPABILITIES_PATH, "/metrics", "/v1/models")
 
 
 class EngineProbe:
-    """Asks the engine at one address."""
+    """Queries the engine at one address."""
 
     def __init__(
         self,
@@ -40,16 +40,17 @@ class EngineProbe:
         accepts: Callable[[Collection[str]], bool] = lambda answered: True,
         max_error_polls: int = MAX_ERROR_POLLS,
     ) -> None:
-        """``read`` builds a description from the engine's answers. ``accepts``: whether answers to these
-        paths are enough for the first description. ``max_error_polls``: consecutive health checks answered
-        with an error after which the engine counts as dead."""
+        """``read`` builds a description from the engine's answers. ``accepts(paths)``: whether answers to
+        these paths are enough for the first description. ``max_error_polls``: number of consecutive health
+        checks answered with an error after which the engine counts as dead."""
         self.url = url
         self.described: EngineDescription | None = None
-        """The description that its user keeps."""
+        """The last description, as kept by the probe's owner."""
         self.lives_before = 0
-        """Number of losses: an engine that reports no start time counts as a new one after each."""
+        """Number of engines lost at this address. An engine that reports no start time counts as a new one
+        after each loss."""
         self.asks_for_key = False
-        """Whether it answered the last request for a description with 401."""
+        """Whether the engine answered 401 to the last request for a description."""
         self._session = session
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._read = read
@@ -57,17 +58,18 @@ class EngineProbe:
         self._max_error_polls = max_error_polls
         self._errors = 0
         self._partial = 0
-        """Consecutive incomplete descriptions."""
+        """Number of consecutive incomplete descriptions."""
         self._answered: frozenset[str] = frozenset()
-        """Paths that answered in its description: a known engine has to answer all of them again."""
+        """Paths that the engine has answered for a description; it has to answer all of them again."""
 
     def mark_lost(self) -> None:
-        """The engine is gone; the next one at this address is another."""
+        """Record that the engine is gone; the next one at this address is another engine."""
         self.described = None
         self.lives_before += 1
 
     async def lives(self, timeout_s: float = ANSWER_TIMEOUT_S) -> bool | None:
-        """``None``: unknown. A refused connection means no, and so do consecutive errors."""
+        """Whether the engine is alive; ``None``: unknown. A refused connection means no, and so do several
+        consecutive errors."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session().get(
@@ -88,8 +90,8 @@ class EngineProbe:
             return None
 
     async def describe(self) -> EngineDescription | None:
-        """Ask the engine for its description. ``None``: none that can be used now; an incomplete one never
-        replaces that of a known engine, since it would look like another engine."""
+        """Request the engine's description. ``None``: there is none that can be used now. An incomplete
+        description never replaces that of a known engine, since it would look like another engine."""
         found = await asyncio.gather(*(self.get(path) for path in _DESCRIPTION_PATHS))
         statuses = {status for status, _ in found}
         self.asks_for_key = 401 in statuses
@@ -111,11 +113,12 @@ class EngineProbe:
         return self._read(*read, self.lives_before)
 
     async def links(self) -> dict[str, LinkStats] | None:
-        """Queues of the links of an engine of a pair; ``None``: not reported."""
+        """Queues of the links of a prefill or decode engine; ``None``: not reported."""
         return parse_link_stats(parse_json_object((await self.get(STATS_PATH))[1]))
 
     async def get(self, path: str) -> tuple[int, str]:
-        """Status and text of an answer; 0: there was none, or the engine was overloaded."""
+        """Status and text of the answer to a GET. Status 0: there was no answer, or the engine was
+        overloaded."""
         answer = await ask_engine(
             self._session(), self.url + path, headers=self._headers, timeout_s=ANSWER_TIMEOUT_S
         )

@@ -1,4 +1,4 @@
-"""Queries to all engines at once: merged answers, and programs whose KV engines have dropped."""
+"""Queries all engines at once and merges their answers; finds programs whose KV the engines have dropped."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from .routing_backend import RoutingBackend
 
 QUERY_TIMEOUT_S = 15.0
 RESIDENCY_POLL_S = 5.0
-"""MORI's tick."""
+"""Interval of these polls, equal to MORI's control interval."""
 MAX_PROGRAMS_PER_POLL = 1000
 STRAGGLER_WAIT_S = 0.5
-"""Seconds that further answers are awaited if one is enough: clients of these routes give up after one or
-two seconds."""
+"""How long further answers are awaited after the first, if one is enough: clients of these routes give up
+after one or two seconds."""
 
 
 class EngineReplies(NamedTuple):
-    """Engines' answers, by address."""
+    """Answers of engines, by address."""
 
     documents: dict[str, dict[str, Any]]
     stock: list[str]
-    """Engines without this route: they run without sojourn."""
+    """Addresses of engines without this route: they run without sojourn."""
     silent: list[str]
-    """Engines that gave no usable answer."""
+    """Addresses of engines that gave no usable answer."""
 
 
 class EngineQueries:
-    """Queries engines. One that does not answer is left out, and named."""
+    """Queries engines. An engine that does not answer is left out of the result, which names it."""
 
     def __init__(
         self,
@@ -59,9 +59,10 @@ class EngineQueries:
         others_s: float | None = None,
         of: Callable[[ReplicaAddress], bool] = lambda engine: True,
     ) -> EngineReplies:
-        """The answers of engines, or of some ``of`` them, to a GET.
+        """Send a GET to the engines for which ``of`` is true, and return their answers.
 
-        ``others_s``: how long the rest is awaited after the first answer; ``None``: as long as the first.
+        ``others_s``: how long the other engines are awaited after the first answer; ``None``: until all have
+        answered.
         """
         engines = [engine for engine in self._replicas.engines() if of(engine)]
         asked = {e.url: asyncio.ensure_future(self._get(e, path, authorization)) for e in engines}
@@ -77,8 +78,8 @@ class EngineQueries:
         return replies
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
-        """Capabilities in the format of one engine, so that clients see one. Empty if no engine has
-        sojourn."""
+        """Capabilities of all engines in the format of one engine, so that clients see a single server. Empty
+        if no engine runs sojourn."""
         found = await self.ask("/sojourn/v1/capabilities", authorization, others_s=STRAGGLER_WAIT_S)
         # A proxy in front of an engine may answer 200 to anything.
         ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}
@@ -94,7 +95,7 @@ class EngineQueries:
         return {**merged, "engines": engines, "gateway": True, "stock": found.stock, "silent": silent}
 
     async def graphs(self, authorization: str | None) -> dict[str, Any]:
-        """All graphs that engines know."""
+        """All graphs that the engines know."""
         found = await self.ask("/sojourn/v1/graphs", authorization)
         graphs = (
             response_merging.merge_graphs(list(found.documents.values()))
@@ -104,7 +105,7 @@ class EngineQueries:
         return {**graphs, "stock": found.stock, "silent": found.silent}
 
     async def first(self, path: str, authorization: str | None) -> EngineReply | None:
-        """The first successful answer, in the order of engines; ``None``: there is none."""
+        """The first successful answer, in the order of the engines; ``None``: there is none."""
         for engine in self._replicas.engines():
             found = await self._get(engine, path, authorization)
             if found is not None and found.status == 200:
@@ -119,7 +120,8 @@ class EngineQueries:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> EngineReply | None:
-        """One replica's answer, unchanged; ``None``: it gives none. ``headers`` are sent to it as well."""
+        """The answer of one replica, unchanged; ``None``: it gives none. ``headers`` are added to the
+        query."""
         address = self._replicas.get(replica_id)
         return await self._get(address, path, authorization, headers) if address is not None else None
 
@@ -149,7 +151,7 @@ class _PlacedPrograms(msgspec.Struct):
 
 
 class ResidencyTracker:
-    """Polls engines that place programs in tiers: programs whose KV was dropped may use any replica again
+    """Polls engines that place programs in tiers. A program whose KV was dropped may use any replica again
     (MORI §4.3.1)."""
 
     def __init__(
@@ -160,7 +162,7 @@ class ResidencyTracker:
         queries: EngineQueries,
         speaks: Callable[[ReplicaAddress], bool],
     ) -> None:
-        """``speaks``: whether an engine has the route."""
+        """``speaks``: whether an engine has the route that is polled."""
         self._routing_backend = routing_backend
         self._replicas = replicas
         self._names = names
@@ -200,7 +202,7 @@ def _paths(capabilities: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _gather_replies(asked: set[asyncio.Future[EngineReply | None]], others_s: float | None) -> None:
-    """Wait for all, or with ``others_s`` until that long after the first success; cancel the rest."""
+    """Wait for all replies, or with ``others_s`` until that long after the first success; cancel the rest."""
     try:
         until_s, left = None, asked
         now = asyncio.get_running_loop().time

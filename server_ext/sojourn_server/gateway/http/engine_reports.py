@@ -1,7 +1,7 @@
 """What engines report: sizes, roles, links, and which prefill and decode engines can form pairs.
 
-``/sojourn/v1/capabilities`` has a pair engine's role, peer, node, epoch and the sizes of a Full Block;
-``/sojourn/v1/stats`` has the queues of its links. All of it is untrusted and checked.
+``/sojourn/v1/capabilities`` has a pair engine's role, peer address, node, epoch and the size of a Full Block;
+``/sojourn/v1/stats`` has the queues of its links. Reports are untrusted, so they are checked.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ...routing.routing_events import NicQueueReported, PairEngineRegistered, Pa
 from ...routing.routing_status import LinkStats
 
 DEFAULT_CAPACITY_TOKENS = 1 << 20
-"""Used for an engine that reports no size: loads then compare by requests alone."""
+"""Assumed KV capacity of an engine that reports none; loads then differ by their requests alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDescription:
-    """An engine's description of itself; sizes are per rank."""
+    """An engine's description of itself; sizes are per data-parallel rank."""
 
     ranks: int
     instance: str
@@ -35,12 +35,12 @@ class EngineDescription:
     shares_disk: bool
     speaks_sojourn: bool
     model: str = ""
-    """The first model name that it serves; empty: unknown."""
+    """The first model name that the engine serves; empty: unknown."""
     pair_role: str = ""
-    """Its role, if it was started as one of a pair."""
+    """The engine's role, if it was started as a prefill or decode engine."""
 
     def registration_event(self, replica_id: str) -> ReplicaRegistered:
-        """The registration of one of its ranks."""
+        """The event that registers one rank of the engine."""
         return ReplicaRegistered(
             replica_id,
             self.instance,
@@ -54,7 +54,8 @@ class EngineDescription:
 def describe_engine(
     capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
 ) -> EngineDescription:
-    """Combines an engine's answers: everything from one with sojourn, the size of the KV from plain vLLM."""
+    """Build a description from an engine's answers. An engine with sojourn reports everything, plain vLLM
+    only its KV capacity. ``life``: number of engines lost at this address before."""
     engine = capabilities.get("engine")
     engine = engine if isinstance(engine, dict) else {}
     pools = cache_pools(metrics)
@@ -98,20 +99,20 @@ def parse_json_object(text: str) -> dict[str, Any]:
 
 STATS_PATH = "/sojourn/v1/stats"
 STORAGE_READ = "storage read"
-"""The link whose queue decides which side reads."""
+"""The link whose queue decides which side of a pair reads."""
 DEFAULT_BLOCK_S = 0.001
-"""Seconds per Full Block for engines that have not measured their link: the same for all."""
+"""Assumed seconds per Full Block for an engine that has not measured its link."""
 MAX_LINKS = 16
 MAX_TEXT_BYTES = 4096
 
 
 class InvalidPairEngine(ValueError):
-    """An engine cannot be one of a pair: the text says what it reported, and what was expected."""
+    """An engine cannot be part of a pair: the text says what it reported, and what was expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairCapabilities:
-    """An engine's role and addresses, and the form of its KV."""
+    """Role and addresses of a prefill or decode engine, and the format of its KV."""
 
     role: PairRole
     peer: str
@@ -121,11 +122,11 @@ class PairCapabilities:
     block_bytes: int
     block_tokens: int
     kv: str = ""
-    """Digest, equal for engines that accept each other's KV; empty: unknown."""
+    """Digest of the KV format, equal for engines that accept each other's KV; empty: unknown."""
 
 
 def parse_pair_capabilities(capabilities: Mapping[str, Any]) -> PairCapabilities:
-    """Parse the members for pairs in an answer to ``/capabilities``. Raises ``InvalidPairEngine``."""
+    """Parse the fields for pairs in an answer to ``/capabilities``. Raises ``InvalidPairEngine``."""
     reported = capabilities.get("paths")
     if not isinstance(reported, Mapping):
         raise InvalidPairEngine("it reports no KV paths; expected an engine started with --role")
@@ -151,7 +152,7 @@ def parse_pair_capabilities(capabilities: Mapping[str, Any]) -> PairCapabilities
 
 
 def parse_link_stats(stats: Mapping[str, Any]) -> dict[str, LinkStats] | None:
-    """Links by name, from the answer to ``/stats``. ``None``: missing or invalid."""
+    """Links by name, from an answer to ``/stats``. ``None``: missing or invalid."""
     reported = stats.get("paths")
     links = reported.get("links") if isinstance(reported, Mapping) else None
     if not isinstance(links, Mapping) or len(links) > MAX_LINKS:
@@ -182,7 +183,7 @@ def _text(reported: Mapping[str, Any], name: str) -> str:
 
 
 def _seconds(value: object) -> float | None:
-    """A finite number, at least 0; ``None`` for anything else."""
+    """``value`` as a finite number of seconds, at least 0; ``None`` for anything else."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     return float(value) if math.isfinite(value) and value >= 0 else None
@@ -193,28 +194,28 @@ def _count(value: object) -> int:
 
 
 EngineCompatibility = tuple[str, int, int, str]
-"""What both engines of a pair share: model name, bytes and tokens of a Full Block, and a digest of all that
-KV depends on, which is empty if an engine does not report it."""
+"""What both engines of a pair must share: model name, bytes and tokens of a Full Block, and a digest of
+everything else that KV depends on. The digest is empty if an engine does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairEngineDescription(EngineDescription):
-    """A prefill or decode engine."""
+    """Description of a prefill or decode engine."""
 
     paths: PairCapabilities | None = None
     unfit: str = ""
-    """Why it cannot be in any pair; empty: it can."""
+    """Why the engine cannot be part of any pair; empty: it can."""
 
     @property
     def kind(self) -> EngineCompatibility | None:
-        """What an engine must share with its partner; ``None``: it cannot be in any pair."""
+        """What a partner must share with the engine; ``None``: it cannot be part of any pair."""
         return engine_compatibility(self, self.paths) if self.paths is not None else None
 
 
 def describe_pair(
     capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
 ) -> PairEngineDescription:
-    """Describe an engine like ``describe_engine``, with the members for pairs."""
+    """Like ``describe_engine``, with the fields for pairs."""
     reported = describe_engine(capabilities, metrics, models, life)
     values = {field.name: getattr(reported, field.name) for field in dataclasses.fields(reported)}
     try:
@@ -228,12 +229,12 @@ def describe_pair(
 
 
 def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -> EngineCompatibility:
-    """What an engine must share with its partner: model, size of its Full Blocks, identity of its KV."""
+    """What a partner must share with the engine: model, size of Full Blocks, identity of the KV."""
     return reported.model, paths.block_bytes, paths.block_tokens, paths.kv
 
 
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
-    """Why an engine of ``kind`` cannot form a pair with one of ``ours``; empty: it can."""
+    """Why an engine of ``kind`` cannot form a pair with an engine of ``ours``; empty: it can."""
     (model, size, tokens, kv), (our_model, our_size, our_tokens, our_kv) = kind, ours
     if kind[:3] == ours[:3]:
         if kv == our_kv or not kv or not our_kv:
@@ -254,10 +255,10 @@ def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str
 def dominant_compatibility(
     engines: Iterable[tuple[EngineCompatibility, PairRole]], ours: EngineCompatibility | None
 ) -> EngineCompatibility | None:
-    """The kind that is to be served; ``None``: there are no engines.
+    """The kind of engine that is to be served; ``None``: there are no engines.
 
-    That is the kind with most engines, among kinds that have both roles. ``ours`` is served now; it wins a
-    tie, and stays if no kind has both roles.
+    It is the kind with most engines, among kinds that have both roles. ``ours`` is the kind served now: it
+    wins a tie, and stays if no kind has both roles.
     """
     roles: dict[EngineCompatibility, list[PairRole]] = {}
     for kind, role in engines:
@@ -274,7 +275,7 @@ def dominant_compatibility(
 def registration_event(
     replica_id: str, reported: EngineDescription, paths: PairCapabilities
 ) -> PairEngineRegistered:
-    """The registration of an engine."""
+    """The event that registers a prefill or decode engine."""
     return PairEngineRegistered(
         replica_id,
         reported.instance,
@@ -290,8 +291,8 @@ def registration_event(
 
 
 def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:
-    """The queue of a node's storage NIC: the sum over its engines, which share it. ``None``: an engine does
-    not know its queue, or none reports one; the core's own estimate stays valid then."""
+    """The queue of a node's storage NIC: the sum over its engines, which share the NIC. ``None``: an engine
+    does not know its queue, or none reports one; then the core's own estimate stays valid."""
     reported = [links[STORAGE_READ].queued_s for links in engines if STORAGE_READ in links]
     known = [seconds for seconds in reported if seconds is not None]
     return NicQueueReported(node, sum(known)) if reported and len(known) == len(reported) else None

@@ -1,4 +1,4 @@
-"""Routes that engines answer: generation at the replica that the core chooses, others at any engine."""
+"""Routes that engines answer: generation at the replica that the core chooses, other routes at any engine."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .tenant_keys import TenantKeys
 logger = logging.getLogger(__name__)
 
 WATCH_DELAY_S = 0.02
-"""Longest delay until a lost client is noticed."""
+"""Longest time until the gateway notices that a client has disconnected."""
 
 
 class DisconnectWatcher:
-    """Marks the state of one request when its client disconnects."""
+    """Marks a request's state when the client disconnects."""
 
     def __init__(self, receive: AsgiReceive, request_state: GatewayRequestState) -> None:
         self._receive = receive
@@ -160,14 +160,15 @@ ANY_ENGINE_TIMEOUT_S = 15.0
 
 
 class AnyEngineRoutes:
-    """Routes that are not bound to a replica."""
+    """Routes that any engine can answer."""
 
     def __init__(self, shared: ProxyContext, bodies: BodyBudget) -> None:
         self._shared = shared
         self._bodies = bodies
 
     async def answer(self, request: Request, tenant: str, *, keeps_key: bool) -> Response:
-        """An engine's answer. ``keeps_key``: pass the client's key on. Raises ``ApiError``."""
+        """Return an engine's answer. ``keeps_key``: send the client's own key to the engine. Raises
+        ``ApiError``."""
         held = self._bodies.begin(tenant, MAX_ANSWER_BYTES)
         try:
             body = await held.read(request.headers.get("content-length"), request.receive)
@@ -212,7 +213,8 @@ def _is_healthy(state: ReplicaStatus | None) -> bool:
 
 
 class AsgiEndpoint:
-    """Wraps a function as an application: a router passes a plain function a request."""
+    """Wraps a function as an ASGI application. Starlette's router would call a plain function with a
+    ``Request``."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
@@ -222,7 +224,7 @@ class AsgiEndpoint:
 
 
 class GatewayApplication(Starlette):
-    """Sends generation requests straight to their handlers, past the router and its middlewares."""
+    """Passes generation requests directly to their handlers, without the router and its middlewares."""
 
     def __init__(self, generating: Mapping[str, Callable[..., Awaitable[None]]], **rest: Any) -> None:
         super().__init__(**rest)

@@ -1,8 +1,9 @@
 """Forwards clients' events to the replica that is their program's home.
 
-An engine knows a program by the events it received. So each program's start, graph and running tools are kept
-here, and sent to every replica that its requests go to and that has not received them: another replica, or a
-new instance. Events before a program's first request wait for that request.
+An engine knows a program only by the events that it received. So the gateway keeps each program's start,
+graph and running tools, and sends them to every replica that gets a request of the program and has not
+received them: another replica, or a restarted one. Events before a program's first request wait for that
+request.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from .routing_backend import RoutingBackend
 logger = logging.getLogger(__name__)
 
 REPLAY_WAIT_S = 1.0
-"""A request waits this long for its replica to receive its program's events."""
+"""How long a request waits until its replica has received the program's events."""
 REPLAY_RETRY_S = 5.0
 """Delay before a program's events are sent again to an engine that did not accept them."""
 MAX_GRAPHS_SENT = 1024
-"""Hashes remembered per engine."""
+"""Maximum number of hashes of sent graphs remembered per engine."""
 
 
 class EventForwarder:
-    """Forwards events. Engines that do not answer cost events and nothing else."""
+    """Forwards events. If an engine does not answer, only events are lost."""
 
     def __init__(
         self,
@@ -60,7 +61,8 @@ class EventForwarder:
         engine_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``names``: engines' names for programs; ``None``: the clients' ids."""
+        """``names`` maps program ids to the engines' names for them; ``None``: engines use the clients'
+        ids."""
         self.names = names or ProgramIdMapper(())
         self._routing_backend = routing_backend
         self._replicas = replicas
@@ -68,10 +70,10 @@ class EventForwarder:
         self._engine_key = engine_key
         self._clock = clock
         self.description_of: Callable[[str], EngineDescription | None] = lambda replica_id: None
-        """Returns the last description of a replica's engine; set by the engine monitor."""
+        """Returns the last description of a replica's engine. The engine monitor sets this function."""
         self.known = ProgramEventRecords()
         self._graphs_sent: dict[str, tuple[str, set[str]]] = {}
-        """The engine's instance and the hashes of the graphs that it received in full, by address."""
+        """By engine address: the engine's instance, and the hashes of the graphs that it received in full."""
         self._emitter = f"gateway-{secrets.token_hex(6)}"
         self._seq = 0
         self._senders: dict[str, OrderedSender] = {}
@@ -80,14 +82,14 @@ class EventForwarder:
     # -- events from clients -----------------------------------------------------------
 
     async def came(self, batch: EventBatch, tenant: str, authorization: str | None) -> list[EventOutcome]:
-        """Forward a client's batch; returns one outcome per event, in order."""
+        """Forward a batch that a client sent; returns one outcome per event, in order."""
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
         onwards: dict[str, _EngineBatch] = {}
         over: list[tuple[int, ProgramEnd]] = []
         for place, sent in enumerate(batch.events):
             try:
                 event = decode_event(sent)
-                raw = msgspec.Raw(encode(event))  # only what was read goes to an engine
+                raw = msgspec.Raw(encode(event))  # only parsed fields go to an engine
             except WireError as error:
                 outcomes[place] = EventOutcome(outcome=Outcome.REJECTED, reason=str(error))
                 continue
@@ -125,7 +127,7 @@ class EventForwarder:
     # -- events in requests ------------------------------------------------------------
 
     def named(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw | None:
-        """An event with the engine's names; ``None``: it cannot be read."""
+        """The event with the engine's names for its programs; ``None``: the event cannot be read."""
         return self.names.event(tenant, raw)
 
     def home(self, tenant: str, program_id: str) -> str | None:
@@ -135,9 +137,10 @@ class EventForwarder:
     def piggyback(
         self, tenant: str, event: AnyEvent, authorization: str | None, *, own: bool
     ) -> RecordedEvent | None:
-        """Record an event that travels in a request to its program's replica; returns the record.
+        """Record an event that travels inside a request to its program's replica; returns the record.
 
-        ``own``: it is of the request's own program, which has not ended then, whatever the event says.
+        ``own``: the event is of the request's own program. That program has not ended, even if the event says
+        so.
         """
         key = (tenant, event.program_id)
         if not isinstance(event, ProgramEnd):
@@ -151,7 +154,7 @@ class EventForwarder:
         return None
 
     def forward(self, batch: EventBatch, tenant: str, authorization: str | None) -> None:
-        """Forward events of a request whose replica is not their program's home."""
+        """Forward events found in a request that goes to another replica than their program's home."""
         task = asyncio.ensure_future(self.came(batch, tenant, authorization))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -159,18 +162,19 @@ class EventForwarder:
     # -- events of the gateway ---------------------------------------------------------
 
     async def before(self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()) -> None:
-        """Send the events that a replica lacks before a request goes there, and wait for a while.
-        ``riding``: events inside the request."""
+        """Before a request goes to a replica, send the replica the events that it lacks, and wait a while for
+        its answer. ``riding``: events that the request itself carries."""
         telling = self._catch_up(key, replica_id, riding)
         if telling is not None:
             await asyncio.wait({telling}, timeout=REPLAY_WAIT_S)
 
     def settled(self, key: Key, replica_id: str) -> None:
-        """A program has a new home: send it the program's start, graph and running tools."""
+        """A program has a new home: send that replica the program's start, graph and running tools."""
         self._catch_up(key, replica_id)
 
     def left(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
-        """Tell a program's former replica to release it. ``authorization``: of the program's last request."""
+        """Tell a program's former replica to release the program. ``authorization``: that of the program's
+        last request."""
         event = {"type": "program_end", "program_id": left.program_id, "status": "cancelled"}
         record = self.known.get((left.tenant, left.program_id))
         if record is not None:
@@ -182,7 +186,7 @@ class EventForwarder:
             self._sender_for(address.url).say([self._numbered(left.tenant, event)], authorization)
 
     def forget(self, key: Key) -> None:
-        """A program ended."""
+        """Drop the records of a program that ended."""
         self.known.forget(key)
 
     # -- internals -----------------------------------------------------------------------
@@ -200,7 +204,8 @@ class EventForwarder:
         *,
         piggyback: bool = False,
     ) -> RecordedEvent | None:
-        """``home``: the replica that receives it now; ``None``: none, or unknown yet for a riding event."""
+        """Record an event. ``home``: the replica that receives it now; ``None``: none does, or the replica of
+        the request that carries the event is not known yet."""
         is_new = self.known.get(key) is None
         shown = authorization if self._engine_key is None else None
         kept = self.known.note(key, event, shown, self._clock(), delivered=piggyback or home is not None)
@@ -260,7 +265,8 @@ class EventForwarder:
         return said
 
     def _has(self, heard: set[str], key: Key, kept: RecordedEvent) -> bool:
-        """Whether an engine knows a graph, or cannot be sent it."""
+        """Whether an engine knows the graph of ``kept``, or cannot be sent it. ``heard``: hashes that the
+        engine received in full."""
         event = kept.event
         return not isinstance(event, AegReport) or (
             event.graph_hash in heard or self.known.graph(key[0], event.graph_hash) is None
@@ -277,7 +283,8 @@ class EventForwarder:
     def _with_full_graph(
         self, tenant: str, event: AnyEvent, raw: msgspec.Raw, to: _EngineBatch
     ) -> msgspec.Raw:
-        """Clients send a graph in full once, then by hash; each engine needs it in full once."""
+        """The event for this engine, with its graph in full if the engine lacks it: clients send a graph in
+        full once, then only its hash."""
         if not isinstance(event, AegReport):
             return raw
         if event.graph_hash in to.heard or event.graph_hash in to.spelt or event.graph is not None:
@@ -290,7 +297,7 @@ class EventForwarder:
         return _with_graph(msgspec.to_builtins(event), graph)
 
     def _aged(self, tenant: str, kept: RecordedEvent) -> msgspec.Raw:
-        """An event to be sent again: with its current age, and its graph in full."""
+        """A recorded event to be sent again, with its current age and its graph in full."""
         event: dict[str, Any] = msgspec.to_builtins(kept.event)
         event["age_s"] = round(event.get("age_s", 0.0) + self._clock() - kept.at_s, 4)
         if isinstance(kept.event, AegReport):
@@ -371,15 +378,15 @@ class EventForwarder:
 
 
 class _EngineBatch:
-    """Events of one client batch for one engine."""
+    """The events of one client batch that go to one engine."""
 
     def __init__(self, heard: set[str]) -> None:
         self.heard = heard
-        """Hashes of the graphs that it received in full."""
+        """Hashes of the graphs that the engine received in full."""
         self.spelt: set[str] = set()
-        """Hashes of the graphs that are in full in this batch."""
+        """Hashes of the graphs that this batch contains in full."""
         self.events: list[tuple[int, AnyEvent, msgspec.Raw]] = []
-        """Events with their positions in the client's batch."""
+        """Events, each with its position in the client's batch."""
 
     def add(self, place: int, event: AnyEvent, raw: msgspec.Raw) -> None:
         """Append an event."""

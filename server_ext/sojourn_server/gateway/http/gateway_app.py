@@ -58,20 +58,21 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
-    """Options of a gateway, as an operator chooses them."""
+    """Options of a gateway that an operator sets."""
 
     policy: str
     engine_key: str | None = None
-    """Sent to engines instead of a client's own key."""
+    """Key sent to engines instead of a client's own."""
     admin_key: str | None = None
-    """Allows to drain replicas and to see all tenants' programs; without one replicas cannot be drained."""
+    """Key that allows to drain replicas and to see all tenants' programs. Without one, replicas cannot be
+    drained."""
     max_body_bytes: int = MAX_BODY_BYTES
     max_held_bytes: int = MAX_HELD_BYTES
     reads_prefixes: bool = False
     in_pairs: bool = False
-    """Engines prefill or decode, and a request needs both."""
+    """True if engines either prefill or decode, so that a request needs one of each."""
     read_side: str | None = None
-    """Policy for the engine that reads KV from storage; for pairs only."""
+    """Policy that chooses the engine that reads KV from storage; only with ``in_pairs``."""
 
     def __post_init__(self) -> None:
         for name in ("engine_key", "admin_key"):
@@ -81,7 +82,7 @@ class GatewayOptions:
 
 
 class Gateway:
-    """Everything between the clients' connections and the engines', in one process."""
+    """Everything between the clients' connections and the engines' connections, in one process."""
 
     def __init__(
         self,
@@ -141,7 +142,8 @@ class Gateway:
         beside: Callable[[], list[Awaitable[Any]]],
         before: Callable[[], Awaitable[None]] | None = None,
     ) -> Starlette:
-        """The ASGI application. ``beside``: its background tasks; ``before``: awaited before it starts."""
+        """The ASGI application. ``beside`` returns its background tasks; ``before`` is awaited before it
+        starts."""
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -193,7 +195,8 @@ class Gateway:
     # -- access -------------------------------------------------------------------
 
     def _guard(self, handle: Handler, words: Callable[[ApiError], Response] = ApiError.response) -> Handler:
-        """Check the key before the body is read, and format errors."""
+        """Wrap a handler: check the key before the body is read, and turn errors into answers by
+        ``words``."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -237,7 +240,7 @@ class Gateway:
         return tenant if tenant is not None else "admin"
 
     def _shown(self, request: Request) -> str | None:
-        """The client's key as sent to engines; an operator's key is for the gateway alone."""
+        """The client's key as it is sent to engines; an operator's key is never sent."""
         return request.headers.get("authorization") if request.state.tenant is not None else None
 
     # -- routes of engines ------------------------------------------------------------
@@ -249,12 +252,13 @@ class Gateway:
         return Response(found.body, media_type="application/json")
 
     async def _anywhere(self, request: Request) -> Response:
-        """Routes that any engine can answer."""
+        """Answer a route that any engine can answer."""
         keeps_key = request.state.tenant is not None
         return await self._any.answer(request, self._tenant(request), keeps_key=keeps_key)
 
     async def _health(self, request: Request) -> Response:
-        """200 if some replica is healthy; with pairs, if each role has an engine that takes requests."""
+        """Answer 200 if a replica is healthy, or with pairs if each role has an engine that accepts
+        requests."""
         states = await self.routing_backend.replicas()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
@@ -262,7 +266,7 @@ class Gateway:
         return _json(told, 200 if up and (roles is None or all(roles.values())) else 503)
 
     def _roles(self, states: Sequence[ReplicaStatus]) -> dict[str, int] | None:
-        """Engines that take requests, by role; ``None``: engines have no roles."""
+        """Number of engines that accept requests, by role; ``None``: engines have no roles."""
         engines = [state for state in states if isinstance(state, PairEngineStatus)]
         if not engines and not self.options.in_pairs:
             return None
@@ -443,7 +447,7 @@ class Gateway:
 
 
 def _openai_error(failure: ApiError) -> Response:
-    """Format an error of an engine's route as engines do."""
+    """Format an error of an engine's route as vLLM does."""
     text = f"{failure.message}; {failure.next_step}"
     code = INVALID_KEY if failure.status == 401 else "gateway_refused"
     body = error_body(None, failure.status, code, text)

@@ -1,4 +1,4 @@
-"""The gateway's Prometheus metrics, and a log of recent moves."""
+"""The gateway's Prometheus metrics, and a log of the latest changes of programs' homes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEALTH_LABELS = ("up", "draining", "suspect")
 
 
 class ProgramMove(msgspec.Struct, frozen=True):
-    """A program moved to another replica."""
+    """One change of a program's home, from one replica to another."""
 
     number: int
     unix_s: float
@@ -31,11 +31,12 @@ class ProgramMove(msgspec.Struct, frozen=True):
     moved_to: str
     reason: str
     kv: str
-    """Fate of its KV: ``shared`` (the new replica finds it on the shared disk) or ``recomputed``."""
+    """Fate of the program's KV: ``shared`` (the new replica finds it on the shared disk) or
+    ``recomputed``."""
     waited_s: float
-    """Seconds that its request waited for KV to be written."""
+    """Seconds that the program's request waited until KV was written to the disk."""
     left_because: str = ""
-    """Why it had to leave, ``drain`` or ``failed``; empty: it could have stayed, see ``reason``."""
+    """Why the program had to leave, ``drain`` or ``failed``; empty: it could have stayed, see ``reason``."""
 
 
 class GatewayMetrics:
@@ -76,7 +77,8 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.waiting = 0
-        """Requests that are at no replica; the only sign of requests without room or without a replica."""
+        """Number of requests at no replica; the only sign of requests without capacity or without a
+        replica."""
         self._waiting = gauge("waiting", "Requests that wait at the gateway, for one replica or for any.")
         self._waiting.set_function(lambda: self.waiting)
         self._load = gauge("replica_load", "Share of a replica that requests in flight use.", "replica")
@@ -105,18 +107,18 @@ class GatewayMetrics:
         )
         self._shown: set[str] = set()
         self._shown_pairs: set[tuple[Gauge, tuple[str, ...]]] = set()
-        """Label sets of roles and links."""
+        """Label sets of roles and links that are exposed now."""
         self._users: set[str] = set()
 
     # -- events ---------------------------------------------------------------------
 
     def sent(self, reason: str, waited_s: float) -> None:
-        """A replica answers a request."""
+        """Count a request that a replica answers."""
         self._requests.labels(reason).inc()
         self._waits.observe(waited_s)
 
     def refused(self, code: str) -> None:
-        """The gateway rejected a request by itself."""
+        """Count a request that the gateway itself rejected."""
         self._refused.labels(code).inc()
 
     def decided(self, action: routing_events.AnyRoutingAction) -> None:
@@ -137,7 +139,7 @@ class GatewayMetrics:
         waited_s: float,
         left_because: str = "",
     ) -> None:
-        """Record a move, when the first request at the new home is sent."""
+        """Record a change of home, when the first request to the new home is sent."""
         self._moved.labels(reason).inc()
         self._moves.append(
             ProgramMove(
@@ -157,20 +159,21 @@ class GatewayMetrics:
             self.waiting -= 1
 
     def cut(self) -> None:
-        """An answer was cut off."""
+        """Count an answer that was cut off."""
         self._cut.inc()
 
     # -- queries --------------------------------------------------------------------
 
     def moves(self, since: int, limit: int, tenant: str | None = None) -> tuple[Sequence[ProgramMove], int]:
-        """Moves from number ``since`` on, and the next number; with a tenant, only its own."""
+        """Moves from number ``since`` on, and the number for the next call. With ``tenant``, only that
+        tenant's moves."""
         found = [move for move in self._moves if move.number >= since and tenant in (None, move.tenant)][
             :limit
         ]
         return found, (found[-1].number + 1 if len(found) == limit else max(since, self._number))
 
     def exposition(self, replicas: Sequence[ReplicaStatus], uses: dict[str, float]) -> bytes:
-        """All metrics in Prometheus' text format. ``uses``: by tenant, usage ÷ share."""
+        """All metrics in Prometheus' text format. ``uses``: usage ÷ share, by tenant."""
         for state in replicas:
             self._load.labels(state.replica).set(state.load)
             self._in_flight.labels(state.replica).set(state.in_flight)

@@ -1,6 +1,6 @@
 """The parts of a generation request that routing needs: its program, its length, whether it streams.
 
-The body goes on to the engine byte for byte. Only the members below are read, and none of them decides which
+The body is passed to the engine byte for byte. Only the fields below are read, and none of them decides which
 tenant is charged.
 """
 
@@ -21,9 +21,9 @@ from .client_apis import ClientApi
 
 MAX_TOKENS = 2**31
 PREFIX_PIECE_BYTES = 1024
-"""About 16 of vLLM's blocks."""
+"""Bytes of a prompt per hash, about 16 of vLLM's blocks."""
 SESSION_KEY = "session_id"
-"""Member of a body, or of its ``vllm_xargs``, that names a program without a hint."""
+"""Field of a body, or of its ``vllm_xargs``, that names a program without a hint."""
 
 
 class InvalidGenerationRequest(ValueError):
@@ -52,7 +52,7 @@ _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
-    """A parsed request."""
+    """A parsed generation request."""
 
     stream: bool
     model: str | None
@@ -61,25 +61,25 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     prompt: tuple[msgspec.Raw, ...]
     """The parts of the body that form the prompt, roughly in order."""
     prompt_tokens: int | None
-    """Count of a prompt given as token ids; ``None``: only the engine knows."""
+    """Length of a prompt that is given as token ids; ``None``: only the engine knows the length."""
     output_tokens: int
-    """Maximum or expected length of the answer; 0: not given."""
+    """Maximum or expected length of the answer; 0: none given."""
     previous_response_id: str | None = None
     has_bad_hint: bool = False
-    """Its hint cannot be read."""
+    """Whether the request has a hint that cannot be read."""
     names_session: bool = False
-    """The body names its program outside the hint."""
+    """Whether the body names its program outside the hint."""
     is_batch: bool = False
-    """Several prompts; ``prompt_tokens`` is their sum."""
+    """Whether the request has several prompts; ``prompt_tokens`` is their sum."""
 
     @property
     def is_exact(self) -> bool:
-        """``prompt_tokens`` have to fit into one context."""
+        """Whether ``prompt_tokens`` is the exact length of one context."""
         return self.prompt_tokens is not None and not self.is_batch
 
     def of(self, body: bytes) -> GenerationRequest:
-        """This request with another body that has the same prompt. It references that body instead of the
-        earlier one."""
+        """This request with another ``body`` that has the same prompt. The result references that body, not
+        the earlier one."""
         return msgspec.structs.replace(self, prompt=_prompt(_decoder.decode(body)))
 
     @property
@@ -90,7 +90,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     def prefix(self) -> tuple[int, ...]:
         """Rolling hashes of the prompt's pieces; a shorter last piece is left out.
 
-        Two prompts may have equal hashes: they only estimate what an engine has.
+        Different prompts may have equal hashes, so these only estimate what an engine has cached.
         """
         text = b"".join(bytes(part) for part in self.prompt)
         chain, found = 0, []
@@ -101,26 +101,26 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 
     @property
     def parent_id(self) -> str | None:
-        """The program that started this one."""
+        """Id of the program that started this request's program."""
         return self.context.parent_program_id if self.context is not None else None
 
     @property
     def agent_type(self) -> str | None:
-        """The program's agent type."""
+        """Agent type of the request's program."""
         own = self.context.sojourn if self.context is not None else None
         return clipped(own.agent_type) if own is not None else None
 
     @property
     def is_last(self) -> bool:
-        """The client declares this to be the program's last turn."""
+        """Whether the client declares this to be the program's last turn."""
         own = self.context.sojourn if self.context is not None else None
         return own is not None and own.final
 
 
 def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -> GenerationRequest:
-    """``session``: the header ``X-Session-ID``. Raises ``InvalidGenerationRequest``.
+    """Parse a body. ``session``: value of the header ``X-Session-ID``. Raises ``InvalidGenerationRequest``.
 
-    If several names of the program are given, the engine's order applies: hint, body, header, ``vllm_xargs``
+    If the program is named several times, the engine's order applies: hint, body, header, ``vllm_xargs``
     (vLLM, ``_get_session_id``).
     """
     try:
@@ -151,7 +151,7 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
 
 
 def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """The members of a JSON object. Raises ``InvalidGenerationRequest``: names that the parser skipped may be
+    """The fields of a JSON object. Raises ``InvalidGenerationRequest``: names that the parser skipped may be
     invalid text."""
     try:
         return _members.decode(body)
@@ -162,7 +162,7 @@ def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 
 
 def without_identity(body: bytes) -> bytes:
-    """A parsed request without its program. All other members stay byte for byte. Raises
+    """The body of a parsed request without its program. All other fields stay byte for byte. Raises
     ``InvalidGenerationRequest``."""
     document = members_of(body)
     document.pop(SESSION_KEY, None)
@@ -177,9 +177,9 @@ def without_identity(body: bytes) -> bytes:
 def with_names(
     body: bytes, of: Callable[[str], str], change: Callable[[dict[str, msgspec.Raw]], None] | None
 ) -> bytes:
-    """A parsed request with its sessions mapped by ``of`` and the members of its hint changed by ``change``
-    (``None``: it has no hint). Of a repeated member the last counts. Raises ``InvalidGenerationRequest``.
-    """
+    """The body of a parsed request, with session ids mapped by ``of`` and the fields of its hint changed by
+    ``change`` (``None``: it has no hint). Of a repeated field the last one counts. Raises
+    ``InvalidGenerationRequest``."""
     document = members_of(body)
     _rename_session(document, of)
     xargs = document.get("vllm_xargs")
@@ -194,7 +194,7 @@ def with_names(
 
 
 def with_hint(body: bytes, change: Callable[[dict[str, msgspec.Raw]], None]) -> bytes:
-    """A parsed request with the members of its hint changed by ``change``. Raises
+    """The body of a parsed request, with the fields of its hint changed by ``change``. Raises
     ``InvalidGenerationRequest``."""
     return with_names(body, str, change)
 
@@ -236,27 +236,27 @@ def _count_ids(prompt: bytes) -> int | None:
 
 
 INITIAL_TOKENS_PER_BYTE = 0.25
-"""Tokens per byte of JSON: English has about four characters per token."""
+"""Tokens per byte of JSON before any count: English has about four characters per token."""
 MIN_TOKENS_PER_BYTE, MAX_TOKENS_PER_BYTE = 0.05, 1.0
 """Bounds for any tokenizer."""
 MEAN_WEIGHT = 0.1
 """Weight of the newest answer in the moving mean."""
 MIN_SAMPLE_BYTES = 2_000
-"""Minimum size of a prompt from which tokens per byte are learned: in shorter ones most tokens come from the
-chat template."""
+"""Minimum size of a prompt from which tokens per byte are learned: in shorter prompts most tokens come from
+the chat template."""
 MAX_MODELS = 64
 _INLINE_DATA = re.compile(rb'"data:[^"]*"')
 _MEDIA_PARTS = (b'"image_url"', b'"input_image"', b'"input_audio"', b'"audio_url"', b'"video_url"', b'"file"')
 
 
 class PromptSizeEstimator:
-    """Tokens per byte, by model: a moving mean over prompts that engines counted."""
+    """Tokens per byte, by model: a moving mean over prompts that engines have counted."""
 
     def __init__(self) -> None:
         self._ratios: OrderedDict[str | None, float] = OrderedDict()
 
     def tokens(self, question: GenerationRequest) -> int:
-        """Estimated prompt tokens, at least 1."""
+        """Estimated number of prompt tokens of a request, at least 1."""
         if question.prompt_tokens is not None:
             return max(1, question.prompt_tokens)
         return max(
@@ -264,7 +264,7 @@ class PromptSizeEstimator:
         )
 
     def learn(self, question: GenerationRequest, prompt_tokens: int) -> None:
-        """Update the ratio of the model by an engine's count."""
+        """Update the model's tokens per byte by an engine's count."""
         size = question.prompt_bytes
         if question.prompt_tokens is not None or size < MIN_SAMPLE_BYTES or prompt_tokens <= 0:
             return
@@ -283,7 +283,7 @@ def _has_more_than_text(question: GenerationRequest) -> bool:
 
 
 def _text_bytes(question: GenerationRequest) -> int:
-    """Length without files inside the prompt."""
+    """Length of the prompt without embedded files."""
     left_out = 0
     for part in question.prompt:
         text = bytes(part)

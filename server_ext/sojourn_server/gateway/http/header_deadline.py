@@ -14,20 +14,20 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 HEADERS_TIMEOUT_S = 10.0
 """Longest time from a request's first byte to the end of its headers."""
 FIRST_BYTE_TIMEOUT_S = 75.0
-"""Longest time from a connection to its first byte; later requests have uvicorn's keep-alive timeout."""
+"""Longest time from a new connection to its first byte; later requests have uvicorn's keep-alive timeout."""
 _TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class HeaderDeadline(asyncio.Protocol):
-    """A mix-in for uvicorn's protocols. Closes a connection whose request's headers take too long."""
+    """A mix-in for uvicorn's protocols that closes a connection whose request headers take too long."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     cycle: Any
-    """uvicorn's newest request; ``None`` before the first."""
+    """uvicorn's current request cycle; ``None`` before the first request."""
     _deadline: asyncio.TimerHandle | None = None
     _has_begun = False
-    """Some bytes of the next request have arrived."""
+    """Whether some bytes of the next request have arrived."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -65,4 +65,4 @@ class HeaderDeadline(asyncio.Protocol):
 
 
 class HeaderDeadlineProtocol(HeaderDeadline, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """The protocol that uvicorn chooses by what is installed, with the deadline."""
+    """The protocol class that uvicorn would choose, with the deadline added."""

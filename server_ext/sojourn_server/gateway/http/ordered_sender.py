@@ -1,4 +1,4 @@
-"""Sends events to one engine in order, in batches of the size that it accepts."""
+"""Sends events to one engine in order, in batches of a size that the engine accepts."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from sojourn.wire_codec import (
 
 ANSWER_TIMEOUT_S = 5.0
 MAX_QUEUED_EVENTS = 4096
-"""Queue limit per engine; further events are dropped."""
+"""Maximum number of queued events per engine; further events are dropped."""
 STALE_S = 2 * ANSWER_TIMEOUT_S
-"""Events that waited longer are dropped: the engine does not accept any."""
+"""Events that waited longer are dropped: the engine accepts no events now."""
 _ENVELOPE_BYTES = 64
 
 PostEvents = Callable[[str, EventBatch, str | None], Awaitable[Sequence[EventOutcome] | None]]
-"""Posts a batch to a URL with an authorization; ``None``: no answer."""
+"""Posts a batch to a URL with an ``Authorization``; returns ``None`` without an answer."""
 
 
 def split_batch(batch: EventBatch) -> Iterator[EventBatch]:
-    """Split into batches that an engine accepts. An event that is too long gets a batch of its own."""
+    """Split a batch into batches that an engine accepts. An event that is too long gets a batch of its
+    own."""
     room_bytes = MAX_BATCH_BYTES - len(encode(batch.emitter)) - _ENVELOPE_BYTES
     part: list[msgspec.Raw] = []
     size = 0
@@ -49,7 +50,8 @@ def split_batch(batch: EventBatch) -> Iterator[EventBatch]:
 async def post_all(
     post: PostEvents, url: str, batch: EventBatch, authorization: str | None
 ) -> list[EventOutcome | None]:
-    """One outcome per event, ``None`` if there was no answer; after that nothing more is sent."""
+    """Post a batch in parts. Returns one outcome per event, ``None`` for an event without an answer; after
+    the first such event nothing more is sent."""
     outcomes: list[EventOutcome | None] = []
     for part in split_batch(batch):
         answered = await post(url, part, authorization)
@@ -68,7 +70,7 @@ class _QueuedEvents:
 
 
 class OrderedSender:
-    """Queue of the gateway's own events for one engine."""
+    """Queue of the events that the gateway itself sends to one engine."""
 
     def __init__(
         self, url: str, emitter: str, post: PostEvents, clock: Callable[[], float] = time.monotonic
@@ -87,7 +89,7 @@ class OrderedSender:
         return self._task is None
 
     def say(self, events: list[msgspec.Raw], authorization: str | None) -> asyncio.Future[bool]:
-        """Queue events; the result tells whether the engine accepted them."""
+        """Queue events. The returned future's result is whether the engine accepted them."""
         said: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if len(self._queue) >= MAX_QUEUED_EVENTS:
             said.set_result(False)
@@ -99,7 +101,7 @@ class OrderedSender:
         return said
 
     async def silence(self) -> None:
-        """Wait until all queued events were sent, or the engine does not accept any."""
+        """Wait until all queued events were sent, or until the engine accepts no events."""
         if self._last is not None and not self._last.done():
             await asyncio.wait({self._last}, timeout=ANSWER_TIMEOUT_S)
 

@@ -1,4 +1,4 @@
-"""Polls prefill and decode engines: their roles, whether they fit each other, their links."""
+"""Polls prefill and decode engines: their roles, whether they can form pairs, and their links."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 class PairMonitor(EngineMonitor):
     """Registers the prefill and decode engines at given addresses.
 
-    An engine that cannot be in a pair is sent nothing, and the log says so once. The served kind of model and
-    KV is that of most engines at the start. It may change until pairs exist, and afterwards only when all
-    engines of that kind are gone.
+    An engine that cannot be part of a pair gets no requests, and the log says so once. Only engines with one
+    kind of model and KV are served: the kind of most engines at the start. It may change until a pair exists,
+    and afterwards only when all engines of that kind are gone.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PairMonitor(EngineMonitor):
         engine_key: str | None = None,
         poll_s: float = POLL_S,
     ) -> None:
-        """``roles``: the configured role at each address."""
+        """``roles``: the configured role of the engine at each address."""
         super().__init__(
             roles,
             routing_backend,
@@ -67,16 +67,16 @@ class PairMonitor(EngineMonitor):
         self._roles = dict(roles)
         self._kind: EngineCompatibility | None = None
         self._had_pair = False
-        """Both roles of that kind were present at once."""
+        """Whether engines of both roles with the served kind were present at once."""
         self._refused: dict[str, str] = {}
         self._instances: dict[str, str] = {}
-        """Last registered instance, by replica."""
+        """Last registered instance of each replica."""
         self._links: dict[str, dict[str, LinkStats]] = {}
-        """Last report, by address."""
+        """Last report of links, by address."""
         self._said: tuple[int, int] | None = None
-        """Accepted engines of each role in the last log line."""
+        """Number of accepted engines of each role in the last log line."""
         self._running_polls = 0
-        """Running polls of all engines: until they end, no engine is registered."""
+        """Number of running polls of all engines. No engine is registered before they have ended."""
 
     async def poll_all(self) -> None:
         """Poll all engines once, then choose the kind that is served."""
@@ -139,7 +139,7 @@ class PairMonitor(EngineMonitor):
     # -- results ------------------------------------------------------------------
 
     def _log_engine_up(self, url: str, described: EngineDescription) -> None:
-        """Logged when it is known whether the engine is accepted."""
+        """Log a new engine once it is known whether the engine is accepted."""
 
     def _seen(self, watched: MonitoredEngine) -> None:
         if not self._running_polls:
@@ -169,7 +169,7 @@ class PairMonitor(EngineMonitor):
         self._report_nic_queue(paths.node)
 
     def _report_nic_queue(self, node: str) -> None:
-        """Engines of a node share its NIC: report the sum of their queues."""
+        """Report the sum of the queues of a node's engines, which share the node's NIC."""
         event = nic_queue_event(
             node, [self._links.get(url, {}) for url in self._taken() if self._node(url) == node]
         )
@@ -177,7 +177,7 @@ class PairMonitor(EngineMonitor):
             self._tell(event)
 
     def _why_not(self, url: str, described: PairEngineDescription) -> str:
-        """Why an engine is not accepted; empty: it is."""
+        """Why an engine is not accepted; empty: it is accepted."""
         paths, role = described.paths, self._roles[url]
         if described.unfit or paths is None:
             return described.unfit
@@ -200,7 +200,8 @@ class PairMonitor(EngineMonitor):
         return incompatibility(described.kind, self._kind)
 
     def _most_common(self) -> EngineCompatibility | None:
-        """The dominant kind among suitable engines, in the configured order; ``None``: there are none."""
+        """The dominant kind among engines that can form pairs, in the configured order; ``None``: there is
+        none."""
         fit = [
             (kind, role)
             for url, role in self._roles.items()
@@ -236,7 +237,7 @@ class PairMonitor(EngineMonitor):
     # -- other engines ------------------------------------------------------------
 
     def _taken(self) -> Iterable[str]:
-        """Addresses of accepted engines."""
+        """Addresses of the accepted engines."""
         return [
             url
             for url, watched in self._watched.items()
@@ -261,7 +262,7 @@ class PairMonitor(EngineMonitor):
 
 
 def _same_engine(known: PairCapabilities | None, described: PairCapabilities | None) -> bool:
-    """Whether two reports describe the same engine, apart from its speed."""
+    """Whether two reports describe the same engine, apart from its measured speed."""
     if known is None or described is None:
         return known is described
     return dataclasses.replace(described, block_s=known.block_s) == known

@@ -1,4 +1,4 @@
-"""Events inside a request's hint: they go to their programs' homes, wherever the request goes."""
+"""Events inside a request's hint: each goes to its program's home, whichever replica gets the request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class PiggybackedEvents:
-    """The events of one request, over all its attempts."""
+    """The events of one request, over all attempts to send it."""
 
     def __init__(
         self,
@@ -28,9 +28,9 @@ class PiggybackedEvents:
         *,
         fits: bool = True,
     ) -> None:
-        """``context``: the client's hint. ``tenant``, ``authorization``: of the client. ``program_id``: the
-        request's program; ``None``: none, whatever its hint says. ``fits``: the events fit into the hint in
-        the engines' form; otherwise all of them are forwarded."""
+        """``context``: the client's hint. ``tenant``, ``authorization``: those of the client. ``program_id``:
+        the request's program; ``None``: it has none, whatever the hint says. ``fits``: whether the events fit
+        into the hint with the engines' names; if not, all of them are forwarded."""
         self._forwarder = forwarder
         self._tenant = tenant
         self._authorization = authorization
@@ -46,7 +46,7 @@ class PiggybackedEvents:
         self._fits = fits
         self._noted: set[int] = set()
         self.kept: set[RecordedEvent] = set()
-        """Records of the events: a replica that gets the request need not be sent them again."""
+        """Records of the events: a replica that gets the request need not be sent them separately."""
         for _, event in self._events:
             if fits and event is not None and event.program_id == program_id:
                 self._note(event)
@@ -61,8 +61,8 @@ class PiggybackedEvents:
             self.kept.add(kept)
 
     def towards(self, replica_id: str, body: bytes) -> bytes:
-        """The body for this replica, with the events that may travel there; the others are removed and
-        forwarded. ``body``: the client's, or an earlier result."""
+        """The body for this replica. It keeps the events of programs whose home the replica is; the other
+        events are removed and forwarded. ``body``: the client's body, or an earlier result."""
         staying: list[tuple[msgspec.Raw, AnyEvent | None]] = []
         leaving: list[msgspec.Raw] = []
         for raw, event in self._events:
@@ -93,7 +93,7 @@ class PiggybackedEvents:
 
 
 def with_events(body: bytes, events: list[msgspec.Raw]) -> bytes:
-    """A request with these events in its hint."""
+    """The body with its hint's events replaced by these."""
 
     def change(hint: dict[str, msgspec.Raw]) -> None:
         own = _members.decode(hint["sojourn"])

@@ -1,11 +1,11 @@
-"""The bodies of a request's two stages: one engine computes the prompt, another writes the answer.
+"""Bodies for the two stages of a request: one engine computes the prompt, another generates the answer.
 
-Each engine gets the client's body with a few members changed. ``kv_transfer_params`` is vLLM's member for
-transfers; the prefill engine's value of it goes unchanged to the decode engine.
+Each engine gets the client's body with a few fields changed. ``kv_transfer_params`` is vLLM's field for
+transfers; the value that the prefill engine returns is passed unchanged to the decode engine.
 
-Some requests have no first stage. For several prompts, several answers or a beam, vLLM creates several
-requests itself; and what it reports about a prompt it has to compute itself. No single context would serve
-them, so the decode engine computes all of such a request.
+Some requests have no first stage. For several prompts, several answers or beam search, vLLM itself creates
+several requests, for which no single context would do; and prompt logprobs need the prompt to be computed.
+The decode engine computes all of such a request.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ _LENGTH_FIELDS = {
     ClientApi.RESPONSES: ("max_output_tokens",),
     ClientApi.MESSAGES: ("max_tokens",),
 }
-"""Members that bound an answer; the first of them is always set."""
+"""Fields that bound the length of an answer; the first of them is always set."""
 _ANSWER_FIELDS = (
     "stream_options", "n", "best_of", "use_beam_search", "min_tokens", "logprobs", "top_logprobs",
     "logprob_token_ids", "prompt_logprobs", "echo", "background", "store", "ec_transfer_params",
 )  # fmt: skip
-"""Members that concern only an answer, and could forbid one of a single token."""
+"""Fields that concern only an answer, and might forbid an answer of one token."""
 
 
 class _BodyFields(msgspec.Struct):
-    """Members that show that a request has no single context, or that the decode engine computes all."""
+    """Fields that show that a request has no single context, or that the decode engine has to compute all of
+    it."""
 
     n: Any = None
     best_of: Any = None
@@ -53,7 +54,7 @@ _ABSENT = (b"", b"null")
 def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
     """The body for the decode engine if the request has no first stage; ``None``: it has one.
 
-    ``body`` has been parsed. Raises ``InvalidGenerationRequest``.
+    ``body`` has been parsed before. Raises ``InvalidGenerationRequest``.
     """
     if api not in (ClientApi.CHAT, ClientApi.COMPLETIONS):
         return None  # these APIs have one prompt and one answer
@@ -84,11 +85,12 @@ def _has_several_prompts(prompt: memoryview) -> bool:
 def prefill_body(
     api: ClientApi, body: bytes, transfer: str, peer: str, decode_share: float, epoch: str = ""
 ) -> bytes:
-    """The body for the prefill engine: no program, an answer of one token, and the destination of its KV.
+    """The body for the prefill engine: without a program, with an answer of one token, and with the
+    destination of its KV.
 
-    ``transfer``: a unique name. ``peer``: address of the decode engine's traffic manager. ``epoch``: its
-    expected instance; empty: any. ``decode_share``: part of the stored prompt that the decode engine's node
-    reads. ``body`` has been parsed. Raises ``InvalidGenerationRequest``.
+    ``transfer``: a unique name. ``peer``: address of the decode engine's KV transfer manager. ``epoch``: that
+    manager's expected instance; empty: any. ``decode_share``: fraction of the stored prompt that the decode
+    engine's node reads. ``body`` has been parsed before. Raises ``InvalidGenerationRequest``.
     """
     document = members_of(without_identity(body))
     for name in _ANSWER_FIELDS:
@@ -111,7 +113,8 @@ def prefill_body(
 
 
 def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
-    """Place of the KV, as the prefill engine reports it; ``None``: nowhere, so it is no prefill engine."""
+    """Where the KV is, from the prefill engine's answer; ``None``: the answer does not say, so the engine is
+    no prefill engine."""
     try:
         found = _members.decode(answer).get(TRANSFER)
         params = msgspec.json.decode(found) if found is not None else None
@@ -121,8 +124,9 @@ def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
 
 
 def decode_body(body: bytes, params: dict[str, Any]) -> bytes:
-    """The body for the decode engine: the client's, with the place of its KV. A client's own value is
-    removed: it could name memory of others. Raises ``InvalidGenerationRequest``."""
+    """The body for the decode engine: the client's body, with the place of its KV. The client's own value of
+    that field is removed, since it could name another request's memory. Raises
+    ``InvalidGenerationRequest``."""
     return _without_transfer(members_of(body), params)
 
 

@@ -1,4 +1,4 @@
-"""Programs' events that may have to be sent to another engine, bounded in memory."""
+"""Records of programs' events that may have to be sent to another engine, in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, Prog
 
 MAX_RECORDED_PROGRAMS = 50_000
 MAX_TOTAL_GRAPH_BYTES = 32 << 20
-"""Limit for graphs as JSON."""
+"""Maximum size of all graphs as JSON."""
 MAX_UNDELIVERED_EVENTS = 64
-"""Events kept per program that no engine has received."""
+"""Maximum number of events per program that no engine has received."""
 MAX_RUNNING_TOOLS = 64
 EVENTS_PER_PROGRAM = 4
-"""A program with more events counts as several."""
+"""A program with more events than this counts as several programs."""
 
 Key = tuple[str, str]
 """Tenant and program id."""
@@ -30,7 +30,8 @@ Value = TypeVar("Value")
 
 
 class TenantBoundedCache(Generic[Value]):
-    """Values by tenant and name, of bounded weight: the tenant with most loses its oldest first."""
+    """Values by tenant and name, of bounded total weight: the tenant with the most weight loses its oldest
+    value first."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -42,13 +43,13 @@ class TenantBoundedCache(Generic[Value]):
         return sum(map(len, self._of.values()))
 
     def get(self, key: Key) -> Value | None:
-        """``None``: not in the cache."""
+        """The value; ``None``: not in the cache."""
         of_tenant = self._of.get(key[0])
         held = of_tenant.get(key[1]) if of_tenant is not None else None
         return held[0] if held is not None else None
 
     def put(self, key: Key, value: Value, weight: int) -> None:
-        """Insert as the tenant's newest."""
+        """Insert a value as the tenant's newest one."""
         self.pop(key)
         self._of.setdefault(key[0], OrderedDict())[key[1]] = (value, weight)
         self._add(key[0], weight)
@@ -57,7 +58,7 @@ class TenantBoundedCache(Generic[Value]):
             self.pop((tenant, next(iter(self._of[tenant]))))
 
     def pop(self, key: Key) -> Value | None:
-        """Remove a value."""
+        """Remove and return a value; ``None``: not in the cache."""
         of_tenant = self._of.get(key[0])
         held = of_tenant.pop(key[1], None) if of_tenant is not None else None
         if held is None:
@@ -74,12 +75,12 @@ class TenantBoundedCache(Generic[Value]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedEvent:
-    """An event and its time of arrival, without the text of a graph."""
+    """An event and its time of arrival. The JSON of a graph is stored elsewhere."""
 
     event: AnyEvent
     at_s: float
     in_full: bool = True
-    """False: it had only the hash of its graph."""
+    """False: the event had only the hash of its graph."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,17 +91,17 @@ class ProgramEventRecord:
     start: RecordedEvent | None = None
     graph: RecordedEvent | None = None
     tools: dict[str, RecordedEvent] = field(default_factory=dict)
-    """Running tools."""
+    """Start events of the running tools, by call id."""
     undelivered: list[RecordedEvent] = field(default_factory=list)
-    """Tool events that arrived while it had no home."""
+    """Tool events that arrived while the program had no home."""
     place: ReplicaInstance | None = None
-    """The replica that has received all of this; ``None``: none has."""
+    """The replica that has received these events, except for ``missed`` changes; ``None``: no replica has."""
     missed: int = 0
-    """Number of changes that its place has not received."""
+    """Number of changes that the replica ``place`` has not received."""
     telling: tuple[ReplicaInstance, asyncio.Future[bool]] | None = None
-    """The replica that is being sent the events."""
+    """The replica to which the events are being sent, and the result of that."""
     again_s: float = 0.0
-    """Not sent again before this time: an engine has just not accepted them."""
+    """Time before which the events are not sent again: an engine has just not accepted them."""
 
     def has_unsent(self, place: ReplicaInstance | None = None) -> None:
         """Mark the record as incomplete at all engines, or at one."""
@@ -109,7 +110,8 @@ class ProgramEventRecord:
             self.missed += 1
 
     def events_to_send(self, riding: Container[RecordedEvent] = ()) -> list[RecordedEvent]:
-        """Events for an engine that has none. ``riding``: events that it receives anyway."""
+        """Events to send to an engine that has none. ``riding``: events that the engine receives inside a
+        request."""
         later = set(self.undelivered)
         tools = [one for one in self.tools.values() if one not in later]
         every = (self.start, self.graph, *tools, *self.undelivered)
@@ -124,28 +126,28 @@ class ProgramEventRecords:
     ) -> None:
         self._programs: TenantBoundedCache[ProgramEventRecord] = TenantBoundedCache(most_programs)
         self._graphs: TenantBoundedCache[bytes] = TenantBoundedCache(most_graphs_bytes)
-        """JSON by tenant and hash: programs with the same graph share it."""
+        """Graphs as JSON by tenant and hash: programs with the same graph share it."""
 
     def __len__(self) -> int:
         return len(self._programs)
 
     def get(self, key: Key) -> ProgramEventRecord | None:
-        """``None``: no events, or forgotten."""
+        """The program's record; ``None``: it sent no events, or the record was dropped."""
         return self._programs.get(key)
 
     def forget(self, key: Key) -> bool:
-        """Remove a program that ended; returns whether it was known."""
+        """Drop the record of a program that ended; returns whether there was one."""
         return self._programs.pop(key) is not None
 
     def graph(self, tenant: str, graph_hash: str) -> msgspec.Raw | None:
-        """A graph's JSON; ``None``: never received in full, or forgotten."""
+        """A graph's JSON; ``None``: never received in full, or dropped."""
         text = self._graphs.get((tenant, graph_hash))
         return msgspec.Raw(text) if text is not None else None
 
     def note(
         self, key: Key, event: AnyEvent, authorization: str | None, now_s: float, *, delivered: bool
     ) -> RecordedEvent | None:
-        """Record an event; returns the record. ``delivered``: an engine receives it now."""
+        """Record an event; returns its record. ``delivered``: an engine receives the event now."""
         record = self._programs.get(key)
         if isinstance(event, (Heartbeat, ProgramEnd)):
             return None

@@ -1,5 +1,5 @@
-"""Maps clients' program ids to engines' names. An engine has one program per id for all tenants. So with
-several tenants, a program's name there starts with its tenant: ``research/agent-1``.
+"""Maps clients' program ids to the names that engines use. An engine has one program per name, whatever the
+tenant. So with several tenants a name starts with the tenant: ``research/agent-1``.
 
 Clients and the gateway itself use only ids. With one tenant, names and ids are equal.
 """
@@ -20,34 +20,35 @@ from .generation_request import GenerationRequest, members_of, with_names
 from .program_event_records import Key, TenantBoundedCache
 
 MOST_TAG_BYTES = 64
-"""Longest tenant name that is used as it is."""
+"""Longest tenant name that is used unchanged as a prefix."""
 PROGRAM_ID_FIELDS = ("program_id", "parent_program_id", "root_program_id")
-"""Members of hints, events and engines' answers that name programs."""
+"""Fields of hints, events and engines' answers that name programs."""
 FOREIGN_PROGRAM_ID = "another"
-"""Replaces another tenant's program in an engine's answer."""
+"""Shown in place of another tenant's program in an engine's answer."""
 MAX_SHORTENED_IDS = 50_000
-"""Remembered ids that are too long for an engine's name."""
+"""Maximum number of remembered ids that are too long for an engine's name."""
 _ID_FIELDS = (*PROGRAM_ID_FIELDS, "evictor")
 _NO_EVENTS = b',"events":[]'
 _HASH_MARK = "#"
-"""Marks a digest of a long id; quoted names do not contain it."""
+"""Begins the digest of a long id; quoted names do not contain this character."""
 
 
 class ProgramIdMapper:
-    """Names of the programs of these tenants."""
+    """Maps ids to names and back, for the given tenants."""
 
     def __init__(self, tenants: Collection[str]) -> None:
         self.apart = len(tenants) > 1
-        """Names contain the tenant."""
+        """Whether names start with the tenant."""
         self._only = next(iter(tenants), "")
         self._tenants = {_tag(tenant): tenant for tenant in tenants}
         self._cut: TenantBoundedCache[str] = TenantBoundedCache(MAX_SHORTENED_IDS)
-        """Ids by their shortened forms."""
+        """Long ids by their shortened forms."""
         self._lock = threading.Lock()
-        """Large requests are renamed in threads."""
+        """Held while names are mapped, since large requests are mapped in threads."""
 
     def of(self, tenant: str, program_id: str) -> str:
-        """The engine's name of a program. An invalid id (not 1 to ``MAX_ID_BYTES`` bytes) stays as it is."""
+        """Return the engine's name for a program. An invalid id (not 1 to ``MAX_ID_BYTES`` bytes) stays
+        unchanged."""
         if not self.apart or not 0 < len(_bytes(program_id)) <= MAX_ID_BYTES:
             return program_id
         tag = _tag(tenant)
@@ -60,8 +61,8 @@ class ProgramIdMapper:
         return f"{tag}/{cut}"
 
     def key(self, name: str) -> Key | None:
-        """Tenant and id of an engine's name; ``None``: of no tenant here. A shortened id that has not been
-        used lately stays shortened."""
+        """Return the tenant and the program id behind ``name``, the engine's name for a program. ``None``:
+        the name belongs to no tenant here. A shortened id that has not been used lately stays shortened."""
         if not self.apart:
             return (self._only, name)
         tag, _, program_id = name.partition("/")
@@ -72,9 +73,11 @@ class ProgramIdMapper:
             return (tenant, self._cut.get((tenant, program_id)) or program_id)
 
     def event(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw | None:
-        """An event in the engines' form; ``None``: it cannot be read, and an engine might read it.
+        """Return an event with the engine's names; ``None``: the gateway cannot read the event, but an engine
+        might.
 
-        Only fields that the gateway knows are passed on, because others might name programs."""
+        Only fields that the gateway knows are passed on, because others might name programs.
+        """
         if not self.apart:
             return raw
         try:
@@ -88,8 +91,8 @@ class ProgramIdMapper:
             return None
 
     def request(self, tenant: str, body: bytes, question: GenerationRequest) -> tuple[bytes, bool]:
-        """A request's body in the engines' form, and whether the events in its hint still fit; otherwise they
-        are removed. A hint that cannot be read is removed: an engine might read it. Raises
+        """Return a request's body with the engine's names, and whether the events in its hint still fit; if
+        not, they are removed. A hint that the gateway cannot read is removed: an engine might read it. Raises
         ``InvalidGenerationRequest``."""
         has_hint = question.context is not None
         if not self.apart or not (has_hint or question.has_bad_hint or question.names_session):
@@ -116,9 +119,9 @@ class ProgramIdMapper:
         return with_names(body, lambda name: self.of(tenant, name), change if has_hint else None), fits
 
     def answer(self, tenant: str, document: dict[str, Any], *, shows_all: bool = False) -> dict[str, Any]:
-        """An engine's answer about a tenant's program, with the tenant's own ids.
+        """Return an engine's answer about a tenant's program, with the tenant's own ids.
 
-        Programs of other tenants are anonymous in it, or with ``shows_all`` keep the engine's name.
+        Programs of other tenants are anonymous in it; with ``shows_all`` they keep the engine's names.
         """
 
         def named(name: str) -> str:
@@ -148,8 +151,9 @@ class ProgramIdMapper:
 
 
 def _shorten(hint: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw], most_bytes: int) -> None:
-    """Longer ids may push a hint over its limit, and engines ignore such a hint: remove its longest other
-    members. ``own``: the members of its ``sojourn``."""
+    """Remove the longest fields of a hint until it is within its limit: longer ids may have pushed it over,
+    and engines ignore a hint that is too long. Program ids stay. ``own``: the fields of the hint's
+    ``sojourn`` part."""
     while len(msgspec.json.encode(hint)) > most_bytes:
         of_both = [(hint, name) for name in hint.keys() - {*PROGRAM_ID_FIELDS, "sojourn"}]
         of_both += [(own, name) for name in own.keys() - {"v"}]
@@ -162,7 +166,7 @@ def _shorten(hint: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw], most_byt
 
 
 def _tag(tenant: str) -> str:
-    """A unique prefix per tenant, without a slash."""
+    """The prefix of a tenant's names: unique, and without a slash."""
     quoted = quote(tenant, safe="", errors="replace")
     return quoted if len(quoted) <= MOST_TAG_BYTES else _HASH_MARK + _digest(tenant)
 

@@ -1,4 +1,4 @@
-"""Moves programs to other replicas, with their state, and with their KV if that is cheaper than computing."""
+"""Moves programs to other replicas: their state, and their KV if copying it is cheaper than computing it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .program_event_records import Key, RecordedEvent
 from .replica_addresses import ReplicaAddresses
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
-"""Bounds for waiting until KV is written: a few steps of the old engine at least; after the upper bound it is
-computed instead."""
+"""Shortest and longest wait until KV is written to the shared disk. The lower bound is a few steps of the old
+engine; after the upper bound the new replica computes the KV."""
 RELEASE_DELAY_S = 30.0
-"""Delay of the release at an old engine, if no request of the program follows elsewhere."""
+"""After this delay a program is released at its old engine, if no request of it goes to its new home."""
 MAX_RELEASE_ATTEMPTS = 4
-"""Such delays for a program whose new home is gone."""
+"""Number of such delays for a program whose new home is gone."""
 STORE_POLL_S = 0.02
 COMPUTED_TOKENS_PER_S = 5_000.0
-"""Assumed prefill speed: waiting longer for KV than computing it takes does not pay."""
+"""Assumed prefill speed. Waiting for KV does not pay for longer than computing it takes."""
 
 
 class _StoredKv(msgspec.Struct):
-    """A replica's answer about a program's KV that is being written."""
+    """A replica's report about a program's KV that is being written to disk."""
 
     context_tokens: int = 0
     stored_tokens: int = 0
@@ -43,19 +43,19 @@ class _StoredKv(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class _PendingRelease:
-    """A release that has not been sent to its replica."""
+    """A release of a program that has not been sent to its old replica."""
 
     left: routing_events.ReleaseProgramKv
     timer: asyncio.TimerHandle | None = None
     times: int = 0
-    """Expired timers."""
+    """Number of delays that have passed."""
 
 
 _decoder = msgspec.json.Decoder(_StoredKv)
 
 
 class ProgramMigrator:
-    """Carries out moves. A move cannot fail: missing KV is computed again."""
+    """Carries out programs' moves. A move cannot fail: missing KV is computed again."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class ProgramMigrator:
         self._metrics = metrics
         self._clock = clock
         self._leaving: dict[Key, list[_PendingRelease]] = {}
-        """Pending releases, oldest first."""
+        """Pending releases of each program, oldest first."""
         self._waiting: Counter[Key] = Counter()
-        """Requests that wait for a replica."""
+        """Number of requests of each program that wait for a replica."""
         forwarder.description_of = description_of
 
     @contextlib.contextmanager
     def waits(self, key: Key) -> Iterator[None]:
-        """Keep the KV of a request's program elsewhere while the request waits for its replica."""
+        """Keep the program's KV at its old replicas while a request of the program waits for its replica."""
         self._waiting[key] += 1
         try:
             yield
@@ -101,10 +101,10 @@ class ProgramMigrator:
         *,
         left_because: str = "",
     ) -> None:
-        """Prepare a program's next request for a replica. Returns when it may be sent.
+        """Prepare a replica for a program's next request. Returns when the request may be sent.
 
-        ``moved_from``: its former home, if another. ``authorization``: for requests to engines. ``riding``:
-        events inside the request. ``left_because``: why it could not stay.
+        ``moved_from``: the former home if the program moves, else ``None``. ``authorization``: for requests
+        to engines. ``riding``: events inside the request. ``left_because``: why the program had to leave.
         """
         self._stay(key, replica_id)
         # After two moves without a request in between, its KV is still at the first home.
@@ -139,7 +139,7 @@ class ProgramMigrator:
         self._metrics.moved(key[0], key[1], moved_from, moved_to, reason, kv, waited_s, left_because)
 
     def left(self, left: routing_events.ReleaseProgramKv) -> None:
-        """Release a program's KV at a replica, once what moves with it is written."""
+        """Release a program's KV at its former replica, once the KV that moves along is written."""
         key = (left.tenant, left.program_id)
         self._stay(key, left.replica_id)
         one = _PendingRelease(left)
@@ -150,7 +150,7 @@ class ProgramMigrator:
         one.timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._late, key, one)
 
     def _late(self, key: Key, one: _PendingRelease) -> None:
-        """The timer expired without a request of the program."""
+        """Handle a delay that passed without a request of the program."""
         one.times += 1
         # A program without a home may have lost it with a replica, and return to where its KV is.
         is_homeless = self._forwarder.home(*key) is None and one.times < MAX_RELEASE_ATTEMPTS
@@ -174,7 +174,7 @@ class ProgramMigrator:
         self._forwarder.left(one.left, authorization)
 
     def _stay(self, key: Key, replica_id: str) -> None:
-        """Cancel a release: the program is back."""
+        """Cancel a release: the program has returned to that replica."""
         for one in list(self._leaving.get(key, ())):
             if one.left.replica_id == replica_id:
                 self._drop(key, one)
@@ -189,7 +189,7 @@ class ProgramMigrator:
             self._leaving.pop(key, None)
 
     async def _written_out(self, key: Key, moved_from: str, authorization: str | None) -> bool:
-        """Wait, as long as that pays, until most of a program's KV is on the shared disk; True if it is."""
+        """Wait, as long as that pays, until most of a program's KV is on the shared disk. True: it is."""
         address = self._replicas.get(moved_from)
         if address is None:
             return False

@@ -1,4 +1,4 @@
-"""Headers that are forwarded: all but those of a single connection (RFC 9110 §7.6.1)."""
+"""Which headers are forwarded: all except those that concern a single connection (RFC 9110 §7.6.1)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 SESSION = "X-Session-ID"
 RANK = "X-data-parallel-rank"
 REPLICA = "X-Sojourn-Replica"
-"""Header in every answer of an engine: the replica that gave it."""
+"""Header in every answer of an engine: the id of the replica that gave it."""
 GATEWAY = "X-Sojourn-Gateway"
-"""Header in every answer of the gateway itself: a proxy in front of it may answer 404 or 503 too."""
+"""Header in every answer that the gateway itself makes: a proxy in front of it may answer 404 or 503 too."""
 
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
@@ -28,8 +28,8 @@ _CONSUMED_HEADERS = frozenset(b"host content-length expect accept-encoding x-dat
 def engine_request_headers(
     headers: RawHeaders, *, key: str | None, rank: int | None, session: str | None
 ) -> CIMultiDict[str]:
-    """Headers for the engine. ``key``: replaces the client's key. ``session``: replaces its program id;
-    ``None``: none is sent."""
+    """Headers for the engine. ``key``: replaces the client's key. ``session``: replaces the client's session
+    id; ``None``: no session id is sent. ``rank``: data-parallel rank, if any."""
     headers = list(headers)
     dropped = _HOP_BY_HOP | _CONSUMED_HEADERS | _connection_headers(headers) | {SESSION.lower().encode()}
     if key is not None:
@@ -50,12 +50,12 @@ def engine_request_headers(
 
 
 def without_credentials(headers: RawHeaders) -> RawHeaders:
-    """Return an operator's headers without the key, which is for the gateway alone."""
+    """Return an operator's headers without the key, which must not reach engines."""
     return [pair for pair in headers if pair[0].lower() not in (b"authorization", b"x-api-key")]
 
 
 def client_response_headers(headers: RawHeaders, replica_id: str) -> list[tuple[bytes, bytes]]:
-    """Headers of an engine's answer, for the client."""
+    """Headers for the client, made of the headers of an engine's answer."""
     headers = list(headers)
     dropped = _HOP_BY_HOP | _SERVER_HEADERS | _connection_headers(headers)
     passed = [(name.lower(), value) for name, value in headers if name.lower() not in dropped]
@@ -72,7 +72,7 @@ def _utf8_roundtrip(value: bytes) -> str:
 
 
 def first_value(headers: RawHeaders, name: bytes) -> str | None:
-    """The first value of a lower-case name, one character per byte, as engines read it."""
+    """The first value of the header ``name`` (lower case), decoded one character per byte, as engines do."""
     for key, value in headers:
         if key == name:
             return value.decode("latin-1")
@@ -80,7 +80,7 @@ def first_value(headers: RawHeaders, name: bytes) -> str | None:
 
 
 def _connection_headers(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
-    """Names that the ``Connection`` header restricts to this connection."""
+    """Names of headers that the ``Connection`` header restricts to this connection."""
     named: set[bytes] = set()
     for name, value in headers:
         if name.lower() == b"connection":

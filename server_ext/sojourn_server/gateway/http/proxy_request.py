@@ -1,6 +1,7 @@
-"""One proxied request: submitted, sent, retried elsewhere if needed, and its answer passed back.
+"""One proxied request: submitted to the core, sent to an engine, sent elsewhere after a failure, and its
+answer passed to the client.
 
-A request has one stage, or two where engines prefill or decode.
+A request has one stage; where engines either prefill or decode, it has two.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ BodyT = TypeVar("BodyT")
 AsgiScope = MutableMapping[str, Any]
 
 LARGE_BODY_BYTES = 1 << 20
-"""Larger bodies are processed in a thread, so that other answers go on."""
+"""Larger bodies are processed in a thread, so that other requests do not wait."""
 SILENT_ENGINE_S = 5.0
-"""Silence after which the answer of a replica that counts as dead is given up."""
+"""If a replica counts as dead, its answer is given up after this silence."""
 MAX_RESPONSE_IDS = 100_000
-"""Remembered answers that a conversation may continue by id."""
+"""Maximum number of remembered answers that a conversation may continue by id."""
 SESSION = proxy_headers.SESSION.lower().encode()
 
 
 class ProxyContext:
-    """What all requests of one gateway share."""
+    """What all requests of a gateway share."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class ProxyContext:
         engine_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``engine_key``: sent to engines instead of the client's own."""
+        """``engine_key``: sent to engines instead of the client's own key."""
         self.routing_backend = routing_backend
         self.replicas = replicas
         self.session = session
@@ -83,17 +84,17 @@ class ProxyContext:
         self.clock = clock
         self.sizes = PromptSizeEstimator()
         self.conversations: OrderedDict[tuple[str, str], str] = OrderedDict()
-        """Program of an answer of the responses API, by tenant and answer id."""
+        """Program that got each answer of the responses API, by tenant and answer id."""
 
     async def refuse(self, send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
-        """Answer with an error of the gateway, and count it."""
+        """Answer with the error ``refused``, and count it."""
         if not refused.is_counted:
             self.metrics.refused(refused.code)
         await send_rejection(send, api, refused)
 
     async def send_internal_error(self, send: AsgiSend, api: ClientApi) -> None:
-        """Count an internal error and answer with it. To be called in an ``except`` block, before anything
-        was answered."""
+        """Count an internal error and answer with it. Call this in an ``except`` block, before anything was
+        answered."""
         self.metrics.refused(GATEWAY_FAILED)
         await send_internal_error(send, api)
 
@@ -102,15 +103,15 @@ class ParsedRequest(NamedTuple):
     """A client's request."""
 
     body: bytes
-    """The request's body in the engines' form."""
+    """The request's body with the engines' names for programs."""
     question: GenerationRequest
     prefix: tuple[int, ...]
     events_fit: bool
-    """The events of its hint are in the body."""
+    """Whether the body still has the events of the client's hint."""
 
 
 class ProxyRequest:
-    """One request and its answer."""
+    """One client request, from its submission to the end of its answer."""
 
     def __init__(
         self,
@@ -151,18 +152,18 @@ class ProxyRequest:
             )
         self._meter = ResponseMeter(stream=question.stream)
         self._is_given_answer = False
-        """Answered with status 200, completely or in part."""
+        """Whether the request was answered with status 200, completely or in part."""
         self._is_answered = False
-        """Answered completely."""
+        """Whether the answer is complete."""
         self.has_begun = False
-        """The client has received something."""
+        """Whether the client has received something."""
         self._sent_to: str | None = None
         self._is_of_pair = False
         """Whether it was sent to a prefill and a decode engine."""
         self._prefill_attempts = 0
-        """Attempts of the first stage."""
+        """Number of attempts of the prefill stage."""
         self._prefilled_tokens: int | None = None
-        """Prompt tokens as a prefill engine counted them."""
+        """Prompt tokens that a prefill engine counted."""
         # Last: the core's decision is read by ``run``.
         self.request_state: GatewayRequestState = shared.routing_backend.open(
             routing_events.RequestReceived(
@@ -181,7 +182,7 @@ class ProxyRequest:
         )
 
     async def run(self) -> None:
-        """Run until the answer ends, in whatever way."""
+        """Handle the request until its answer ends, in whatever way."""
         routing_backend = self._shared.routing_backend
         try:
             await self._until_answered()
@@ -219,8 +220,8 @@ class ProxyRequest:
 
     @property
     def _prompt_tokens(self) -> int | None:
-        """Number of prompt tokens, as an engine counted them; streams report it on demand, prefill engines
-        always."""
+        """Number of prompt tokens that an engine counted; ``None``: unknown. Streams report it only on
+        request, prefill engines always."""
         return self._meter.prompt_tokens or self._prefilled_tokens
 
     async def _until_answered(self) -> None:
@@ -243,7 +244,7 @@ class ProxyRequest:
         return self._shared.migrator.waits((self._tenant, self._program_id))
 
     async def _at(self, decision: routing_events.SendRequest) -> bool:
-        """Get the answer from the chosen replica; False: another one will be chosen."""
+        """Get the answer from the chosen replica. False: it failed, and another replica will be chosen."""
         shared = self._shared
         self._sent_to = decision.replica_id
         address = shared.replicas.get(decision.replica_id)
@@ -314,8 +315,8 @@ class ProxyRequest:
         return answer
 
     async def _prefill(self, pair: SendRequestToPair) -> EngineAnswer | dict[str, Any]:
-        """The first stage: where the KV is, or the engine's error answer. Raises ``ReplicaRequestError`` with
-        the replica that failed."""
+        """Run the prefill stage. Returns where the KV is, or the engine's error answer. Raises
+        ``ReplicaRequestError``, which names the replica that failed."""
         shared, prefill_id = self._shared, pair.prefill_id
         address = shared.replicas.get(prefill_id)
         passed = proxy_headers.engine_request_headers(
@@ -350,7 +351,7 @@ class ProxyRequest:
         return prefilled
 
     async def _build_body(self, make: Callable[[], BodyT]) -> BodyT:
-        """Build a body; of a large request in a thread."""
+        """Call ``make`` to build a body, for a large request in a thread."""
         return make() if len(self._body) < LARGE_BODY_BYTES else await asyncio.to_thread(make)
 
     async def _post(self, address: ReplicaAddress, passed: CIMultiDict[str], body: bytes) -> EngineAnswer:
@@ -404,7 +405,7 @@ class ProxyRequest:
         self._learn(response.status)
 
     async def _pass_stream(self, answer: EngineAnswer, replica_id: str) -> bool:
-        """Pass a stream on; True if it ended regularly."""
+        """Pass a stream on to the client. True: the stream ended regularly."""
         events = SseEventBuffer()
         request_state, response = self.request_state, answer.response
         loop = asyncio.get_running_loop()
@@ -460,7 +461,7 @@ class ProxyRequest:
             raise ClientDisconnected from None
 
     def _learn(self, status: int) -> None:
-        """Record the engine's count of the prompt, and the id of the answer."""
+        """Remember the engine's count of the prompt, and the id of the answer."""
         if status != 200:
             return
         counted = self._prompt_tokens

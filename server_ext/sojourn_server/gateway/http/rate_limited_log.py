@@ -33,7 +33,7 @@ class RateLimitedLog:
         self._unsaid: dict[str, int] = {}
 
     def say(self, level: int, message: str, *arguments: object, exc_info: bool = False) -> None:
-        """Log at a level of ``logging``; ``exc_info``: with the current exception."""
+        """Log a message at a level of ``logging``. ``exc_info``: with the current exception."""
         now = self._clock()
         if now - self._said_s.get(message, -math.inf) < self._every_s:
             self._unsaid[message] = self._unsaid.get(message, 0) + 1
@@ -45,7 +45,7 @@ class RateLimitedLog:
 
 
 class PolicyFailureLog:
-    """Logs failures of one core's policies: the core writes no log, and clients only see that it failed."""
+    """Logs the failures of one core's policies, since the core itself writes no log."""
 
     def __init__(self, counts: RoutingCounters) -> None:
         self._counts = counts
@@ -53,7 +53,7 @@ class PolicyFailureLog:
         self._said_s = -math.inf
 
     def log_new_failures(self, now: float) -> None:
-        """Log new failures since the last line."""
+        """Log the failures since the last call."""
         new = self._counts.policy_failures - self._said
         if new <= 0 or now - self._said_s < LOG_INTERVAL_S:
             return

@@ -1,4 +1,4 @@
-"""Addresses of replicas: an engine, or one of its data-parallel ranks."""
+"""Addresses of replicas. A replica is an engine, or one of its data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ReplicaAddress:
     url: str
     """URL of the engine's API, without a trailing slash."""
     rank: int | None = None
-    """Data-parallel rank; ``None``: the engine has only one."""
+    """Data-parallel rank; ``None``: the engine has a single rank."""
 
 
 def parse_engine_url(text: str) -> str:
-    """An engine's address from the command line. Raises ``InvalidReplicaAddress``."""
+    """Normalise an engine's address from the command line. Raises ``InvalidReplicaAddress``."""
     text = text.strip().rstrip("/")
     parts = urlsplit(text)
     try:
@@ -44,7 +44,7 @@ def parse_engine_url(text: str) -> str:
 
 
 def rank_addresses(url: str, ranks: int) -> list[ReplicaAddress]:
-    """The replicas at one address."""
+    """The replicas of the engine at one address."""
     name = urlsplit(url).netloc
     if ranks <= 1:
         return [ReplicaAddress(name, url)]
@@ -52,7 +52,7 @@ def rank_addresses(url: str, ranks: int) -> list[ReplicaAddress]:
 
 
 class ReplicaAddresses:
-    """Addresses by replica."""
+    """Addresses by replica id."""
 
     def __init__(self) -> None:
         self._addresses: dict[str, ReplicaAddress] = {}
@@ -64,7 +64,7 @@ class ReplicaAddresses:
         return len(self._addresses)
 
     def get(self, replica_id: str | None) -> ReplicaAddress | None:
-        """``None``: unknown."""
+        """The address of a replica; ``None``: unknown."""
         return self._addresses.get(replica_id) if replica_id is not None else None
 
     def add(self, address: ReplicaAddress) -> None:
@@ -76,5 +76,5 @@ class ReplicaAddresses:
         self._addresses.pop(replica_id, None)
 
     def engines(self) -> list[ReplicaAddress]:
-        """One address per engine: all its ranks get the same messages."""
+        """One address per engine, for messages that concern all its ranks."""
         return list({address.url: address for address in reversed(self._addresses.values())}.values())[::-1]

@@ -13,17 +13,17 @@ AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 MAX_BODY_BYTES = 64 << 20
 MAX_HELD_BYTES = 2 << 30
-"""Total limit: a body is kept until its answer ends, in case it has to be sent again."""
+"""Maximum size of all bodies. A body is kept until its answer ends, in case it has to be sent again."""
 MAX_TENANT_SHARE = 0.5
-"""One tenant's limit, as part of the total, if there are several: a flood leaves the other half."""
+"""Maximum fraction of the total for one tenant, if there are several: a flood leaves the other half."""
 BODY_TIMEOUT_S = 60.0
-"""Limit for a pause; and for a whole body, plus its time at the minimum rate."""
+"""Longest pause within a body. A whole body may take this time plus its size at the minimum rate."""
 MIN_BYTES_PER_S = 256 << 10
 BUDGET_RETRY_S = 2.0
 
 
 class BodyRejected(Exception):
-    """A body is rejected; the text says why."""
+    """A body is rejected; the text is the reason."""
 
     def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class BodyRejected(Exception):
 
 
 class BodyBudget:
-    """All bodies that one gateway holds. Used in one event loop."""
+    """Accounts for the bodies that a gateway holds. Used in one event loop."""
 
     def __init__(
         self,
@@ -57,18 +57,18 @@ class BodyBudget:
         """Bytes held by each tenant, without zeros."""
 
     def begin(self, tenant: str, max_bytes: int | None = None) -> RequestBody:
-        """Start one request's body. ``max_bytes``: a lower limit for it."""
+        """Start one request's body. ``max_bytes``: its own limit, if lower than the general one."""
         return RequestBody(self, tenant, min(max_bytes or self._max_body_bytes, self._max_body_bytes))
 
     def check(self, tenant: str, more_bytes: int) -> None:
-        """Check for room. Raises ``BodyRejected``."""
+        """Check that ``more_bytes`` fit into the limits. Raises ``BodyRejected``."""
         own_bytes = self._held_of.get(tenant, 0) + more_bytes
         if own_bytes > self._max_tenant_bytes or self.held_bytes + more_bytes > self._max_held_bytes:
             message = "the gateway holds too many request bodies; try again"
             raise BodyRejected(503, "gateway_full", message, BUDGET_RETRY_S)
 
     def add(self, tenant: str, more_bytes: int) -> None:
-        """Change the number of bytes held."""
+        """Add to the number of bytes held; negative numbers release."""
         self.held_bytes += more_bytes
         left = self._held_of.get(tenant, 0) + more_bytes
         if left:
@@ -78,7 +78,7 @@ class BodyBudget:
 
 
 class RequestBody:
-    """One request's body, from its first byte until ``free``."""
+    """The body of one request, accounted for from its first byte until ``free``."""
 
     def __init__(self, bodies: BodyBudget, tenant: str, max_bytes: int) -> None:
         self._bodies = bodies
@@ -87,7 +87,7 @@ class RequestBody:
         self._held_bytes = 0
 
     async def read(self, declared: str | None, receive: AsgiReceive) -> bytes | None:
-        """Read the body; ``None``: the client disconnected. ``declared``: its length as declared, if it is.
+        """Read the body; ``None``: the client disconnected. ``declared``: its ``Content-Length``, if any.
         Raises ``BodyRejected``."""
         if declared is not None and declared.isascii() and declared.isdigit():
             # Rejected early for clients that wait with the body; what arrives is counted anyway.
@@ -120,13 +120,13 @@ class RequestBody:
         self._bodies.check(self._tenant, more_bytes)
 
     def becomes(self, body_bytes: int) -> None:
-        """Replace the body by one of another size, which is never rejected."""
+        """Account for a body of another size that replaces this one. Never rejected."""
         self._bodies.add(self._tenant, body_bytes - self._held_bytes)
         self._held_bytes = body_bytes
 
     @contextlib.contextmanager
     def beside(self, body_bytes: int) -> Iterator[None]:
-        """Hold a second body made from this one for a while, which is never rejected."""
+        """Account for a second body made from this one, during the block. Never rejected."""
         self._bodies.add(self._tenant, body_bytes)
         try:
             yield
@@ -134,5 +134,5 @@ class RequestBody:
             self._bodies.add(self._tenant, -body_bytes)
 
     def free(self) -> None:
-        """Release the body."""
+        """Stop accounting for the body."""
         self.becomes(0)

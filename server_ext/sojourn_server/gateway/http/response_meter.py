@@ -1,4 +1,4 @@
-"""Reads an answer as it passes: its token counts, its id, and the ends of its events."""
+"""Reads an answer while it passes: its token counts, its id, and the ends of its events."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ _PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
 _OUTPUT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"]{1,200})"')
 _TAIL_BYTES = 4096
-"""Usage is at the end of an answer."""
+"""Bytes kept of an answer's end, which has the token counts."""
 _HEAD_BYTES = 2048
-"""The id is at its beginning."""
+"""Bytes kept of an answer's beginning, which has the id."""
 _ENDS = (b"\n\n", b"\r\n\r\n")
-"""Ends of an event."""
+"""Byte sequences that end an event of a stream."""
 _MOST_HELD_BYTES = 1 << 20
-"""A longer event is passed on in parts."""
+"""Longest event that is held back until it is complete; a longer one is passed on in parts."""
 
 
 class ResponseMeter:
-    """Reads the chunks of one answer. Never fails on their content."""
+    """Reads the chunks of one answer. No content makes it fail."""
 
     def __init__(self, *, stream: bool) -> None:
         self._stream = stream
@@ -27,7 +27,7 @@ class ResponseMeter:
         self._events = 0
 
     def saw(self, chunk: bytes) -> None:
-        """Process the next chunk."""
+        """Read the next chunk."""
         if self._stream:
             self._events += chunk.count(b"data:")
         if len(self._head) < _HEAD_BYTES:
@@ -36,12 +36,12 @@ class ResponseMeter:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """The engine's count; ``None``: not reported."""
+        """The engine's count of prompt tokens; ``None``: not reported."""
         return _last(_PROMPT, self._tail)
 
     @property
     def output_tokens(self) -> int:
-        """The engine's count, else one per event of a stream."""
+        """The engine's count of output tokens; if not reported, the number of a stream's events."""
         told = _last(_OUTPUT, self._tail)
         return told if told is not None else max(0, self._events - 1)
 
@@ -53,18 +53,18 @@ class ResponseMeter:
 
 
 def parse_prompt_tokens(answer: bytes) -> int | None:
-    """The engine's count in a complete answer; ``None``: not reported."""
+    """The engine's count of prompt tokens in a complete answer; ``None``: not reported."""
     return _last(_PROMPT, answer)
 
 
 class SseEventBuffer:
-    """Passes a stream on up to its last complete event, so that an error event can follow at any time."""
+    """Holds back a stream's last, incomplete event, so that an error event can be sent at any time."""
 
     def __init__(self) -> None:
         self._held = b""
 
     def through(self, chunk: bytes) -> bytes:
-        """The bytes that may be sent now."""
+        """Add a chunk; returns the bytes that may be sent now."""
         if self._held:
             chunk, self._held = self._held + chunk, b""
         if chunk.endswith(_ENDS):
@@ -76,7 +76,7 @@ class SseEventBuffer:
         return chunk[:end]
 
     def rest(self) -> bytes:
-        """The rest, after the stream has ended regularly."""
+        """The bytes still held back, after the stream has ended regularly."""
         held, self._held = self._held, b""
         return held
 

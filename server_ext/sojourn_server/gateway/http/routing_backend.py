@@ -1,4 +1,4 @@
-"""The routing decisions of one request that have not been carried out yet."""
+"""The gateway's interface to a routing core, and the queue of decisions about each request."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ class ClientDisconnected(Exception):
 
 
 class GatewayRequestState:
-    """Queue of decisions, in order. Used in one event loop."""
+    """The routing decisions about one request that have not been carried out yet, in order. Used in one event
+    loop."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.on_change: Callable[[], None] | None = None
-        """Called for a new decision while the request waits for something else."""
+        """Called for a new decision while the request waits for something other than a decision."""
         self._decisions: deque[RequestDecision] = deque()
         self.client_gone = False
         self.superseded = False
-        """A later decision sends the request elsewhere although its answer has begun."""
+        """True if a later decision sends the request elsewhere although its answer has begun."""
         self._answered = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -50,7 +51,7 @@ class GatewayRequestState:
         self._wake()
 
     def answered(self) -> None:
-        """The first byte arrived: pending decisions came too late."""
+        """Drop the pending decisions: the first byte arrived, so they came too late."""
         self._answered = True
         late, self._decisions = self._decisions, deque()
         for decision in late:
@@ -77,7 +78,8 @@ class GatewayRequestState:
             await self._waiter
 
     async def run_unless_decided(self, doing: Coroutine[Any, Any, T]) -> T | None:
-        """The result of ``doing``, with its exceptions; ``None``: a decision came first and cancelled it."""
+        """Await ``doing`` and return its result; ``None``: a decision came first and cancelled it. Its
+        exceptions pass."""
         if self.has_decision:
             doing.close()
             return None
@@ -99,7 +101,8 @@ class GatewayRequestState:
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-"""One epoch of tenants' shares (SAGA §6.1); nothing in the core is due more often."""
+"""Interval of ticks. It is one epoch of tenants' shares (SAGA §6.1); nothing in the core is due more
+often."""
 
 ControlAction = routing_events.ReleaseProgramKv | routing_events.ProbeReplica
 
@@ -108,7 +111,7 @@ class RoutingBackend(Protocol):
     """Decides where requests go. All calls come from one event loop and never block it."""
 
     on_control_action: Callable[[ControlAction], None]
-    """Called with actions that concern no single request."""
+    """Called with each action that does not concern a single request."""
 
     def open(self, asked: routing_events.RequestReceived) -> GatewayRequestState:
         """Submit a request. The returned state receives decisions until ``close``."""
@@ -127,7 +130,7 @@ class RoutingBackend(Protocol):
         ...
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """The engine of a program's last answer, of programs without a home; ``None``: unknown."""
+        """The engine of a program's last answer, for programs without a home; ``None``: unknown."""
         ...
 
     async def programs(self) -> Sequence[ProgramRouteStatus]:
@@ -139,7 +142,8 @@ class RoutingBackend(Protocol):
         ...
 
     def shares_used(self) -> dict[str, float]:
-        """Usage of each tenant's requests in flight ÷ its share; empty where capacity is not shared."""
+        """For each tenant, the capacity used by its requests in flight ÷ its share; empty if capacity is not
+        shared."""
         ...
 
 
@@ -152,7 +156,7 @@ class LocalRoutingBackend:
         self.on_request_decision: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
         """Called with every action, for metrics."""
         self.links_of: Callable[[str], Mapping[str, LinkStats]] = lambda replica_id: {}
-        """Returns an engine's last report of its links; set by the monitor of the engines."""
+        """Returns an engine's last report of its links. The engine monitor sets this function."""
         self._clock = clock
         self._request_states: dict[str, GatewayRequestState] = {}
         self._pending_events: deque[routing_events.AnyRoutingEvent] = deque()
@@ -194,7 +198,7 @@ class LocalRoutingBackend:
         return self.core.home(tenant, program_id)
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """The engine of a program's last answer, of programs without a home."""
+        """The engine of a program's last answer, for programs without a home."""
         return self.core.answered_by(tenant, program_id)
 
     async def programs(self) -> Sequence[ProgramRouteStatus]:
@@ -206,7 +210,7 @@ class LocalRoutingBackend:
         return with_links(self.core.replica_statuses(), self.links_of)
 
     def shares_used(self) -> dict[str, float]:
-        """Usage of each tenant's requests in flight ÷ its share."""
+        """For each tenant, the capacity used by its requests in flight ÷ its share."""
         return self.core.shares_used()
 
     def _take(self, event: routing_events.AnyRoutingEvent) -> None:
@@ -228,10 +232,11 @@ class LocalRoutingBackend:
 def take_event(
     core: RoutingCore, event: routing_events.AnyRoutingEvent, now: float, log: RateLimitedLog
 ) -> Sequence[routing_events.AnyRoutingAction]:
-    """The core's actions. If it fails, the error is logged, and the request that waits for it gets an answer.
+    """Pass an event to the core and return its actions. If the core raises, log the error and answer the
+    request that the event concerns.
 
-    After ``RequestFailed`` both answers are given: a gateway ignores a rejection after the first byte, and an
-    abort before it.
+    For ``RequestFailed`` both a rejection and an abort are returned: a gateway ignores the rejection after
+    the first byte, and the abort before it.
     """
     try:
         return core.take(event, now)
@@ -250,7 +255,7 @@ def take_event(
 def with_links(
     statuses: Sequence[ReplicaStatus], links_of: Callable[[str], Mapping[str, LinkStats]]
 ) -> list[ReplicaStatus]:
-    """Adds engines' links to the statuses of prefill and decode engines."""
+    """The statuses, with the links of prefill and decode engines added."""
     return [
         msgspec.structs.replace(status, links=links_of(status.replica))
         if isinstance(status, PairEngineStatus)

@@ -1,4 +1,4 @@
-"""Builds a gateway on one machine: a core in this process, engines at given addresses, a state file."""
+"""Builds a gateway for one machine: a core in this process, engines at given addresses, a state file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 SAVE_INTERVAL_S = 2.0
 MAX_STATE_AGE_S = 3600.0
-"""An older state does not tell what engines still have."""
+"""A state file older than this is ignored, since engines' KV has changed too much."""
 
 
 class _SavedState(msgspec.Struct):
@@ -50,7 +50,7 @@ class _SavedState(msgspec.Struct):
 
 
 def prepare_state_file(path: Path) -> None:
-    """Create the folder of a file, and check that the file can be written. Raises ``OSError``."""
+    """Create the file's folder, and check that the file can be written. Raises ``OSError``."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,8 @@ def prepare_state_file(path: Path) -> None:
 
 
 class RoutingStateFile:
-    """A file that is replaced as a whole. Read and write errors are logged, and do not stop the gateway."""
+    """A file with the core's state. It is replaced as a whole. Read and write errors are logged, and do not
+    stop the gateway."""
 
     def __init__(
         self,
@@ -74,10 +75,10 @@ class RoutingStateFile:
         self._clock = clock
         self._wall = wall
         self._written = -1
-        """The core's ``changes`` that the file has."""
+        """Value of the core's ``changes`` when the file was last written."""
 
     def restore(self) -> int:
-        """Restore a new core from the file; returns the number of programs."""
+        """Restore a new core from the file; returns the number of programs with a home."""
         try:
             kept = msgspec.json.decode(self._path.read_bytes(), type=_SavedState)
             age_s = max(0.0, self._wall() - kept.unix_s)
@@ -93,7 +94,7 @@ class RoutingStateFile:
         return len(self._core.programs)
 
     async def run(self) -> None:
-        """Write the file every two seconds with changes, and once more when cancelled."""
+        """Write the file every two seconds if something changed, and once more when cancelled."""
         try:
             while True:
                 await asyncio.sleep(SAVE_INTERVAL_S)
@@ -133,7 +134,8 @@ def build_gateway(
     poll_s: float = POLL_S,
     state: Path | None = None,
 ) -> tuple[Gateway, Starlette]:
-    """A gateway in front of these engines, and its ASGI application. ``state``: file that survives it."""
+    """Build a gateway in front of these engines, and its ASGI application. ``state``: a file from which the
+    next start restores homes."""
     core = build_routing_core(preset, limits)
     gateway, backend = _build(core, tenants, options, routing_reasons(preset))
     monitor = EngineMonitor(
@@ -173,7 +175,8 @@ def build_prefill_decode_gateway(
     limits: RoutingLimits | None = None,
     poll_s: float = POLL_S,
 ) -> tuple[Gateway, Starlette]:
-    """A gateway in front of prefill and decode engines, and its ASGI application. Raises ``ValueError``."""
+    """Build a gateway in front of prefill and decode engines, and its ASGI application. Raises
+    ``ValueError``."""
     core = build_pair_core(read_side, limits)
     roles = {**dict.fromkeys(prefill, PairRole.PREFILL), **dict.fromkeys(decode, PairRole.DECODE)}
     if not prefill or not decode or len(roles) < len(prefill) + len(decode):

@@ -1,4 +1,4 @@
-"""API keys and their tenants: the key decides which tenant is charged, never the body."""
+"""API keys and their tenants: the key alone decides which tenant is charged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ else:
     import tomli as tomllib
 
 DEFAULT_TENANT = "default"
-"""The tenant of all requests where keys are not configured."""
+"""The tenant of all requests if no keys are configured."""
 
 
 class TenantKeysError(ValueError):
@@ -23,10 +23,10 @@ class TenantKeysError(ValueError):
 
 
 class TenantKeys:
-    """Keys and their tenants. Without keys all clients are one tenant, and engines check keys."""
+    """Maps keys to tenants. Without keys all clients are one tenant, and the engines check keys."""
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        """``keys``: key → tenant."""
+        """``keys``: tenant by key."""
         self._digests = tuple((_digest(key), tenant) for key, tenant in (keys or {}).items())
         self.names: tuple[str, ...] = tuple(sorted({*keys.values()})) if keys else (DEFAULT_TENANT,)
 
@@ -36,14 +36,15 @@ class TenantKeys:
         return bool(self._digests)
 
     def check_admin(self, admin_key: str | None) -> None:
-        """The admin key must not be a tenant's. Raises ``TenantKeysError``, which repeats no key."""
+        """Raise ``TenantKeysError`` if the admin key is also a tenant's key. The error repeats no key."""
         whose = self.of(None, admin_key) if self.checks and admin_key is not None else None
         if whose is not None:
             of = "everybody's" if self.names == (DEFAULT_TENANT,) else f"{whose}'s"
             raise TenantKeysError(f"the admin key is {of} too; expected a key of its own")
 
     def of(self, authorization: str | None, api_key: str | None = None) -> str | None:
-        """The tenant of ``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``; ``None``: the key is unknown.
+        """The tenant whose key is in ``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``; ``None``: the key
+        is unknown.
 
         Takes constant time: all keys are compared.
         """
@@ -59,8 +60,8 @@ class TenantKeys:
 
 
 def load_tenant_keys(path: Path, environment: Mapping[str, str] = os.environ) -> TenantKeys:
-    """Read keys from TOML: ``[tenants]`` with lines ``NAME = ["KEY", ...]``; ``env:VARIABLE`` stands for its
-    value.
+    """Read keys from TOML: ``[tenants]`` with lines ``NAME = ["KEY", ...]``; ``env:VARIABLE`` stands for the
+    variable's value.
 
     Raises ``TenantKeysError``, which repeats no key.
     """

@@ -1,5 +1,6 @@
 """The gateway on a Ray cluster: one coordinator decides for all gateways.
 
-Only this package imports Ray; it may import ``routing`` and ``gateway.http``. Start with ``coordinator`` (the
-deciding side), ``coordinated_routing_backend`` (a gateway's side) and ``deployments`` (what runs on Ray).
+No other package imports Ray. This one imports ``routing`` and ``gateway.http``. Start with ``coordinator``
+(which decides), ``coordinated_routing_backend`` (its client in a gateway) and ``deployments`` (what runs on
+Ray).
 """

@@ -1,4 +1,4 @@
-"""The number of engines that the room of all accepted programs needs."""
+"""Computes how many engines the KV of all accepted programs needs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaleLimits:
-    """Bounds, and the pace of shrinking. Raises ``ValueError`` for invalid bounds."""
+    """Bounds of the number of engines, and how fast it shrinks. Raises ``ValueError`` for invalid bounds."""
 
     min_engines: int = 1
     max_engines: int = 1
     target_use: float = 0.8
-    """Part of an engine's room; above it one engine is added."""
+    """Fraction of the engines' KV capacity in use above which one engine is added."""
     shrink_below_use: float = 0.6
-    """An engine is removed only if the rest would be used less than this."""
+    """An engine is removed only if the other engines would be used less than this fraction."""
     shrink_after_s: float = 300.0
-    """And for this long: engines take minutes to start, and lose their KV when they stop."""
+    """How long that has to be so: engines take minutes to start, and lose their KV when they stop."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_engines <= self.max_engines:
@@ -35,27 +35,28 @@ class AutoscaleLimits:
 
 @dataclass(frozen=True, slots=True)
 class CapacityDemand:
-    """Room that programs need, and room of one engine, in tokens of KV."""
+    """KV that programs need, and KV capacity of one engine, in tokens."""
 
     programs_tokens: int
-    """Sizes of programs at home, and of those that wait for room."""
+    """Sizes of programs with a home, and of programs that wait for capacity."""
     engine_tokens: int
-    """Room of one engine in all tiers; 0: unknown."""
+    """KV capacity of one engine in all tiers; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class AutoscaleDecision:
-    """The last decision."""
+    """A decision about the number of engines."""
 
     engines: int
     low_since_s: float | None = None
-    """Time since which fewer engines would be enough."""
+    """Time since which fewer engines would have been enough."""
 
 
 def wanted_engines(
     need: CapacityDemand, before: AutoscaleDecision, limits: AutoscaleLimits, now: float
 ) -> AutoscaleDecision:
-    """Grows at once; shrinks after a while, one engine at a time."""
+    """The next decision. The number grows at once, and shrinks by one engine after ``shrink_after_s``.
+    ``before``: the last decision."""
     engines = min(max(before.engines, limits.min_engines), limits.max_engines)
     if need.engine_tokens <= 0:
         return AutoscaleDecision(engines)

@@ -1,7 +1,8 @@
-"""Routing backend of a gateway with a remote coordinator. Turns with a known home go there directly.
+"""Routing backend of a gateway with a remote coordinator. Turns of a program with a known home are sent there
+directly.
 
-Without the coordinator, known homes are used; new programs wait for a moment, and then go to the replica that
-this gateway has sent the fewest requests.
+Without the coordinator, known homes are used; new programs wait for a moment, and are then sent to the
+replica that this gateway has sent the fewest requests.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from .open_requests import OpenRequest, OpenRequests
 logger = logging.getLogger(__name__)
 
 MAX_CALLS_IN_FLIGHT = 2
-"""Calls in flight: each costs the coordinator a millisecond, however many requests it has. Later requests go
-together when a call returns, or with the other events every ``BATCH_S``."""
+"""Maximum number of calls in flight: each costs the coordinator a millisecond, however many requests it
+carries. Later requests go together when a call returns, or with the other events every ``BATCH_S``."""
 BATCH_S = 0.015
-"""Interval for events that no request waits for."""
+"""Interval for sending events that no request waits for."""
 LOCAL_DECISION_AFTER_S = 3.0
-"""Seconds without the coordinator after which requests that wait for it are decided here."""
+"""Seconds without the coordinator after which this gateway decides about requests that wait for it."""
 MAX_BUFFERED_EVENTS = 10_000
-"""Limit for buffered events that concern no request."""
+"""Maximum number of buffered events that concern no request."""
 
 LONG_POLL_TIMEOUT_S = 20.0
 RETRY_S = 0.2
@@ -74,7 +75,7 @@ _URGENT_EVENTS = (
 
 
 class CoordinatedRoutingBackend:
-    """Backend of one gateway. Used in one event loop, in which ``run`` has to run."""
+    """Backend of one gateway. Used in the event loop in which ``run`` runs."""
 
     def __init__(
         self,
@@ -84,14 +85,14 @@ class CoordinatedRoutingBackend:
         clock: Callable[[], float] = time.monotonic,
         fallback_s: float = LOCAL_DECISION_AFTER_S,
     ) -> None:
-        """``replicas`` is kept equal to the coordinator's."""
+        """``replicas`` is kept equal to the coordinator's list."""
         self.gateway_id = secrets.token_hex(8)
         self.on_control_action: Callable[[ControlAction], None] = lambda told: None
         self.on_request_decision: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
         self.on_affinity_change: Callable[[Key, Home], None] = lambda key, home: None
         """Called when a program got a new home that this gateway did not choose."""
         self.epoch = 0
-        """Epoch of the latest coordinator seen."""
+        """Epoch of the latest coordinator that has answered."""
         self.joined = False
         self.homes = ProgramAffinityCache()
         self.places = ReplicaCache(replicas, self.homes.forget_replica)
@@ -105,12 +106,13 @@ class CoordinatedRoutingBackend:
         self._last_mail_number = 0
         self._number = 0
         self._join_number = 0
-        """Sent with every message; answers to messages of earlier joins are ignored."""
+        """Number of the current join, sent with every message. Answers to messages of earlier joins are
+        ignored."""
         self._unavailable_since_s: float | None = clock()
         self._flush_later: asyncio.TimerHandle | None = None
         self._flush_next: asyncio.Handle | None = None
         self._is_urgent = False
-        """A request waits for an answer to unsent events."""
+        """Whether a request waits for the answer to unsent events."""
         self._sends: set[asyncio.Task[None]] = set()
         self._lost: asyncio.Future[None] | None = None
         self._uses: dict[str, float] = {}
@@ -158,7 +160,7 @@ class CoordinatedRoutingBackend:
         return home[0] if home is not None else None
 
     async def programs(self) -> Sequence[ProgramRouteStatus]:
-        """All live programs; none without the coordinator."""
+        """All live programs; empty without the coordinator."""
         await self._flush_and_wait()
         try:
             return (await call_with_timeout(self._calls.state())).programs
@@ -166,7 +168,7 @@ class CoordinatedRoutingBackend:
             return ()
 
     async def replicas(self) -> Sequence[ReplicaStatus]:
-        """All known replicas; without the coordinator, only with the load of this gateway."""
+        """All known replicas; without the coordinator, their load counts only this gateway's requests."""
         await self._flush_and_wait()
         try:
             state = await call_with_timeout(self._calls.state())
@@ -176,11 +178,11 @@ class CoordinatedRoutingBackend:
         return state.pairs or state.replicas
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Unknown: the coordinator does not report it."""
+        """Always ``None``: the coordinator does not report it."""
         return None
 
     def shares_used(self) -> dict[str, float]:
-        """Usage of each tenant ÷ its share, as the coordinator reported last."""
+        """For each tenant, usage ÷ share, as the coordinator last reported."""
         return self._uses
 
     def probed(self, replica_id: str, instance: str, alive: bool) -> None:
@@ -189,7 +191,7 @@ class CoordinatedRoutingBackend:
         self._flush()
 
     def _direct_home(self, asked: routing_events.RequestReceived) -> str | None:
-        """The replica that a turn goes to without a question; ``None``: the coordinator decides."""
+        """The home to which a turn may be sent without asking; ``None``: the coordinator decides."""
         if asked.program_id is None:
             return None
         home = self.homes.get(asked.tenant, asked.program_id)
@@ -229,7 +231,7 @@ class CoordinatedRoutingBackend:
         self._is_urgent = self._is_urgent or isinstance(event, _URGENT_EVENTS)
 
     def _refuse_unencodable(self, one: OpenRequest, error: MessageEncodingError) -> None:
-        """Reject a request that cannot be encoded for the coordinator."""
+        """Reject a request that cannot be encoded as a message to the coordinator."""
         one.refused = True
         message = f"this request has a value that cannot be sent between gateways: {error}"
         refused = routing_events.RejectRequest(one.asked.request_id, 400, "bad_request", message)
@@ -274,7 +276,7 @@ class CoordinatedRoutingBackend:
     def _encodable_events(
         self, said: Sequence[routing_events.AnyRoutingEvent]
     ) -> tuple[routing_events.AnyRoutingEvent, ...]:
-        """Events that can be encoded; the end of a request is reduced until it can."""
+        """The events that can be encoded. Fields of a request's end are left out until it can be encoded."""
         found: list[routing_events.AnyRoutingEvent] = []
         for event in said:
             try:
@@ -316,7 +318,7 @@ class CoordinatedRoutingBackend:
     # -- messages from the coordinator --------------------------------------------
 
     async def run(self) -> None:
-        """Poll the coordinator, and join when needed, until cancelled."""
+        """Poll the coordinator, and join it when needed, until cancelled."""
         sweeps = asyncio.ensure_future(self._sweep())
         try:
             while True:
@@ -393,7 +395,7 @@ class CoordinatedRoutingBackend:
             self._receive(answer)
 
     def _mark_disconnected(self) -> None:
-        """Join again from now on."""
+        """Record that this gateway has to join again."""
         if self.joined:
             self._rate_limited_log.say(logging.WARNING, "the coordinator is away; known homes go on")
         self.joined = False

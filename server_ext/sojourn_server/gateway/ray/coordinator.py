@@ -1,4 +1,5 @@
-"""Decides for all gateways of a cluster: one routing core in one event loop. An actor wraps it for Ray."""
+"""Decides for all gateways of a cluster: one routing core in one event loop. ``coordinator_actor`` runs it on
+Ray."""
 
 from __future__ import annotations
 
@@ -52,26 +53,27 @@ from .pair_admission import PairAdmission
 logger = logging.getLogger(__name__)
 
 LONG_POLL_S = 5.0
-"""Longest time until a poll is answered; it also renews the gateway's lease."""
+"""Longest time until a poll is answered. A poll also renews the gateway's lease."""
 CHECKPOINT_S = 1.0
 AUTOSCALE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorOptions:
-    """Options of a coordinator, as an operator chooses them."""
+    """Options of a coordinator that an operator sets."""
 
     checkpoint: Path | None = None
-    """``None``: a new coordinator starts with what gateways and engines report."""
+    """File of the checkpoint; ``None``: a new coordinator starts with what gateways and engines report."""
     checkpoint_s: float = CHECKPOINT_S
     autoscale: AutoscaleLimits = field(default_factory=AutoscaleLimits)
 
 
 class Coordinator:
-    """One coordinator of possibly several. Its epoch is higher than those of all that wrote the checkpoint.
+    """A coordinator. Its epoch is higher than that of every coordinator that wrote the checkpoint before.
 
-    Without a shared file the epoch is higher by the clock, or is raised when a higher one is reported before
-    the first request. A coordinator that sees a higher epoch is ``deposed``: it decides nothing any more.
+    Without a shared file the epoch comes from the clock, and is raised if a higher epoch is reported before
+    the first request. If a coordinator learns of a higher epoch later, it is ``deposed``: it decides nothing
+    any more.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Reads the checkpoint, and writes one with the new epoch."""
+        """Read the checkpoint, and write one with the new epoch. ``clock`` is monotonic, ``wall`` is Unix
+        time."""
         self._rules = rules
         self._limits = limits
         self.options = options
@@ -110,7 +113,7 @@ class Coordinator:
         self._policy_log = PolicyFailureLog(self.core.counts)
         self._refresh_replicas()
         self.checkpoints: CheckpointWriter | None = None
-        """``None``: no checkpoint is written."""
+        """Writes the checkpoints; ``None``: no checkpoint is written."""
         if path is not None:
             self.checkpoints = CheckpointWriter(
                 path, options.checkpoint_s, self._checkpoint, self._is_superseded_by
@@ -141,7 +144,8 @@ class Coordinator:
     # -- gateways -----------------------------------------------------------------
 
     async def join(self, join: JoinRequest) -> CoordinatorResponse:
-        """A gateway starts or reconnects with all of its requests; its other requests have ended."""
+        """A gateway starts or reconnects and reports all of its requests. Earlier requests of it that are
+        missing have ended."""
         if self._is_superseded_by(join.seen_epoch):
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
         before = self.post.box(join.gateway_id)
@@ -193,7 +197,7 @@ class Coordinator:
         return self._answer(outbox, tell.acked, tell.places_version)
 
     async def listen(self, listen: PollRequest) -> CoordinatorResponse:
-        """Long poll: answers when there is news for the gateway, or after ``LONG_POLL_S``."""
+        """Answer a long poll when there is news for the gateway, or after ``LONG_POLL_S``."""
         outbox = self._outbox_of(listen)
         if isinstance(outbox, CoordinatorResponse):
             return outbox
@@ -217,7 +221,8 @@ class Coordinator:
         return msgspec.structs.replace(answer, homes=homes)
 
     def _outbox_of(self, said: ReportRequest | PollRequest) -> Outbox | CoordinatorResponse:
-        """A gateway's outbox, or the response that makes it join or turn away."""
+        """The outbox of the gateway that sent ``said``, or a response that tells it to join or that this
+        coordinator is deposed."""
         if self._is_superseded_by(said.epoch):
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
         outbox = self.post.box(said.gateway_id)
@@ -226,7 +231,7 @@ class Coordinator:
         return outbox
 
     def _left(self, said: ReportRequest | PollRequest, outbox: Outbox) -> CoordinatorResponse | None:
-        """The response to a gateway that has left ``outbox`` meanwhile; ``None``: it has not."""
+        """The response to a gateway that does not use ``outbox`` any more; ``None``: it still does."""
         now = self._outbox_of(said)
         if now is outbox:
             return None
@@ -251,8 +256,8 @@ class Coordinator:
         return self.deposed
 
     def _advance_epoch(self, epoch: int) -> None:
-        """Take a higher epoch. Without a checkpoint, epochs come from the clock; if that was set back, every
-        successor would be superseded."""
+        """Adopt a higher epoch. Without a checkpoint, epochs come from the clock; if the clock was set back,
+        every successor would otherwise be deposed."""
         logger.warning("coordinator %d has met epoch %d: it goes on as %d", self.epoch, epoch, epoch + 1)
         self.epoch = epoch + 1
         self.core.journal.life = str(self.epoch)
@@ -288,7 +293,7 @@ class Coordinator:
         return RegistrationResponse(self.epoch, wanted_engines=self._wanted.engines)
 
     async def gone(self, gone: EngineStopped) -> RegistrationResponse:
-        """An engine's process has ended, as its supervisor reports."""
+        """An engine's process has ended; its supervisor reports this."""
         places = self.engines.of(gone.engine_id)
         if not self.deposed and places and places[0].instance == gone.instance:
             self._forget(gone.engine_id, gone.reason)
@@ -298,9 +303,9 @@ class Coordinator:
         return RegistrationResponse(self.epoch, ResponseStatus.DEPOSED if self.deposed else ResponseStatus.OK)
 
     async def drain(self, drain: DrainRequest) -> DrainResponse:
-        """Drain an engine; returns its requests in flight.
+        """Drain an engine; returns the number of its requests in flight.
 
-        ``IN_FLIGHT_UNKNOWN`` for an engine that has not registered here.
+        ``IN_FLIGHT_UNKNOWN`` for an engine that has not registered with this coordinator.
         """
         if self.deposed:
             return DrainResponse(self.epoch, IN_FLIGHT_UNKNOWN, ResponseStatus.DEPOSED)
@@ -319,7 +324,8 @@ class Coordinator:
                 self._take(event)
 
     def _seen(self, places: Iterable[ReplicaInfo], changed: bool = True) -> None:
-        """Register replicas with the core, and show them to gateways before requests go there."""
+        """Register replicas with the core, and announce them to gateways before requests are sent there.
+        ``changed``: False if the replicas are known and unchanged."""
         actions = []
         now = self._clock()
         for place in places:
@@ -383,7 +389,7 @@ class Coordinator:
         self._pass_on(actions, gateway_id)
 
     def _pass_on(self, actions: Sequence[routing_events.AnyRoutingAction], gateway_id: str | None) -> None:
-        """Send each action to the gateway that has its request."""
+        """Send each action to the gateway that has the request."""
         for action in actions:
             if isinstance(action, routing_events.ProbeReplica) and not self._liveness_votes.begin(
                 action.replica_id, action.instance, self.post.gateways, self._clock()
@@ -392,7 +398,7 @@ class Coordinator:
             self.post.send(action, actions, gateway_id)
 
     def _soon(self) -> None:
-        """Wake polling gateways when a batch of changed homes is due."""
+        """Answer the running polls when a batch of changed homes is due."""
         now = self._clock()
         due_s = self.core.journal.due_s(now)
         if due_s is None or (due_s > 0 and self._flush_timer is not None):
@@ -418,7 +424,7 @@ class Coordinator:
     # -- time ---------------------------------------------------------------------
 
     def begin(self) -> asyncio.Task[None]:
-        """Start ``run`` as a task of this loop; its end is logged."""
+        """Start ``run`` as a task of the running event loop; the end of that task is logged."""
         running = asyncio.get_running_loop().create_task(self.run())
         running.add_done_callback(self._ended)
         return running
@@ -436,8 +442,8 @@ class Coordinator:
             logger.info("coordinator %d has ended: it is superseded", self.epoch)
 
     async def run(self) -> None:
-        """Ticks and checkpoints, until cancelled or deposed. A failed tick is logged, and the next one
-        follows."""
+        """Send ticks to the core and write checkpoints, until cancelled or deposed. A tick that fails is
+        logged and does not stop the loop."""
         tasks = [asyncio.ensure_future(self.checkpoints.run())] if self.checkpoints is not None else []
         try:
             while not self.deposed:
@@ -455,7 +461,7 @@ class Coordinator:
             self.post.wake_all()
 
     def tick(self) -> None:
-        """Advance by a tenth of a second."""
+        """Process one tick, a tenth of a second."""
         now = self._clock()
         self._take(routing_events.Tick())
         for gateway_id, requests in self.post.silent(now).items():
@@ -482,7 +488,7 @@ class Coordinator:
     # -- questions ------------------------------------------------------------------
 
     async def state(self) -> CoordinatorState:
-        """Everything that the coordinator knows, for operators."""
+        """The coordinator's whole state, for operators."""
         links_of = self._admission.links_of if self._admission is not None else lambda replica_id: {}
         found = with_links(self.core.replica_statuses(), links_of)
         pairs = [one for one in found if isinstance(one, PairEngineStatus)]

@@ -25,7 +25,7 @@ ACTOR_NAME = "coordinator"
 
 
 def load_policy_preset(config: RayConfig) -> ClusterPreset:
-    """The cluster preset. Raises ``PresetError``."""
+    """Load the cluster preset. Raises ``PresetError``."""
     if config.policy_file is not None:
         return read_cluster_preset(Path(config.policy_file), allowed_modules=config.allow_policy_modules)
     return load_cluster_preset(config.policy)
@@ -37,7 +37,8 @@ def routing_rules(config: RayConfig) -> RoutingRules:
 
 
 class CoordinatorActor:
-    """Bytes in, bytes out. A superseded coordinator ends its actor, so that clients find the later one."""
+    """The coordinator as an actor: encoded messages in and out. A deposed coordinator ends its actor, so that
+    clients find the later one."""
 
     def __init__(self, config: RayConfig) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -50,7 +51,7 @@ class CoordinatorActor:
         self._running: asyncio.Task[None] | None = None
 
     async def call(self, method: str, data: bytes) -> bytes:
-        """Call one of ``REQUESTS`` with its encoded message."""
+        """Call ``method``, one of ``REQUESTS``, with its encoded message."""
         began, kind = self._began(), m.REQUESTS[method]
         said = () if kind is None else (m.decode_message(data, kind),)
         return self._said(await getattr(began, method)(*said))
@@ -67,7 +68,7 @@ class CoordinatorActor:
 
 
 def get_coordinator_handle(config: RayConfig) -> Any:
-    """The coordinator's handle; starts the actor if there is none."""
+    """The actor handle of the coordinator; starts the actor if there is none."""
     options = {
         "name": ACTOR_NAME,
         "namespace": config.namespace,
@@ -75,7 +76,8 @@ def get_coordinator_handle(config: RayConfig) -> Any:
         "lifetime": "detached",
         "num_cpus": 0,
         "max_restarts": -1,
-        # A retried call would tell a new coordinator what was meant for the old one; clients decide that.
+        # A retried call would reach a new coordinator with a message for the old one; clients decide about
+        # retries.
         "max_task_retries": 0,
         "max_concurrency": 10_000,
     }
@@ -83,7 +85,7 @@ def get_coordinator_handle(config: RayConfig) -> Any:
 
 
 class CoordinatorActorClient(CoordinatorClient):
-    """A coordinator's methods as calls of an actor."""
+    """Calls a coordinator's methods on its actor."""
 
     def __init__(self, config: RayConfig) -> None:
         self._config = config

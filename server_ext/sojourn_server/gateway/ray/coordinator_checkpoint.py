@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 
 MAX_COPY_TIME_FRACTION = 0.02
-"""Part of the event loop's time that copies for checkpoints may take."""
+"""Maximum fraction of the event loop's time for copying the state into checkpoints."""
 
 
 class CoordinatorCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,9 +31,9 @@ class CoordinatorCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     unix_s: float
     core: RoutingState | None
-    """``None``: this coordinator has only started."""
+    """State of the routing core; ``None``: the coordinator has only just started."""
     engines: dict[str, list[ReplicaInfo]]
-    """Replicas by engine."""
+    """Replicas of each engine, by engine id."""
 
 
 class _CheckpointHeader(msgspec.Struct):
@@ -42,7 +42,7 @@ class _CheckpointHeader(msgspec.Struct):
 
 
 def read_checkpoint(path: Path) -> CoordinatorCheckpoint | None:
-    """``None``: there is none, or it cannot be read, which is logged."""
+    """Read a checkpoint; ``None``: there is none, or it cannot be read, which is logged."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=CoordinatorCheckpoint)
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def read_checkpoint(path: Path) -> CoordinatorCheckpoint | None:
 
 
 def read_checkpoint_epoch(path: Path) -> int:
-    """Epoch of its writer; 0: there is none, or it cannot be read."""
+    """Epoch of the coordinator that wrote the file; 0: there is none, or it cannot be read."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=_CheckpointHeader).epoch
     except (OSError, msgspec.DecodeError):
@@ -61,7 +61,8 @@ def read_checkpoint_epoch(path: Path) -> int:
 
 
 def write_checkpoint(path: Path, checkpoint: CoordinatorCheckpoint) -> int:
-    """Replace the file, unless a later coordinator wrote it; returns the epoch of its writer.
+    """Write ``checkpoint`` unless the file is from a coordinator with a higher epoch. Returns the epoch of
+    the coordinator whose checkpoint the file has then.
 
     Raises ``OSError``.
     """
@@ -84,7 +85,7 @@ def write_checkpoint(path: Path, checkpoint: CoordinatorCheckpoint) -> int:
 
 
 class CheckpointWriter:
-    """Writes one coordinator's checkpoints when something changed."""
+    """Writes one coordinator's checkpoints when its state has changed."""
 
     def __init__(
         self,
@@ -93,7 +94,8 @@ class CheckpointWriter:
         copy: Callable[[], CoordinatorCheckpoint],
         on_epoch: Callable[[int], object],
     ) -> None:
-        """``copy`` makes a checkpoint. ``on_epoch`` is called with the epoch of the file's writer."""
+        """``copy`` makes a checkpoint. ``on_epoch`` is called with the epoch of the coordinator whose
+        checkpoint the file has. ``pause_s``: minimum time between two writes."""
         self._path = path
         self._pause_s = pause_s
         self._copy = copy
@@ -101,19 +103,19 @@ class CheckpointWriter:
         self._rate_limited_log = RateLimitedLog(logger)
         self._changes = 0
         self._written = -1
-        """Changes that the newest checkpoint has."""
+        """Number of the changes that the file has."""
 
     def changed(self) -> None:
-        """Something changed since the last checkpoint."""
+        """Record that the state has changed since the last checkpoint."""
         self._changes += 1
 
     @property
     def is_current(self) -> bool:
-        """The file has all changes."""
+        """Whether the file has all changes."""
         return self._written == self._changes
 
     def write(self, checkpoint: CoordinatorCheckpoint) -> bool:
-        """Write now; False: it failed, which is logged."""
+        """Write a checkpoint now. False: the write failed, which is logged."""
         try:
             self._on_epoch(write_checkpoint(self._path, checkpoint))
         except OSError as error:
@@ -122,7 +124,7 @@ class CheckpointWriter:
         return True
 
     async def run(self) -> None:
-        """Write changes at intervals, until cancelled."""
+        """Write checkpoints while the state changes, until cancelled."""
         pause_s = self._pause_s
         while True:
             await asyncio.sleep(pause_s)

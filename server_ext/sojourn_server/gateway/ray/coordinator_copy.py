@@ -1,4 +1,4 @@
-"""A gateway's copy of the coordinator's homes and replicas."""
+"""A gateway's copy of the coordinator's tables of homes and replicas."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ OnAffinityChange = Callable[[Key, Home], None]
 
 
 class ProgramAffinityCache:
-    """Homes that the coordinator reported, and homes of its predecessor that it has not contradicted.
+    """Homes that the coordinator reported, and its predecessor's homes that it has not contradicted.
 
-    A restarted coordinator may lack its predecessor's latest homes; programs stay where they are.
+    A restarted coordinator may lack its predecessor's latest homes; programs stay where they are all the
+    same.
     """
 
     def __init__(self) -> None:
         self.life = ""
         self.version = -1
-        """Version of the coordinator's change log; -1: none received of this life."""
+        """Version of the coordinator's change log that this copy has; -1: no version of this coordinator
+        yet."""
         self._homes: dict[Key, Home] = {}
 
     def get(self, tenant: str, program_id: str) -> Home | None:
-        """Replica and instance."""
+        """A program's home; ``None``: unknown."""
         return self._homes.get((tenant, program_id))
 
     def put(self, key: Key, home: Home | None) -> None:
@@ -36,7 +38,7 @@ class ProgramAffinityCache:
             self._homes.pop(key, None)
 
     def apply(self, changes: HomeChanges, on_affinity_change: OnAffinityChange) -> None:
-        """Apply reported changes; calls ``on_affinity_change`` for each program whose home changed."""
+        """Apply reported changes. Calls ``on_affinity_change`` for each program whose home has changed."""
         if not changes.full and (changes.life != self.life or changes.since > self.version):
             return  # changes in between are missing: they are requested again
         if changes.full and changes.life == self.life:
@@ -56,44 +58,44 @@ class ProgramAffinityCache:
             self.life, self.version = changes.life, changes.version
 
     def forget_replica(self, replica_id: str, instance: str) -> None:
-        """Remove a replica that is gone as a home."""
+        """Remove all homes at a replica that is gone."""
         for key in [key for key, home in self._homes.items() if home == (replica_id, instance)]:
             self.put(key, None)
 
 
 INHERITED_TTL_S = 10.0
-"""Time that a predecessor's replica stays known until the coordinator reports it."""
+"""How long a replica of the previous coordinator stays known until the new one reports it."""
 
 
 class ReplicaCache(Mapping[str, ReplicaInfo]):
-    """Replicas by id. ``replicas`` is kept equal."""
+    """Replicas by id. The addresses in ``replicas`` are kept equal."""
 
     def __init__(self, replicas: ReplicaAddresses, on_gone: Callable[[str, str], None]) -> None:
-        """``on_gone`` is called with each replica and instance that is not known any more."""
+        """``on_gone`` is called with the id and instance of each replica that is not known any more."""
         self.version = -1
-        """Version of the coordinator's report; -1: none since this gateway joined."""
+        """Version of the coordinator's report; -1: no report since this gateway joined."""
         self.inherited: dict[str, ReplicaInfo] = {}
-        """The predecessor's replicas that the coordinator has not reported."""
+        """Replicas of the previous coordinator that the new one has not reported yet."""
         self._inherited_s = 0.0
         self._places: dict[str, ReplicaInfo] = {}
         self._replicas = replicas
         self._on_gone = on_gone
 
     def joined(self, now: float, *, another: bool) -> None:
-        """A coordinator was joined; ``another`` than before."""
+        """Record that this gateway joined a coordinator. ``another``: a different one than before."""
         self.version = -1
         if another:
             self.inherited = dict(self._places)
             self._inherited_s = now
 
     def update(self, places: Sequence[ReplicaInfo], version: int) -> None:
-        """Replace the replicas by the coordinator's; an older report is ignored."""
+        """Replace the replicas by those that the coordinator reports; an older report is ignored."""
         if version > self.version:
             self.version = version
             self._set_replicas(places)
 
     def expire_inherited(self, now: float) -> None:
-        """Forget a predecessor's replicas after ``INHERITED_TTL_S``."""
+        """Forget the previous coordinator's replicas after ``INHERITED_TTL_S``."""
         if self.inherited and now - self._inherited_s >= INHERITED_TTL_S:
             reported = [place for name, place in self._places.items() if name not in self.inherited]
             self.inherited = {}

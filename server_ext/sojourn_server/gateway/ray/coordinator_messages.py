@@ -1,7 +1,7 @@
 """Messages between coordinator, gateways and engines. Plain data, encoded as msgpack.
 
-``epoch`` identifies the coordinator that sends or receives. A later coordinator has a higher one, and
-messages of earlier coordinators are ignored then.
+``epoch`` identifies the coordinator that sends or receives a message. A later coordinator has a higher epoch,
+and messages of earlier ones are ignored from then on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from . import coordinator_messages as m
 Message = TypeVar("Message")
 
 IN_FLIGHT_UNKNOWN = -1
-"""Requests in flight of an engine that has not registered with this coordinator; its drain has to wait."""
+"""Stands for the number of requests in flight of an engine that has not registered with this coordinator; its
+drain has to wait."""
 
 
 class MessageEncodingError(Exception):
@@ -35,13 +36,14 @@ class ResponseStatus(str, Enum):
 
     OK = "ok"
     JOIN = "join"
-    """The coordinator does not know the sender, or restarted: join (again), and report everything."""
+    """The coordinator does not know the sender, or has restarted: the sender has to join (again) and report
+    everything."""
     DEPOSED = "deposed"
-    """There is a later coordinator; this one decides nothing."""
+    """There is a later coordinator; this one decides nothing any more."""
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True):
-    """A replica, for gateways."""
+    """A replica, as gateways know it."""
 
     replica_id: str
     url: str
@@ -49,19 +51,19 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     description: EngineDescription
     health: str
     direct: bool
-    """Turns of programs at home there may be sent without a question."""
+    """Whether gateways may send turns of programs at home there without asking."""
     takes_new: bool
     paths: PairCapabilities | None = None
-    """Capabilities of an engine of a pair; ``None`` for other engines."""
+    """Capabilities of a prefill or decode engine; ``None`` for other engines."""
 
     @property
     def instance(self) -> str:
-        """Changes with each restart."""
+        """Id of the engine's process, which changes with each restart."""
         return self.description.instance
 
 
 class ReplicaProbeResult(msgspec.Struct, frozen=True):
-    """Result of a gateway's probe."""
+    """Result of a gateway's check whether a replica is alive."""
 
     replica_id: str
     instance: str
@@ -74,9 +76,9 @@ class JoinRequest(msgspec.Struct, frozen=True):
     gateway_id: str
     seen_epoch: int
     requests: tuple[routing_events.RequestReceived | routing_events.RequestSent, ...] = ()
-    """All requests in progress, sent or waiting. ``deadline_s`` is relative to now."""
+    """All requests of the gateway in progress, sent or waiting. ``deadline_s`` is relative to now."""
     join: int = 0
-    """Number of this join among the gateway's joins."""
+    """Number of this join, counted by the gateway."""
 
 
 class ReportRequest(msgspec.Struct, frozen=True):
@@ -91,7 +93,7 @@ class ReportRequest(msgspec.Struct, frozen=True):
     acked: int = 0
     places_version: int = -1
     join: int = 0
-    """Number of the gateway's join, to detect late batches."""
+    """Number of the gateway's latest join, by which late batches are recognised."""
 
 
 class PollRequest(msgspec.Struct, frozen=True):
@@ -100,16 +102,16 @@ class PollRequest(msgspec.Struct, frozen=True):
     gateway_id: str
     epoch: int
     acked: int
-    """Number of the last action received."""
+    """Number of the last action that the gateway has received."""
     version: int
-    """Version of the gateway's copy of homes; -1: it has none of this epoch."""
+    """Version of the gateway's copy of homes; -1: it has none from this coordinator."""
     places_version: int
     join: int = 0
-    """``join`` of ``ReportRequest``."""
+    """Number of the gateway's latest join, as in ``ReportRequest``."""
 
 
 class CoordinatorResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Answer to a gateway, which skips actions that it has, by their numbers."""
+    """Answer to a gateway. Actions are numbered; the gateway skips those that it already has."""
 
     epoch: int
     status: ResponseStatus = ResponseStatus.OK
@@ -117,21 +119,21 @@ class CoordinatorResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     mail: tuple[routing_events.AnyRoutingAction, ...] = ()
     homes: HomeChanges | None = None
     places: tuple[ReplicaInfo, ...] | None = None
-    """All replicas; ``None``: unchanged."""
+    """All replicas; ``None``: unchanged since the last answer."""
     places_version: int = -1
 
 
 class EngineRegistration(msgspec.Struct, frozen=True):
-    """An engine is alive."""
+    """An engine registers, or reports that it is alive."""
 
     engine_id: str
     url: str
     description: EngineDescription
     seen_epoch: int = 0
     paths: PairCapabilities | None = None
-    """Capabilities of an engine of a pair; ``None`` for other engines."""
+    """Capabilities of a prefill or decode engine; ``None`` for other engines."""
     links: dict[str, LinkStats] = {}
-    """Links by name, of prefill and decode engines; empty: not polled since the last report."""
+    """Links by name, of a prefill or decode engine; empty: not polled since the last report."""
 
 
 class RegistrationResponse(msgspec.Struct, frozen=True):
@@ -140,7 +142,7 @@ class RegistrationResponse(msgspec.Struct, frozen=True):
     epoch: int
     status: ResponseStatus = ResponseStatus.OK
     wanted_engines: int = 0
-    """Number of engines that there should be; 0: unknown."""
+    """Number of engines that the cluster should have; 0: unknown."""
 
 
 class EngineStopped(msgspec.Struct, frozen=True):
@@ -152,7 +154,7 @@ class EngineStopped(msgspec.Struct, frozen=True):
 
 
 class DrainRequest(msgspec.Struct, frozen=True):
-    """Drain an engine. Repeated, it only asks for the progress."""
+    """Drain an engine. Sent again, it only asks for the progress."""
 
     engine_id: str
 
@@ -171,18 +173,18 @@ class CoordinatorState(msgspec.Struct, frozen=True):
 
     epoch: int
     restored: int
-    """Programs with a home in the checkpoint that it read."""
+    """Number of programs with a home in the checkpoint that the coordinator read."""
     gateways: int
     wanted_engines: int
     programs: list[ProgramRouteStatus]
     replicas: list[ReplicaStatus]
     uses: dict[str, float]
     pairs: list[PairEngineStatus] = []
-    """Used instead of ``replicas`` for prefill and decode engines."""
+    """Prefill and decode engines, listed here instead of in ``replicas``."""
 
 
 def encode_message(message: Any) -> bytes:
-    """A message as bytes. Raises ``MessageEncodingError``."""
+    """Encode a message. Raises ``MessageEncodingError``."""
     try:
         return msgspec.msgpack.encode(message)
     except (ValueError, TypeError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
@@ -190,7 +192,7 @@ def encode_message(message: Any) -> bytes:
 
 
 def decode_message(data: bytes, kind: type[Message]) -> Message:
-    """A message from bytes. Raises ``msgspec.ValidationError`` for another type."""
+    """Decode a message of the type ``kind``. Raises ``msgspec.ValidationError`` for another type."""
     return msgspec.msgpack.decode(data, type=kind)
 
 
@@ -212,17 +214,17 @@ REQUESTS: dict[str, type[Any] | None] = {
     "drain": DrainRequest,
     "state": None,
 }
-"""A coordinator's methods, and the messages that they take; ``None``: none."""
+"""The coordinator's methods and the message that each takes; ``None``: no message."""
 
 
 class CoordinatorClient(ABC):
-    """A coordinator's methods. All raise ``CoordinatorUnavailable``, and ``MessageEncodingError`` for a
+    """Calls a coordinator's methods. All raise ``CoordinatorUnavailable``, and ``MessageEncodingError`` for a
     message that cannot be encoded."""
 
     @abstractmethod
     async def _call(self, method: str, message: Any, kind: type[m.Message]) -> m.Message:
-        """Call a method with a message (``None``: without one); its answer has the type ``kind``. Raises
-        ``CoordinatorUnavailable``, ``MessageEncodingError``."""
+        """Call a method with ``message`` (``None``: without one) and return its answer, of the type ``kind``.
+        Raises ``CoordinatorUnavailable``, ``MessageEncodingError``."""
 
     async def join(self, join: m.JoinRequest) -> m.CoordinatorResponse:
         return await self._call("join", join, m.CoordinatorResponse)
@@ -249,9 +251,10 @@ class CoordinatorClient(ABC):
 async def call_with_timeout(
     call: Coroutine[Any, Any, Answered], timeout_s: float = CALL_TIMEOUT_S
 ) -> Answered:
-    """The result of a call. Raises its exceptions, and ``CoordinatorUnavailable`` after ``timeout_s``.
+    """Await a call and return its result. Raises the call's exceptions, and ``CoordinatorUnavailable`` after
+    ``timeout_s``.
 
-    ``asyncio.wait_for`` before Python 3.12 swallows a cancellation that coincides with the result: the caller
+    Before Python 3.12 ``asyncio.wait_for`` swallows a cancellation that coincides with the result: the caller
     would not end.
     """
     calling = asyncio.ensure_future(call)

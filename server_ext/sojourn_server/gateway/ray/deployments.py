@@ -1,4 +1,4 @@
-"""HTTP listeners of a replica: its own port, and on request none that other machines reach."""
+"""What runs on Ray Serve: engines, gateways, and the gateways' own HTTP listeners."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .engine_supervisor import EngineSupervisor
 from .ray_config import EngineGroup, RayConfig, parse_config, read_key
 
 KEEP_ALIVE_S = 75
-"""Longer than clients and load balancers keep a connection, so that they close it first."""
+"""Longer than clients and load balancers keep a connection, so that they are the ones to close it."""
 
 
 async def serve_http(app: Starlette, host: str, port: int) -> None:
@@ -76,10 +76,10 @@ def _bound_socket(host: str, port: int) -> socket.socket:
 
 
 def restrict_to_loopback() -> None:
-    """Bind the server that each Serve replica opens for calls between deployments to the loopback interface.
-    By default it listens on all interfaces, and no setting changes that.
+    """Bind to the loopback interface the server that each Serve replica opens for calls between deployments.
+    By default that server listens on all interfaces, and no setting changes it.
 
-    Call it before the replica is ready. Raises ``RuntimeError`` if this release of Ray works differently.
+    Call this before the replica is ready. Raises ``RuntimeError`` if this release of Ray works differently.
     """
     from ray.serve._private import replica
 
@@ -106,15 +106,15 @@ WANTED_ENGINES_METRIC = "wanted_engines"
 GATEWAY_CPUS = 0.1
 """CPUs that Ray reserves for a gateway."""
 MAX_ONGOING_REQUESTS = 100_000
-"""Maximum requests of one gateway; the coordinator limits waiting requests."""
+"""Maximum number of requests of one gateway for Serve; the coordinator limits waiting requests."""
 STREAM_GRACE_S = 60.0
 
 
 class EngineReplica:
-    """One engine. Requests go to the engine's own address, not through Serve."""
+    """One engine as a Serve replica. Requests are sent to the engine's own address, not through Serve."""
 
     async def __init__(self, config: dict[str, Any], name: str) -> None:  # type: ignore[misc]
-        """``name``: of its deployment."""
+        """``name``: name of the deployment."""
         read = parse_config(config, source="the deployment")
         if read.on_loopback:
             restrict_to_loopback()
@@ -138,7 +138,7 @@ class EngineReplica:
         await self._supervisor.start()
 
     def check_health(self) -> None:
-        """Raises if the engine is gone: Serve starts another replica then."""
+        """Raise if the engine is gone, so that Serve starts another replica."""
         self._supervisor.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -154,14 +154,14 @@ class EngineReplica:
 
 
 def autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """The coordinator's number of engines, as replicas received it when they registered."""
+    """Return the number of engines that the coordinator wants. Replicas receive it when they register."""
     told = (context.aggregated_metrics or {}).get(WANTED_ENGINES_METRIC, {})
     wanted = int(max(told.values(), default=0))
     return wanted or context.target_num_replicas, {}
 
 
 def engine_command(config: RayConfig, group: EngineGroup, host: str) -> list[str]:
-    """The command of an engine at ``host``, with placeholders in braces."""
+    """The command that starts an engine at ``host``, with placeholders in braces."""
     if group.engines.command:
         return list(group.engines.command)
     args = list(group.engines.args)
@@ -195,7 +195,8 @@ def _node_name() -> str:
 
 
 class RayEngineMonitor(EngineMonitorProtocol):
-    """Probes replicas for the coordinator, and returns the descriptions that it reported."""
+    """Probes replicas for the coordinator, and returns the engine descriptions that the coordinator
+    reported."""
 
     def __init__(
         self,
@@ -227,7 +228,8 @@ class RayEngineMonitor(EngineMonitorProtocol):
 
 
 def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend, Starlette]:
-    """The ASGI application of a gateway replica: that of one machine with a remote coordinator."""
+    """Build a gateway replica and its ASGI application: the gateway of one machine with a remote
+    coordinator."""
     rules = routing_rules(config)
     preset = rules if isinstance(rules, ClusterPreset) else None
     options = GatewayOptions(
@@ -258,7 +260,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
 
 
 def load_tenants(config: RayConfig) -> TenantKeys:
-    """The configured keys. Raises ``TenantKeysError``, ``RayConfigError``."""
+    """Read the configured keys. Raises ``TenantKeysError``, ``RayConfigError``."""
     if config.tenants is not None:
         return load_tenant_keys(Path(config.tenants))
     key = read_key(config.keys.api, "keys.api")
@@ -317,7 +319,7 @@ def _engine_deployment(group: EngineGroup) -> Any:
 
 
 def gateway_class(document: dict[str, Any]) -> type[Any]:
-    """The ingress: each replica builds its own ASGI application."""
+    """The class of Serve's ingress. Each replica builds its own ASGI application."""
 
     def build_app() -> Starlette:
         config = parse_config(document, source="the deployment")
@@ -332,8 +334,8 @@ def gateway_class(document: dict[str, Any]) -> type[Any]:
 def build(args: dict[str, Any]) -> Any:
     """Return the application for ``serve deploy`` and a RayService.
 
-    They name it as ``import_path: sojourn_server.gateway.ray.deployments:build``, with the keys of the
-    configuration under ``args``. Raises ``RayConfigError``.
+    Their configuration names this function as ``import_path: sojourn_server.gateway.ray.deployments:build``,
+    with the keys of the gateway's configuration under ``args``. Raises ``RayConfigError``.
     """
     return application(parse_config(args, source="args"))
 

@@ -1,4 +1,4 @@
-"""One engine as a child process: started, polled, described, stopped."""
+"""One engine as a child process: starts, polls, describes and stops it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 READY_POLL_S = 0.25
 PROGRESS_LOG_INTERVAL_S = 15.0
 STOP_GRACE_S = 10.0
-"""Time for an engine to end by itself."""
+"""Time for an engine to end by itself before it is killed."""
 
 _EXCLUDED_PREFIXES = ("RAY_", "SERVE_")
 # Ray sets it to the actor's reserved CPUs; the engine may use more.
@@ -42,7 +42,8 @@ class EngineFailed(RuntimeError):
 
 
 class EngineProcess:
-    """``command`` may have ``{host}``, ``{port}`` and ``{engine}`` for its address and its name.
+    """An engine process. In ``command``, ``{host}``, ``{port}`` and ``{engine}`` stand for the engine's
+    address and name.
 
     Call ``start`` and ``end`` in one thread that lives at least as long as the engine.
     """
@@ -60,9 +61,9 @@ class EngineProcess:
         role: PairRole | None = None,
         words: Mapping[str, str] | None = None,
     ) -> None:
-        """``environment`` is added to this process's environment without Ray's variables. ``role``: of an
-        engine of a pair; an engine that cannot be in a pair fails to start. ``words``: further placeholders
-        of ``command`` and their values."""
+        """``environment`` is added to this process's environment without Ray's variables. ``role``: role of a
+        prefill or decode engine; if the engine cannot be part of a pair, the start fails. ``words``: further
+        placeholders of ``command`` and their values."""
         self.engine_id = engine_id
         self.role = role
         self.instance = ""
@@ -80,22 +81,22 @@ class EngineProcess:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """The engine's address."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """``None``: not started."""
+        """The process id; ``None``: not started."""
         return self._process.pid if self._process is not None else None
 
     @property
     def code(self) -> int | None:
-        """Its exit code; ``None``: it runs."""
+        """The exit code; ``None``: the engine runs."""
         return self._process.poll() if self._process is not None else None
 
     async def start(self) -> EngineDescription:
-        """Start it and wait until it answers. Raises ``EngineFailed``."""
+        """Start the engine and wait until it answers. Raises ``EngineFailed``."""
         self.port = _free_port(self._host)
         self.instance = secrets.token_hex(6)
         self._probe = EngineProbe(
@@ -126,13 +127,13 @@ class EngineProcess:
             raise
 
     async def lives(self) -> bool | None:
-        """Whether it answers; ``None``: not in time."""
+        """Whether the engine answers; ``None``: not in time."""
         assert self._probe is not None, "the engine was not started"
         return await self._probe.lives()
 
     async def describe(self) -> EngineDescription | None:
-        """Its description; ``None``: not available. While parts are missing, the last complete one stays: an
-        incomplete one would look like another engine."""
+        """The engine's description; ``None``: not available. While parts are missing, the last complete
+        description stays: an incomplete one would look like another engine."""
         assert self._probe is not None, "the engine was not started"
         described = await self._probe.describe()
         if described is not None:
@@ -150,11 +151,11 @@ class EngineProcess:
         return replace(pair, instance=life)
 
     async def links(self) -> dict[str, LinkStats]:
-        """Queues of the links of an engine of a pair; empty: not reported."""
+        """Queues of the links of a prefill or decode engine; empty: not reported."""
         return (await self._probe.links() if self._probe is not None else None) or {}
 
     async def end(self, grace_s: float = STOP_GRACE_S) -> None:
-        """End it and its children. May be repeated."""
+        """End the engine and its children. Repeating this is harmless."""
         process = self._process
         if process is not None:
             if process.poll() is None:
@@ -170,7 +171,7 @@ class EngineProcess:
             self._session = None
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines of its log."""
+        """The last lines of the engine's log."""
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - 16_384))
@@ -227,7 +228,7 @@ class EngineProcess:
 
 
 def environment(here: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an engine: this process's without Ray's variables, plus ``added``."""
+    """The environment for an engine: ``here`` without Ray's variables, plus ``added``."""
     kept = {
         name: value
         for name, value in here.items()

@@ -1,4 +1,4 @@
-"""Registered engines with their replicas, what gateways see of them, and votes on silent ones."""
+"""Registered engines with their replicas, what gateways are told about them, and votes on silent replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..http.replica_addresses import rank_addresses
 from .coordinator_messages import EngineRegistration, ReplicaInfo
 
 SAMPLE_TURNS = 8
-"""Sample turns that test whether a policy sends all turns home."""
+"""Number of sample turns that test whether a policy sends all turns of a program to its home."""
 
 
 class RegistrationResult(NamedTuple):
@@ -27,11 +27,11 @@ class RegistrationResult(NamedTuple):
     places: list[ReplicaInfo]
     """The engine's replicas."""
     changed: bool
-    """Whether they differ from before."""
+    """Whether the replicas differ from those of the last registration."""
     left: list[ReplicaInfo]
     """The engine's earlier replicas that are gone or restarted."""
     replaced: list[str]
-    """Other engines that used one of its addresses; they are still registered."""
+    """Ids of other engines that used one of the engine's addresses; they are still registered."""
 
 
 class EngineRegistry:
@@ -40,24 +40,24 @@ class EngineRegistry:
     def __init__(self, engines: Mapping[str, list[ReplicaInfo]] | None = None) -> None:
         self._engines = {engine: list(places) for engine, places in (engines or {}).items()}
         self._drains: dict[str, str | None] = {}
-        """Drained engines and their instances; ``None``: not registered yet."""
+        """Instance of each drained engine, by engine id; ``None``: not registered yet."""
         self._heard: set[str] = set()
-        """Engines that have registered here; others come from the checkpoint."""
+        """Ids of the engines that have registered here; the others come from the checkpoint."""
         self.shown: tuple[ReplicaInfo, ...] = ()
-        """Replicas as gateways see them since the last ``refresh_shown``."""
+        """The replicas that gateways are told about, as of the last ``refresh_shown``."""
         self.version = 0
         """Version of ``shown``."""
 
     def kept(self) -> dict[str, list[ReplicaInfo]]:
-        """A copy, for the checkpoint."""
+        """A copy of the engines and their replicas, for the checkpoint."""
         return {engine: list(places) for engine, places in self._engines.items()}
 
     def of(self, engine_id: str) -> list[ReplicaInfo]:
-        """An engine's replicas; empty: it is unknown."""
+        """An engine's replicas; empty: unknown."""
         return self._engines.get(engine_id, [])
 
     def engine_of(self, replica_id: str) -> str | None:
-        """The engine of a replica."""
+        """The id of a replica's engine; ``None``: unknown."""
         for engine_id, places in self._engines.items():
             if any(place.replica_id == replica_id for place in places):
                 return engine_id
@@ -107,7 +107,7 @@ class EngineRegistry:
         return self._engines.pop(engine_id, [])
 
     def drain(self, engine_id: str) -> bool:
-        """Drain an engine, even before it registers; False: it is drained already."""
+        """Begin to drain an engine, even before it registers. False: it drains already."""
         if engine_id in self._drains:
             return False
         places = self.of(engine_id)
@@ -115,11 +115,12 @@ class EngineRegistry:
         return True
 
     def drains(self, engine_id: str) -> bool:
-        """Whether an engine is drained."""
+        """Whether an engine drains."""
         return engine_id in self._drains
 
     def refresh_shown(self, core: RoutingCore, routing: RoutingPolicy | None, now: float) -> bool:
-        """Update what gateways see; True if it changed. ``routing``: the policy of an affinity core."""
+        """Update ``shown``; True if it changed. ``routing``: the policy of an affinity core, ``None`` for a
+        pair core."""
         each = (
             self._shown(place, core, routing, now) for places in self._engines.values() for place in places
         )
@@ -133,7 +134,7 @@ class EngineRegistry:
     def _shown(
         self, place: ReplicaInfo, core: RoutingCore, routing: RoutingPolicy | None, now: float
     ) -> ReplicaInfo | None:
-        """A replica as gateways see it; ``None``: it is sent nothing."""
+        """A replica as gateways are told about it; ``None``: it gets no requests."""
         health = core.health(place.replica_id)
         if health is None:
             return None
@@ -155,14 +156,15 @@ class EngineRegistry:
         return sum(1 for places in self._engines.values() if places)
 
     def __iter__(self) -> Iterator[str]:
-        """Engine ids."""
+        """The engines' ids."""
         return iter(self._engines)
 
 
 def routes_home_directly(core: AffinityCore, routing: RoutingPolicy, replica: Replica, now: float) -> bool:
-    """Whether all turns of programs at home there go there now, so that gateways need not ask.
+    """Whether every turn of a program at home at this replica would be sent there now, so that gateways need
+    not ask.
 
-    A failure of the policy is counted, and gateways ask.
+    If the policy fails, that is counted, and gateways ask.
     """
     if (
         replica.health is not ReplicaHealth.UP
@@ -184,7 +186,7 @@ def routes_home_directly(core: AffinityCore, routing: RoutingPolicy, replica: Re
 
 
 VOTE_TIMEOUT_S = 20.0
-"""Gateways that have not voted by then are ignored."""
+"""Gateways that have not voted after this time are ignored."""
 
 
 @dataclass(slots=True)
@@ -196,13 +198,13 @@ class _LivenessVote:
 
 
 class LivenessQuorum:
-    """Running votes, by replica."""
+    """Running votes of the gateways on whether a replica is alive, by replica."""
 
     def __init__(self) -> None:
         self._liveness_votes: dict[str, _LivenessVote] = {}
 
     def begin(self, replica_id: str, instance: str, gateways: Collection[str], now: float) -> bool:
-        """Start a vote; False: one is running already, or there is no gateway."""
+        """Start a vote. False: one is running already, or there is no gateway."""
         trial = self._liveness_votes.get(replica_id)
         if not gateways or (
             trial is not None and trial.instance == instance and now - trial.began_s < VOTE_TIMEOUT_S
@@ -222,11 +224,12 @@ class LivenessQuorum:
             trial.failed.add(gateway_id)
 
     def over(self, replica_id: str) -> None:
-        """Cancel a vote: the state is known otherwise."""
+        """Cancel a vote: the replica's state is known otherwise."""
         self._liveness_votes.pop(replica_id, None)
 
     def unreachable(self, gateways: Collection[str], now: float) -> list[tuple[str, str]]:
-        """Replicas and instances that no remaining voter reaches."""
+        """Ids and instances of the replicas that, by all votes, no gateway reaches. ``gateways``: those that
+        still exist."""
         found = []
         for replica_id, trial in list(self._liveness_votes.items()):
             still_there = trial.asked & set(gateways)

@@ -1,4 +1,5 @@
-"""Supervises one engine's process, and registers it with the coordinator. A deployment wraps it for Ray."""
+"""Supervises one engine's process, and registers the engine with the coordinator. ``deployments`` runs it on
+Ray."""
 
 from __future__ import annotations
 
@@ -25,27 +26,27 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 0.5
 PROCESS_POLL_S = 0.1
 HEARTBEATS_PER_DESCRIPTION = 60
-"""Heartbeats between two descriptions of the engine."""
+"""Number of heartbeats between two descriptions of the engine."""
 HEARTBEATS_PER_LINK_STATUS = 4
-"""The same for prefill and decode engines, with the queues of their links."""
+"""The same number for a prefill or decode engine, whose description includes the queues of its links."""
 SUPERVISOR_CALL_TIMEOUT_S = 5.0
 DRAIN_POLL_S = 0.2
 MAX_FAILED_HEALTH_CHECKS = 3
-"""Consecutive failed health checks of a process that is still running."""
+"""Number of consecutive failed health checks after which a running process counts as failed."""
 
 
 class EngineSupervisor:
     """Supervises one engine, from ``start`` to ``stop``."""
 
     def __init__(self, process: EngineProcess, calls: CoordinatorClient, *, drain_s: float) -> None:
-        """``drain_s``: time for running turns when it stops."""
+        """``drain_s``: time for running turns to end when the engine stops."""
         self.process = process
         self.wanted_engines = 0
         self._calls = calls
         self._drain_s = drain_s
         self._description: EngineDescription | None = None
         self._links: dict[str, LinkStats] = {}
-        """The last report, if not sent yet."""
+        """The last report of links, if it has not been sent yet."""
         self._epoch = 0
         self._failure: str | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -56,14 +57,14 @@ class EngineSupervisor:
         self._looking = asyncio.ensure_future(self._look_after())
 
     def check(self) -> None:
-        """Raises ``EngineFailed`` if the engine is gone."""
+        """Raise ``EngineFailed`` if the engine is gone."""
         if self.process.code is not None:
             raise EngineFailed(f"the engine's process ended with code {self.process.code}")
         if self._failure is not None:
             raise EngineFailed(self._failure)
 
     async def _look_after(self) -> None:
-        """Run until cancelled, or until the engine is gone."""
+        """Check and register the engine regularly, until cancelled or until the engine is gone."""
         watching = asyncio.ensure_future(self._watch_process())
         beating = asyncio.ensure_future(self._beat())
         try:

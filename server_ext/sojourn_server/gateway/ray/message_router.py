@@ -1,4 +1,5 @@
-"""Messages from the coordinator to gateways: one outbox per gateway, and the owner of each request."""
+"""Messages from the coordinator to gateways: one outbox per gateway, and the gateway that has each
+request."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from ...routing.routing_events import AnyRoutingAction
 
 
 class Outbox:
-    """Outbox of one gateway since it joined.
+    """Actions for one gateway since it joined.
 
     Actions are numbered from 1 and kept until the gateway acknowledges them. Calls to an actor may overtake
     each other, so the gateway's batches are numbered too, and an early batch waits for those before it.
@@ -22,7 +23,7 @@ class Outbox:
         self.heard_s = now
         self.join = join
         self.requests: set[str] = set()
-        """Its requests in progress."""
+        """Ids of the gateway's requests in progress."""
         self.wake = asyncio.Event()
         self._mail: deque[AnyRoutingAction] = deque()
         self._first = 1
@@ -42,9 +43,10 @@ class Outbox:
         return self._first, tuple(self._mail)
 
     async def turn(self, number: int) -> bool:
-        """Wait until all batches before this one were processed; False: it was processed itself.
+        """Wait until all batches before number ``number`` are processed. False: that batch itself was
+        processed already.
 
-        The gateway may have joined again meanwhile, with another outbox.
+        The gateway may join again meanwhile, and then has another outbox.
         """
         if number > self._next_batch:
             came = self._waiting_batches.setdefault(number, asyncio.get_running_loop().create_future())
@@ -52,14 +54,14 @@ class Outbox:
         return number == self._next_batch
 
     def taken(self, number: int) -> None:
-        """A batch was processed."""
+        """Record that a batch was processed."""
         self._next_batch = number + 1
         following = self._waiting_batches.pop(self._next_batch, None)
         if following is not None and not following.done():
             following.set_result(None)
 
     def close(self) -> None:
-        """The gateway is gone or has joined again: cancel waiting batches."""
+        """Cancel waiting batches: the gateway is gone or has joined again."""
         for early in self._waiting_batches.values():
             early.cancel()
         self._waiting_batches.clear()
@@ -67,20 +69,20 @@ class Outbox:
 
 
 GATEWAY_LEASE_S = 20.0
-"""Requests of a gateway that is silent for this long have ended."""
+"""If a gateway is silent for this long, its requests count as ended."""
 
 
 class MessageRouter:
-    """Outboxes of all joined gateways."""
+    """The outboxes of all joined gateways."""
 
     def __init__(self) -> None:
         self._outboxes: dict[str, Outbox] = {}
         self._owner: dict[str, str] = {}
-        """Gateway of each request."""
+        """Id of the gateway that has each request."""
 
     @property
     def gateways(self) -> KeysView[str]:
-        """All joined gateways."""
+        """Ids of all joined gateways."""
         return self._outboxes.keys()
 
     def box(self, gateway_id: str) -> Outbox | None:
@@ -90,8 +92,8 @@ class MessageRouter:
     def join(
         self, gateway_id: str, requests: Iterable[str], now: float, number: int = 0
     ) -> tuple[Outbox, set[str]]:
-        """A gateway joins with all of its requests; ``number``: of the join. Returns its new outbox, and its
-        earlier requests that are not among them."""
+        """Let a gateway join with all of its requests. ``number``: number of the join. Returns its new
+        outbox, and its earlier requests that are not among ``requests``."""
         old = self._outboxes.get(gateway_id)
         box = self._outboxes[gateway_id] = Outbox(now, number)
         if old is None:
@@ -102,7 +104,7 @@ class MessageRouter:
         return box, old.requests - has
 
     def silent(self, now: float) -> dict[str, list[str]]:
-        """Remove gateways that were silent for ``GATEWAY_LEASE_S``; returns them with their requests."""
+        """Remove the gateways that were silent for ``GATEWAY_LEASE_S``; returns them with their requests."""
         found = {}
         for gateway_id, box in list(self._outboxes.items()):
             if now - box.heard_s >= GATEWAY_LEASE_S:
@@ -112,7 +114,7 @@ class MessageRouter:
         return found
 
     def has(self, gateway_id: str, request_id: str) -> None:
-        """Set the owner of a request."""
+        """Record which gateway has a request."""
         self._owner[request_id] = gateway_id
         self._outboxes[gateway_id].requests.add(request_id)
 
@@ -128,8 +130,9 @@ class MessageRouter:
         together: Sequence[routing_events.AnyRoutingAction],
         told_by: str | None,
     ) -> None:
-        """Send an action to the gateway of its request; a ``ProbeReplica`` to all. ``together``: all actions
-        of the same event; ``told_by``: the gateway that reported it."""
+        """Send an action to the gateway that has its request; a ``ProbeReplica`` goes to all gateways.
+        ``together``: all actions caused by the same event. ``told_by``: the gateway that reported the
+        event."""
         if isinstance(action, routing_events.ProbeReplica):
             for each in self._outboxes.values():
                 each.post(action)

@@ -14,12 +14,12 @@ from ..http.routing_backend import GatewayRequestState
 from .coordinator_messages import ReplicaInfo
 
 MAX_WAIT_WITHOUT_REPLICA_S = 60.0
-"""A request is rejected after this time without a known replica."""
+"""A request is rejected after this time if no replica is known."""
 MAX_FAILURES = 3
 MAX_FAILURES_AFTER_ACCEPT = 2
-"""Maximum number of failures at replicas that had accepted the request."""
+"""Maximum number of replicas at which a request may fail after they had accepted it."""
 LOAD_COUNT_INTERVAL_S = 0.25
-"""Interval between two counts of requests per replica, so that a decision does not count all."""
+"""Interval between two counts of the requests per replica, so that not every decision counts them all."""
 
 
 @dataclass(slots=True)
@@ -31,32 +31,34 @@ class OpenRequest:
     since_s: float
     sent_to: str | None = None
     prefill_id: str | None = None
-    """Its prefill engine, while that is computing the prompt."""
+    """Id of the prefill engine while it computes the prompt."""
     began: bool = False
     placed_locally: bool = False
-    """Decided without the coordinator: its later decision is based on an outdated state."""
+    """Whether this gateway decided without the coordinator: a later decision of the coordinator rests on an
+    outdated state."""
     refused: bool = False
-    """Rejected by this gateway: nothing more is to be decided."""
+    """Whether this gateway has rejected the request: nothing more is to be decided."""
     failed_at: list[str] = field(default_factory=list)
     failures_computing: int = 0
-    """Those of the failures that were at replicas that had accepted it."""
+    """Number of failures at replicas that had accepted the request."""
 
     @property
     def state(self) -> tuple[str | None, str | None, bool]:
-        """Where it is, and whether its answer has begun."""
+        """Where the request is, and whether its answer has begun."""
         return self.sent_to, self.prefill_id, self.began
 
     def is_at(self, replica_id: str) -> bool:
-        """Whether it depends on this replica."""
+        """Whether the request depends on this replica."""
         return replica_id in (self.sent_to, self.prefill_id)
 
     def goes(self, send: routing_events.SendRequest | None) -> None:
-        """Record where it is sent; ``None``: nowhere for now."""
+        """Record where the request is sent; ``None``: nowhere for now."""
         self.sent_to = send.replica_id if send is not None else None
         self.prefill_id = send.prefill_id if isinstance(send, SendRequestToPair) else None
 
     def as_event(self, now: float) -> routing_events.RequestReceived | routing_events.RequestSent:
-        """The event that introduces it to a coordinator that does not know it; its deadline is relative."""
+        """The event that introduces the request to a coordinator that does not know it. Its deadline is
+        relative to ``now``."""
         asked = self.asked
         if asked.deadline_s is not None:
             asked = msgspec.structs.replace(asked, deadline_s=asked.deadline_s - now)
@@ -78,12 +80,12 @@ class OpenRequest:
 
 
 class OpenRequests(Mapping[str, OpenRequest]):
-    """Requests without an answer, by id and in order of arrival."""
+    """Requests whose answers have not ended, by id and in order of arrival."""
 
     def __init__(self) -> None:
         self._open: dict[str, OpenRequest] = {}
         self._sent: Counter[str] = Counter()
-        """Requests per replica: counted at ``_last_count_s``, plus decisions since."""
+        """Number of requests per replica: counted at ``_last_count_s``, plus the decisions since then."""
         self._last_count_s: float | None = None
 
     def add(self, asked: routing_events.RequestReceived, now: float) -> OpenRequest:
@@ -93,11 +95,11 @@ class OpenRequests(Mapping[str, OpenRequest]):
         return one
 
     def remove(self, request_id: str) -> None:
-        """Remove a request, if it is there."""
+        """Remove a request if it is known."""
         self._open.pop(request_id, None)
 
     def sent_to(self, replica_id: str) -> list[OpenRequest]:
-        """Requests at a replica."""
+        """The requests at a replica."""
         return [one for one in self._open.values() if one.is_at(replica_id)]
 
     def decide(
@@ -105,8 +107,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
         """Decide about a request without the coordinator; ``None``: it keeps waiting.
 
-        It goes to its home if possible, else to the replica that this gateway has sent the fewest requests;
-        never to one where it failed.
+        It is sent to its program's home if possible, else to the replica that this gateway has sent the
+        fewest requests; never to a replica where it failed.
         """
         request_id = one.asked.request_id
         if len(one.failed_at) >= MAX_FAILURES:
@@ -131,7 +133,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
         return decided
 
     def _count(self, now: float) -> Counter[str]:
-        """Counted once for all requests that are decided together."""
+        """Number of requests per replica, counted once for all requests that are decided together."""
         if self._last_count_s is None or not 0 <= now - self._last_count_s < LOAD_COUNT_INTERVAL_S:
             self._last_count_s = now
             self._sent.clear()
@@ -167,7 +169,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
     def _pair(
         self, one: OpenRequest, usable: Sequence[ReplicaInfo], sent: Mapping[str, int], now: float
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
-        """The least used engine of each role; the prefill side reads."""
+        """Choose the least used engine of each role. The prefill side reads from storage."""
         chosen: dict[PairRole, ReplicaInfo] = {}
         for place in sorted(usable, key=lambda place: (not place.takes_new, sent[place.replica_id])):
             if place.paths is not None:

@@ -1,4 +1,5 @@
-"""Which registering engines may form pairs: all of them serve the same model and kind of KV."""
+"""Decides which registering engines may form pairs: those that serve the same model with the same kind of
+KV."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ DrainEvent = routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCan
 
 @dataclass(slots=True)
 class _RegisteredEngine:
-    """An engine that registers, admitted or not."""
+    """An engine that registers regularly, admitted or not."""
 
     kind: EngineCompatibility
     role: PairRole
@@ -43,23 +44,23 @@ class _RegisteredEngine:
 class PairAdmission:
     """Admits engines to a pair core.
 
-    The kind that most registering engines have is served, among kinds that have both roles; the order of
-    registration does not matter. An engine that falls into the minority is drained: its requests end there,
-    and then it is sent nothing.
+    The kind of most registering engines is served, among kinds that have both roles, in whatever order they
+    register. An engine whose kind is no longer served is drained: its requests end there, and then it gets no
+    more.
     """
 
     def __init__(self, core: PairCore, clock: Callable[[], float]) -> None:
         self._core = core
         self._clock = clock
         self._links: dict[str, Mapping[str, LinkStats]] = {}
-        """Last reports, by replica."""
+        """Last report of links, by replica."""
         self._known: dict[str, _RegisteredEngine] = {}
         self._kind: EngineCompatibility | None = None
         """The kind that is served."""
         self._kind_changed = False
-        """Whether it has changed since ``drain_events``."""
+        """Whether the served kind has changed since the last call of ``drain_events``."""
         self._minority_replicas: set[str] = set()
-        """Replicas that are drained for that reason alone."""
+        """Replicas that drain only because their kind is not served."""
         self._last_count_s = -math.inf
         self._logged_rejections: dict[str, str] = {}
         """Last logged reason, by engine."""
@@ -69,7 +70,7 @@ class PairAdmission:
         return self._links.get(replica_id, {})
 
     def why_not(self, registration: EngineRegistration) -> str:
-        """Why an engine is sent nothing; empty: it is admitted."""
+        """Why an engine gets no requests; empty: it is admitted."""
         why = self._why_not(registration)
         if not why:
             self._logged_rejections.pop(registration.engine_id, None)
@@ -111,7 +112,7 @@ class PairAdmission:
         return why
 
     def _count(self, replica_id: str, now: float) -> None:
-        """Find the dominant kind, counting ``replica_id``."""
+        """Find the dominant kind. The replica ``replica_id`` has just registered."""
         self._last_count_s = now
         engines, silent_s = self._core.engines, self._core.limits.lease_s
         self._known = {
@@ -126,7 +127,7 @@ class PairAdmission:
             self._kind = kind
 
     def drain_events(self) -> Sequence[DrainEvent]:
-        """Drains that start or end because the served kind changed since the last call."""
+        """Drains that start or end because the served kind has changed since the last call."""
         if not self._kind_changed or self._kind is None:
             return ()
         self._kind_changed = False
@@ -146,14 +147,14 @@ class PairAdmission:
         return found
 
     def _clear_drained_mark(self, replica_id: str, instance: str) -> None:
-        """An engine that fits and registers anew is not drained because it once did not fit."""
+        """Cancel the drain of an engine that did not fit before and registers anew as one that fits."""
         if replica_id in self._minority_replicas and replica_id not in self._core.engines:
             self._minority_replicas.discard(replica_id)
             if self._core.drained.get(replica_id) == instance:
                 del self._core.drained[replica_id]
 
     def link_event(self, registration: EngineRegistration) -> routing_events.NicQueueReported | None:
-        """Record an engine's links; returns the queue of its node, if known."""
+        """Record an engine's links; returns an event with the queue of its node, if known."""
         if not registration.links or registration.paths is None:
             return None
         self._links = {name: links for name, links in self._links.items() if name in self._core.engines}

@@ -1,8 +1,9 @@
 """Runs a command that ends with its parent process:
-``python -m sojourn_server.gateway.ray.parent_death_signal PARENT COMMAND ...``.
 
-Only Linux ends it; elsewhere the command just runs. It is a process of its own that becomes the command,
-because code between fork and exec may hang in a process with many threads.
+python -m sojourn_server.gateway.ray.parent_death_signal PARENT COMMAND ...
+
+The signal exists on Linux only; elsewhere the command just runs. This module is a process of its own that
+becomes the command, because code between fork and exec may hang in a process with many threads.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Does not return."""
+    """Become the command; does not return."""
     parent, *command = arguments
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

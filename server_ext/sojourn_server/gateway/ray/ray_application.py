@@ -1,4 +1,4 @@
-"""Progress while engines start, which takes minutes."""
+"""Starts, watches and stops the application on Ray Serve, and reports progress while engines start."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from .engine_process import STOP_GRACE_S
 from .ray_config import RayConfig
 
 REPEAT_INTERVAL_S = 15.0
-"""Seconds without a change after which the progress is repeated."""
+"""After this time without a change the last progress line is repeated."""
 STATUS_POLL_S = 1.0
 MAX_SHOWN_CHARS = 200
-"""Longest part of an error that is shown."""
+"""Maximum length of each shown part of an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningReplicas:
-    """Number of running replicas, by kind."""
+    """Number of running replicas of each kind, engines and gateways."""
 
     engines: int
     gateways: int
     trouble: str = ""
-    """Serve's message about replicas that failed to start, with many lines; empty: none."""
+    """Serve's message about replicas that failed to start, of many lines; empty: none."""
 
 
 class StartupProgress:
-    """One line per change, and one after 15 s without a change."""
+    """Progress lines: one per change, and one after ``REPEAT_INTERVAL_S`` without a change."""
 
     def __init__(self, engines: int, gateways: int, began_s: float) -> None:
-        """The expected number of each kind."""
+        """``engines`` and ``gateways``: expected numbers. ``began_s``: time of the start."""
         self._engines, self._gateways = engines, gateways
         self._began_s = self._said_s = began_s
         self._before = RunningReplicas(0, 0)
 
     def line(self, up: RunningReplicas, now_s: float) -> str | None:
-        """The next line; ``None``: nothing to report yet."""
+        """The next line; ``None``: there is nothing to report yet."""
         if up == self._before and now_s - self._said_s < REPEAT_INTERVAL_S:
             return None
         self._before, self._said_s = up, now_s
@@ -60,7 +60,8 @@ class StartupProgress:
 
 
 def summarize_error(trouble: str) -> str:
-    """One line from Serve's message about failed replicas: its action, and the end of the error."""
+    """One line made of Serve's message about failed replicas: what Serve does next, and the end of the
+    error."""
     lines = [line.strip() for line in trouble.splitlines() if line.strip()]
     if not lines:
         return ""
@@ -80,7 +81,7 @@ def report_progress(
     clock: Callable[[], float] = time.monotonic,
     poll_s: float = STATUS_POLL_S,
 ) -> Iterator[None]:
-    """Reports progress in a thread until the context ends: Ray waits silently in the caller's.
+    """Report progress in a thread until the block ends, since Ray waits silently in the caller's thread.
 
     If ``read`` raises, the last line is repeated at the usual interval.
     """
@@ -116,15 +117,16 @@ OBJECT_STORE_BYTES = 200 << 20
 CLUSTER_SCALING_HINT = (
     "This may be due to waiting for the cluster to auto-scale or for a runtime environment to be installed. "
 )
-"""Serve's text for replicas that cannot be placed. It does not apply to a local cluster."""
+"""Serve's text for replicas that it cannot place. It does not apply to a local cluster, so it is not shown
+there."""
 REMOVAL_MARGIN_S = 20.0
-"""Added to the grace times of engines and gateways."""
+"""Extra time for the removal of the application, beyond the grace times of engines and gateways."""
 
 
 def connect(config: RayConfig, **options: Any) -> None:
-    """Start a cluster, or join a running one. ``options`` go to ``ray.init``.
+    """Start a cluster, or join a running one. ``options`` are passed to ``ray.init``.
 
-    Raises ``RuntimeError`` if it has too few CPUs: Ray would wait silently.
+    Raises ``RuntimeError`` if the cluster has too few CPUs: Ray would wait silently.
     """
     if config.is_local:
         options = {
@@ -149,7 +151,7 @@ def connect(config: RayConfig, **options: Any) -> None:
 
 
 def needed_cpus(config: RayConfig, *, most: bool = False) -> float:
-    """CPUs that all engines and gateways reserve, at least or at most."""
+    """CPUs that all engines and gateways reserve, at least; with ``most``, at most."""
     engines = sum(
         (one.max if most and one.max is not None else one.min) * one.num_cpus
         for one in (group.engines for group in config.groups)
@@ -176,7 +178,7 @@ def deploy_application(config: RayConfig, say: Callable[[str], None] = lambda te
 
 
 def running_replicas(config: RayConfig) -> RunningReplicas:
-    """Running replicas, according to Serve's controller."""
+    """Running replicas, as Serve's controller reports them."""
     found = serve.status().applications.get(config.name)
     if found is None:
         return RunningReplicas(0, 0)
@@ -192,7 +194,7 @@ def running_replicas(config: RayConfig) -> RunningReplicas:
 
 
 def stop_application(config: RayConfig) -> None:
-    """Drain the engines and remove the application; a local cluster ends."""
+    """Drain the engines and remove the application. A local cluster is stopped."""
     _remove_application(config)
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(ACTOR_NAME, namespace=config.namespace))
@@ -219,7 +221,8 @@ def _remove_application(config: RayConfig) -> None:
 
 
 def serve_until_stopped(config: RayConfig, say: Callable[[str], None]) -> None:
-    """Start, wait for SIGINT or SIGTERM, stop. Call ``set_ray_environment`` before importing this module."""
+    """Start the application, wait for SIGINT or SIGTERM, stop it. Call ``set_ray_environment`` before
+    importing this module."""
     stopped = threading.Event()
     began = up = False
 
@@ -258,7 +261,7 @@ def serve_until_stopped(config: RayConfig, say: Callable[[str], None]) -> None:
 
 
 def _silence_serve_log() -> None:
-    """Let Serve log only warnings in this process; progress is reported in terms of engines instead."""
+    """Let Serve log only warnings in this process, which reports progress itself."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
 

@@ -1,4 +1,4 @@
-"""Configuration of ``sojourn gateway --ray FILE``: YAML, completely checked before anything starts."""
+"""Configuration of ``sojourn gateway --ray FILE``: YAML, checked completely before anything starts."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _RESERVED_FLAGS = ("--role", "--kv-store", "--kv-store-name", "--kv-node")
 
 
 class RayConfigError(ValueError):
-    """An invalid configuration: the text has the key, the value and what was expected."""
+    """An invalid configuration: the text names the key and the value, and says what was expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesConfig:
-    """``engines``: one process per engine."""
+    """Section ``engines``: one process per engine."""
 
     min: int = 1
     max: int | None = None
-    """``None``: always ``min`` engines."""
+    """Maximum number of engines; ``None``: always ``min`` engines."""
     num_cpus: float = 1.0
     """CPUs that Ray reserves per engine; the engine may use more."""
     num_gpus: float = 0.0
@@ -48,7 +48,7 @@ class EnginesConfig:
     """Replaces ``sojourn serve MODEL --host {host} --port {port}`` and ``args``."""
     start_timeout_s: float = 1800.0
     drain_s: float = 120.0
-    """Time for running turns when an engine stops."""
+    """Time for running turns to end when an engine stops."""
     log_dir: str | None = None
     target_use: float = 0.8
     shrink_below_use: float = 0.6
@@ -73,10 +73,10 @@ class EnginesConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairsConfig:
-    """``pairs``: common settings of prefill and decode engines."""
+    """Section ``pairs``: common settings of prefill and decode engines."""
 
     store: str | None = None
-    """Directory shared by all of them, on every node. Not needed if all have a ``command``."""
+    """Directory that all these engines share, on every node. Not needed if all have a ``command``."""
     read_side: str = "shorter"
 
 
@@ -85,18 +85,19 @@ class EngineGroup(NamedTuple):
 
     name: str
     role: str | None
-    """``None``: they prefill and decode."""
+    """Role of the engines; ``None``: they both prefill and decode."""
     engines: EnginesConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysConfig:
-    """``keys``: names of environment variables on every node. The file has no keys."""
+    """Section ``keys``: names of environment variables that have the keys, on every node. The file itself has
+    no keys."""
 
     api: str | None = None
-    """One key for all clients, if there is no file of tenants."""
+    """Variable with the one key of all clients, if there is no file of tenants."""
     engine: str | None = None
-    """Sent to engines instead of the client's own."""
+    """Variable with the key that is sent to engines instead of the client's own."""
     admin: str | None = None
 
 
@@ -108,10 +109,10 @@ class RayConfig:
     policy: str = "sojourn"
     policy_file: str | None = None
     allow_policy_modules: str = ""
-    """Installed packages whose classes that file may name, separated by commas."""
+    """Installed packages whose classes the policy file may name, separated by commas."""
     engines: EnginesConfig = EnginesConfig()
     prefill: EnginesConfig | None = None
-    """Used with ``decode`` instead of ``engines``."""
+    """Prefill engines. Used together with ``decode``, instead of ``engines``."""
     decode: EnginesConfig | None = None
     pairs: PairsConfig = PairsConfig()
     gateways: int = 2
@@ -119,25 +120,28 @@ class RayConfig:
     port: int = 8100
     """Port of Serve's proxies, one on each node with a gateway."""
     direct_port: int | None = None
-    """Port of the gateways themselves, shared per node: adds one millisecond instead of ten."""
+    """Port of the gateways themselves, shared by those of a node. It adds one millisecond to a request, a
+    proxy ten."""
     tenants: str | None = None
     keys: KeysConfig = KeysConfig()
     max_waiting: int = 20_000
     wait_s: float = 600.0
     address: str = "local"
-    """``local``: a cluster on this machine that ends with the command; otherwise a running cluster."""
+    """``local``: a cluster on this machine that ends with the command; otherwise the address of a running
+    cluster."""
     loopback_only: bool | None = None
-    """``None``: true on a local cluster, false elsewhere."""
+    """Whether no port may be reachable from other machines. ``None``: true on a local cluster, false
+    elsewhere."""
     dashboard: bool = False
     usage_statistics: bool = False
     checkpoint: str | None = None
-    """The coordinator's file; with several nodes, one that all of them see."""
+    """The coordinator's checkpoint file; with several nodes, on a disk that all of them see."""
     name: str = "sojourn"
     """Name of the application and of the coordinator."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the cluster is started by this command."""
+        """Whether this command starts the cluster."""
         return self.address == "local"
 
     @property
@@ -147,7 +151,7 @@ class RayConfig:
 
     @property
     def namespace(self) -> str:
-        """Ray namespace of the coordinator's name."""
+        """Ray namespace in which the coordinator is named."""
         return f"{self.name}-gateway"
 
     @property
@@ -157,25 +161,25 @@ class RayConfig:
 
     @property
     def groups(self) -> tuple[EngineGroup, ...]:
-        """Engines by role."""
+        """The engines, grouped by role."""
         if self.prefill is None or self.decode is None:
             return (EngineGroup("Engine", None, self.engines),)
         return (EngineGroup("Prefill", "prefill", self.prefill), EngineGroup("Decode", "decode", self.decode))
 
     @property
     def total_min_engines(self) -> int:
-        """Minimum number of engines, over all groups."""
+        """Minimum number of engines in all groups together."""
         return sum(group.engines.min for group in self.groups)
 
     @property
     def autoscale(self) -> AutoscaleLimits:
-        """Limits for the coordinator; the number of prefill and decode engines is fixed."""
+        """Limits for the coordinator. The number of prefill and decode engines is fixed."""
         if not self.in_pairs:
             return self.engines.autoscale
         return AutoscaleLimits(min_engines=self.total_min_engines, max_engines=self.total_min_engines)
 
     def plain(self) -> dict[str, Any]:
-        """The configuration as a document of lists, maps and texts that ``parse_config`` reads."""
+        """The configuration as a document of lists, mappings and texts, which ``parse_config`` reads."""
         document = dataclasses.asdict(self)
         for key in _KEYS_WITHOUT_PREFILL_DECODE if self.in_pairs else _PREFILL_DECODE_KEYS:
             del document[key]
@@ -216,7 +220,7 @@ def parse_config(document: object, *, source: str) -> RayConfig:
 
 
 def _check_groups(document: Mapping[Any, Any], source: str) -> None:
-    """Check that there are engines, or prefill and decode engines, without keys of the other form."""
+    """Check that there are either engines, or prefill and decode engines, without keys of the other form."""
     there = [key for key in ("prefill", "decode") if key in document]
     if not there:
         if "pairs" in document:
@@ -367,7 +371,8 @@ def _check_pairs(config: RayConfig, wrong: Wrong) -> None:
 
 
 def read_key(name: str | None, key: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """A key from the environment. Raises ``RayConfigError``, which does not repeat it."""
+    """Read a key from the environment variable ``name``. Raises ``RayConfigError``, which does not repeat the
+    key."""
     if name is None:
         return None
     value = environment.get(name, "")
@@ -394,12 +399,14 @@ def _expected_type(kind: Any) -> str:
 
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Set to 0, Ray uses 127.0.0.1 as this machine's address on every system, and its servers listen there. Its
-argument ``_node_ip_address`` does not do that: Ray replaces 127.0.0.1 by an address that others reach."""
+"""With 0, Ray uses 127.0.0.1 as this machine's address on every system, and its servers listen there. Ray's
+argument ``_node_ip_address`` does not do that: Ray replaces 127.0.0.1 by an address that other machines
+reach."""
 
 
 def set_ray_environment(config: RayConfig, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Keeps an operator's values, except those that would open ports to other machines."""
+    """Set Ray's variables. Keeps an operator's values, except those that would open ports to other
+    machines."""
     if not config.usage_statistics:
         environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if config.on_loopback:
