@@ -7,6 +7,8 @@ import gc
 import json
 from argparse import Namespace
 from collections.abc import AsyncIterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -60,6 +62,12 @@ class FakeClient:
 
     def __init__(self, core: Any) -> None:
         self.engine_core = core
+        self.shutdowns: list[dict[str, Any]] = []
+        self.errors: list[Exception] = []
+        self.output_processor = SimpleNamespace(propagate_error=self.errors.append)
+
+    def shutdown(self, **options: Any) -> None:
+        self.shutdowns.append(options)
 
 
 @pytest.fixture
@@ -77,6 +85,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
         attach_endpoint_plugins(app, ("generate",))
         await init_endpoint_plugins_state(client, app.state, Namespace(api_key=api_key))
         started.extend(app.state.endpoint_plugins)
+        start.app = app  # type: ignore[attr-defined]
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://server/sojourn/v1")
 
@@ -103,6 +112,39 @@ async def test_the_metrics_poll_starts_with_the_server(server: Any) -> None:
         await asyncio.sleep(0)
     exposition = generate_latest(server.registry).decode()
     assert 'sojourn_client_silent_total{engine="0"} 3.0' in exposition
+
+
+async def test_a_shutdown_ends_open_requests_with_an_error_and_bounds_the_servers_end(server: Any) -> None:
+    """vLLM stops the task that delivers outputs and tells no request: clients sat silent after SIGTERM."""
+    client = FakeClient(FakeCore())
+    await server(client)
+    config = SimpleNamespace(timeout_graceful_shutdown=None)
+    server.app.state.server = SimpleNamespace(config=config)
+    # As vLLM calls it: in a thread.
+    await asyncio.get_running_loop().run_in_executor(None, partial(client.shutdown, timeout=0))
+    await asyncio.sleep(0)
+    assert client.shutdowns == [{"timeout": 0}]
+    (error,) = client.errors
+    assert isinstance(error, EngineDeadError)
+    assert config.timeout_graceful_shutdown == endpoint.STREAMS_END_S
+    config.timeout_graceful_shutdown = 3
+    client.shutdown(timeout=0)
+    await asyncio.sleep(0)
+    assert config.timeout_graceful_shutdown == 3, "an operator's own bound stays"
+
+
+async def test_a_shutdown_that_fails_ends_open_requests_too(server: Any) -> None:
+    client = FakeClient(FakeCore())
+
+    def fail(**options: Any) -> None:
+        raise OSError("no such process")
+
+    client.shutdown = fail  # type: ignore[method-assign]
+    await server(client)
+    with pytest.raises(OSError, match="no such process"):
+        client.shutdown(timeout=0)
+    await asyncio.sleep(0)
+    assert len(client.errors) == 1
 
 
 async def test_keys_of_the_command_line_win_over_the_environment(

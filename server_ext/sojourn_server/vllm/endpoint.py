@@ -13,6 +13,7 @@ import re
 import weakref
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 UTILITY = "sojourn_call"
 """The method of the engine core that answers all calls: ``(operation, payload) -> str``."""
+
+STREAMS_END_S = 10.0
+"""Time for clients to read the end of their answers once the engine is stopped; then connections close."""
 
 _NO_METHOD = re.compile(r"has no attribute '_?sojourn")
 _SHUTTING_DOWN = "shutting down"
@@ -64,10 +68,37 @@ class SojournEndpoint:
         if engine_client is None:
             return
         self._engine.connect(engine_client)
+        _end_requests_with_engine(engine_client, state)
         # The task has a weak reference to the engine and ends with it, or with the event loop.
         self._poller = asyncio.create_task(
             poll_forever(weakref.ref(self._engine), bridge_for()), name="sojourn-metrics"
         )
+
+
+def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
+    """Have ``engine_client.shutdown`` end every open request with an error.
+
+    vLLM's own stops the task that delivers outputs, and no request hears of it: after SIGTERM clients waited
+    for ever, and the server for them. ``state`` has the HTTP server once it runs.
+    """
+    client: Any = engine_client
+    shutdown, loop = client.shutdown, asyncio.get_running_loop()
+
+    def end_requests() -> None:
+        client.output_processor.propagate_error(EngineDeadError())
+        server = getattr(state, "server", None)
+        if server is not None and server.config.timeout_graceful_shutdown is None:
+            # A client that reads nothing would keep the server, too.
+            server.config.timeout_graceful_shutdown = STREAMS_END_S
+
+    def shutdown_and_end_requests(*args: Any, **kwargs: Any) -> None:
+        try:
+            shutdown(*args, **kwargs)
+        finally:
+            with suppress(RuntimeError):  # vLLM calls it again when the loop is closed
+                loop.call_soon_threadsafe(end_requests)
+
+    client.shutdown = shutdown_and_end_requests
 
 
 def _request_id(scope: Mapping[str, Any]) -> str | None:
