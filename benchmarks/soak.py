@@ -175,9 +175,12 @@ class Soak:
         row: dict[str, Any] = {"round": number, "did": {}, "left": []}
         try:
             self.start(number)
-            did = self._load(number)
-            row["did"] = dict(sorted(did.items()))
-            self.record.totals += did
+            did = Counter[str]()
+            try:
+                self._load(number, did)
+            finally:
+                row["did"] = dict(sorted(did.items()))
+                self.record.totals += did
             for word in BAD_WORDS:
                 if did[word]:
                     self.record.failed(number, f"{did[word]} {word}")
@@ -212,12 +215,22 @@ class Soak:
         for failure in self.record.failures[failures:]:
             self._console.print(f"[red]failed:[/] {failure}", highlight=False, soft_wrap=True)
 
-    def _load(self, number: int) -> Counter[str]:
-        load_s, seed = self.options.load, f"{self.options.seed}/{number}"
-        actions, did = plan_round(self.options.seed, number, load_s), Counter[str]()
-        began, started = time.monotonic(), 0
+    def _load(self, number: int, did: Counter[str]) -> None:
+        """A round's clients and actions, counted in ``did``."""
         agents: dict[str, Client] = {}
-        others: list[Client] = [
+        others: list[Client] = []
+        try:
+            self._act(number, did, agents, others)
+        finally:  # also when interrupted
+            for client in (*agents.values(), *others):
+                client.kill()
+                did.update(client.report())
+
+    def _act(self, number: int, did: Counter[str], agents: dict[str, Client], others: list[Client]) -> None:
+        load_s, seed = self.options.load, f"{self.options.seed}/{number}"
+        actions = plan_round(self.options.seed, number, load_s)
+        began, started = time.monotonic(), 0
+        others += [
             Client("hostile", gateway.url, "hostile", f"{seed}/{name}", load_s)
             for name, gateway in self.gateways.items()
         ]
@@ -227,7 +240,7 @@ class Soak:
                 for name, gateway in self.gateways.items():
                     if name not in agents or agents[name].ended:
                         if name in agents:
-                            did += self._reported(number, agents.pop(name))
+                            did.update(self._reported(number, agents.pop(name)))
                         started += 1
                         agents[name] = Client(
                             "agents", gateway.url, "agents", f"{seed}/{started}", load_s - passed
@@ -235,7 +248,7 @@ class Soak:
                 while actions and actions[0].at_s <= passed:
                     action = actions.pop(0)
                     if action.what == "kill agents" and action.how in agents:
-                        did += self._killed(agents.pop(action.how))
+                        did.update(self._killed(agents.pop(action.how)))
                     elif action.what == "flood":
                         url = next(one.url for one in self.servers if one.name == action.how)
                         others.append(Client("flood", url, "hostile", seed, 0.1 * load_s))
@@ -248,15 +261,11 @@ class Soak:
         for restart in restarts:
             restart.result()
         end = time.monotonic() + CLIENTS_END_S
-        for client in agents.values():
-            if not client.wait(end - time.monotonic()):
+        for name, client in [*agents.items()]:
+            if client.wait(end - time.monotonic()):
+                did.update(self._reported(number, agents.pop(name)))
+            else:
                 self.record.failed(number, f"agents did not end within {CLIENTS_END_S:.0f} s")
-                client.kill()
-            did += self._reported(number, client)
-        for client in others:
-            client.kill()
-            did += client.report()
-        return did
 
     def _reported(self, number: int, client: Client) -> Counter[str]:
         """Totals of agents that ended by themselves."""
