@@ -787,6 +787,34 @@ def test_an_id_that_arrives_again_ends_the_request_before_it() -> None:
     assert engine.program_scheduler.state.requests.running_tokens == 0
 
 
+def test_an_overdue_request_passes_later_requests_unless_they_were_preempted() -> None:
+    engine = VirtualEngine()
+    earlier = engine.arrive("p", prompt(8))
+    overdue = engine.arrive(None, prompt(8))
+    later = engine.arrive("q", prompt(8))
+    passes = engine.program_scheduler.passes
+    assert passes(overdue, later, preempted=False)
+    assert not passes(overdue, later, preempted=True)
+    assert not passes(overdue, earlier, preempted=False)
+    assert not passes(overdue, "unknown", preempted=False)
+
+
+def test_only_a_waiting_request_without_a_program_becomes_overdue() -> None:
+    engine = VirtualEngine()
+    patience_s = engine.program_scheduler.limits.line_patience_s
+    of_program = engine.arrive("p", prompt(8))
+    running = engine.arrive(None, prompt(8))
+    waiting = engine.arrive(None, prompt(8))
+    engine.admit(running)
+    is_overdue = engine.program_scheduler.is_overdue
+    assert not is_overdue(waiting, engine.now + patience_s - 1.0)
+    late_s = engine.now + patience_s
+    assert is_overdue(waiting, late_s)
+    assert not is_overdue(running, late_s)
+    assert not is_overdue(of_program, late_s)
+    assert not is_overdue("unknown", late_s)
+
+
 def test_a_request_of_a_program_that_leaves_as_untracked_is_broken_off() -> None:
     engine = VirtualEngine()
     request = engine.arrive("p", prompt(8))

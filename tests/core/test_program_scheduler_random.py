@@ -16,7 +16,7 @@ from sojourn_server.core import events_and_actions as ev
 from sojourn_server.core.program_scheduler import ProgramScheduler
 from sojourn_server.core.request_hints import CONTEXT_KEY, read_identity
 from sojourn_server.core.scheduler_limits import SchedulerLimits
-from sojourn_server.core.scheduler_state import KVPoolConfig
+from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerState
 from sojourn_server.policies.policy_views import ReclaimRequest, RunningRequestView
 from sojourn_server.policies.preset import load_preset
 from sojourn_server.programs.program_status import OVER_STATUSES, ProgramStatus
@@ -47,7 +47,7 @@ class Life(RuleBasedStateMachine):
         pool = KVPoolConfig(
             blocks=BLOCKS, block_size=BLOCK_TOKENS, block_bytes=64, host_blocks=20, disk_blocks=20
         )
-        self.scheduler = ProgramScheduler(load_preset(self.preset), pool, limits=LIMITS)
+        self.scheduler = ProgramScheduler(SchedulerState(load_preset(self.preset), pool, limits=LIMITS))
         self.scheduler.recorder.strict = True
         self.now = 1000.0
         self.seq = 0

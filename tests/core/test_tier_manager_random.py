@@ -22,7 +22,7 @@ from sojourn_server.core.events_and_actions import (
 )
 from sojourn_server.core.request_hints import read_identity
 from sojourn_server.core.scheduler_limits import SchedulerLimits
-from sojourn_server.core.scheduler_state import KVPoolConfig
+from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerState
 from sojourn_server.core.tier_manager import ENGINE_PAUSE_S
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
 from sojourn_server.policies.placement.placement_views import (
@@ -124,7 +124,7 @@ class PlacedLife:
         preset = dataclasses.replace(load_preset("mori"), placement=Checked(policy, self))
         pool = KVPoolConfig(blocks=DEVICE_BLOCKS, block_size=BLOCK, host_blocks=host, disk_blocks=disk)
         self._seq = 0
-        self.program_scheduler = SchedulerDriver(preset, pool, limits=LIMITS)
+        self.program_scheduler = SchedulerDriver(SchedulerState(preset, pool, limits=LIMITS))
         self.requests: dict[str, Request] = {}
         """In the engine, oldest first."""
         self.places: dict[str, Place] = {}

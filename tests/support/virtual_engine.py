@@ -30,7 +30,7 @@ from sojourn_server.core.lease_table import Lease
 from sojourn_server.core.request_hints import CONTEXT_KEY, read_identity
 from sojourn_server.core.request_table import RequestState
 from sojourn_server.core.scheduler_limits import SchedulerLimits
-from sojourn_server.core.scheduler_state import Histories, KVPoolConfig
+from sojourn_server.core.scheduler_state import Histories, KVPoolConfig, SchedulerState
 from sojourn_server.metrics.turn_ledger import EvictedBlock, LossCause
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.preset import Preset, load_preset
@@ -56,13 +56,14 @@ class VirtualEngine:
         histories: Histories | None = None,
     ) -> None:
         self.now = 1000.0
-        self.program_scheduler = SchedulerDriver(
+        state = SchedulerState(
             load_preset(preset) if isinstance(preset, str) else preset,
             KVPoolConfig(blocks=blocks, block_size=BLOCK_TOKENS, block_bytes=64),
             limits=limits,
             curve=curve,
             histories=histories,
         )
+        self.program_scheduler = SchedulerDriver(state)
         self.program_scheduler.recorder.strict = True
         self.service = EngineService(
             self.program_scheduler, engine={"virtual": "1"}, pool_state=self.pool_state

@@ -14,7 +14,8 @@ from .scheduler_state import SchedulerState
 
 
 class AdmissionController:
-    """Asks the admission policy about requests of programs that hold no KV. All others are admitted."""
+    """Asks the admission policy about requests of programs that hold no KV. All other requests are
+    admitted."""
 
     def __init__(self, state: SchedulerState, demand_forecaster: DemandForecaster) -> None:
         self._policy = state.preset.entry
@@ -22,15 +23,16 @@ class AdmissionController:
         self._leases = state.leases
         self._demand_forecaster = demand_forecaster
         self._holding: dict[str, RequestState] = {}
-        """Requests whose programs hold KV: admitted, or let in in this step."""
+        """Requests whose programs hold KV, by id: admitted ones, and those that may be admitted in this
+        step."""
 
     def admitted(self, request_state: RequestState) -> None:
-        """The request has blocks."""
+        """Record that the request has got its blocks."""
         self._holding[request_state.request_id] = request_state
         request_state.admission_blocked_since_s = None
 
     def holders(self) -> KeysView[str]:
-        """Requests whose programs hold KV."""
+        """Ids of the requests whose programs hold KV."""
         return self._holding.keys()
 
     def drop_holder(self, request_id: str) -> None:
@@ -38,10 +40,11 @@ class AdmissionController:
         self._holding.pop(request_id, None)
 
     def applies_to(self, request_state: RequestState, preempted: bool | None = None) -> bool:
-        """Whether the policy decides on this request.
+        """Whether the admission policy decides on this request.
 
-        It does not for untracked requests. Unless it forecasts, it does not for preempted requests either,
-        nor for programs that hold KV under a lease or with another request.
+        It does not decide on untracked requests. Unless it forecasts, it also does not decide on preempted
+        requests, nor on programs that hold KV under a lease or with another request. ``preempted``: the
+        request's status in the engine; ``None``: as last reported.
         """
         program = request_state.program
         if program is None or not self._policy.gates:
@@ -68,8 +71,8 @@ class AdmissionController:
         most_tokens: int = 0,
         preempted: bool | None = None,
     ) -> bool:
-        """Whether the request may be admitted. Its context needs ``need_blocks``; it has written
-        ``output_tokens`` tokens and may write ``most_tokens`` more."""
+        """Whether the request may be admitted. Its context needs ``need_blocks``; it has generated
+        ``output_tokens`` tokens and may generate ``most_tokens`` more. ``preempted`` as in ``applies_to``."""
         program = request_state.program
         if program is None or not self.applies_to(request_state, preempted):
             return True
@@ -99,7 +102,7 @@ class AdmissionController:
         enters = self._policy.may_admit(entry, now)
         self._state.programs.signal(program, ProgramSignal.UNGATE if enters else ProgramSignal.GATE)
         if enters:
-            # Several may be let in before the engine reports their admission.
+            # Several requests may be accepted before the engine reports their admission.
             self._holding[request_state.request_id] = request_state
         else:
             self.drop_holder(request_state.request_id)
@@ -117,7 +120,8 @@ class AdmissionController:
     def _own(
         self, request_state: RequestState, need_blocks: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView | None:
-        """The request as it would run; ``None`` if the policy does not forecast."""
+        """The request as it would run; ``None`` if the policy does not forecast. Its demand is no longer
+        counted."""
         if not self._policy.forecasts:
             return None
         self._demand_forecaster.remove_demand(request_state.request_id)

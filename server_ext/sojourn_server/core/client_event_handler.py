@@ -1,4 +1,4 @@
-"""Reads client events from the wire, and has the scheduler handle each."""
+"""Reads client events from the wire, and passes each to the scheduler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _label_decoder = msgspec.json.Decoder(_EventLabel)
 
 
 class ClientEventHandler:
-    """Reads client events and has the scheduler handle each.
+    """Reads client events and passes each to the scheduler.
 
     An event that cannot be read changes nothing but a counter. Its outcome says why.
     """
@@ -49,7 +49,7 @@ class ClientEventHandler:
         self._recorder = recorder
 
     def batch(self, data: bytes, now: float) -> OutcomeBatch:
-        """Handle a posted batch. Raises ``WireError`` if it is not a batch."""
+        """Handle a posted batch of events. Raises ``WireError`` for data that is no batch."""
         batch = decode_batch(data)
         return OutcomeBatch(outcomes=self._fold(batch.emitter, batch.events, now))
 

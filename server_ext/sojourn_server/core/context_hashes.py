@@ -12,10 +12,11 @@ from ..metrics.turn_ledger import common_prefix_length
 
 
 class ContextHashStore:
-    """Block hashes of each program's last turn; at most ``max_hashes`` in all, the oldest contexts go first.
+    """Block hashes of each program's last turn, at most ``max_hashes`` in all; the oldest contexts are
+    dropped first.
 
-    They tell a changed prompt from an evicted one, and late leases look them up. Of a forgotten context the
-    ledger says ``unknown``.
+    They distinguish a changed prompt from an evicted one, and late leases look up blocks by them. After its
+    context was dropped, a program's losses have the cause ``unknown`` in the ledger.
     """
 
     def __init__(self, max_hashes: int = 1_000_000) -> None:
@@ -67,11 +68,12 @@ class PlacedPrefixes:
         return known[0] if known is not None else ()
 
     def alike(self, program_id: ProgramId, keys: Sequence[Any]) -> int:
-        """How many leading keys of the program's chain are those of ``keys``."""
+        """Number of leading keys of the program's chain that equal those of ``keys``."""
         return common_prefix_length(self.keys_of(program_id), keys)
 
     def put(self, program_id: ProgramId, keys: Sequence[Any], rank: int) -> int:
-        """Store a program's chain and rank. Returns how many leading keys are shared with a higher rank."""
+        """Store a program's chain and rank. Returns the number of leading keys that a program of higher rank
+        shares."""
         self.forget(program_id)
         if not keys:
             return 0

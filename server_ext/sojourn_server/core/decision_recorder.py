@@ -19,7 +19,7 @@ from .scheduler_state import SchedulerState
 
 
 class DecisionRecorder:
-    """Writes for one engine. Times are seconds on its monotonic clock."""
+    """Writes the decision log and counters of one engine. Times are seconds on its monotonic clock."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._decisions = state.decisions
@@ -28,14 +28,14 @@ class DecisionRecorder:
         self._cascades = PreemptionCascades()
 
     def hint(self, outcome: Outcome) -> None:
-        """A request came with a hint."""
+        """Count a request's hint by its outcome."""
         self._recorder.count("sojourn_hints_total", outcome=outcome.value)
 
     def preempted(
         self, request_state: RequestState | None, now: float, recovery: RecoveryMethod, tokens: int, step: int
     ) -> None:
-        """A running request lost its blocks in engine step ``step``, with ``tokens`` tokens of KV. An unknown
-        request (``None``) is only counted."""
+        """Log that a running request lost its blocks, with ``tokens`` tokens of KV, in engine step ``step``.
+        An unknown request (``None``) is only counted."""
         self._recorder.count("sojourn_preemptions_total", mode=recovery.value)
         self._cascade(self._cascades.preempted(step))
         if request_state is not None:
@@ -50,7 +50,7 @@ class DecisionRecorder:
             )
 
     def step(self, step: int) -> None:
-        """Engine step ``step`` is over."""
+        """Note the end of engine step ``step``."""
         if self._cascades.length:
             self._cascade(self._cascades.over(step))
 
@@ -59,24 +59,24 @@ class DecisionRecorder:
             self._recorder.observe("sojourn_preemption_cascade_length", length)
 
     def refused(self, request_state: RequestState, now: float) -> None:
-        """A request was parked for too long."""
+        """Log that a request was refused because it was parked for too long."""
         self._recorder.count("sojourn_gate_timeouts_total")
         self._decisions.add(now, "refuse", _program_id_of(request_state), DecisionReason.PLACED.value)
 
     def evicted(self, cause: LossCause) -> None:
-        """A cached block was reused."""
+        """Count a cached block that was reused, by cause."""
         self._recorder.count("sojourn_evictions_total", tier="device", cause=cause.value)
         self._recorder.count(
             "sojourn_evicted_bytes_total", self._pool.block_bytes, tier="device", cause=cause.value
         )
 
     def over(self, program: ProgramState, outcome: str, now: float) -> None:
-        """A program has ended or expired."""
+        """Log that a program has ended or expired."""
         self._recorder.count("sojourn_programs_finished_total", outcome=outcome)
         self._recorder.observe("sojourn_program_duration_seconds", now - program.arrived_s)
 
     def moved(self, program_id: ProgramId, move: TierMove, now: float) -> None:
-        """A program was moved to another queue, or will be after its turn."""
+        """Log that a program was moved to another queue, or will be after its turn."""
         kind = "to_" + move.to.value if move.when is MoveTiming.NOW else "leaves_after_turn"
         self._decisions.add(now, kind, program_id, move.reason.value)
         self._recorder.count(
@@ -86,7 +86,7 @@ class DecisionRecorder:
     def prefetched(
         self, program_id: ProgramId, now: float, *, missing_blocks: int, coming_blocks: int, lost_blocks: int
     ) -> None:
-        """A program's prefix is prefetched: of ``missing_blocks`` that were not on the device,
+        """Log the prefetch of a program's prefix: of ``missing_blocks`` that were not on the device,
         ``coming_blocks`` are read from disk and ``lost_blocks`` are in no tier."""
         if coming_blocks:
             reason = DecisionReason.FROM_DISK

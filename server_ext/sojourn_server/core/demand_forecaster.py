@@ -1,8 +1,8 @@
 """Forecasts the remaining output of each request, and the KV demand of all running requests.
 
 It asks the preset's remaining-tokens policy about each request, sums the demand of all running requests, and
-learns from every finished output. Between two samples of the running requests, the demand of those that
-leave is subtracted and that of new ones added, so a sample every few steps is enough.
+learns from every finished output. Between two samples of the running requests, the demand of leaving requests
+is subtracted and the demand of new ones added, so a sample every few steps is enough.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
 REPREDICT_AFTER_TOKENS = 32
-"""Tokens after which a prediction is renewed; until then each written token reduces it by one."""
+"""Number of generated tokens after which a prediction is renewed; until then each token reduces it by one."""
 MIN_OUTPUT_SAMPLES = 16
-"""Minimum number of outputs of a key; with fewer, a wider key is used."""
+"""Minimum number of outputs of a history key; with fewer, a wider key is used."""
 MIN_JUDGED_HINTS = 8
-"""Minimum number of judged hints of an agent type before its error counts."""
+"""Minimum number of checked hints of an agent type before the type's hint error counts."""
 MIN_JUDGED_OUTPUTS = 16
-"""Minimum number of judged outputs, of all types, before a network's predictions count."""
+"""Minimum number of checked outputs, of all types, before a network's predictions are used."""
 PREDICTION_ERROR_WINDOW = 128
-"""Number of newest outputs by which it is judged. Each counts once: errors of one output are alike."""
+"""Number of newest outputs from which the network's error is computed. Each output counts once: errors within
+one output are alike."""
 MAX_JUDGED_PREDICTIONS_PER_OUTPUT = 16
-"""Maximum number of judged predictions per output."""
+"""Maximum number of checked predictions per output."""
 JUDGED_PREDICTION_SPACING = 1.25
-"""Judged predictions are taken at output lengths that grow by this factor."""
+"""Predictions are checked at output lengths that grow by this factor."""
 PREDICTION_VALID_TOKENS = 4 * REPREDICT_AFTER_TOKENS
-"""Tokens after which a network's prediction is not used any more."""
+"""Number of generated tokens after which a network's prediction is too old to be used."""
 PREDICTION_VALID_DIVISOR = 4
-"""A prediction stays valid for this part of the output (a quarter), if that is more."""
+"""A prediction stays valid for a quarter of the output if that is more than ``PREDICTION_VALID_TOKENS``."""
 STEP_SMOOTHING = 0.05
 """Weight of the newest step in the mean step time."""
 ASSUMED_LINK_BYTES_PER_S = 4e9
@@ -57,21 +58,24 @@ class DemandForecaster:
         self._request_states = state.requests.states
         self._recorder = state.recorder
         self.predictor = preset.remaining
-        """The simulator may replace it by a policy that knows the outputs."""
+        """Policy that predicts remaining tokens. The simulator may replace it by one that knows the
+        outputs."""
         self._step_s = 0.0
         self._link_s_per_token: tuple[float | None, float | None] = self._assumed_link()
         """Seconds to copy a token's KV to host memory, and back."""
         self._queued_s = 0.0
         self._guess_off = SlidingMean(PREDICTION_ERROR_WINDOW)
         self._known_off = SlidingMean(PREDICTION_ERROR_WINDOW)
-        """Mean errors per output: of the network, and of predictions without it at the same lengths."""
+        """Mean errors per output: above, of the network; here, of predictions without it at the same
+        lengths."""
         self._counted: dict[str, RequestGrowth] = {}
-        """Requests that ran at the last sample or were admitted since, as they were then."""
+        """Requests whose demand is counted: those of the last sample, and those admitted since, as they were
+        then."""
         self._needed = [0.0] * len(STEP_POINTS)
-        """Blocks that these are expected to need at each of ``STEP_POINTS``."""
+        """Blocks that the counted requests are expected to need at each of ``STEP_POINTS``."""
         self._room_blocks = self._pool.blocks
         self.changes = 0
-        """Grows when a request leaves and with each sample: rejected requests may then be admitted."""
+        """Counts departures of requests, and samples: after each, a rejected request may be admitted."""
 
     @property
     def predicts(self) -> bool:
@@ -81,28 +85,30 @@ class DemandForecaster:
     # -- what happens -----------------------------------------------------------
 
     def record_step(self, seconds: float) -> None:
-        """An engine step took ``seconds``."""
+        """Record an engine step that took ``seconds``."""
         if seconds > 0:
             self._step_s += (STEP_SMOOTHING if self._step_s else 1.0) * (seconds - self._step_s)
 
     def copied(
         self, offload_s_per_token: float | None, load_back_s_per_token: float | None, queued_s: float
     ) -> None:
-        """Take in measured copy times, ``None`` before the first copy, and the seconds of queued copies."""
+        """Store measured copy times (``None`` before the first copy), and the seconds that queued copies will
+        take."""
         out_s, back_s = self._assumed_link()
         if out_s is not None:
             self._link_s_per_token = offload_s_per_token or out_s, load_back_s_per_token or back_s
         self._queued_s = queued_s
 
     def gone(self, request_id: str) -> None:
-        """A request has left the device."""
+        """Subtract the demand of a request that has left the device."""
         if self.remove_demand(request_id):
             self.changes += 1
 
     def remove_demand(self, request_id: str) -> bool:
         """Subtract a request's demand. Returns whether it was counted.
 
-        The engine may not admit a request that was let in; its next question subtracts it first.
+        The engine may fail to admit a request that the policy accepted; the next question about that request
+        first subtracts its demand.
         """
         view = self._counted.pop(request_id, None)
         if view is None:
@@ -114,7 +120,8 @@ class DemandForecaster:
         return True
 
     def admitted(self, request_state: RequestState, tokens: int, most_tokens: int, now: float) -> None:
-        """A request of ``tokens`` tokens was admitted; it may write ``most_tokens`` more: add its demand."""
+        """Add the demand of an admitted request of ``tokens`` tokens that may generate ``most_tokens``
+        more."""
         if self.predicts and most_tokens and request_state.request_id not in self._counted:
             written = max(0, tokens - request_state.prompt_tokens)
             view = self.as_running_view(
@@ -123,14 +130,14 @@ class DemandForecaster:
             self.came(view)
 
     def came(self, view: RunningRequestView) -> None:
-        """Add the demand of a request that was let in."""
+        """Add the demand of a request that the admission policy accepted."""
         self.remove_demand(view.request_id)
         self._counted[view.request_id] = RequestGrowth(view.context_tokens, view.remaining)
         its = needed_blocks([view], self._pool.block_size)
         self._needed = [whole + part for whole, part in zip(self._needed, its, strict=True)]
 
     def ended(self, request_state: RequestState, output_tokens: int, *, cut: bool = False) -> None:
-        """An output has ended by itself, or was ``cut`` at its maximum length."""
+        """Learn from an output that ended by itself, or that was ``cut`` at its maximum length."""
         program = request_state.program
         if not self.predicts or program is None or output_tokens < 1:
             return
@@ -145,10 +152,10 @@ class DemandForecaster:
         self._judge_predictions(request_state, output_tokens)
 
     def broken_off(self, request_state: RequestState, output_tokens: int) -> None:
-        """An output was aborted by its client. Its length is not learned.
+        """Handle an output that its client aborted. Its length is not learned.
 
-        Its hint is judged as if the output had ended here, but only if that makes the hint's error worse.
-        Otherwise a client could abort to hide false hints, or to confirm them.
+        The hint of the request is checked as if the output had ended here, but only if that makes the hint's
+        error larger. Otherwise a client could abort to hide false hints, or to confirm them.
         """
         if self.predicts and output_tokens >= 1:
             self._judge_hint(request_state, output_tokens, only_worse=True)
@@ -156,7 +163,8 @@ class DemandForecaster:
     def guessed(
         self, request_id: str, at_tokens: int, remaining: RemainingTokens, now: float, *, most_tokens: int
     ) -> None:
-        """Take in a network's prediction at ``at_tokens`` written tokens; ``most_tokens`` may follow."""
+        """Store a network's prediction, made at ``at_tokens`` generated tokens; ``most_tokens`` more are
+        allowed."""
         request_state = self._request_states.get(request_id)
         if (
             request_state is None
@@ -179,7 +187,8 @@ class DemandForecaster:
         request_state.remaining = None  # the next question uses the prediction
 
     def known(self) -> dict[str, float | None]:
-        """Return the number of known outputs and the errors of the predictions (``prediction_errors``)."""
+        """Number of known output lengths, and the errors of the predictions (``prediction_errors``), by
+        name."""
         prediction_error, baseline_error = self.prediction_errors
         return {
             "outputs": self._lengths.count(),
@@ -202,7 +211,7 @@ class DemandForecaster:
     def look(self, running: Sequence[RunningRequestView], used_blocks: int, now: float) -> int | None:
         """Sample all running requests. Returns the number of steps until a shortage; ``None``: not soon.
 
-        ``used_blocks`` are used or leased in the whole pool.
+        ``used_blocks``: blocks of the whole pool that requests use or leases hold.
         """
         self.changes += 1
         # Only what the sum needs; the rest is computed when a victim is chosen.
@@ -219,24 +228,25 @@ class DemandForecaster:
         return KvDemandView(tuple(self._needed), self._room_blocks)
 
     def available_blocks(self, running: Iterable[RunningRequestView], used_blocks: int) -> int:
-        """Blocks for running requests, without leased ones; a shared block counts for each request."""
+        """Blocks that running requests may use: without leased blocks; a shared block counts for each
+        request."""
         return self._pool.blocks - used_blocks + sum(view.blocks for view in running)
 
     def need(
         self, running: Iterable[RunningRequestView], short_blocks: int, used_blocks: int
     ) -> BlockShortage:
-        """The shortage for which one of them is preempted."""
+        """The block shortage for which one of the ``running`` requests is preempted."""
         room = self.available_blocks(running, used_blocks)
         return BlockShortage(short_blocks, room, self._pool.block_size, self._step_s)
 
     def foreseen(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
-        """The engine's views of requests, with each one's remaining output and recovery cost."""
+        """The engine's views of running requests, completed with remaining output and recovery cost."""
         return [self._with_predictions(view, now) for view in running]
 
     def as_running_view(
         self, request_state: RequestState, *, tokens: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView:
-        """A waiting request as it would run; ``tokens`` is the length of its unshared KV."""
+        """A waiting request as it would run; ``tokens``: length of its KV that no other request shares."""
         return RunningRequestView(
             request_id=request_state.request_id,
             program_rank=request_state.rank,
@@ -251,7 +261,7 @@ class DemandForecaster:
         )
 
     def recovery(self, tokens: int, now: float, *, copied_tokens: int = 0) -> RecoveryMethod:
-        """How a request preempted with ``tokens`` tokens of KV will get it back."""
+        """How a request that is preempted with ``tokens`` tokens of KV will recover its KV."""
         return self._preset.recovery.recovery(self._victim(tokens, copied_tokens), now)
 
     # -- inside ---------------------------------------------------------------
@@ -356,9 +366,9 @@ class DemandForecaster:
 
 
 def _remaining_of_prediction(request_state: RequestState, output_tokens: int) -> RemainingTokens | None:
-    """The network's last prediction, reduced by the tokens written since.
+    """The network's last prediction, reduced by the tokens generated since.
 
-    ``None``: there is none, it is too old, or the output is longer than all of its values.
+    ``None`` if there is no prediction, if it is too old, or if the output is longer than all of its values.
     """
     written = output_tokens - request_state.model_predicted_at_tokens
     if request_state.guess is None or written > max(

@@ -35,7 +35,7 @@ MAX_TOOLS_SHOWN = 256
 STOCK_OPERATIONS = ("capabilities", "drain_metrics", "stats")
 """Operations that ``StockEngineService`` answers."""
 MAX_REFUSALS = 1024
-"""Maximum number of remembered refusals; the oldest goes first."""
+"""Maximum number of remembered refusals; the oldest is forgotten first."""
 
 # vLLM's API server derives the engine's id from its own: CHILD_ID-PART-RANDOM for one of several answers to
 # one of several prompts. Each of the three parts is optional.
@@ -63,7 +63,7 @@ class EngineService:
     """Answers ``events, event_batches, capabilities, programs, program, persist, graphs, graph, stats,
     decisions, drain_metrics``.
 
-    And ``refusal``: how long a refused request had waited, once.
+    Also ``refusal``: the seconds that a refused request had waited; each refusal is returned once.
 
     ``pool_state`` returns blocks by state (running, leased, cached, free); ``engine`` describes the engine in
     capabilities. ``tier_state`` returns, for each tier below the device, its ``used`` and ``free`` blocks,
@@ -96,13 +96,13 @@ class EngineService:
         self._paths = paths
         self._links = LinkMetrics(program_scheduler.recorder)
         self._counted: dict[tuple[str, str], float] = {}
-        """Totals of the tiers that metrics have already, by metric and label."""
+        """Totals of the tiers that the metrics already include, by metric and label."""
         self.client_event_handler = ClientEventHandler(
             handle or program_scheduler.handle, program_scheduler.recorder
         )
         """Reads client events, those attached to requests included."""
         self.refusals = EngineRefusals()
-        """Refused requests, noted by the adapter."""
+        """Requests that the engine refused, noted by the adapter."""
         self._engine = engine
         self._pool_state = pool_state
         self._operations: dict[str, Callable[[dict[str, Any], float], Any]] = {
@@ -319,7 +319,7 @@ class EngineService:
         return state.recorder.drain(gauges)
 
     def _count(self, metric: str, label: str, totals: Mapping[str, float]) -> None:
-        """Add to a counter by what its totals have grown since the last time."""
+        """Increase a counter by the growth of its ``totals`` since the last call."""
         for name, total in totals.items():
             grown = total - self._counted.get((metric, name), 0)
             self._counted[metric, name] = total
@@ -358,7 +358,7 @@ class EngineService:
 
 
 class StockEngineService:
-    """Answers for an engine of a pair whose scheduler is vLLM's own: what it is, and its links."""
+    """Answers for an engine of a pair with vLLM's own scheduler: its capabilities, and its links."""
 
     def __init__(self, paths: KVTransferStatus, engine: Callable[[], dict[str, str]]) -> None:
         """``engine`` describes the engine, as in ``EngineService``."""
@@ -368,7 +368,8 @@ class StockEngineService:
         self._links = LinkMetrics(self._recorder)
 
     def call(self, operation: str) -> str:
-        """Return JSON. Other operations get an error and the names of the supported ones."""
+        """Carry out one operation; returns JSON. For others, an error with the names of the supported
+        ones."""
         if operation == "capabilities":
             # Clients send events and hints only to engines of the name "sojourn".
             told = {"engine": self._engine(), "tiers": None, "paths": self._paths.capabilities()}
@@ -381,7 +382,7 @@ class StockEngineService:
 
 
 class EngineRefusals:
-    """Refused requests, by the ids that the API server may know them by."""
+    """Refused requests, by all ids that the API server may have for them."""
 
     def __init__(self, limit: int = MAX_REFUSALS) -> None:
         self._limit = limit
@@ -389,7 +390,8 @@ class EngineRefusals:
         self._names: dict[str, frozenset[str]] = {}
 
     def note(self, request_id: str, waited_s: float) -> None:
-        """The engine's request ``request_id`` was parked for ``waited_s`` seconds."""
+        """Note that the engine's request ``request_id`` was refused after it was parked for ``waited_s``
+        seconds."""
         self._forget([request_id])
         self._waited_s[request_id] = waited_s
         self._names[request_id] = names(request_id)
@@ -429,7 +431,7 @@ def _graph_summary(known: KnownGraph, types: dict[str, list[str]]) -> dict[str, 
 
 
 def _int_argument(arguments: dict[str, Any], name: str, default: int, least: int, most: int) -> int:
-    """The argument, clipped to ``least``..``most``; ``default`` where it is absent. Raises ``WireError``."""
+    """The argument, clipped to ``least``..``most``; ``default`` if it is absent. Raises ``WireError``."""
     value = arguments.get(name)
     if value is None:
         return default

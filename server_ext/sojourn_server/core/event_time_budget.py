@@ -1,19 +1,19 @@
-"""The part of an engine's time that client events may take."""
+"""The share of an engine's time that client events may use."""
 
 from __future__ import annotations
 
 EVENT_SHARE = 0.1
-"""Part of the engine's time for events once ``EVENT_BURST_S`` is used up."""
+"""Share of the engine's time that events may use once ``EVENT_BURST_S`` is used up."""
 EVENT_BURST_S = 0.02
-"""Engine time that events may take at once after a quiet second."""
+"""Engine seconds that events may use at once after a second without events."""
 MAX_WAIT_S = 1.0
-"""Longest wait after one call: a slow call must not keep events out for long."""
+"""Longest wait after one call: a slow call must not delay events for long."""
 
 
 class EventTimeBudget:
-    """Tells the API servers of one engine how long to wait before they send events again.
+    """Computes how long the API servers of one engine wait before they send the next events.
 
-    The engine keeps it, because all API servers share the engine's time. Times in seconds.
+    The budget is kept in the engine, because all API servers share the engine's time. Times in seconds.
     """
 
     def __init__(self, now: float) -> None:
@@ -21,7 +21,8 @@ class EventTimeBudget:
         self._credited_at = now
 
     def spend(self, busy_s: float, now: float) -> float:
-        """Charge a call that took ``busy_s`` and ended at ``now``; seconds to wait before the next."""
+        """Charge a call that took ``busy_s`` and ended at ``now``; returns the seconds to wait before the
+        next call."""
         earned_s = max(now - self._credited_at, 0.0) * EVENT_SHARE
         self._credited_at = now
         credit_s = min(self._credit_s + earned_s, EVENT_BURST_S) - busy_s

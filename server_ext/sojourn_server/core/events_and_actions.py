@@ -1,7 +1,7 @@
-"""Events that an engine reports to ``ProgramScheduler.handle``, and the actions it gets back.
+"""Events that an engine reports to ``ProgramScheduler.handle``, and the actions that are returned.
 
-Events are frozen structs with a tag; the tags are also the record names of a recording. Actions
-are plain tuples. Both are the same for every engine and the simulator. Times are seconds.
+Events are frozen structs with a tag; the tags are also the record names of a recording. Actions are plain
+tuples. Both are the same for every engine and the simulator. Times are seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .request_hints import RequestIdentity
 
 
 class _Event(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Base of all events. ``gc=False``: an event refers to nothing that refers to it."""
+    """Base of all events. ``gc=False``: events are in no reference cycles."""
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -41,7 +41,8 @@ class RequestArrived(_Event, tag="arrive", frozen=True):
 
 
 class UntrackedRequestArrived(_Event, tag="stranger", frozen=True):
-    """A request arrived whose hook failed. It belongs to no program and is ordered by its arrival."""
+    """A request has arrived, but reading its program failed. It has no program and is ordered by its
+    arrival."""
 
     request_id: str
 
@@ -51,17 +52,17 @@ class RequestAdmitted(_Event, tag="admit", frozen=True):
 
     request_id: str
     cached_tokens: int
-    """Tokens found on the device or in a lower tier."""
+    """Prompt tokens found on the device or in a lower tier."""
     tokens: int
     """Prompt tokens, plus those generated before a preemption."""
     block_hashes: Sequence[Any]
     """Chained hashes of the request's full blocks."""
     resumed: bool
-    """The request had been preempted."""
+    """Whether the request had been preempted before."""
     host_tokens: int = 0
     """Cached tokens that were loaded from host memory."""
     most_tokens: int = 0
-    """Tokens that it may still write; 0: unknown."""
+    """Number of tokens that it may still generate; 0: unknown."""
 
 
 class FirstToken(_Event, tag="token", frozen=True):
@@ -71,18 +72,18 @@ class FirstToken(_Event, tag="token", frozen=True):
 
 
 class RequestPreempted(_Event, tag="preempt", frozen=True):
-    """A running request lost its blocks and waits again. Answered by ``RecoveryChosen``."""
+    """A running request lost its blocks and waits again. The answer is ``RecoveryChosen``."""
 
     request_id: str
     tokens: int = 0
-    """Tokens whose KV it lost."""
+    """Number of tokens whose KV it lost."""
     copied_tokens: int = 0
-    """Tokens whose KV is in host memory already."""
+    """Number of tokens whose KV is already in host memory."""
     offload_s_per_token: float | None = None
-    """Measured copy time to host memory; None before the first copy."""
+    """Measured seconds to copy a token to host memory; None before the first copy."""
     load_back_s_per_token: float | None = None
     queued_s: float = 0.0
-    """Seconds that queued copies will still take."""
+    """Seconds until the queued copies are done."""
 
 
 class TurnFinishReason(str, Enum):
@@ -95,7 +96,7 @@ class TurnFinishReason(str, Enum):
 
 
 class TurnFinished(_Event, tag="end", frozen=True):
-    """A request has left the engine. Answered by ``LeaseGranted`` if its blocks are to be held."""
+    """A request has left the engine. The answer is ``LeaseGranted`` if its blocks are to be held."""
 
     request_id: str
     outcome: TurnFinishReason
@@ -103,18 +104,18 @@ class TurnFinished(_Event, tag="end", frozen=True):
     prompt_tokens: int
     output_tokens: int
     cached_blocks: int
-    """Full blocks that it can leave in the prefix cache."""
+    """Number of full blocks that the request can leave in the prefix cache."""
     block_hashes: Sequence[Any]
     held_blocks: int | None = None
-    """Distinct blocks that leases hold now; None: the sum of what they were granted."""
+    """Number of distinct blocks that leases hold now; None: the sum over all leases."""
     unheld_blocks: int | None = None
     """Blocks of ``cached_blocks`` that no lease holds yet; None: all."""
     used_blocks: int | None = None
-    """Blocks that requests use or leases hold now, its own included; None: unknown."""
+    """Number of blocks that requests use or leases hold now, the request's own included; None: unknown."""
 
 
 class UntrackedRequestLeft(_Event, tag="left", frozen=True):
-    """A request of no program has left the engine."""
+    """A request without a program has left the engine."""
 
     request_id: str
 
@@ -123,14 +124,15 @@ class UntrackedRequestLeft(_Event, tag="left", frozen=True):
 
 
 class ClientEventReceived(_Event, tag="event", frozen=True):
-    """A client reported an event. Answered by ``EventAnswered``."""
+    """A client reported an event. The answer is ``EventAnswered``."""
 
     emitter: str
     event: AnyEvent
 
 
 class Tick(_Event, tag="tick", frozen=True):
-    """Time has passed: end what is due. Reported once an engine step and before every HTTP operation."""
+    """Time has passed: handle leases, prefetches and programs that are due. Reported once an engine step and
+    before every HTTP operation."""
 
 
 class StepCompleted(_Event, tag="step", frozen=True):
@@ -145,65 +147,66 @@ class StepCompleted(_Event, tag="step", frozen=True):
 
 
 class AdmissionRequested(_Event, tag="enter", frozen=True):
-    """A waiting request that is subject to admission would run next.
+    """A waiting request that is subject to admission is the next in the queue.
 
-    Answered by ``RequestLetIn``, or nothing: it waits.
+    The answer is ``RequestLetIn``; without an answer the request waits.
     """
 
     request_id: str
     need_blocks: int
-    """Blocks that its context needs."""
+    """Number of blocks that the request's context needs."""
     free_blocks: int
-    """Blocks that the pool has."""
+    """Number of free blocks in the pool."""
     anything_running: bool
     output_tokens: int = 0
-    """Tokens that it has written."""
+    """Number of tokens that the request has generated."""
     most_tokens: int = 0
-    """Tokens that it may still write."""
+    """Number of tokens that it may still generate."""
     preempted: bool | None = None
-    """What the engine calls it now; None: as this package last knew."""
+    """Whether the request was preempted, according to the engine now; None: as last reported."""
 
 
 class BlocksNeeded(_Event, tag="room", frozen=True):
-    """An allocation failed. Leases that give way follow as ``RELEASE`` actions."""
+    """An allocation failed. The actions are ``RELEASE`` for each lease that ends."""
 
     need: ReclaimRequest
     freed_blocks: Mapping[ProgramId, int] | None = None
-    """Blocks that the end of each program's lease would free; None: as many as the lease holds."""
+    """Number of blocks that the end of each program's lease would free; None: as many as the lease holds."""
 
 
 class VictimNeeded(_Event, tag="victim", frozen=True):
-    """A running request must be preempted. Answered by ``RequestChosen``, or nothing: the engine's choice."""
+    """A running request must be preempted. The answer is ``RequestChosen``; without an answer the engine
+    chooses."""
 
     short_blocks: int
     running: Sequence[RunningRequestView]
     used_blocks: int = 0
-    """Blocks in use or held."""
+    """Number of blocks in use or leased."""
 
 
 class DemandSampled(_Event, tag="look", frozen=True):
-    """All running requests, every few steps. Answered by ``RequestChosen`` if one of them is to be copied
-    to host memory now because it will probably be preempted soon."""
+    """All running requests, every few steps. The answer is ``RequestChosen`` if one of them is to be copied
+    to host memory now, because it will probably be preempted soon."""
 
     used_blocks: int
     running: Sequence[RunningRequestView]
     offload_s_per_token: float | None = None
-    """Measured copy time to host memory; None before the first copy."""
+    """Measured seconds to copy a token to host memory; None before the first copy."""
     load_back_s_per_token: float | None = None
     queued_s: float = 0.0
-    """Seconds that queued copies will still take."""
+    """Seconds until the queued copies are done."""
 
 
 class OutputLengthPredicted(_Event, tag="guess", frozen=True):
-    """A network predicts how many tokens a request still writes."""
+    """A network predicts how many tokens a request will still generate."""
 
     request_id: str
     at_tokens: int
-    """Tokens written when its hidden states were read."""
+    """Number of tokens generated when its hidden states were read."""
     remaining: tuple[float, ...]
     """Remaining tokens: equally likely values, ascending."""
     most_tokens: int = MAX_OUTPUT_TOKENS
-    """Tokens that it was allowed to write from there on."""
+    """Number of tokens that the request was allowed to generate from there on."""
 
 
 class BlockEvicted(_Event, tag="evict", frozen=True):
@@ -211,35 +214,36 @@ class BlockEvicted(_Event, tag="evict", frozen=True):
 
     block_hash: Any
     owner: ProgramId | None
-    """The program that owned it; None: several did."""
+    """The program that owned the block; None: several did."""
     taker_request_id: str | None = None
-    """The request that takes it, where known."""
+    """The request that gets the block, if known."""
     score: tuple[float, ...] | None = None
-    """The owner's place in the eviction order by which it was chosen; None: no such order."""
+    """The owner's place in the eviction order, by which the block was chosen; None: no such order."""
 
 
 class CachedBlocksFound(_Event, tag="pin", frozen=True):
-    """Answer to ``PIN_CACHED``: blocks that are still cached. ``LeaseGranted`` answers it, to hold them."""
+    """Report of a ``PIN_CACHED`` action: blocks that are still cached. The answer ``LeaseGranted`` holds
+    them."""
 
     program_id: ProgramId
     blocks: int
     held_blocks: int | None = None
-    """Distinct blocks that leases hold now."""
+    """Number of distinct blocks that leases hold now."""
     unheld_blocks: int | None = None
-    """Blocks of the program that no lease holds."""
+    """Number of the program's blocks that no lease holds."""
     used_blocks: int | None = None
-    """Blocks that requests use or leases hold now."""
+    """Number of blocks that requests use or leases hold now."""
 
 
 class PrefetchStarted(_Event, tag="prefetch", frozen=True):
-    """Answer to ``PREFETCH``: how much of the program's prefix was not on the device."""
+    """Report of a ``PREFETCH`` action: how much of the program's prefix was not on the device."""
 
     program_id: ProgramId
     missing_blocks: int
     coming_blocks: int = 0
-    """Missing blocks that are read from disk."""
+    """Number of missing blocks that are read from disk."""
     lost_blocks: int | None = None
-    """Missing blocks that are in no tier; None: all."""
+    """Number of missing blocks that are in no tier; None: all."""
 
 
 class CacheReset(_Event, tag="reset", frozen=True):
@@ -261,19 +265,19 @@ class EngineActionKind(str, Enum):
     """What the engine is to do with a program's KV."""
 
     RELEASE = "release"
-    """Give back the blocks held for the program; they stay cached until reused."""
+    """End the hold on the program's blocks; they stay cached until reused."""
     DROP = "drop"
-    """Release, and forget cached blocks that no other program owns."""
+    """Release, and remove from the prefix cache the blocks that no other program owns."""
     PIN_CACHED = "pin_cached"
-    """Hold what is still cached of the program's last turn, then report ``CachedBlocksFound``."""
+    """Hold the blocks of the program's last turn that are still cached, then report ``CachedBlocksFound``."""
     PREFETCH = "prefetch"
-    """Bring back what is no longer on the device of its last turn, then report ``PrefetchStarted``."""
+    """Load the blocks of its last turn that are no longer on the device, then report ``PrefetchStarted``."""
     PLACE = "place"
-    """Its KV belongs in ``tier`` from now on, and its waiting requests may be parked there or let go."""
+    """Its KV belongs in ``tier`` from now on; park or release its waiting requests accordingly."""
 
 
 class EngineAction(NamedTuple):
-    """One order to the engine."""
+    """An action that the engine carries out for one program."""
 
     kind: EngineActionKind
     program_id: ProgramId
@@ -283,7 +287,7 @@ class EngineAction(NamedTuple):
 
 
 class RequestRefused(NamedTuple):
-    """The engine ends this request with an error: placement kept it out for ``gate_timeout_s``."""
+    """The engine must end this request with an error: placement parked it for ``gate_timeout_s``."""
 
     request_id: str
 
@@ -295,7 +299,7 @@ class LeaseGranted(NamedTuple):
 
 
 class RecoveryChosen(NamedTuple):
-    """How the preempted request gets its KV back."""
+    """How the preempted request recovers its KV."""
 
     method: RecoveryMethod
 
@@ -307,7 +311,7 @@ class RequestLetIn(NamedTuple):
 
 
 class RequestChosen(NamedTuple):
-    """The running request that the event asked for."""
+    """The running request that the event asks for."""
 
     request_id: str
 
@@ -319,23 +323,23 @@ class EventAnswered(NamedTuple):
 
 
 Answer = LeaseGranted | RecoveryChosen | RequestLetIn | RequestChosen | EventAnswered
-"""An action that completes the event just handled. It is always the last one of its list."""
+"""An action that answers the event just handled. It is always the last one of its list."""
 
 Action = EngineAction | RequestRefused | Answer
 
 
 def granted_lease(actions: Sequence[Action]) -> Lease | None:
-    """The lease that the event was answered with, if any."""
+    """The lease of a ``LeaseGranted`` answer, if any."""
     answer = actions[-1] if actions else None
     return answer.lease if isinstance(answer, LeaseGranted) else None
 
 
 def chosen_request(actions: Sequence[Action]) -> str | None:
-    """The request that the event was answered with, if any."""
+    """The request of a ``RequestChosen`` answer, if any."""
     answer = actions[-1] if actions else None
     return answer.request_id if isinstance(answer, RequestChosen) else None
 
 
 def is_let_in(actions: Sequence[Action]) -> bool:
-    """Whether ``AdmissionRequested`` was answered with yes."""
+    """Whether the answer to ``AdmissionRequested`` is yes."""
     return bool(actions) and isinstance(actions[-1], RequestLetIn)

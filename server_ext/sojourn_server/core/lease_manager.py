@@ -1,4 +1,4 @@
-"""Grants and ends leases, orders the engine's part, and knows why KV was released."""
+"""Grants and ends leases, orders the engine's part, and records why KV was released."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _LOSS_CAUSE_OF_LEASE_END = {
 
 
 class LeaseManager:
-    """Grants and ends leases, and orders what the engine does about them."""
+    """Grants and ends leases, and orders the actions of the engine that follow."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._refused: tuple[ReclaimRequest, int] | None = None
-        """The last need for which no lease was ended, and ``LeaseTable.changes`` then."""
+        """The last request for blocks for which no lease was ended, and ``LeaseTable.changes`` at that
+        time."""
 
     def may_reclaim(self, need: ReclaimRequest) -> bool:
-        """Whether ``make_room`` could end a lease."""
+        """Whether ``make_room`` could end a lease for this request."""
         leases = self._state.leases
         if not len(leases):
             return False
@@ -48,7 +49,7 @@ class LeaseManager:
         freed_by: Callable[[ProgramId], int] | None,
         score: Callable[[ProgramId], tuple[float, ...]],
     ) -> int:
-        """End leases for a request that needs blocks; returns how many.
+        """End leases for a request that needs blocks; returns the number of leases.
 
         ``freed_by`` returns how many blocks the end of a program's lease frees; ``None``: as many as the
         lease holds. ``score`` returns a program's eviction key.
@@ -74,7 +75,7 @@ class LeaseManager:
     def order(
         self, kind: EngineActionKind, program_id: ProgramId, reason: DecisionReason, now: float
     ) -> None:
-        """Order something of the engine, and end the program's lease with it."""
+        """Order an action of the engine for a program, and end the program's lease."""
         state = self._state
         if kind is EngineActionKind.DROP and state.preset.ended is EndedKvHandling.LEFT:
             kind = EngineActionKind.RELEASE
@@ -104,7 +105,12 @@ class LeaseManager:
         running_tokens: int = 0,
         used_blocks: int | None = None,
     ) -> Lease | None:
-        """Ask the policy how long to keep ``blocks`` cached blocks; return the lease, if any."""
+        """Ask the policy how long to keep ``blocks`` cached blocks; return the lease, if any.
+
+        ``kind``: name of the decision in the log. ``held_blocks``: distinct blocks that leases hold now.
+        ``unheld_blocks``: those of ``blocks`` that no lease holds yet. ``used_blocks``: blocks in use or
+        leased. ``None``: unknown.
+        """
         state = self._state
         reload_s = state.reload.seconds(program.context_tokens)
         host_s = state.pool.host_s_per_token
@@ -156,7 +162,7 @@ class LeaseManager:
         return lease
 
     def _hinted_share_blocks(self, tenant: str | None) -> int:
-        """Blocks that hinted leases of one tenant may hold.
+        """Number of blocks that hinted leases of one tenant may hold.
 
         The budget is divided equally among tenants with hinted leases or with requests in the engine.
         Requests without a program count as one more tenant.
@@ -230,7 +236,7 @@ class LeaseManager:
     def cause(
         self, program: ProgramState, before: Sequence[Any] | None, fact: RequestAdmitted
     ) -> tuple[LossCause, EvictedBlock | None]:
-        """Why the first missing block is missing, and its eviction if that is known."""
+        """Why the first missing block of a prompt is missing, and the record of its eviction, if known."""
         cause = self.release_cause(program.id)
         missing = fact.cached_tokens // self._state.pool.block_size
         if before is None:  # the context was dropped, or forgotten
@@ -243,11 +249,12 @@ class LeaseManager:
         return (cause or evicted_block.cause), evicted_block
 
     def release_cause(self, program_id: ProgramId | None) -> LossCause | None:
-        """Why the program's KV is no longer held, in the ledger's terms; ``None`` if it was never held."""
+        """Cause, in the ledger's terms, for which the program's KV was released; ``None`` if it was not
+        leased."""
         ended = self._state.let_go.get(program_id) if program_id is not None else None
         return _LOSS_CAUSE_OF_LEASE_END.get(ended) if ended is not None else None
 
     def record_release(self, program_id: ProgramId, reason: DecisionReason) -> None:
-        """Remember why the program's KV is no longer held."""
+        """Record why the program's KV was released."""
         if program_id in self._state.programs:  # bounds the number of entries
             self._state.let_go[program_id] = reason

@@ -13,9 +13,9 @@ from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import LeaseView
 
 SILENCE_INITIAL_S = 20.0
-"""Seconds that a client that promised heartbeats may be silent after its lease was granted."""
+"""Seconds without events, after its lease was granted, that end the lease of a client with heartbeats."""
 SILENCE_EXTENSION_S = 10.0
-"""The same after each later event of the client (it sends one every 3 s)."""
+"""Seconds without events, after any later event, that end such a lease (a heartbeat is sent every 3 s)."""
 
 
 @dataclass(slots=True)
@@ -28,20 +28,22 @@ class Lease:
     ttl_s: float
     expires_s: float
     silent_s: float | None
-    """Time at which silence ends it; ``None`` if the client never promised heartbeats."""
+    """Time at which the client's silence ends the lease; ``None`` if the client never promised heartbeats."""
     blocks: int
     reload_s: float
     reason: DecisionReason
     tool: str | None = None
     tenant: str | None = None
     own_blocks: int = 0
-    """Blocks that no other lease held when it was granted; they count against the tenant's share."""
+    """Number of its blocks that no other lease held when it was granted; these count against the tenant's
+    share."""
     limit_s: float = float("inf")
-    """Latest end, whatever its client reports."""
+    """Latest end of the lease, whatever the client reports."""
     anchored: bool = False
-    """Its time runs from a tool's reported start."""
+    """Whether the lease's time runs from a tool's reported start."""
     waiting: bool = False
-    """A request of the program has arrived: the lease stays until it is scheduled (Continuum §5.2)."""
+    """Whether a request of the program has arrived: the lease stays until it is scheduled (Continuum
+    §5.2)."""
 
     def deadline_s(self) -> float:
         """The earlier of expiry and silence."""
@@ -61,11 +63,11 @@ class LeaseTable:
     def __init__(self, budget_blocks: int) -> None:
         self.budget_blocks = budget_blocks
         self.changes = 0
-        """Grows with every granted or ended lease."""
+        """Number of leases granted or ended so far."""
         self.blocks = 0
-        """Blocks held by all leases; a shared block counts for each that holds it."""
+        """Blocks held by all leases; a shared block counts for each lease that holds it."""
         self.hinted_blocks: Counter[str | None] = Counter()
-        """Blocks held by leases whose TTL their client chose, by tenant; without zeros."""
+        """Blocks held by leases whose TTL the client chose, by tenant; without zeros."""
         self._leases: dict[ProgramId, Lease] = {}
         self._deadlines: list[tuple[float, int, ProgramId]] = []
         self._version: dict[ProgramId, int] = {}
@@ -99,7 +101,7 @@ class LeaseTable:
         self._push(lease)
 
     def heard(self, program_id: ProgramId, now: float) -> None:
-        """The client is alive: silence ends the lease later."""
+        """Postpone the end by silence: an event of the client has arrived."""
         lease = self._leases.get(program_id)
         if lease is not None and lease.silent_s is not None:
             later = now + SILENCE_EXTENSION_S
@@ -108,7 +110,7 @@ class LeaseTable:
                 self._push(lease)
 
     def promised(self, program_id: ProgramId, now: float) -> None:
-        """The client promises heartbeats: from now on silence ends its lease."""
+        """From now on the client's silence ends its lease: the client promises heartbeats."""
         lease = self._leases.get(program_id)
         if lease is not None and lease.silent_s is None:
             lease.silent_s = now + SILENCE_INITIAL_S

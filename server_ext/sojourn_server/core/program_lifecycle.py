@@ -20,7 +20,7 @@ from .tier_manager import TierManager
 from .workflow_predictor import WorkflowPredictor
 
 MAX_EXPIRED_PER_TICK = 8
-"""Maximum number of programs that expire in one engine step; the others follow in the next."""
+"""Maximum number of programs that expire in one engine step; further ones expire in later steps."""
 MAX_TOOLS_PER_PROGRAM = 1024
 MAX_EMITTERS_PER_PROGRAM = 16
 PROGRAM_OUTCOMES = ("ok", "error", "cancelled")
@@ -57,7 +57,7 @@ class ProgramLifecycle:
         }
 
     def open(self, program_id: ProgramId, now: float) -> ProgramState:
-        """Return the program, known or new, of a request that has arrived."""
+        """The program of a request that has arrived; a new program if it is unknown."""
         program, forgotten = self._programs.open(program_id, now)
         self.forget(forgotten, now)
         self._leases.heard(program.id, now)
@@ -70,7 +70,8 @@ class ProgramLifecycle:
         return program
 
     def over(self, program: ProgramState, signal: ProgramSignal, outcome: str, now: float) -> None:
-        """A program has ended (``END``) or expired (``SILENCE``)."""
+        """End a program that has ended (``END``) or expired (``SILENCE``). ``outcome``: its label in log and
+        metrics."""
         if not self._programs.signal(program, signal):
             return
         if signal is ProgramSignal.END:  # after mere silence a tool may still run, and its end be reported
@@ -99,7 +100,7 @@ class ProgramLifecycle:
             self.over(program, ProgramSignal.SILENCE, "silent", now)
 
     def forget(self, programs: Sequence[ProgramState], now: float) -> None:
-        """Programs have left the table: remove all that is known of them, and drop their KV."""
+        """Remove all data of programs that have left the table, and drop their KV."""
         for program in programs:
             self._tier_manager.forget(program.id, now)
             self._lease_manager.order(EngineActionKind.DROP, program.id, DecisionReason.SUPERSEDED, now)

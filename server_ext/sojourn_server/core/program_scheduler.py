@@ -1,10 +1,9 @@
 """The state machine of one engine: events in, actions out, and pure questions.
 
-Theory of operation
--------------------
-``handle`` is the only way to change state. It knows no engine, no clock and no network: an adapter reports
-events with ``now`` and carries out the actions. The simulator does the same in virtual time, so a recorded
-run gives the same decisions again. An action that a failing event left behind comes with the next event's.
+Theory of operation ------------------- ``handle`` is the only way to change state. It knows no engine, no
+clock and no network: an adapter reports events with ``now`` and carries out the actions. The simulator does
+the same in virtual time, so a recorded run gives the same decisions again. If an event fails, actions already
+ordered are returned with the next event's.
 
 Questions (``queue_key``, ``is_parked`` ...) change nothing. The tables are in ``state``, for ``core`` and
 ``recording`` alone.
@@ -21,9 +20,7 @@ from typing import Any, NamedTuple
 from sojourn.ids import EmitterId, ProgramId
 from sojourn.wire_codec import Outcome
 
-from ..metrics.decision_log import DecisionLog
 from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length
-from ..policies.costs.engine_profile import PrefillCurve
 from ..policies.eviction.block_labels import BlockLabel, label_of_tier
 from ..policies.forecasting.remaining_tokens import RemainingTokensPolicy
 from ..policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
@@ -31,7 +28,6 @@ from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason, RetentionDecision
 from ..policies.policy_views import AbandonedBranch, ReclaimRequest, RunningRequestView
 from ..policies.preemption.preemption_recovery import RecoveryMethod
-from ..policies.preset import Preset
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramSignal
 from .admission_controller import AdmissionController
@@ -73,42 +69,30 @@ from .events_and_actions import (
 from .lease_manager import LeaseManager
 from .program_lifecycle import ProgramLifecycle
 from .request_table import RequestState
-from .scheduler_limits import SchedulerLimits
-from .scheduler_state import Histories, KVPoolConfig, SchedulerState
+from .scheduler_state import SchedulerState
 from .tier_manager import TierManager
 from .turn_recorder import TurnRecorder
 from .workflow_predictor import WorkflowPredictor
 
 
 class KnownRequest(NamedTuple):
-    """What the adapter may know of a request in the engine."""
+    """Facts about a request in the engine, for the adapter."""
 
     program_id: ProgramId | None
     """``None``: the request is untracked."""
     rank: int
-    """Its program's rank by arrival; its own if it is untracked."""
+    """Arrival rank of its program; of the request itself if it is untracked."""
     admitted: bool
-    """Whether it has run. It may have been preempted since."""
+    """Whether it was admitted. It may have been preempted since."""
 
 
 class ProgramScheduler:
     """Program state, leases and policies of one engine."""
 
-    def __init__(
-        self,
-        preset: Preset,
-        pool: KVPoolConfig,
-        *,
-        limits: SchedulerLimits | None = None,
-        curve: PrefillCurve | None = None,
-        histories: Histories | None = None,
-        decisions: DecisionLog | None = None,
-    ) -> None:
-        self.state = state = SchedulerState(
-            preset, pool, limits=limits, curve=curve, histories=histories, decisions=decisions
-        )
-        self.preset = preset
-        self.pool = pool
+    def __init__(self, state: SchedulerState) -> None:
+        self.state = state
+        self.preset = state.preset
+        self.pool = state.pool
         self.limits = state.limits
         self.histories = state.histories
         self.recorder = state.recorder
@@ -123,7 +107,9 @@ class ProgramScheduler:
         self._predictor = WorkflowPredictor(state)
         self._forecaster = DemandForecaster(state)
         self._admission = AdmissionController(state, self._forecaster)
-        self._tiers = TierManager(preset.placement, pool, histories=self.histories, moved=self._moved)
+        self._tiers = TierManager(
+            state.preset.placement, state.pool, histories=self.histories, moved=self._moved
+        )
         self._lifecycle = ProgramLifecycle(
             state, self._lease_manager, self._predictor, self._tiers, self._journal
         )
@@ -154,10 +140,10 @@ class ProgramScheduler:
         """Time of the last arrival or tick."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Change state by one event; return what the engine is to do, in order. An ``Answer`` comes last.
+        """Change state by one event; return the engine's actions in order. An ``Answer`` comes last.
 
-        Raises ``TypeError`` for an unknown event, and what a policy raises. Actions that were ordered before
-        the failure come with the next event.
+        Raises ``TypeError`` for an unknown event, and exceptions of policies. Actions ordered before the
+        exception are returned with the next event.
         """
         handler = self._handlers.get(type(event))
         if handler is None:
@@ -205,7 +191,7 @@ class ProgramScheduler:
         request_state.record = self._turns.open(fact, program, tool=tool, gap_s=gap_s, leased=leased, now=now)
 
     def _break_off(self, request_id: str, now: float) -> None:
-        """End a request that the engine does not know any more, for example because its id arrives again."""
+        """End a request that the engine no longer has, for example because its id arrives again."""
         if request_id in self._requests.states:
             self._finished(TurnFinished(request_id, TurnFinishReason.ERROR, (), 0, 0, 0, ()), now)
 
@@ -448,7 +434,7 @@ class ProgramScheduler:
     # -- questions: they change nothing -----------------------------------------
 
     def request(self, request_id: str) -> KnownRequest | None:
-        """Facts about a request in the engine; ``None`` for any other."""
+        """Facts about a request in the engine; ``None`` for an unknown id."""
         state = self._requests.states.get(request_id)
         if state is None:
             return None
@@ -462,7 +448,7 @@ class ProgramScheduler:
         return program.live_requests if program is not None else frozenset()
 
     def context(self, program_id: ProgramId) -> Sequence[Any] | None:
-        """Block hashes of the program's last turn; ``None`` if they are not known any more."""
+        """Block hashes of the program's last turn; ``None`` if they were dropped."""
         return self.state.contexts.get(program_id)
 
     def leased_programs(self) -> KeysView[ProgramId]:
@@ -479,14 +465,15 @@ class ProgramScheduler:
         return program.goes_on if program is not None else None
 
     def queue_key(self, request_id: str, *, preempted: bool | None = None) -> tuple[Any, ...]:
-        """The request's place in the queue, lowest first. ``preempted``: its status in the engine now."""
+        """The request's place in the queue, lowest first. ``preempted``: its status in the engine now;
+        ``None``: as last reported."""
         state = self._requests.states[request_id]
         view = self._requests.waiting(state, self._now_s, leased=self._is_leased(state))
         return self.preset.order.key(view if preempted is None else view._replace(preempted=preempted))
 
     def promoted_s(self, request_id: str) -> float:
-        """Time at which waiting alone puts the request first in the queue; ``inf``: never, in the present
-        state."""
+        """Time at which the request becomes the first in the queue only because it has waited; ``inf``:
+        never, in the present state."""
         return self._promoted_s(self._requests.states[request_id])
 
     def arrival(self, request_id: str) -> int:
@@ -495,22 +482,32 @@ class ProgramScheduler:
         return state.arrival if state is not None else 0
 
     def is_overdue(self, request_id: str, now: float) -> bool:
-        """Whether a waiting request may end any lease and pass all requests that arrived after it.
+        """Whether a waiting request may end any lease and pass later requests.
 
-        That holds for a request without a program that has waited ``line_patience_s``. A program waits for
-        earlier programs only, which is what leases are for.
+        True for a request without a program that has waited ``line_patience_s``. A program waits for earlier
+        programs only, which is the purpose of leases.
         """
         state = self._requests.states.get(request_id)
         if state is None or state.program is not None or state.running:
             return False
         return now - state.since_s >= self.state.limits.line_patience_s
 
+    def passes(self, overdue_id: str, other_id: str, *, preempted: bool) -> bool:
+        """Whether an overdue request is served before another waiting request.
+
+        It passes requests that arrived later, except preempted ones. ``preempted``: the other request's
+        status in the engine.
+        """
+        overdue, other = self._requests.states.get(overdue_id), self._requests.states.get(other_id)
+        return overdue is not None and other is not None and not preempted and other.arrival > overdue.arrival
+
     def subject_to_admission(self, request_id: str, *, preempted: bool | None = None) -> bool:
-        """Whether ``AdmissionRequested`` must precede the request's admission."""
+        """Whether the request needs the answer to ``AdmissionRequested`` before it is admitted."""
         return self._admission.applies_to(self._requests.states[request_id], preempted)
 
     def is_parked(self, request_id: str) -> bool:
-        """Whether a waiting request may not run, whatever is free: its program is not on the device."""
+        """Whether a waiting request may not run, even with free blocks, since its program is not on the
+        device."""
         return self._tiers.parked(self._requests.states[request_id])
 
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
@@ -522,8 +519,8 @@ class ProgramScheduler:
         return self._turns.awaiting_first_token.keys()
 
     def may_reclaim(self, need: ReclaimRequest) -> bool:
-        """Whether ``BlocksNeeded`` could end a lease: there is one, and something has changed since the
-        same need was rejected."""
+        """Whether ``BlocksNeeded`` could end a lease: there is a lease, and something has changed since the
+        same request for blocks found none."""
         return self._lease_manager.may_reclaim(need)
 
     @property
@@ -533,7 +530,7 @@ class ProgramScheduler:
 
     @property
     def output_predictor(self) -> RemainingTokensPolicy:
-        """The policy that predicts output lengths. The simulator replaces it by one that knows them."""
+        """The policy that predicts output lengths. The simulator replaces it by one with the true lengths."""
         return self._forecaster.predictor
 
     @output_predictor.setter
@@ -542,7 +539,8 @@ class ProgramScheduler:
 
     @property
     def demand_changes(self) -> int:
-        """Grows whenever a rejected request may be admitted: a request has left, or demand was sampled."""
+        """Counts changes after which a rejected request may be admitted: departures, and samples of
+        demand."""
         return self._forecaster.changes
 
     def output_length_errors(self) -> dict[str, float | None]:
@@ -560,7 +558,8 @@ class ProgramScheduler:
     # -- questions of the eviction order ------------------------------------------
 
     def label(self, program_id: ProgramId | None) -> BlockLabel:
-        """The label of a program's blocks in lower tiers; ``None``: blocks of programs that are over."""
+        """The label of a program's blocks in lower tiers; INACTIVE for ``None`` and for programs that are
+        over."""
         program = self._programs.get(program_id) if program_id is not None else None
         if program is None or program.status in OVER_STATUSES:
             return BlockLabel.INACTIVE
@@ -569,9 +568,10 @@ class ProgramScheduler:
     def owner_standing(
         self, program_id: ProgramId, left: AbandonedBranch | None = None
     ) -> tuple[float, ...] | None:
-        """The input of a program's eviction key, or of its newest turn's abandoned branch.
+        """The input of the eviction key of a program, or of the branch ``left`` that its newest turn
+        abandoned.
 
-        It is valid until ``take_changed_programs`` has the program. ``None``: the program is unknown.
+        It is valid until ``take_changed_programs`` returns the program. ``None``: the program is unknown.
         """
         program = self._programs.get(program_id)
         if program is None:
@@ -580,10 +580,10 @@ class ProgramScheduler:
         return self.preset.eviction.standing(view._replace(tier=self._tiers.tier(program_id)))
 
     def owner_score(self, standing: tuple[float, ...] | None, branch_reuse: float = 1.0) -> tuple[float, ...]:
-        """The eviction key of a standing; blocks with the lowest are reused first.
+        """The eviction key of a standing; blocks with the lowest key are reused first.
 
-        It is valid until ``score_scale_changes`` grows or ``branch_reuse`` changes, the share of abandoned
-        blocks that was reused.
+        ``branch_reuse`` is the share of abandoned blocks that was reused. The key is valid until that share
+        or ``score_scale_changes`` changes.
         """
         if standing is None:
             return (-math.inf,)
@@ -591,15 +591,16 @@ class ProgramScheduler:
 
     @property
     def score_scale_changes(self) -> int:
-        """Grows with each change of the scale of ``owner_score``."""
+        """Counts changes of the scale of ``owner_score``."""
         return self._predictor.scale_changes
 
     def take_changed_programs(self) -> dict[ProgramId, None]:
-        """Programs whose standing may have changed since the last call, by time of the change."""
+        """Programs whose standing may have changed since the last call, in the order of the changes."""
         return self._predictor.take_changed()
 
     def take_begun_turns(self) -> dict[ProgramId, float]:
-        """Programs with a turn admitted since the last call, and when they last used their earlier blocks."""
+        """Programs with a turn admitted since the last call → time at which they last used their earlier
+        blocks."""
         return self._predictor.take_begun()
 
     def check(self) -> None:
@@ -645,7 +646,7 @@ class ProgramScheduler:
         return self.preset.victim.victim(views, self._forecaster.need(views, short_blocks, used_blocks), now)
 
     def _moved(self, program: ProgramState, move: TierMove, now: float) -> None:
-        """The tier manager has moved a program: log it, and order the engine's part."""
+        """Log a move that the tier manager made, and order the engine's part."""
         if move.reason is MoveReason.OVER:  # its end is logged already
             self._outbox.append(EngineAction(EngineActionKind.PLACE, program.id, DecisionReason.END, move.to))
             return
@@ -661,4 +662,4 @@ class ProgramScheduler:
         self._outbox.append(EngineAction(EngineActionKind.PLACE, program.id, DecisionReason.PLACED, move.to))
 
     def close_recording(self, reason: str) -> None:
-        """The engine stops. ``RecordingScheduler`` writes the end of its recording here."""
+        """Do nothing; ``RecordingScheduler`` writes the end record here, when the engine stops."""

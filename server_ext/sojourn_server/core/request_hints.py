@@ -1,4 +1,4 @@
-"""The program that sends a request, and its hint, read from what the engine carries of the request."""
+"""The program and the hint of a request, read from the request's session header and ``vllm_xargs``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sojourn.wire_codec import Outcome, WireError, decode_context
 CONTEXT_KEY = "agentic_context"
 
 MAX_NAME_CHARS = 256
-"""Maximum length kept of a client's name (agent type, tenant, graph node, request id), in characters."""
+"""Maximum number of characters kept of a client's name (agent type, tenant, graph node, request id)."""
 
 
 def clipped(name: str | None) -> str | None:
-    """The part of a client's name that is kept; ``None`` for none."""
+    """The kept part of a client's name; ``None`` for ``None``."""
     return name[:MAX_NAME_CHARS] if name else None
 
 
@@ -37,7 +37,7 @@ NO_IDENTITY = RequestIdentity(None, None)
 def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> RequestIdentity:
     """Read the program from the hint, else from the session header. Never raises.
 
-    A malformed hint is reported and ignored; the session header then still counts.
+    A malformed hint is reported and ignored; the session header is still used.
     """
     session = _checked_session_id(session_id)
     text = xargs.get(CONTEXT_KEY) if xargs else None

@@ -1,4 +1,4 @@
-"""The requests in the engine: what is known of each, and how many tokens of them run."""
+"""The requests in the engine: the state of each, and the number of running tokens."""
 
 from __future__ import annotations
 
@@ -23,53 +23,54 @@ class RequestState:
 
     request_id: str
     rank: int
-    """The program's rank; the request's own if it has no program."""
+    """Arrival rank of its program; of the request itself if it has no program."""
     arrival: int
-    """Number of the request, by arrival."""
+    """Number of the request in order of arrival."""
     program: ProgramState | None
     record: TurnRecord | None
     arrived_s: float
     hinted_ttl_s: float | None = None
     final: bool = False
     node: str | None = None
-    """Graph node that its hint named."""
+    """Graph node that its hint names."""
     steps_left: float | None = None
-    """Turns that its hint expects to follow."""
+    """Number of turns that its hint expects to follow."""
     hinted_tokens: int | None = None
     """Length of the whole output that its hint expects, in tokens."""
     tool: str | None = None
-    """Key of the tool whose result its prompt ends with."""
+    """Key of the tool whose result ends its prompt."""
     prompt_tokens: int = 0
     preempted: bool = False
     admitted: bool = False
-    """Whether it has run. It may have been preempted since."""
+    """Whether the request was admitted. It may have been preempted since."""
     admission_blocked_since_s: float | None = None
-    """Time of the admission policy's first refusal, if it still waits."""
+    """Time at which the admission policy first rejected the request, if it still waits."""
     attained_s: float = 0.0
     """Seconds that its program's requests had run when it arrived."""
     since_s: float = 0.0
-    """Start of its present wait or run."""
+    """Time at which its present wait or run began."""
     running: bool = False
     ran_s: float = 0.0
-    """Seconds that it ran, up to ``since_s``."""
+    """Seconds that it ran before ``since_s``."""
     waited_s: float = 0.0
-    """Seconds that it waited in the queue, up to ``since_s``."""
+    """Seconds that it waited in the queue before ``since_s``."""
     preemptions: int = 0
     output_tokens_at_admission: int = 0
-    """Tokens it had written at its last admission."""
+    """Number of tokens that it had generated at its last admission."""
     remaining: RemainingTokens | None = None
-    """Predicted remaining tokens at ``asked_at`` written tokens."""
+    """Predicted remaining tokens, at ``asked_at`` generated tokens."""
     asked_at: int = -1
     predicted_output_tokens: float | None = None
     """First prediction of its output length; ``None`` if that was not made at the start of the output."""
     guess: RemainingTokens | None = None
-    """The network's prediction at ``model_predicted_at_tokens`` written tokens."""
+    """The network's prediction, at ``model_predicted_at_tokens`` generated tokens."""
     model_predicted_at_tokens: int = 0
     guesses: list[tuple[int, float, float | None]] = field(default_factory=list)
-    """Samples to judge the network by: written tokens, its prediction, and the prediction without it."""
+    """Samples to check the network: (generated tokens, its prediction, the prediction without it)."""
 
     def run(self, now: float, promoted_s: float) -> None:
-        """Start to run. Service and waits before ``promoted_s`` are forgotten if that has passed."""
+        """Begin to run. Seconds run and waited before ``promoted_s`` no longer count if that time has
+        passed."""
         if promoted_s <= now:
             self.waited_s, self.ran_s = now - promoted_s, 0.0
         else:
@@ -77,7 +78,7 @@ class RequestState:
         self.running, self.since_s = True, now
 
     def stop(self, now: float) -> None:
-        """Stop to run, or to wait."""
+        """Stop running, or waiting."""
         if self.running:
             self.ran_s += now - self.since_s
         else:
@@ -85,7 +86,7 @@ class RequestState:
         self.running, self.since_s = False, now
 
     def ran_until(self, now: float) -> float:
-        """Seconds that it has run by now."""
+        """Seconds that it has run up to ``now``."""
         return self.ran_s + (now - self.since_s if self.running else 0.0)
 
 
@@ -103,7 +104,7 @@ class RequestTable:
     def enter(
         self, request_id: str, program: ProgramState | None, now: float, prompt_tokens: int = 0
     ) -> RequestState:
-        """Add a request that has reached the engine. Without a program its own arrival gives its rank."""
+        """Add a request that has reached the engine. Without a program, its own arrival is its rank."""
         self._arrivals += 1
         request_state = RequestState(
             request_id,
@@ -157,7 +158,7 @@ class RequestTable:
         return was_clipped
 
     def run(self, request_state: RequestState, now: float, promoted_s: float) -> bool:
-        """A request got its blocks. Returns whether this is its first admission."""
+        """Record that a request got its blocks. Returns whether this is its first admission."""
         if not request_state.running:
             self.running_tokens += request_state.prompt_tokens
         request_state.run(now, promoted_s)
@@ -168,13 +169,13 @@ class RequestTable:
         return first
 
     def stop(self, request_state: RequestState, now: float) -> None:
-        """A request has lost its blocks, or has left the engine."""
+        """Record that a request has lost its blocks, or has left the engine."""
         if request_state.running:
             self.running_tokens -= request_state.prompt_tokens
         request_state.stop(now)
 
     def idle_s(self, now: float, anything_running: bool) -> float:
-        """Seconds without a running request, counted from the first such question."""
+        """Seconds for which nothing has run, counted from the first call with ``anything_running`` false."""
         if anything_running:
             self._idle_since_s = None
             return 0.0
@@ -183,7 +184,7 @@ class RequestTable:
         return now - self._idle_since_s
 
     def waiting(self, request_state: RequestState, now: float, *, leased: bool) -> WaitingRequestView:
-        """A request as the queue order sees it; ``leased``: its program holds a lease."""
+        """A request as the queue order sees it; ``leased``: whether its program holds a lease."""
         program = request_state.program
         return WaitingRequestView(
             preempted=request_state.preempted,
@@ -199,7 +200,7 @@ class RequestTable:
         )
 
     def with_service(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
-        """The engine's views of running requests, with the seconds that each has been served."""
+        """The engine's views of running requests, completed with the seconds that each has run."""
         return [self._with_service(view, now) for view in running]
 
     def _with_service(self, view: RunningRequestView, now: float) -> RunningRequestView:

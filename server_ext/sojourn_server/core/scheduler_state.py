@@ -31,30 +31,30 @@ class KVPoolConfig:
 
     blocks: int
     block_size: int
-    """Tokens a block holds."""
+    """Number of tokens per block."""
     block_bytes: int = 0
     max_context_tokens: int = 1 << 31
     dropped_hit_blocks: int = 0
-    """Cached blocks at the end of a prefix that this engine recomputes (EAGLE: 1)."""
+    """Number of cached blocks at the end of a prefix that this engine computes again (EAGLE: 1)."""
     step_tokens: int = 1 << 31
     """Maximum number of tokens in one engine step."""
     host_s_per_token: float | None = None
     """Seconds to copy a token's KV back from host memory; ``None`` without a host tier."""
     host_blocks: int = 0
-    """Blocks that host memory holds; 0: no host tier."""
+    """Number of blocks that fit in host memory; 0: no host tier."""
     disk_blocks: int = 0
-    """Blocks that the disk holds; 0: no disk."""
+    """Number of blocks that fit on the disk; 0: no disk."""
 
 
 @dataclass(slots=True)
 class Histories:
-    """What a scheduler learns over time; it may be saved."""
+    """Histories that a scheduler learns from; they may be saved."""
 
     tools: ToolHistory = field(default_factory=ToolHistory)
     turns: TurnHistory = field(default_factory=TurnHistory)
     evicted_waits: SlidingMean = field(default_factory=SlidingMean)
     growth_tokens: SlidingMean = field(default_factory=SlidingMean)
-    """Tokens by which each turn after the first exceeded its program's longest context."""
+    """Number of tokens by which each turn after the first exceeded its program's longest context."""
     workflows: WorkflowHistory = field(default_factory=WorkflowHistory)
     output_lengths: OutputLengthHistory = field(default_factory=OutputLengthHistory)
     hints_off: HintErrors = field(default_factory=HintErrors)
@@ -64,7 +64,8 @@ class Histories:
 class SchedulerState:
     """Configuration and tables of one engine's scheduler.
 
-    Only ``core`` and ``recording`` read it; others ask ``ProgramScheduler``. Only ``handle`` changes it.
+    Only ``core`` and ``recording`` read it; other packages ask ``ProgramScheduler``. Only ``handle`` changes
+    it.
     """
 
     def __init__(
@@ -75,7 +76,6 @@ class SchedulerState:
         limits: SchedulerLimits | None = None,
         curve: PrefillCurve | None = None,
         histories: Histories | None = None,
-        decisions: DecisionLog | None = None,
     ) -> None:
         self.preset = preset
         self.pool = pool
@@ -87,11 +87,11 @@ class SchedulerState:
         self.leases = LeaseTable(int(pool.blocks * self.limits.lease_budget_fraction))
         self.contexts = ContextHashStore()
         self.let_go: dict[ProgramId, DecisionReason] = {}
-        """Why the KV of a known program was released since its last admission."""
+        """Why the KV of each known program was released since its last admission."""
         self.eviction_log = EvictionLog(2 * pool.blocks)
         self.graphs = GraphStore(self.limits.max_graphs, self.limits.max_graph_bytes)
         self.ledger = TurnLedger()
-        self.decisions = decisions if decisions is not None else DecisionLog()
+        self.decisions = DecisionLog()
         self.recorder = MetricsRecorder()
         self.actions: list[Action] = []
         """Actions of the event being handled, oldest first; ``ProgramScheduler.handle`` empties it."""

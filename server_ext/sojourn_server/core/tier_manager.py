@@ -1,15 +1,14 @@
 """Keeps the queues of placement, asks the policy for moves, and decides which requests are parked.
 
-Theory of operation
--------------------
-Every program with a request in the engine or with KV has a *place*: the tier in whose queue it is. Events
-change only what the policy will see. The policy is asked in ``tick``, once an engine step, if something has
-happened or its interval has passed. So a burst of tool ends is one question, and no answer changes a step
-that is being planned.
+Theory of operation ------------------- Every program with a request in the engine or with KV is in the queue
+of one tier, its *place*. Events change only the policy's next view. ``tick``, called once an engine step,
+asks the policy if there was an event or the policy's interval has passed. So a burst of tool ends leads to
+one question, and no answer changes a step that is being planned.
 
-A request is *parked* while its program is not on the device, or if it arrived after its program was ordered
-to leave. It then holds no blocks, and the engine does not ask about it again before its program is moved.
-Unknown programs are not parked. After an error of the policy no program is: the engine's own order returns.
+A request is *parked* while its program is not on the device, or if it arrived after its program was marked to
+leave the device. A parked request holds no blocks, and the engine does not ask about it again before its
+program is moved. Requests of unknown programs are not parked. After an error of the policy no request is
+parked, and the engine's own order applies.
 """
 
 from __future__ import annotations
@@ -47,20 +46,21 @@ from .request_table import RequestState
 from .scheduler_state import Histories, KVPoolConfig
 
 _WaitingEntry = tuple[float, int, str, ProgramId]
-"""A waiting request: start of its wait, its number, its id, its program's id."""
+"""A waiting request: (start of its wait, its number by arrival, its id, its program's id)."""
 
 MAX_LONGEST_WAITING_IN_VIEW = 16
 """Maximum number of longest-waiting programs in a view."""
 
 MAX_WAITING_IN_VIEW = 256
-"""Maximum number of programs of the Waiting queue in a view, the first ones."""
+"""Maximum number of programs of the Waiting queue in a view: the first ones."""
 
 ENGINE_PAUSE_S = 120.0
-"""An engine without a tick for longer was paused: a suspended machine, or weights being loaded."""
+"""After this time without a tick the engine was paused: a suspended machine, or weights being loaded."""
 UNTHROTTLED_PROGRAMS = 200
 MIN_INTERVAL_S_PER_PROGRAM = 50e-6
-"""Minimum seconds between two questions per program in a tier, beyond the first few. A question takes about
-1 µs per program, so questions take at most 2 % of the time."""
+"""Minimum seconds between two questions to the policy, for each program in a tier beyond
+``UNTHROTTLED_PROGRAMS``. A question takes about 1 µs per program, so questions take at most 2 % of the
+time."""
 
 MoveListener = Callable[[ProgramState, TierMove, float], None]
 """Called with each move: the program, the move and ``now``."""
@@ -68,25 +68,26 @@ MoveListener = Callable[[ProgramState, TierMove, float], None]
 
 @dataclass(slots=True, eq=False)
 class _PlacedState:
-    """One program's place."""
+    """A program's tier, requests and idleness."""
 
     program: ProgramState
     clock: IdlenessTracker
     arrived_s: float
     tier: Tier = Tier.WAITING
     waiting: dict[str, RequestState] = field(default_factory=dict)
-    """Its requests without blocks, oldest first."""
+    """The program's requests without blocks, oldest first."""
     running: dict[str, RequestState] = field(default_factory=dict)
-    """Its admitted requests, preempted ones included."""
+    """The program's admitted requests, preempted ones included."""
     context_blocks: int = 0
     last_active_s: float = 0.0
     returning: bool = False
     leaves_after: int | None = None
-    """Number of the newest request when it was ordered to leave: later requests wait. ``None``: no order."""
+    """Number of the newest request when the program was marked to leave; later requests wait. ``None``: not
+    marked."""
     seen: ProgramTierView | None = None
-    """The policy's view of it, as of the last event."""
+    """The policy's view of the program, as of the last event."""
     filed: tuple[WaitingKey, ProgramId] | None = None
-    """Its entry in the Waiting queue."""
+    """The program's entry in the Waiting queue."""
 
     @property
     def activity(self) -> ProgramActivity:
@@ -96,7 +97,7 @@ class _PlacedState:
 
     @property
     def turn_goes_on(self) -> bool:
-        """Whether it leaves after its turn and a request from before that order has yet to run."""
+        """Whether the program is marked to leave and a request from before the mark has yet to run."""
         before = self.leaves_after
         return before is not None and any(
             request_state.arrival <= before for request_state in self.waiting.values()
@@ -104,16 +105,16 @@ class _PlacedState:
 
 
 class TierManager:
-    """Which tier each program of one engine is placed in, and the queue of programs that wait for a place.
+    """Which tier each program of one engine is placed in, and the queue of programs off the device.
 
-    It asks the policy for moves and parks the requests of programs without a place on the device. Times are
-    seconds on the engine's monotonic clock.
+    Asks the policy for moves, and parks the requests of programs off the device. Times are seconds on the
+    engine's monotonic clock.
     """
 
     def __init__(
         self, policy: PlacementPolicy, pool: KVPoolConfig, *, histories: Histories, moved: MoveListener
     ) -> None:
-        """``moved`` is called right after each move."""
+        """``moved`` is called after each move."""
         self._policy = policy
         self._pool = pool
         self._histories = histories
@@ -125,7 +126,8 @@ class TierManager:
         self._line: list[tuple[WaitingKey, ProgramId]] = []
         """The Waiting queue: programs with a request, in order."""
         self._oldest: OrderedDict[int, _WaitingEntry] = OrderedDict()
-        """Waiting requests by number, in order of arrival, without those reported as parked for too long."""
+        """Waiting requests in order of arrival, by number, without those already reported by
+        ``parked_for``."""
         self._arrivals = 0
         """Number of the newest request."""
         self._others: dict[str, int] = {}
@@ -133,18 +135,18 @@ class TierManager:
         self._last_tick_s = -math.inf
         """Time of the last tick."""
         self._why: PlacementTrigger | None = None
-        """Newest event since the policy was asked."""
+        """The newest event since the policy was last asked."""
         self._last_overdue_admission_s = -math.inf
         """Time at which the policy last promoted an overdue program."""
         self._asked_s = self._ask_at_s = -math.inf
-        """Times of the last question and of the next one without an event."""
+        """Time of the last question to the policy; time of the next one if there is no event."""
         self._failed: Exception | None = None
-        """An error of the policy in an event; the next tick raises it, so that the event is handled."""
+        """The policy's exception during an event; the next tick raises it, so that the event is handled."""
 
     # -- events ----------------------------------------------------------------
 
     def arrived(self, request_state: RequestState, now: float) -> None:
-        """A request of a program has reached the engine."""
+        """Handle a program's request that has reached the engine."""
         program = request_state.program
         if not self.places or program is None:
             return
@@ -165,7 +167,7 @@ class TierManager:
         self._note(place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL)
 
     def admitted(self, request_state: RequestState, now: float) -> None:
-        """A request has got its blocks."""
+        """Handle a request that has got its blocks."""
         if not self.places:
             return
         place = self._place_of(request_state)
@@ -188,14 +190,14 @@ class TierManager:
             self._note(place, now, None)
 
     def preempted(self, request_state: RequestState, now: float) -> None:
-        """A running request has lost its blocks and will run again."""
+        """Handle a running request that has lost its blocks and will run again."""
         place = self._place_of(request_state) if self.places else None
         if place is not None:
             place.clock.preempted(request_state.request_id, now)
             self._note(place, now, None)
 
     def finished(self, request_state: RequestState, now: float, *, failed: bool = False) -> None:
-        """A request has left the engine. ``failed``: it adds nothing to a context."""
+        """Handle a request that has left the engine. ``failed``: it adds nothing to its program's context."""
         if not self.places:
             return
         self._oldest.pop(request_state.arrival, None)
@@ -213,14 +215,14 @@ class TierManager:
             self.forget(place.program.id, now)  # a place without KV or requests
 
     def turn_finished(self, program: ProgramState, cached_blocks: int, now: float) -> None:
-        """A program's turn has ended and left ``cached_blocks`` blocks."""
+        """Handle the end of a program's turn, which left ``cached_blocks`` blocks in the cache."""
         place = self._by_id.get(program.id)
         if place is not None:
             place.context_blocks = cached_blocks
             self._note(place, now, PlacementTrigger.TURN_ENDED)
 
     def forget(self, program_id: ProgramId, now: float) -> None:
-        """The program has ended or is forgotten: remove its place."""
+        """Remove a program that has ended or is forgotten."""
         place = self._by_id.pop(program_id, None)
         if place is not None:
             self._dequeue(place)
@@ -236,7 +238,7 @@ class TierManager:
             )
 
     def cache_reset(self, now: float) -> None:
-        """All KV is gone, except that of running requests."""
+        """Handle the loss of all KV except that of running requests."""
         for place in list(self._by_id.values()):
             place.context_blocks = 0
             if place.tier in (Tier.HOST, Tier.DISK):
@@ -248,19 +250,19 @@ class TierManager:
     # -- questions --------------------------------------------------------------
 
     def tier(self, program_id: ProgramId) -> Tier:
-        """The program's queue; DEVICE if programs are not placed."""
+        """The tier in whose queue the program is; DEVICE if programs are not placed."""
         if not self.places:
             return Tier.DEVICE
         place = self._by_id.get(program_id)
         return place.tier if place is not None else Tier.WAITING
 
     def placed(self, program_id: ProgramId) -> Tier | None:
-        """The program's queue; ``None`` if it is in none."""
+        """The tier in whose queue the program is; ``None``: no queue holds the program."""
         place = self._by_id.get(program_id)
         return place.tier if place is not None else None
 
     def parked(self, request_state: RequestState) -> bool:
-        """Whether a waiting request may not run: its program is not on the device, or about to leave."""
+        """Whether a waiting request may not run, because its program is off the device or marked to leave."""
         if not self.places or request_state.program is None:
             return False
         place = self._by_id.get(request_state.program.id)
@@ -287,13 +289,14 @@ class TierManager:
                 yield request_state
 
     def counts(self) -> dict[Tier, int]:
-        """Programs by queue."""
+        """Number of programs in each queue."""
         return {tier: len(places) for tier, places in self._in.items()}
 
     # -- asking -------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Ask the policy if something has happened. Raises its errors; then programs are not placed."""
+        """Ask the policy after an event or its interval. Raises the policy's errors; from then on programs
+        are not placed."""
         if self._failed is not None:
             error, self._failed = self._failed, None
             raise error
@@ -354,7 +357,8 @@ class TierManager:
         return tuple(found.values())
 
     def _waits(self, entry: _WaitingEntry) -> _PlacedState | None:
-        """The place of a request that still waits. Its id may be another request's by now."""
+        """The place of a waiting request; ``None`` if it no longer waits, since another request may now have
+        its id."""
         _, arrival, request_id, program_id = entry
         place = self._by_id.get(program_id)
         request_state = place.waiting.get(request_id) if place is not None else None
@@ -400,7 +404,7 @@ class TierManager:
         self._in[tier][place.program.id] = place
 
     def _note(self, place: _PlacedState, now: float, why: PlacementTrigger | None) -> None:
-        """Call ``_look`` for an event: an error of the policy ends placement, and the next tick raises it."""
+        """Call ``_look`` for an event. An error of the policy ends placement; the next tick raises it."""
         try:
             self._look(place, now, why)
         except Exception as error:
@@ -408,7 +412,7 @@ class TierManager:
             self._failed = error
 
     def _look(self, place: _PlacedState, now: float, why: PlacementTrigger | None) -> None:
-        """Update the policy's view of a program. ``why``: reason to ask the policy."""
+        """Update the policy's view of a program. ``why``: the event for which to ask the policy, if any."""
         place.seen = self._seen(place)
         if place.tier is Tier.WAITING and place.waiting:
             self._enqueue(place, now)

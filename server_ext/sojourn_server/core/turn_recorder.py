@@ -1,7 +1,7 @@
 """The records of turns in progress, and the gaps between a program's turns.
 
-A gap lasts from the end of a turn until the program's next request. It is the duration of the turn's tools;
-if no client reports that duration, the history learns the gap's.
+A gap lasts from the end of a turn until the program's next request. The history learns the tool durations
+that clients report; for a tool without a report it learns the gap.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _EVICTED = frozenset({LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, Lo
 
 
 class TurnRecorder:
-    """Writes the records of one engine's turns. Times are seconds on its monotonic clock."""
+    """Records one engine's turns. Times are seconds on its monotonic clock."""
 
     def __init__(self, state: SchedulerState, lease_manager: LeaseManager) -> None:
         self._state = state
@@ -40,7 +40,8 @@ class TurnRecorder:
         leased: bool,
         now: float,
     ) -> TurnRecord:
-        """Return a record for a request that arrived after a gap of ``gap_s`` seconds with ``tool``."""
+        """A record for a request that arrived after a gap of ``gap_s`` seconds with ``tool``; ``leased``:
+        whether its program had a lease."""
         context = fact.identity.context
         return TurnRecord(
             program.id,
@@ -62,7 +63,7 @@ class TurnRecorder:
         shared: int | None,
         now: float,
     ) -> None:
-        """Split the prompt of a request, at its first admission, by the source of its tokens.
+        """At a request's first admission, split its prompt by the source of its tokens.
 
         ``before`` is the program's last context; the prompt begins with its first ``shared`` blocks.
         ``None``: unknown.
@@ -87,13 +88,13 @@ class TurnRecorder:
             self._state.histories.evicted_waits.observe(now - record.arrived_s)
 
     def first_token(self, request_id: str, now: float) -> None:
-        """A request's first output token exists."""
+        """Record that a request has its first output token."""
         record = self.awaiting_first_token.pop(request_id, None)
         if record is not None:
             record.first_token_s = now
 
     def close(self, record: TurnRecord, fact: TurnFinished, now: float) -> None:
-        """Move the record of a request that has left the engine to the ledger, and count it."""
+        """Move the record of a request that has left the engine to the ledger, and count the turn."""
         self.awaiting_first_token.pop(fact.request_id, None)
         record.finished_s = now
         record.output_tokens = fact.output_tokens
@@ -120,7 +121,7 @@ class TurnRecorder:
                 self._state.recorder.count("sojourn_evictions_regretted_total", regretted, tier="device")
 
     def open_gap(self, program: ProgramState, fact: TurnFinished, now: float) -> None:
-        """Start the gap after a program's turn: note its context length, and the tool that runs now."""
+        """Start the gap after a program's turn: store its context length and the running tool."""
         context_tokens = fact.prompt_tokens + fact.output_tokens
         if program.turns > 1:
             self._state.histories.growth_tokens.observe(max(0, context_tokens - program.peak_tokens))
@@ -134,9 +135,10 @@ class TurnRecorder:
         program.pending_tool = self._slowest(fact)
 
     def close_gap(self, program: ProgramState, now: float) -> float | None:
-        """End the gap of a program whose request has arrived. The history learns unreported gaps.
+        """End the gap of a program whose request has arrived. The history learns gaps without a reported
+        duration.
 
-        Returns its seconds; ``None`` without a gap, or if another request has closed it.
+        Returns the gap's seconds; ``None`` without a gap, or if another request has ended it.
         """
         program.tools.clear()
         if program.gap_started_s is None or program.live_requests:
@@ -153,7 +155,7 @@ class TurnRecorder:
         return gap_s
 
     def _slowest(self, fact: TurnFinished) -> str | None:
-        """Key of the tool call with the highest median duration: it determines the gap."""
+        """Key of the tool call with the highest median duration, which determines the gap."""
         keys = [call.key for call in fact.tool_calls]
         if len(keys) < 2:
             return keys[0] if keys else None

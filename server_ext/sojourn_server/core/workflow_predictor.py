@@ -1,7 +1,7 @@
 """Predicts each program's next step with the foresight policy, and plans prefetches.
 
-Without a foresight policy it learns and predicts nothing. An engine with an
-eviction order by program takes the programs whose eviction key may have changed before each step.
+Without a foresight policy it learns and predicts nothing. If evictions are ordered by program, the engine
+fetches before each step the programs whose eviction key may have changed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
 REUSED_SHARE_WEIGHT = 0.5
-"""Weight of the newest turn in the share of its context that a program reuses."""
+"""Weight of the newest turn in the average share of its context that a program reuses."""
 PREFETCH_HORIZON_S = 300.0
-"""No prefetch is planned for later. Leases are not longer either."""
+"""Prefetches due later are not planned. Leases are not longer either."""
 
 
 class WorkflowPredictor:
-    """What each program of one engine is expected to do next."""
+    """Predicts the next step of each program of one engine."""
 
     def __init__(self, state: SchedulerState) -> None:
         preset = state.preset
@@ -46,26 +46,27 @@ class WorkflowPredictor:
         self._looks = preset.foresight.looks
         self._ordered = preset.eviction.by_program
         self._changed: dict[ProgramId, None] = {}
-        """Programs whose eviction key may have changed, by time of the change."""
+        """Programs whose eviction key may have changed, in the order of the changes."""
         self._begun: dict[ProgramId, float] = {}
-        """Programs whose turn was admitted, and when they last used their earlier blocks."""
+        """Programs whose turn was admitted → time at which they last used their earlier blocks."""
         self._plans: list[tuple[float, ProgramId]] = []
-        """Heap of start times and programs. An entry is stale if the program's ``prefetch_at_s`` differs."""
+        """Heap of (start time, program) of prefetches. An entry is stale if the program's ``prefetch_at_s``
+        differs."""
 
     @property
     def scale_changes(self) -> int:
-        """Grows with each change of ``scale``, which changes all eviction keys."""
+        """Counts changes of ``scale``, each of which changes all eviction keys."""
         return self._known.gaps_s.changes + self._known.context_blocks.changes
 
     # -- what happens -----------------------------------------------------------
 
     def touched(self, program: ProgramState) -> None:
-        """The program's eviction key may have changed."""
+        """Record that the program's eviction key may have changed."""
         if self._ordered:
             self._changed[program.id] = None
 
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
-        """The first request after a turn has arrived."""
+        """Learn from the first request after a turn: the gap and its tool, and the prompt's length."""
         program.prefetch_at_s = None
         if self._looks:
             self._known.came_back(program, tool, gap_s, prompt_tokens)
@@ -77,7 +78,8 @@ class WorkflowPredictor:
         before_blocks: int,
         shared_blocks: int | None,
     ) -> None:
-        """A request was admitted whose prompt begins with ``shared_blocks`` of the last turn's."""
+        """Learn from an admitted request: its prompt begins with ``shared_blocks`` of the ``before_blocks``
+        of the last turn."""
         # With several requests the branch of each is unknown: none is marked as abandoned.
         if self._ordered and len(program.live_requests) == 1:
             self._begun[program.id] = (
@@ -94,7 +96,7 @@ class WorkflowPredictor:
     def turn_finished(
         self, program: ProgramState, request_state: RequestState, blocks: int, now: float
     ) -> None:
-        """All of the program's requests have ended, ``request_state`` the last: predict its next step."""
+        """Predict a program's next step: all of its requests have ended, ``request_state`` the last."""
         program.last_turn_s = now
         program.cached_blocks = blocks
         self.touched(program)
@@ -106,18 +108,18 @@ class WorkflowPredictor:
         self._predict(program, now)
 
     def tool_reported(self, program: ProgramState, now: float) -> None:
-        """A client reports the tool of its last turn, which the output did not show."""
+        """Predict again: a client reports the tool of the last turn, which the output did not show."""
         if self._looks and program.gap_started_s is not None:
             self._predict(program, now)
 
     def over(self, program: ProgramState, *, ended: bool) -> None:
-        """The program is over. ``ended``: it came to its own end and was not cancelled."""
+        """Learn from a program that is over. ``ended``: false if its client cancelled it."""
         program.prefetch_at_s = None
         if self._looks:
             self._known.over(program, ended=ended, turn_open=program.gap_started_s is not None)
 
     def idle(self, now: float) -> None:
-        """Learn from the program that has been idle for longest how long gaps can be."""
+        """Learn the length of gaps from the program that has been idle longest."""
         if self._looks:
             idle_s = self._table.longest_idle_s(now)
             if idle_s > self._known.gaps_s.value:
@@ -126,7 +128,8 @@ class WorkflowPredictor:
     # -- what is asked ------------------------------------------------------------
 
     def owner_view(self, program: ProgramState, left: AbandonedBranch | None = None) -> EvictionCandidateView:
-        """The eviction order's view of a program, or of the branch that its newest turn abandoned."""
+        """The eviction order's view of a program, or of the branch ``left`` that its newest turn
+        abandoned."""
         view = EvictionCandidateView(
             program.rank,
             program.status in OVER_STATUSES,
@@ -140,7 +143,7 @@ class WorkflowPredictor:
         return view._replace(last_turn_s=left.used_s, blocks=left.blocks, in_abandoned_branch=True)
 
     def scale(self, branch_reuse: float = 1.0) -> EvictionScoreScale:
-        """The scale of eviction keys. ``branch_reuse`` is the share of abandoned blocks that were reused."""
+        """The scale of eviction keys. ``branch_reuse`` is the share of abandoned blocks that was reused."""
         return EvictionScoreScale(self._known.gaps_s.value, self._known.context_blocks.value, branch_reuse)
 
     def take_changed(self) -> dict[ProgramId, None]:
@@ -151,14 +154,14 @@ class WorkflowPredictor:
         return taken
 
     def take_begun(self) -> dict[ProgramId, float]:
-        """Return and clear the programs whose turn was admitted."""
+        """Return and clear the programs whose turn was admitted, with times as in ``_begun``."""
         taken = self._begun
         if taken:
             self._begun = {}
         return taken
 
     def due(self, now: float) -> ProgramState | None:
-        """Return a program whose prefetch is due, each once; ``None`` if there is none."""
+        """The next program whose prefetch is due, each once; ``None`` if there is none."""
         while self._plans and self._plans[0][0] <= now:
             at_s, program_id = heapq.heappop(self._plans)
             program = self._table.get(program_id)

@@ -1,7 +1,7 @@
 """One agent of the demo: mini's own loop and shell, and a model with forced tokens.
 
-The query of every turn carries ``vllm_xargs.replay_ids``, and the answer must equal the script. A script
-that ends too early, or another answer of the engine, ends the run with an error.
+Every request carries the forced tokens in ``vllm_xargs.replay_ids``, and the answer must equal the script. If
+it does not, or if the script ends too early, the run ends with an error.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class ScriptDeviationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoTurnRecord:
-    """One LLM request and the command it led to. Times are seconds since the arm began."""
+    """One LLM request and the command in its answer. Times are seconds since the arm began."""
 
     start_s: float
     first_tool_s: float
-    """Time at which the answer had arrived and its command began."""
+    """Time at which the answer had arrived and the command began."""
     end_s: float
     prompt_tokens: int
     cached_tokens: int
@@ -72,7 +72,8 @@ class DemoProgramRecord:
     turns: tuple[DemoTurnRecord, ...]
     error: str | None = None
     fixed: bool = False
-    """Set by the arm after all programs have ended, so that tests do not slow the turns of other programs."""
+    """Whether the repository's tests pass. Set after all programs have ended, so that tests do not slow other
+    programs."""
 
     @property
     def completion_s(self) -> float:
@@ -81,17 +82,18 @@ class DemoProgramRecord:
 
 
 TurnCallback = Callable[[str, int, str], None]
-"""Called with ``thinking``, ``tool``, ``done`` or ``failed``, the turn's number from 1 and a text."""
+"""Called with the state (``thinking``, ``tool``, ``done`` or ``failed``), the turn's number from 1, and a
+text."""
 
 
 def prepare_environment() -> None:
-    """Set the variables that mini reads on import; call this before mini is imported."""
+    """Set the environment variables that mini reads when it is imported; call this first."""
     for name, value in SETTINGS.items():
         os.environ[name] = value
 
 
 def connection(base_url: str) -> dict[str, Any]:
-    """litellm's settings for the server; there are no retries, because a retry would hide a fault."""
+    """litellm's settings for the server; without retries, which would hide faults."""
     return {
         "api_base": base_url,
         "api_key": os.environ.get("VLLM_API_KEY", "none"),
@@ -128,7 +130,7 @@ def scripted_model(task: DemoTask, tokenizer: Tokenizer, watch: TurnCallback) ->
     litellm.suppress_debug_info = True  # errors are in the record; litellm's prints would break the live view
 
     class ScriptedModel(LitellmModel):
-        """Forces each answer, checks it, and records its costs."""
+        """A model for mini that forces each answer, checks it, and records its costs."""
 
         abort_exceptions = [*LitellmModel.abort_exceptions, Exception]  # noqa: RUF012
 
@@ -215,7 +217,8 @@ def run_program(
 
 
 def _turns(notes: list[dict[str, Any]], origin_s: float, ended_s: float) -> tuple[DemoTurnRecord, ...]:
-    """Turns of one program; the command of a turn ends when the next request begins."""
+    """Turns of one program; the command of a turn ends when the next request begins, the last one at
+    ``ended_s``."""
     starts = [note["start_s"] - origin_s for note in notes]
     ends = [*starts[1:], ended_s]
     return tuple(

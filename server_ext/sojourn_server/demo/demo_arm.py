@@ -32,16 +32,16 @@ MAX_SEQS = 8
 BATCHED_TOKENS = 512
 BLOCK_TOKENS = 32
 KV_BYTES = 1 << 30
-"""More than the pool needs; the number of blocks limits the pool."""
+"""KV memory of the server, more than the pool needs: the number of blocks limits the pool."""
 STOCK = "stock"
-"""The arm of plain vLLM; the other arm is ``sojourn``."""
+"""Name of the arm with plain vLLM; the other arm is ``sojourn``."""
 
 ProgressCallback = Callable[[int, str, int, str], None]
-"""Called with the program's index, then as ``demo_agent.TurnCallback``."""
+"""Called with the program's index, followed by the arguments of ``demo_agent.TurnCallback``."""
 
 
 class DemoInterrupted(BaseException):
-    """A signal ends the demo; what has ended by then is still reported."""
+    """A signal ends the demo; programs that have ended by then are still reported."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"signal {signal_number}")
@@ -56,7 +56,7 @@ class ArmRecord:
     programs: tuple[DemoProgramRecord, ...]
     """Programs that ended, failed ones included."""
     engine: EngineCounters
-    """Counts of the engine during this arm."""
+    """Growth of the engine's counters during this arm."""
     wall_s: float
     """Seconds from the first arrival to the last agent's end."""
     decisions: Mapping[str, int]
@@ -64,7 +64,7 @@ class ArmRecord:
     tiers: Mapping[str, Any] = field(default_factory=dict)
     """The server's statistics of the tiers below the device; empty without tiers."""
     unfinished: int = 0
-    """Programs that an interruption kept from ending."""
+    """Number of programs that had not ended when the arm was interrupted."""
     interrupted: DemoInterrupted | None = None
 
     def raise_if_interrupted(self) -> None:
@@ -88,7 +88,7 @@ def serve_args(blocks: int, max_model_len: int, max_seqs: int = MAX_SEQS) -> tup
 
 
 def arrivals(count: int, seed: int) -> list[float]:
-    """Start of each program in seconds, ascending within ``ARRIVAL_WINDOW_S``; a function of the seed."""
+    """Start of each program in seconds, ascending, within ``ARRIVAL_WINDOW_S``; determined by ``seed``."""
     draw = random.Random(seed)
     return sorted(draw.uniform(0.0, ARRIVAL_WINDOW_S) for _ in range(count))
 
@@ -203,14 +203,15 @@ def _get_json(url: str, what: str, headers: dict[str, str] | None, **params: int
 
 
 def _run_tests(tasks: Sequence[DemoTask], repositories: Sequence[Path]) -> list[bool]:
-    """Whether the tests of each repository pass. They mostly sleep, so they run in parallel."""
+    """Whether the tests of each repository pass. Tests mostly sleep, so they run in parallel."""
     with ThreadPoolExecutor(max_workers=8) as pool:
         return list(pool.map(lambda pair: pair[0].is_fixed(pair[1]), zip(tasks, repositories, strict=True)))
 
 
 @contextmanager
 def _sdk(name: str, url: str) -> Iterator[Callable[[Any], Any]]:
-    """A function that prepares each agent before it runs: the identity in the stock arm, else ``attach``."""
+    """Yields a function that prepares each agent before it runs: it attaches the SDK, or does nothing in the
+    stock arm."""
     if name == STOCK:
         yield lambda agent: agent
         return

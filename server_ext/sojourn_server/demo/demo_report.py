@@ -28,7 +28,7 @@ RATIOS = {
 
 
 def recomputed_prompt_tokens(turns: Sequence[DemoTurnRecord]) -> int:
-    """Prompt tokens of one program that were computed more than once."""
+    """Prompt tokens of one program that were computed more than once, as defined above."""
     total = 0
     for before, turn in pairwise(turns):
         computed = turn.prompt_tokens - turn.cached_tokens
@@ -70,7 +70,8 @@ def arm_figures(arm: ArmRecord) -> dict[str, Any]:
 
 
 def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """Stock ÷ the other arm for each of ``RATIOS``; ``None`` if an arm or a divisor is missing."""
+    """Ratio of stock to the other arm for each of ``RATIOS``; ``None`` if a value is missing or the divisor
+    is 0."""
     others = [figures for name, figures in arms.items() if name != STOCK]
     stock, other = arms.get(STOCK), others[0] if others else None
     found: dict[str, float | None] = {}

@@ -1,9 +1,4 @@
-"""Size of the demo: as many programs and turns as this machine finishes in time.
-
-``measure_speed`` times an idle engine; everything else is a pure function of that speed. The estimate
-of an arm is ``computed prompt tokens x prefill + output tokens x decode``. Its factors come from
-``benchmarks/results/demo.json`` and ``benchmarks/results/break_even.json`` (two cores, smol).
-"""
+"""Size of the demo: the number of programs and turns that this machine finishes in time."""
 
 from __future__ import annotations
 
@@ -22,13 +17,13 @@ FULL_TURNS = 10
 MIN_PROGRAMS = 3
 MIN_TURNS = FINAL_TURNS + 2
 MIN_RESIDENT = 1.5
-"""Contexts in the KV pool of the smallest demo: one that runs, and a half that is evicted."""
+"""Minimum number of contexts in the KV pool: one that runs, and half of one that was evicted."""
 DEFAULT_BUDGET_S = 600.0
 
 PROMPT_TOKENS = 1024
 OUTPUT_TOKENS = 33
 ROUNDS = 3
-"""The best of three rounds counts: other work on the machine only adds time."""
+"""Number of measurements; the fastest counts, since other work on the machine only adds time."""
 
 _TOKENS_PER_TURN = 288
 """Mean growth of a context in one turn."""
@@ -40,7 +35,7 @@ _PREFILL_FACTOR = 1.35
 _DECODE_FACTOR = 0.4
 """Time per output token of the demo ÷ that of one sequence alone: sequences decode in batches."""
 _CHECKS_S = 10.0
-"""Tests of the repositories and requests around an arm."""
+"""Seconds for the tests of the repositories and the requests around an arm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +50,12 @@ class EngineSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSize:
-    """What the demo runs and how long that is expected to take."""
+    """The chosen number of programs and turns, and the expected duration."""
 
     programs: int
     turns: int
     expected_s: float
-    """Seconds for server starts and all arms."""
+    """Expected seconds for server starts and all arms."""
     reason: str
 
     @property
@@ -69,7 +64,7 @@ class DemoSize:
         return (self.programs, self.turns) == (FULL_PROGRAMS, FULL_TURNS)
 
     def resident(self, full_resident: float) -> float:
-        """Contexts that the KV pool holds: the same share of all programs as in the full demo."""
+        """Number of contexts that the KV pool holds: the same share of the programs as in the full demo."""
         if self.programs >= FULL_PROGRAMS:
             return full_resident
         return max(min(MIN_RESIDENT, full_resident), full_resident * self.programs / FULL_PROGRAMS)
@@ -104,9 +99,9 @@ def choose_size(speed: EngineSpeed, arms: Sequence[str], budget_s: float = DEFAU
 
 
 def expected_s(speed: EngineSpeed, arms: Sequence[str], programs: int, turns: int) -> float:
-    """Seconds for server starts and ``arms``, counted from the first start.
+    """Expected seconds for server starts and ``arms``, counted from the first start.
 
-    A size other than the full one restarts the measured server, because its KV pool is smaller.
+    For any size other than the full one, the measured server is restarted, because its KV pool is smaller.
     """
     prompt = programs * sum(OPENING_TOKENS + _TOKENS_PER_TURN * turn for turn in range(turns))
     output = programs * turns * _OUTPUT_TOKENS_PER_TURN
@@ -120,7 +115,7 @@ def expected_s(speed: EngineSpeed, arms: Sequence[str], programs: int, turns: in
 
 
 def measurement_s(speed: EngineSpeed) -> float:
-    """Seconds that ``measure_speed`` takes on such an engine."""
+    """Seconds that ``measure_speed`` takes on an engine of this ``speed``."""
     return ROUNDS * (
         PROMPT_TOKENS * speed.prefill_s_per_token + (OUTPUT_TOKENS + 1) * speed.decode_s_per_token
     )
@@ -131,8 +126,8 @@ def measure_speed(
 ) -> EngineSpeed:
     """Prefill and decode speed of the idle engine at ``url``; takes seconds.
 
-    The prompts are random tokens, so that the prefix cache holds nothing of them and nothing else finds
-    them there. Raises ``httpx.HTTPError`` if the engine does not answer.
+    The prompts are random tokens: the prefix cache holds none of them, and other prompts do not share them.
+    Raises ``httpx.HTTPError`` if the engine does not answer.
     """
     draw = random.Random(0)
 

@@ -21,14 +21,14 @@ else:
 TASKS_FOLDER = Path(__file__).parent / "tasks"
 TEST_TIMEOUT_S = 60.0
 FINAL_TURNS = 4
-"""The last turns of every task: edit, test, check, submit. All turns before them only read."""
+"""Number of final turns of every task: edit, test, check, submit. All turns before only read files."""
 OPENING_TOKENS = 900
-"""Tokens of a first prompt: mini's instructions, the tool and the issue."""
+"""Number of tokens of a first prompt: mini's instructions, the tool and the issue."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedTurn:
-    """A thought and the command that follows it."""
+    """One scripted turn: a thought, and the command after it."""
 
     thought: str
     command: str
@@ -66,7 +66,8 @@ class DemoTask:
         )
 
     def is_fixed(self, repository: Path) -> bool:
-        """Whether the tests of the original task pass, even if the agent changed its copy of them."""
+        """Whether the task's own tests pass on the repository; the agent may have changed its copy of
+        them."""
         shutil.copytree(TASKS_FOLDER / self.name / "repo" / "tests", repository / "tests", dirs_exist_ok=True)
         try:
             result = subprocess.run(
@@ -83,7 +84,7 @@ class DemoTask:
 
 
 def load_tasks(count: int | None = None) -> list[DemoTask]:
-    """All tasks in a fixed order, or ``count`` of them; after the last task the first one follows.
+    """All tasks in a fixed order, or ``count`` of them; if there are fewer tasks, they repeat.
 
     Raises ``ValueError`` for a count below 1.
     """
@@ -94,7 +95,8 @@ def load_tasks(count: int | None = None) -> list[DemoTask]:
 
 
 def shell_environment() -> dict[str, str]:
-    """Environment variables of the agents' commands: this Python first, and constant output."""
+    """Environment variables of the agents' commands: this Python comes first, and outputs are
+    reproducible."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     return {
         "PATH": path,

@@ -1,4 +1,4 @@
-"""Counters of the engine's Prometheus page; the difference of two readings belongs to one arm."""
+"""Counters from the engine's Prometheus page; one arm is the difference of two readings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import httpx
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """Sums since the server started."""
+    """Totals since the server started."""
 
     ttft_sum_s: float = 0.0
     """Sum over requests of the seconds from arrival to first token."""
@@ -17,7 +17,7 @@ class EngineCounters:
     preemptions: float = 0.0
 
     def since(self, before: EngineCounters) -> EngineCounters:
-        """Difference to an earlier reading of the same server."""
+        """Differences to an earlier reading of the same server."""
         return EngineCounters(
             self.ttft_sum_s - before.ttft_sum_s,
             self.ttft_count - before.ttft_count,

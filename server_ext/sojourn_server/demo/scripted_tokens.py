@@ -17,9 +17,9 @@ from ..models.chat_format import CHAT_TEMPLATE, END_OF_MESSAGE, assistant_text
 from .demo_tasks import ScriptedTurn
 
 RESIDENT_PROGRAMS = 3.0
-"""Default number of final contexts in the KV pool: few enough for eviction, enough for progress."""
+"""Default number of final contexts that the KV pool holds: few enough for evictions, enough for progress."""
 MARGIN_BLOCKS = 8
-"""The engine's null block, and the partly filled last block of each resident program."""
+"""Additional blocks: the engine's null block, and the partly filled last block of each resident program."""
 
 
 class Tokenizer:
@@ -62,9 +62,9 @@ def tool_call(turn: ScriptedTurn) -> dict[str, Any]:
 
 
 def pool_blocks(context_tokens: Sequence[int], block_tokens: int, resident: float = RESIDENT_PROGRAMS) -> int:
-    """KV blocks for about ``resident`` of these final contexts; the same in every arm.
+    """Number of KV blocks that hold about ``resident`` of these final contexts; the same in every arm.
 
-    The result is the mean context in whole blocks times ``resident``, plus a small margin, and at least
+    The result is the mean context in whole blocks times ``resident``, plus ``MARGIN_BLOCKS``, and at least
     the largest context. Raises ``ValueError`` without contexts or if ``resident`` is not positive.
     """
     if not 0 < resident < math.inf:

@@ -1,7 +1,7 @@
 """Saves Full Blocks to the store between steps, without making the forward pass wait for the store.
 
-A lookup thread finds blocks that the store already has, so that they need not be copied. A block whose lookup
-has not returned when the step ends is copied and handed to the store, which ignores duplicates. If a lookup
+A lookup thread finds blocks that the store already has; these are not copied. If a block's lookup has not
+returned when the step ends, the block is copied and given to the store, which ignores duplicates. If a lookup
 hangs for ``patience_s``, no further lookup starts until it returns.
 
 Blocks of a finished request stay pinned until they are saved, a limited number per step. Saving is abandoned
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from .transfer_manager import TransferManager
 
 LOOKUP_BATCH_KEYS = 16
-"""Blocks per lookup. A store that answers each batch within ``patience_s`` is not considered hung."""
+"""Number of blocks per lookup. A store that answers each batch within ``patience_s`` does not count as
+hung."""
 
 FINISHED_BLOCKS_PER_STEP = 32
 """Maximum number of Full Blocks of finished requests that one step copies."""
@@ -36,14 +37,14 @@ class _FinishedRequestSaves:
 
     saves: deque[SaveJob]
     stored: int | None = None
-    """Number of leading blocks that the store already has; ``None``: not known yet."""
+    """Number of leading blocks that the store already has; ``None``: not looked up yet."""
     content: list[memoryview] | None = None
     """The first block's content, if it was copied already."""
     wanted: bool = True
 
 
 class BlockSaver:
-    """Saves blocks for one worker. The thread that runs the model calls its methods."""
+    """Saves the Full Blocks of one worker. The thread that runs the model calls its methods."""
 
     def __init__(
         self,
@@ -57,8 +58,8 @@ class BlockSaver:
         attempt: Callable[..., Any],
         log: Callable[[str, BaseException], None],
     ) -> None:
-        """``attempt(what, call, *arguments)`` makes a call and handles its errors; the rest is as for the
-        worker."""
+        """``leading``, ``patience_s`` and ``log`` are as for ``TransferWorker``. ``attempt(what, call,
+        *arguments)`` makes a call and handles its errors."""
         self._traffic = traffic
         self._leading = leading
         self._kv = kv
@@ -68,20 +69,20 @@ class BlockSaver:
         self._attempt = attempt
         self._log = log
         self._lock = threading.Lock()
-        """Guards ``_known``, ``_open_lookups``, ``_lookup_began_s`` and ``stored`` of late saves, which the
-        lookup thread writes."""
+        """Guards ``_known``, ``_open_lookups``, ``_lookup_began_s`` and the ``stored`` of ``_late``, which
+        the lookup thread writes."""
         self._saves: list[SaveJob] = []
         self._known: set[bytes] = set()
         """Blocks of this step that the store already has."""
         self._open_lookups = 0
-        """Lookups queued or running."""
+        """Number of lookups queued or running."""
         self._lookup_began_s: float | None = None
-        """Start of the running lookup; ``None``: no lookup runs."""
+        """Time at which the running lookup began; ``None``: no lookup runs."""
         self._late: dict[str, _FinishedRequestSaves] = {}
         self._moved_s = clock()
         """Time of the last progress on blocks of finished requests."""
         self._taken: dict[str, int] = {}
-        """Index after the last block that the previous step saved, by request."""
+        """Request → index after the last block that the previous step saved."""
         self._lane = TransferThread("paths-stored")
 
     def __contains__(self, request: str) -> bool:
@@ -92,8 +93,8 @@ class BlockSaver:
         return len(self._late)
 
     def begin_step(self, saves: Sequence[SaveJob], ended: Iterable[str]) -> None:
-        """Take a step's ``saves``. Those of requests in ``ended`` may be saved in later steps: their blocks
-        stay pinned."""
+        """Begin a step with the given ``saves``. Blocks of requests in ``ended`` may be saved in later steps:
+        they stay pinned."""
         late: dict[str, list[SaveJob]] = {request: [] for request in ended}
         self._saves = []
         for save in saves:
@@ -127,7 +128,8 @@ class BlockSaver:
     def end_step(self, bad: Collection[int]) -> dict[str, int]:
         """Copy the blocks that this step filled, except those that depend on ``bad`` blocks.
 
-        Returns, by request, the index of its first block that the store did not accept.
+        Returns, for each request with a block that the store did not accept, the index of the first such
+        block.
         """
         with self._lock:
             known = set(self._known)
@@ -154,7 +156,7 @@ class BlockSaver:
     # -- inside -----------------------------------------------------------------------
 
     def _save(self, save: SaveJob, bad: Collection[int], known: Collection[bytes]) -> bool:
-        """Whether the block is stored, will be stored, or need not be."""
+        """Save a block. Returns whether it is in the store or will be."""
         if any(block in bad for block in save.before) or any(block in bad for block in save.block_ids):
             return False
         return save.key in known or self._give(save, self._kv.gather_full(save.block_ids))
@@ -195,7 +197,7 @@ class BlockSaver:
         self._late.clear()
 
     def _run_lookup(self, keys: Sequence[bytes], known: set[bytes]) -> int:
-        """Run by the lookup thread."""
+        """Look up this step's blocks. Runs in the lookup thread."""
         try:
             for key in keys:
                 if known is not self._known:  # its step has ended
@@ -209,7 +211,7 @@ class BlockSaver:
         return 0
 
     def _run_late_lookup(self, late: _FinishedRequestSaves) -> int:
-        """Run by the lookup thread."""
+        """Look up the blocks of a finished request. Runs in the lookup thread."""
         stored = 0
         # The model's thread removes saves only after this returns, or replaces the whole queue when it gives
         # up.
@@ -230,7 +232,7 @@ class BlockSaver:
         return 0
 
     def _ask(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks the store has. Run by the lookup thread."""
+        """Number of leading blocks that the store has. Runs in the lookup thread."""
         with self._lock:
             self._lookup_began_s = self._clock()
         return self._leading(keys)

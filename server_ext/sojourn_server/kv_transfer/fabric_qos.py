@@ -29,17 +29,17 @@ VIRTUAL_LANES: Mapping[int, VirtualLane] = {
     2: VirtualLane("KV", 0, 64),
     3: VirtualLane("the model's point-to-point messages", 192, 192),
 }
-"""Virtual lanes by number, which is also the service level. The assignment of model traffic to lanes is a
-guess."""
+"""Virtual lanes by number, which is also the service level. Which lane model traffic uses is a guess."""
 
 MODEL_LANE, KV_LANE = 1, 2
 HIGH_LIMIT = 240
-"""Units of 4 KiB that the high-priority arbiter sends before the other may send a packet; 255: no limit."""
+"""Units of 4 KiB that the high-priority arbiter may send before the low-priority one gets a turn; 255: no
+limit."""
 
 DSCP: Mapping[int, int] = {0: 0, 1: 26, 2: 10, 3: 34}
 """DSCP value of each traffic class on RoCE; sojourn's choice."""
 BANDWIDTH_PERCENT: Mapping[int, int] = {0: 33, 1: 33, 2: 1, 3: 33}
-"""Share of a saturated link; sojourn's choice. KV gets 1 percent, as in §5.1."""
+"""Share of each traffic class on a saturated link; sojourn's choice. KV gets 1 percent, as in §5.1."""
 
 
 def infiniband_settings() -> str:

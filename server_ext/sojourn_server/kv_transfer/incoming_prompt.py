@@ -1,9 +1,9 @@
-"""One prompt being assembled in this engine's buffers: blocks read for a peer, and blocks pushed by it.
+"""One prompt being assembled in this engine's buffers, from blocks read for a peer and blocks pushed by it.
 
     Read    lease for the whole prompt ── read from storage ── layers streamed back ──▶ kept
     Offer   lease, or the rest of it ── Need what is missing here ── Data ──▶ Complete
 
-Either half may be absent. ``incoming_prompt_table`` holds all prompts and notifies peers and the engine.
+Either half may be absent. ``incoming_prompt_table`` has all prompts and notifies peers and the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PeerAnswer = NeedMessage | CompleteMessage | FailedMessage | AbortMessage
 
 
 class PromptRegistry(Protocol):
-    """The part of ``IncomingPromptTable`` that a prompt uses."""
+    """The methods of ``IncomingPromptTable`` that a prompt calls."""
 
     ctx: TransferContext
 
@@ -34,7 +34,7 @@ class PromptRegistry(Protocol):
 
 class PromptReadState(Enum):
     WAITING = "waiting"
-    """Waiting for buffers."""
+    """The prompt waits for buffers."""
     READING = "reading"
     STREAMING = "streaming"
     DONE = "done"
@@ -53,11 +53,11 @@ class PromptReadSide:
     traffic_class: TrafficClass
     state: PromptReadState = PromptReadState.WAITING
     slots: list[BufferSlot] = field(default_factory=list)
-    """Slots of the leading blocks that can be read, once the lease is granted."""
+    """Slots of the leading blocks that can be read; empty until the lease is granted."""
     missing: set[int] = field(default_factory=set)
     """Indices of slots that are not complete yet."""
     in_queue: dict[int, ReadChunk] = field(default_factory=dict)
-    """Chunks queued on the link, by item number."""
+    """Chunks queued on the link, by the number of their link item."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,13 +65,13 @@ class PromptOfferSide:
     conn: int | None
     keys: list[bytes]
     slots: list[BufferSlot] = field(default_factory=list)
-    """Empty until the lease is granted."""
+    """Slots of the offered blocks; empty until the lease is granted."""
     pending: set[int] = field(default_factory=set)
     """Indices of slots that are not complete yet."""
 
 
 class ReadChunk(NamedTuple):
-    """One layer of some blocks read here, as an item of the compute network's queue."""
+    """One layer of some blocks read by this engine, as an item of the compute network's queue."""
 
     prompt: IncomingPrompt
     layer: int
@@ -80,7 +80,8 @@ class ReadChunk(NamedTuple):
 
 
 class IncomingPrompt:
-    """One prompt being received: the ``LeaseHolder`` of its lease and the ``SlotFiller`` of its slots."""
+    """One prompt being received. It is the ``LeaseHolder`` of its lease and the ``SlotFiller`` of its
+    slots."""
 
     def __init__(self, prompts: PromptRegistry, transfer: str, now: float) -> None:
         self.transfer = transfer
@@ -93,9 +94,9 @@ class IncomingPrompt:
         self.expected = False
         self.claimed = False
         self.idle_since_s: float | None = None
-        """Time since which no more data is expected: the prompt is complete, or its peer has gone."""
+        """Time from which no more data is expected: the prompt is complete, or its peer has gone."""
         self.moved_s = now
-        """Time of the last data, or of the grant of its lease."""
+        """Time at which data last arrived, or its lease was granted."""
         self.watch = StallDetector(prompts.ctx.limits.patience_s, now)
         self._prompts = prompts
 
@@ -150,7 +151,7 @@ class IncomingPrompt:
     # -- as a filler ----------------------------------------------------------------
 
     def unwanted(self, slot: BufferSlot, now: float) -> None:
-        """Ignored: it happens only when the lease ends, and the peer is notified of that separately."""
+        """Do nothing: this happens only when the lease ends, and the peer is notified of that separately."""
 
     # -- the half that reads for a peer ---------------------------------------------
 
@@ -213,7 +214,8 @@ class IncomingPrompt:
             self._begin_taking(offer, now)
 
     def data(self, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """Store one layer of some blocks. Returns False if it is not the next layer of a pending block."""
+        """Store one layer of some blocks. Returns false if it is not the next layer of a block that the peer
+        must send."""
         ctx, offer = self._prompts.ctx, self.offer
         size = ctx.memory.layer_bytes
         if offer is None or len(payload) != len(message.indices) * size:
@@ -269,7 +271,7 @@ class IncomingPrompt:
     # -- the end --------------------------------------------------------------------
 
     def fail(self, why: str, now: float, notify: bool) -> None:
-        """Mark the prompt as failed. ``notify``: notify the peers that take part in it."""
+        """Mark the prompt as failed. ``notify``: tell the peers that take part in it."""
         if self.state is not PromptState.GATHERING:
             return
         self.state = PromptState.FAILED
@@ -287,7 +289,7 @@ class IncomingPrompt:
         self._prompts.release_buffers(self, now)
 
     def cancel_streaming(self) -> None:
-        """Remove chunks that have not been sent from the link."""
+        """Remove chunks from the link that have not been sent."""
         ctx, read = self._prompts.ctx, self.read
         if read is None:
             return
@@ -301,8 +303,8 @@ class IncomingPrompt:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the engine has not asked for it and no more data will come: it is complete, or its peer has
-        gone."""
+        """Whether the engine has not asked for the prompt and no more data will come: it is complete, or its
+        peer has gone."""
         if self.expected or (self.read is not None and self.read.state is not PromptReadState.DONE):
             return False
         if self.state is PromptState.COMPLETE:
@@ -316,13 +318,13 @@ class IncomingPrompt:
 
     @property
     def waits_for_local_resources(self) -> bool:
-        """Whether it waits for buffers or for this engine's own links."""
+        """Whether the prompt waits for buffers or for this engine's own links."""
         if self.waits_for_room:
             return True
         return self.read is not None and self.read.state is not PromptReadState.DONE
 
     def conns(self) -> set[int]:
-        """Connections of the peers that take part in it."""
+        """Connections of the peers that send or receive blocks of this prompt."""
         halves = [half.conn for half in (self.read, self.offer) if half is not None]
         return {conn for conn in halves if conn is not None}
 

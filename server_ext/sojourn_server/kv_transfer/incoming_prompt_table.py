@@ -1,12 +1,12 @@
-"""All prompts being assembled for this engine: its peers read and push blocks, and the engine takes them.
+"""All prompts being assembled for this engine: its peers read and push blocks, and the engine uses them.
 
-The engine announces with ``expect`` that it waits for a transfer, before or after data arrives; takes the
-blocks when all are present; and calls ``forget``. A transfer without progress fails within ``patience_s``.
-While the request is still queued, the engine announces ``want`` every few seconds, which keeps the complete
-prompt in the buffers.
+With ``expect`` the engine announces that it waits for a transfer, before or after data arrives. When all
+blocks are present it uses them, then calls ``forget``. A transfer without progress fails within
+``patience_s``. While a request is still queued, the engine repeats ``want`` every few seconds, which keeps
+the complete prompt in the buffers.
 
-If buffers are short, prompts are evicted in this order: prompts that the engine has not asked for; then
-prompts that queued requests want, last in the queue first, as far as they exceed ``queue_share``. Other
+If buffers are short, prompts are evicted in this order: first prompts that the engine has not asked for; then
+prompts that queued requests want, as far as they exceed ``queue_share``, last in the queue first. Other
 prompts are not evicted.
 """
 
@@ -42,10 +42,10 @@ MAX_REMEMBERED_EVICTIONS = 4096
 EVICTED_UNCLAIMED = "evicted before any request asked for it: other transfers waited for its buffers"
 EVICTED_LOW_PRIORITY = "its request was among the last in the queue, and others waited for its buffers"
 ALL_PEERS_FACTOR = 4
-"""Limits for all peers together, as a multiple of those for one peer."""
+"""The limits for all peers together are so many times the limits for one peer."""
 MAX_SILENT_LEASES = 4
-"""Number of ``lease_s`` after which a prompt that holds buffers and receives no data fails, even if its peer
-reports progress. A step may take long, but not forever."""
+"""A prompt with buffers that receives no data fails after so many ``lease_s``, even if its peer reports
+progress. A step may take long, but not forever."""
 
 
 class IncomingPromptTable:
@@ -55,9 +55,9 @@ class IncomingPromptTable:
         self.ctx = ctx
         self._prompts: dict[str, IncomingPrompt] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
-        """Transfers that have been removed, with the reason."""
+        """Transfers that were removed → reason."""
         self._wanted: dict[str, float] = {}
-        """Transfers that queued requests will expect, in queue order, each with its deadline."""
+        """Transfers that queued requests will expect → deadline, in queue order."""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -86,7 +86,7 @@ class IncomingPromptTable:
             self._event(prompt)
 
     def want(self, transfers: Sequence[str], now: float) -> None:
-        """Announce that queued requests will expect these transfers. Valid for ``lease_s``; repeat to
+        """Announce that queued requests will expect these transfers. Valid for ``lease_s``; call again to
         renew."""
         for transfer in transfers:
             prompt = self._prompts.get(transfer)
@@ -112,8 +112,8 @@ class IncomingPromptTable:
         return [self.ctx.memory.block(slot.index) for slot in prompt.offer.slots]
 
     def forget(self, transfer: str, now: float, why: str = "") -> None:
-        """Remove a prompt that was taken or is not needed any more; peers are sent ``why``. Ignores unknown
-        transfers."""
+        """Remove a prompt that was used or is not needed; its peers are sent the reason ``why``. Ignores
+        unknown transfers."""
         self._wanted.pop(transfer, None)
         prompt = self._prompts.get(transfer)
         if prompt is None:
@@ -199,7 +199,7 @@ class IncomingPromptTable:
         self._lease(prompt, keys, 0, now)
 
     def data(self, conn: int, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """Store data from a peer. Returns False if it belongs to no prompt of this table."""
+        """Store data from a peer. Returns false if the data belong to no prompt of this table."""
         prompt = self._prompts.get(message.transfer)
         if prompt is None or prompt.offer is None or prompt.offer.conn != conn:
             return False
@@ -216,9 +216,9 @@ class IncomingPromptTable:
         prompt.fail(message.reason, now, notify=False)
 
     def on_progress(self, conn: int, transfer: str, done: int, now: float) -> None:
-        """Handle a peer's progress report. A prompt that waits for buffers is kept in the queue by completed
-        work, not by reports; one that has buffers keeps its lease, up to ``MAX_SILENT_LEASES`` without
-        data."""
+        """Handle a peer's progress report. A prompt that waits for buffers stays in the queue because of
+        completed work, not because of reports. A prompt with buffers keeps its lease, up to
+        ``MAX_SILENT_LEASES`` without data."""
         prompt = self._prompts.get(transfer)
         if prompt is None or conn not in prompt.conns() or prompt.claimed:
             return
@@ -226,7 +226,7 @@ class IncomingPromptTable:
             self.ctx.buffers.renew(prompt.name, now)
 
     def open_transfers_on(self, conn: int) -> list[str]:
-        """Transfers for which this peer waits for this engine."""
+        """Transfers for which the peer of this connection waits for this engine."""
         return [
             transfer
             for transfer, prompt in self._prompts.items()
@@ -245,8 +245,8 @@ class IncomingPromptTable:
         return {conn for prompt in self._prompts.values() for conn in prompt.conns()}
 
     def connection_lost(self, conn: int, why: str, now: float) -> None:
-        """Handle the end of a connection. Blocks read for the peer stay for a while, because another
-        connection may offer them."""
+        """Handle the end of a connection. Blocks read for the peer stay for a while, since the peer may
+        reconnect and offer them."""
         for prompt in list(self._prompts.values()):
             if prompt.forget_connection(conn, now):
                 prompt.fail(why, now, notify=False)
@@ -275,7 +275,7 @@ class IncomingPromptTable:
     # -- the link -------------------------------------------------------------------
 
     def begin(self, item: LinkItem, now: float) -> None:
-        """Send a chunk whose turn on the link has come."""
+        """Send a chunk when its turn on the link has come."""
         chunk: ReadChunk = item.work
         read = chunk.prompt.read
         assert read is not None
@@ -290,7 +290,7 @@ class IncomingPromptTable:
         self.ctx.actions.append(SendMessage(read.conn, message, payload, item.number))
 
     def finished(self, item: LinkItem, now: float) -> None:
-        """Handle a chunk that was sent or never will be."""
+        """Handle a chunk that was sent, or that never will be."""
         chunk: ReadChunk = item.work
         read = chunk.prompt.read
         assert read is not None
@@ -335,8 +335,8 @@ class IncomingPromptTable:
         return prompt.transfer in self._wanted and prompt.state is PromptState.COMPLETE
 
     def _beyond_share(self, rest: set[str]) -> list[IncomingPrompt]:
-        """Prompts of ``rest`` that exceed the share of queued requests, last of the queue first. Evicting the
-        first would drop each prompt just before its turn."""
+        """Prompts of ``rest`` that exceed the share of queued requests, the last of the queue first. Evicting
+        the first would drop each prompt just before its turn."""
         most = self.ctx.limits.queue_share * self.ctx.limits.slots
         slots: set[int] = set()
         found: list[IncomingPrompt] = []
@@ -367,11 +367,12 @@ class IncomingPromptTable:
             self._gone.popitem(last=False)
 
     def _refusal(self, conn: int, transfer: str, keys: int) -> str:
-        """Reason to refuse a peer's next prompt; empty: accept it."""
+        """Reason to refuse a peer's next prompt of ``keys`` blocks; empty: accept it."""
         limits = self.ctx.limits
         contexts = {True: 0, False: 0}
         held = {True: keys, False: 0}
-        """Keys by whether they belong to this peer. Keys of ended connections are bounded by their lease."""
+        """Number of keys of this peer (true) and of others (false). Keys of ended connections are limited by
+        their lease."""
         for prompt in self._prompts.values():
             halves = [half for half in (prompt.read, prompt.offer) if half is not None]
             for half in halves:
@@ -403,7 +404,7 @@ class IncomingPromptTable:
             self.ctx.actions.append(SendMessage(conn, message))
 
     def notify_engine(self, prompt: IncomingPrompt) -> None:
-        """Notify the engine if it waits for the prompt."""
+        """Notify the engine of the prompt's outcome, if it waits for it."""
         if prompt.state is PromptState.COMPLETE:
             self.ctx.counts["prompts_complete"] += 1
         if prompt.expected:

@@ -2,9 +2,9 @@
 
     waiting ── lease ──▶ filling ── all blocks present, or no more will come ──▶ over ── taken ──▶ gone
 
-A load succeeds with as many *leading* blocks as arrived, because blocks after a gap are useless. A block that
-another load is already reading is waited for and not read twice. Blocks that a peer does not bring can be
-read locally into the buffers already leased: a new lease would wait behind transfers that wait for the same
+A load succeeds with the *leading* blocks that arrived, because blocks after a gap are useless. If another
+load is already reading a block, this load waits for that read. Blocks that a peer does not send can be read
+locally into the buffers already leased: a new lease would wait behind transfers that wait for the same
 buffers.
 """
 
@@ -32,21 +32,22 @@ class LoadState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingPeer:
-    """The peer that reads blocks, and the transfer it reads them for."""
+    """The peer that reads blocks, and the transfer for which it reads them."""
 
     address: str
     transfer: str
     total: int
     """Number of blocks of the whole transfer."""
     epoch: str | None = None
-    """Epoch of the peer that the router chose; a restarted peer has another one."""
+    """Epoch of the peer that the router chose; after a restart the peer has another epoch."""
     or_read_locally: bool = False
-    """Read missing blocks from storage here, unless a layer of all blocks has arrived: from then on a step
-    may wait for the rest."""
+    """Whether this engine reads the missing blocks from storage if the peer fails, unless a layer of all
+    blocks has arrived: from then on a step may already wait for the other layers."""
 
 
 class PeerFetch:
-    """The blocks of one load that a peer reads: the ``SlotFiller`` of their slots and a ``PeerCaller``."""
+    """The blocks of one load that a peer reads. It is the ``SlotFiller`` of their slots, and a
+    ``PeerCaller``."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class PeerFetch:
         return True
 
     def fail(self, index: int, why: str, now: float) -> None:
-        """Give up the blocks from ``index`` on that have not arrived."""
+        """Give up the blocks from index ``index`` on that have not arrived."""
         self._failing = True
         for slot in self.slots[max(0, index) :]:
             if slot is not None:
@@ -143,7 +144,7 @@ class PeerFetch:
 
 
 class BlockLoad:
-    """The blocks of one load; the ``LeaseHolder`` of the lease ``name``."""
+    """The blocks of one load. It is the ``LeaseHolder`` of the lease ``name``."""
 
     def __init__(
         self,
@@ -165,13 +166,13 @@ class BlockLoad:
         self._peer = peer
         self._class = traffic_class
         self._instead: set[int] = set()
-        """Indices of slots read locally because the peer did not fill them."""
+        """Indices of slots that this engine reads because the peer did not fill them."""
         self._places: dict[int, int] = {}
         """Position of a slot's block in the load, by slot index."""
         self._layers = 0
         """Number of leading layers reported as loaded."""
         self._lacking: list[int] = []
-        """Number of the first ``good`` blocks that lack each layer."""
+        """For each layer, how many of the first ``good`` blocks lack it."""
 
     def granted(self, now: float) -> None:
         ctx = self._loads.ctx
@@ -229,8 +230,8 @@ class BlockLoad:
         self._loads.begin_fetch(fetch, now)
 
     def _read_instead(self, slot: BufferSlot, now: float) -> bool:
-        """Read a slot that the peer left empty from storage, at most once. Returns whether it is being
-        read."""
+        """Read a slot that the peer left empty from storage, at most once. Returns whether a read is under
+        way."""
         ctx = self._loads.ctx
         if self._peer is None or not self._peer.or_read_locally or self._layers:
             return False
@@ -299,7 +300,7 @@ class LoadTable:
         return load in self._loads
 
     def blocks(self, load: str) -> list[memoryview]:
-        """The blocks of a load that is over, in order. Their slots stay pinned until ``end``.
+        """The blocks that arrived for a load that is over, in order. Their slots stay pinned until ``end``.
 
         Raises ``ValueError`` if the load is not over or unknown.
         """
@@ -313,7 +314,7 @@ class LoadTable:
         return [self.ctx.memory.block(slot.index) for slot in made.slots]
 
     def layer(self, load: str, layer: int) -> list[memoryview]:
-        """One layer of a load's blocks, after ``LayerLoaded`` for it. Raises ``ValueError``."""
+        """One layer of a load's blocks, available after its ``LayerLoaded``. Raises ``ValueError`` before."""
         made = self._loads.get(load)
         if made is None or any(slot.filled <= layer for slot in made.slots) or not made.slots:
             raise ValueError(f"layer {layer} of load {load!r} is not there")
@@ -328,7 +329,7 @@ class LoadTable:
     def end(self, load: str, why: str, now: float) -> None:
         """End a load at any stage. Ignores unknown loads.
 
-        ``why``: report ``LoadEnded`` with this reason, because the engine did not ask for the end.
+        ``why``: reason in the ``LoadEnded`` to report; empty if the engine itself ended the load.
         """
         made = self._loads.pop(load, None)
         if made is None:
@@ -359,7 +360,7 @@ class LoadTable:
         self._peers.reach(fetch.peer.address, fetch, now)
 
     def end_fetch(self, fetch: PeerFetch, why: str) -> None:
-        """End a fetch. ``why``: send the peer this reason."""
+        """End a fetch; a non-empty ``why`` is sent to the peer as the reason."""
         if self._fetches.get(fetch.peer.transfer) is fetch:
             del self._fetches[fetch.peer.transfer]
             if why and fetch.conn is not None:
@@ -368,7 +369,7 @@ class LoadTable:
                 )
 
     def data(self, conn: int, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """Store data from a peer. Returns False if it belongs to no fetch."""
+        """Store data from a peer. Returns false if the data belong to no fetch."""
         fetch = self._fetches.get(message.transfer)
         if fetch is None or fetch.conn != conn:
             return False
@@ -390,7 +391,7 @@ class LoadTable:
             self.renew(fetch.load, now)
 
     def open_transfers_on(self, conn: int) -> list[str]:
-        """Transfers for which this peer still has to send data."""
+        """Transfers for which the peer of this connection still has to send data."""
         return [transfer for transfer, fetch in self._fetches.items() if fetch.conn == conn]
 
     def conns(self) -> set[int]:

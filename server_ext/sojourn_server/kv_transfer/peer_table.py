@@ -1,6 +1,6 @@
-"""Connections to peers and their handshake: each side checks that both hold KV of the same kind.
+"""Connections to peers and their handshake: each side checks that both have KV of the same kind.
 
-The side that dials sends ``HelloMessage`` and waits for the answer. No KV is sent before that.
+The side that dials sends ``HelloMessage`` and waits for the answer. No KV is sent before.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class HandshakeStage(Enum):
     """State of a connection."""
 
     DIALLED = "dialled"
-    """This side has sent ``HelloMessage``."""
+    """This side dialled and has sent ``HelloMessage``."""
     ANSWERED = "answered"
-    """The peer has yet to send ``HelloMessage``."""
+    """The peer dialled and has yet to send ``HelloMessage``."""
     READY = "ready"
 
 
@@ -80,9 +80,9 @@ EXPECTED_MESSAGES: Mapping[HandshakeStage, tuple[type[WireMessage], ...]] = {
     HandshakeStage.DIALLED: (WelcomeMessage, RefusedMessage),
     HandshakeStage.ANSWERED: (HelloMessage,),
 }
-"""Messages allowed before a connection is ready, and only then."""
+"""Messages allowed at each stage of the handshake, and not after it."""
 MAX_KEPT_REFUSALS = 256
-"""Maximum number of refused peers whose reason is kept."""
+"""Maximum number of refused peers whose reason is remembered."""
 HANDSHAKE_MESSAGES = (HelloMessage, WelcomeMessage, RefusedMessage)
 
 
@@ -98,7 +98,7 @@ class _PeerConn:
     stage: HandshakeStage
     watch: StallDetector
     address: str | None = None
-    """The address that was dialled; ``None``: the peer dialled."""
+    """The dialled address; ``None``: the peer dialled."""
     name: str = ""
     epoch: str = ""
 
@@ -106,14 +106,14 @@ class _PeerConn:
 @dataclass(slots=True, eq=False)
 class _DialedAddress:
     dial: DialPeer
-    """Identifies the newest dial: answers to earlier ones are too late."""
+    """The newest dial: answers to earlier dials are ignored."""
     watch: StallDetector
     conn: int | None = None
     callers: list[PeerCaller] = field(default_factory=list)
 
 
 class PeerTable:
-    """One connection to each dialled address, and the connections that peers have opened."""
+    """All connections: one to each dialled address, and those that peers have opened."""
 
     def __init__(self, ctx: TransferContext, name: str, epoch: str) -> None:
         self.name = name
@@ -133,7 +133,7 @@ class PeerTable:
         )
 
     def reach(self, address: str, caller: PeerCaller, now: float) -> None:
-        """Call ``caller`` back with a connection to ``address``, or with the reason why there is none."""
+        """Pass ``caller`` a connection to ``address``, or the reason why there is none, now or later."""
         known = self._addresses.get(address)
         if known is not None and known.conn is not None:
             conn = self._conns[known.conn]
@@ -188,7 +188,7 @@ class PeerTable:
         return known is not None and known.stage is HandshakeStage.READY
 
     def received(self, conn: int, message: WireMessage, now: float) -> bool:
-        """Handle a handshake message. Returns False if it is not allowed now: the connection must be
+        """Handle a handshake message. Returns false if it is not allowed now: the connection must be
         closed."""
         known = self._conns.get(conn)
         if known is None:
@@ -233,7 +233,7 @@ class PeerTable:
             self._give_up(known.address, why, now)
 
     def tick(self, now: float) -> None:
-        """Give up dials and handshakes that have timed out."""
+        """End dials and handshakes that have timed out."""
         for address, known in list(self._addresses.items()):
             if known.conn is None and known.watch.stalled(now):
                 self._ctx.counts["stalls"] += 1

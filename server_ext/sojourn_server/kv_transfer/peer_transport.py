@@ -1,8 +1,8 @@
 """Byte streams between peers, by address: ``unix:PATH``, ``tcp:HOST:PORT``, or a transport of the caller's.
 
-Another data plane implements ``PeerTransport``. A write must return only when its memory may be reused, and
-bytes must arrive in order or not at all. NVIDIA's NIXL (RDMA between registered memory) is not built in; its
-scheme is refused with a message.
+A further data plane implements ``PeerTransport``. A write must not return before its memory may be reused,
+and bytes must arrive in order or not at all. NVIDIA's NIXL (RDMA between registered memory) is not built in;
+addresses with its scheme are refused with a message.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .transfer_actions import SendMessage
 from .transfer_wire import encode
 
 _READ_AHEAD_BYTES = 256 << 10
-"""Each connection buffers at most twice this number of bytes before they are read."""
+"""Each connection buffers at most twice this number of received bytes."""
 _MAX_UNIX_PATH = 107
-"""Size of ``sun_path`` in ``struct sockaddr_un``, less the final zero."""
+"""Maximum length of a path in ``struct sockaddr_un``, without the final zero."""
 
 
 class ByteStream(Protocol):
@@ -38,7 +38,7 @@ class ByteStream(Protocol):
         ...
 
     def close(self) -> None:
-        """Close at once, from the event loop. A running write ends and no longer reads its memory.
+        """Close at once, from the event loop. A running write ends and stops reading its memory.
         Idempotent."""
         ...
 
@@ -48,7 +48,7 @@ class TransportListener(Protocol):
 
     @property
     def address(self) -> str:
-        """The address to dial, with the real port."""
+        """The address to dial; its port is the one that is really used."""
         ...
 
     async def close(self) -> None: ...
@@ -58,19 +58,20 @@ AcceptCallback = Callable[[ByteStream], Awaitable[None]]
 
 
 class PeerTransport(Protocol):
-    """One kind of transport. Both calls raise ``OSError``, and ``ValueError`` for a malformed address."""
+    """One kind of transport. ``dial`` and ``listen`` raise ``OSError``, and ``ValueError`` for a malformed
+    address."""
 
     async def dial(self, rest: str) -> ByteStream:
         """Connect to ``rest``, an address without its scheme."""
         ...
 
     async def listen(self, rest: str, accept: AcceptCallback) -> TransportListener:
-        """Accept connections; ``accept`` is called with each one, concurrently."""
+        """Listen on ``rest``; ``accept`` is called with each connection, concurrently."""
         ...
 
 
 class UnknownTransport(RuntimeError):
-    """The address names a transport that is unknown or not built in."""
+    """The address names a transport that is unknown, or known but not built in."""
 
 
 def transport_for(address: str, transports: Mapping[str, PeerTransport]) -> tuple[PeerTransport, str]:
@@ -176,7 +177,7 @@ class TcpTransport:
 
 
 def builtin_transports() -> dict[str, PeerTransport]:
-    """Transports by scheme."""
+    """The built-in transports by scheme."""
     return {"unix": UnixTransport(), "tcp": TcpTransport()}
 
 
@@ -190,7 +191,7 @@ def _accept_stream(
 
 
 def _set_socket_options(writer: asyncio.StreamWriter) -> None:
-    """Send small messages at once, and detect peers that have vanished."""
+    """Disable Nagle's algorithm, and enable keep-alive to detect peers that have vanished."""
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -203,8 +204,8 @@ def _unix_path(rest: str) -> str:
 
 
 def _remove_stale_socket(path: Path) -> None:
-    """Remove a dead engine's socket file. Raises ``OSError`` if a process listens there or it is no
-    socket."""
+    """Remove the socket file of a dead engine. Raises ``OSError`` if a process listens there, or if the file
+    is no socket."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -230,13 +231,13 @@ def _host_and_port(rest: str) -> tuple[str, int]:
 
 
 MAX_QUEUED_BYTES = 64 << 20
-"""Maximum bytes of messages queued for one peer, enough to offer a thousand long prompts at once. Beyond it
-the connection is closed."""
+"""Maximum bytes of messages queued for one peer, enough to offer a thousand long prompts at once. If there
+are more, the connection is closed."""
 PIECE_BYTES = 256 << 10
 """A peer must accept this many bytes within ``patience_s``; larger messages are sent in pieces."""
 _STALL_CHECKS = 4
-"""Checks per ``patience_s``. After a pause of this process, the first check comes late and resumes normally,
-so that pending socket events are handled before the next."""
+"""Number of checks per ``patience_s``. If this process pauses, the first check is late, and pending socket
+events are handled before the next one."""
 
 
 class _QueuedMessage(NamedTuple):
@@ -248,15 +249,16 @@ class _QueuedMessage(NamedTuple):
 class PeerConnection:
     """Sends queued messages on one stream. Used only in its event loop.
 
-    Counts the bytes of queued messages. Payloads are not counted: the link limits how many are under way to a
+    Counts the bytes of queued messages without payloads: the link limits how many payloads are under way to a
     peer.
     """
 
     def __init__(
         self, stream: ByteStream, patience_s: float, sent: Callable[[int], None], stalled: Callable[[], None]
     ) -> None:
-        """``sent`` is called for each item whose memory is no longer read, sent or not. ``stalled`` is called
-        when the peer has accepted nothing for ``patience_s``; it must close the stream."""
+        """``sent`` is called for each item whose memory is no longer read, whether it was sent or not.
+        ``stalled`` is called when the peer has accepted nothing for ``patience_s``; it must close the
+        stream."""
         self.stream = stream
         self.tasks: list[asyncio.Task[None]] = []
         self.waiting_bytes = 0
@@ -266,7 +268,7 @@ class PeerConnection:
         self._stalled = stalled
         self._timer: asyncio.TimerHandle
         self._queue: asyncio.Queue[_QueuedMessage | None] = asyncio.Queue()
-        """``None`` ends the queue."""
+        """Messages to send; ``None`` ends the queue."""
 
     def send(self, action: SendMessage) -> bool:
         """Queue a message. Returns False if the queue is full.
@@ -299,7 +301,7 @@ class PeerConnection:
                     self._sent(said.item)
 
     def drain(self) -> list[int]:
-        """Empty the queue of a closed connection; returns its items."""
+        """Empty the queue of a closed connection; returns the numbers of its items."""
         items = []
         while not self._queue.empty():
             said = self._queue.get_nowait()

@@ -1,12 +1,12 @@
-"""Pushes of a prompt's blocks to the peer that continues it: all are offered by key, the needed ones are
-sent.
+"""Pushes of a prompt's blocks to the peer that continues the request: all keys are offered, and the blocks
+that the peer needs are sent.
 
     reaching ── Welcome ──▶ offered ── Need ──▶ sending ── Complete ──▶ over
        └────────────── lost, refused, stalled, aborted ──────────────────▲
 
 The peer may already have some of the blocks, read from storage or received with another push; it answers with
-the blocks it needs. Layers are sent in the order of computation, and may be given before the peer has
-answered.
+the indices of the others. Layers are sent in the order of computation; ``give`` may be called before the peer
+has answered.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PushChunk(NamedTuple):
 
 
 class BlockPush:
-    """One prompt being sent to a peer; a ``PeerCaller``."""
+    """One prompt being sent to a peer. It is a ``PeerCaller``."""
 
     def __init__(
         self,
@@ -57,16 +57,16 @@ class BlockPush:
         self.layers: list[Sequence[memoryview]] = []
         """Blocks computed so far, by layer."""
         self.in_queue: set[int] = set()
-        """Items queued on the link."""
+        """Numbers of the items queued on the link."""
         self.over: PushEnded | None = None
-        """The event to report once no item is under way."""
+        """The event to report when no item is under way any more."""
         self._pushes = pushes
         self._epoch = epoch
         self._class = traffic_class
 
     @property
     def waits_for_peer(self) -> bool:
-        """Whether everything that can be sent was sent, so that the peer must answer next."""
+        """Whether all given layers were sent, so that the peer must answer next."""
         if self.state is PushState.OFFERED:
             return True
         if self.state is not PushState.SENDING or self.in_queue:
@@ -102,7 +102,7 @@ class BlockPush:
         return True
 
     def give(self, blocks: Sequence[memoryview], now: float) -> None:
-        """Add the next computed layer of all blocks."""
+        """Add the next computed layer; ``blocks`` are its parts of all blocks."""
         self.layers.append(blocks)
         self._enqueue(len(self.layers) - 1, list(self.needed), now)
 
@@ -148,8 +148,8 @@ class PushTable:
         traffic_class: TrafficClass,
         now: float,
     ) -> None:
-        """Offer a prompt's blocks. Raises ``ValueError`` for a transfer that is open, no keys, or a duplicate
-        key."""
+        """Offer a prompt's blocks. Raises ``ValueError`` for a transfer that is already open, no keys, or a
+        duplicate key."""
         if transfer in self._pushes:
             raise ValueError(f"transfer {transfer!r} was offered already")
         if not keys or len(set(keys)) != len(keys):
@@ -161,8 +161,8 @@ class PushTable:
         self._peers.reach(address, push, now)
 
     def give(self, transfer: str, layer: int, blocks: Sequence[memoryview], now: float) -> bool:
-        """Give the next layer of all offered blocks. Its memory must not change until ``PushEnded``. Returns
-        whether the push is still open.
+        """Add the next layer of all offered blocks. The memory of ``blocks`` must not change until
+        ``PushEnded``. Returns whether the push is still open.
 
         Raises ``ValueError`` for a layer that is not the next, or blocks of another number or size.
         """
@@ -182,7 +182,7 @@ class PushTable:
         return True
 
     def begin(self, item: LinkItem, now: float) -> None:
-        """Send a chunk whose turn on the link has come."""
+        """Send a chunk when its turn on the link has come."""
         chunk: PushChunk = item.work
         push = chunk.push
         assert push.conn is not None, "nothing is queued before the peer has answered"
@@ -190,7 +190,7 @@ class PushTable:
         self.ctx.actions.append(SendMessage(push.conn, push.message(chunk), payload, item.number))
 
     def finished(self, item: LinkItem, now: float) -> None:
-        """Handle a chunk that was sent or never will be."""
+        """Handle a chunk that was sent, or that never will be."""
         push: BlockPush = item.work.push
         push.in_queue.discard(item.number)
         push.watch.note_progress(now)
@@ -200,7 +200,7 @@ class PushTable:
             self.ctx.counts["bytes_pushed"] += item.nbytes
 
     def received(self, conn: int, message: NeedMessage | CompleteMessage | AbortMessage, now: float) -> bool:
-        """Handle a peer's answer. Returns False if it belongs to no push."""
+        """Handle a peer's answer. Returns false if it belongs to no push."""
         push = self._pushes.get(message.transfer)
         if push is None or push.conn != conn:
             return False
@@ -225,7 +225,7 @@ class PushTable:
             self.end(push, why, now, notify=True)
 
     def end(self, push: BlockPush, why: str, now: float, notify: bool = False) -> None:
-        """End a push; ``why`` is empty if it succeeded. ``notify``: notify the peer."""
+        """End a push; ``why`` is empty if it succeeded. ``notify``: tell the peer."""
         del self._pushes[push.transfer]
         self.ctx.counts["pushes_failed" if why else "pushes_complete"] += 1
         for number in list(push.in_queue):

@@ -1,8 +1,8 @@
-"""One request's stored blocks read in two parts: the first by this engine, the rest by its peer.
+"""One request's stored blocks, read in two parts: the first by this engine, the other by its peer.
 
 The router chooses the share of each (DualPath reads a request on one side; both sides are its future work).
 If the peer fails before a layer of its part has arrived, this engine reads that part into the same buffers,
-without a new lease. After that, the blocks that have arrived are used and the rest is computed.
+without a new lease. If it fails later, the blocks that have arrived are used and the others are computed.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class FetchPart:
-    """Consecutive blocks of a fetch, and the load that brings them."""
+    """Consecutive blocks of a fetch, and the load that fetches them."""
 
     load: LoadHandle
     first: int
-    """Index of its first block in the fetch."""
+    """Index in the fetch of the part's first block."""
     count: int
     by_peer: bool
     claimed: bool = False
 
     @property
     def good(self) -> int:
-        """Leading blocks that have arrived or may still arrive."""
+        """Number of leading blocks that have arrived or may still arrive."""
         outcome = self.load.outcome
         return self.count if outcome is None else min(self.count, outcome.good)
 
 
 class SplitFetch:
-    """A fetch's parts. Not thread-safe."""
+    """The parts of one fetch. Not thread-safe."""
 
     def __init__(self, traffic: TransferManager, fetch: FetchJob) -> None:
         self.pieces: list[FetchPart] = []
@@ -55,7 +55,7 @@ class SplitFetch:
 
     @property
     def blocks(self) -> int:
-        """Leading blocks that have arrived or are on their way."""
+        """Number of leading blocks that have arrived or are on their way."""
         found = 0
         for piece in self.pieces:
             if piece.first > found:
@@ -66,8 +66,8 @@ class SplitFetch:
         return found
 
     def ready(self, layerwise: bool = True) -> int | None:
-        """Leading blocks that can be streamed now; ``None``: wait. Blocks from storage arrive whole. With
-        ``layerwise``, blocks from the peer can be streamed from their first layer on."""
+        """Number of leading blocks that can be streamed now; ``None``: wait. Blocks from storage arrive
+        whole. With ``layerwise``, blocks from the peer can be streamed from their first layer on."""
         self._claim()
         for piece in self.pieces:
             streams = layerwise and piece.by_peer and piece.load.layers_loaded
@@ -79,11 +79,11 @@ class SplitFetch:
 
     @property
     def streamed_s(self) -> float:
-        """Seconds between the first and the newest layer, summed over parts."""
+        """Seconds between the arrival of the first and the newest layer, summed over the parts."""
         return sum(piece.load.streamed_s for piece in self.pieces)
 
     def layer(self, layer: int, timeout_s: float) -> list[memoryview]:
-        """Wait for one layer and return it for the leading blocks that have arrived."""
+        """Wait for one layer; returns its parts of the leading blocks that have arrived."""
         found: list[memoryview] = []
         for piece in self.pieces:
             views: list[memoryview] = []

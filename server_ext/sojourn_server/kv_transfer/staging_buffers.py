@@ -1,6 +1,6 @@
 """Staging buffers in host memory: a fixed number of slots of one Full Block, shared through leases.
 
-A transfer asks for one lease on all its blocks, plus a number of slots for blocks whose keys it does not know
+A transfer requests one lease on all its blocks, plus a number of slots for blocks whose keys it does not know
 yet. A lease is granted as a whole, in the order of requests, so two transfers never wait for each other with
 half of their slots each. A lease that is not renewed for ``lease_s`` expires.
 
@@ -65,20 +65,20 @@ class LeaseTooLarge(ValueError):
 
 @dataclass(slots=True, eq=False)
 class BufferSlot:
-    """The place of one block."""
+    """A place for one Full Block in the buffers."""
 
     index: int
     key: bytes = b""
     filled: int = 0
-    """Number of leading layers present."""
+    """Number of leading layers that are present."""
     filler: object | None = None
     """The source that fills the slot; ``None``: no source does."""
     holders: dict[str, None] = field(default_factory=dict)
-    """Names of its leases, oldest first."""
+    """Names of the leases on this slot, oldest first."""
     pins: int = 0
-    """Number of threads and messages that are reading or writing it."""
+    """Number of threads and messages that are reading or writing the slot."""
     bad: bool = False
-    """Its fill failed, and a thread may still write to it: the content is unusable."""
+    """Whether filling failed while a thread may still write to the slot: the content is unusable."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +91,7 @@ class _BufferLease:
 
 
 class BufferPool:
-    """``slots`` slots, leased by name."""
+    """The pool of ``slots`` slots, which are leased by name."""
 
     def __init__(self, slots: int, lease_s: float) -> None:
         self.slots = slots
@@ -101,10 +101,10 @@ class BufferPool:
         self._used: dict[int, BufferSlot] = {}
         self._leases: dict[str, _BufferLease] = {}
         self._queue: deque[str] = deque()
-        """Leases that wait, in order of arrival. The first one blocks the others, so that a large lease is
+        """Leases that wait, in order of arrival. The first one blocks the others, so that large leases are
         not starved."""
         self._reserved = 0
-        """Slots reserved for blocks that granted leases have yet to name."""
+        """Number of slots reserved for blocks whose keys granted leases have yet to name."""
         self.released = 0
         """Number of granted leases that have ended. Waiting transfers read it as a sign of progress."""
         self.most_used = 0
@@ -114,7 +114,7 @@ class BufferPool:
 
     @property
     def used(self) -> int:
-        """Slots in use or reserved."""
+        """Number of slots in use or reserved."""
         return self.slots - len(self._free) + self._reserved
 
     @property
@@ -127,10 +127,11 @@ class BufferPool:
         return len(self._queue)
 
     def request_lease(self, name: str, keys: Sequence[bytes], extra: int, now: float) -> None:
-        """Request a lease on ``keys`` and on ``extra`` more slots; ``take_granted`` reports when it is
-        granted.
+        """Request a lease on the blocks ``keys`` and on ``extra`` more slots; ``take_granted`` reports when
+        it is granted.
 
-        Raises ``LeaseTooLarge`` if the pool is too small, and ``ValueError`` for a name that has a lease.
+        Raises ``LeaseTooLarge`` if the pool is too small, and ``ValueError`` for a name that already has a
+        lease.
         """
         if name in self._leases:
             raise ValueError(f"{name} has a lease already")
@@ -161,8 +162,8 @@ class BufferPool:
         return granted
 
     def extend(self, name: str, keys: Sequence[bytes]) -> bool:
-        """Name more blocks of a granted lease, within its ``extra`` slots. Returns False, and changes
-        nothing, if they do not fit."""
+        """Name more blocks of a granted lease, within its ``extra`` slots. If they do not fit, returns false
+        and changes nothing."""
         lease = self._leases[name]
         added = [key for key in OrderedDict.fromkeys(keys) if key not in lease.slots]
         fresh = sum(key not in self._by_key for key in added)
@@ -197,7 +198,7 @@ class BufferPool:
             lease.deadline_s = now + self._lease_s
 
     def expired(self, now: float) -> list[str]:
-        """Names of expired leases; their holders must ``release`` them."""
+        """Names of the expired leases; their holders must ``release`` them."""
         return [name for name, lease in self._leases.items() if lease.deadline_s <= now]
 
     def drop(self, name: str, key: bytes) -> BufferSlot | None:

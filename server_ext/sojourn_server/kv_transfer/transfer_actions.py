@@ -1,4 +1,4 @@
-"""The core's output: actions for the manager to carry out, and events for the engine."""
+"""The core's output: actions that the manager carries out, and events for the engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .transfer_wire import WireMessage
 
 
 class DialPeer(NamedTuple):
-    """Connect to a peer. Answered by ``dialled`` or ``dial_failed``, perhaps after the core has given it
-    up."""
+    """Connect to a peer. The result is reported by ``dialled`` or ``dial_failed``, which may come after the
+    core has given up the dial."""
 
     address: str
     number: int
@@ -18,7 +18,7 @@ class DialPeer(NamedTuple):
 
 
 class SendMessage(NamedTuple):
-    """Send a message. With ``item``, call ``sent`` once the payload's memory is no longer read."""
+    """Send a message. With ``item``, call ``sent`` when the payload's memory is no longer read."""
 
     conn: int
     message: WireMessage
@@ -27,13 +27,13 @@ class SendMessage(NamedTuple):
 
 
 class CloseConnection(NamedTuple):
-    """Close a connection once its queued messages are sent, ``patience_s`` later at the latest."""
+    """Close a connection when its queued messages are sent, at the latest after ``patience_s``."""
 
     conn: int
 
 
 class ReadBlock(NamedTuple):
-    """Read a block from the store; answered by ``read_done``."""
+    """Read a block from the store; ``read_done`` reports the result."""
 
     item: int
     key: bytes
@@ -41,7 +41,7 @@ class ReadBlock(NamedTuple):
 
 
 class WriteBlock(NamedTuple):
-    """Write a block to the store; answered by ``write_done``."""
+    """Write a block to the store; ``write_done`` reports the result."""
 
     item: int
     key: bytes
@@ -53,15 +53,15 @@ TransferAction = DialPeer | SendMessage | CloseConnection | ReadBlock | WriteBlo
 
 
 class LayerLoaded(NamedTuple):
-    """This layer of all blocks that the load will bring has arrived. Layers arrive in order."""
+    """A layer has arrived for all blocks that the load will get. Layers arrive in order."""
 
     load: str
     layer: int
 
 
 class LoadEnded(NamedTuple):
-    """A load is over: its first ``good`` blocks have arrived and no others will. ``why``: the reason if some
-    are missing."""
+    """A load is over: its first ``good`` blocks have arrived and no others will. ``why``: the reason if
+    blocks are missing."""
 
     load: str
     good: int
@@ -69,8 +69,8 @@ class LoadEnded(NamedTuple):
 
 
 class PushEnded(NamedTuple):
-    """The peer has all offered blocks, or the push has failed because of ``why``. Their memory may be
-    reused."""
+    """A push is over: the peer has all offered blocks, or ``why`` is the reason of its failure. The memory of
+    the blocks may be reused."""
 
     transfer: str
     complete: bool
@@ -78,7 +78,7 @@ class PushEnded(NamedTuple):
 
 
 class PromptTransferEnded(NamedTuple):
-    """The whole prompt of a transfer has arrived, or never will because of ``why``."""
+    """A prompt's transfer is over: all blocks have arrived, or ``why`` is the reason of its failure."""
 
     transfer: str
     complete: bool
@@ -86,8 +86,8 @@ class PromptTransferEnded(NamedTuple):
 
 
 class BlockStoreEnded(NamedTuple):
-    """A block's write has ended. ``outcome`` is a ``PutOutcome`` value, ``failed``, or ``stalled`` for a
-    write that was given up before it began. Its memory may be reused."""
+    """A block's write is over. ``outcome`` is a ``PutOutcome`` value, ``failed``, or ``stalled`` for a write
+    that was given up before it began. The memory of the block may be reused."""
 
     request: str
     key: bytes

@@ -1,4 +1,4 @@
-"""State shared by the parts of the core: links, buffers, their memory, and pending actions and events."""
+"""State that the parts of the core share: links, buffers, memory, and pending actions and events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .transfer_link import LinkItem, TrafficClass, TransferLink
 
 
 class StallDetector:
-    """Detects a lack of progress: nothing for ``patience_s``."""
+    """Detects a stall: no progress for ``patience_s``."""
 
     def __init__(self, patience_s: float, now: float) -> None:
         self._patience_s = patience_s
@@ -26,7 +26,7 @@ class StallDetector:
         self._seen_s = now
 
     def note_counter(self, done: int, now: float, by: str = "peer") -> bool:
-        """Take a progress counter reported by ``by``. Returns whether it has grown."""
+        """Note a progress counter reported by ``by``. Returns whether it has grown."""
         if done <= self._done.get(by, -1):
             return False
         self._done[by] = done
@@ -38,19 +38,20 @@ class StallDetector:
 
 
 class LeaseHolder(Protocol):
-    """The holder of a lease, notified of changes to its slots."""
+    """The holder of a lease. It is notified of changes to its slots."""
 
     def granted(self, now: float) -> None: ...
     def layers_advanced(self, slot: BufferSlot, before: int, now: float) -> None:
-        """A slot has more layers than ``before``."""
+        """Handle a slot that now has more layers than ``before``."""
         ...
 
     def slot_lost(self, slot: BufferSlot, why: str, now: float) -> None:
-        """A slot's block will not arrive."""
+        """Handle a slot whose block will not arrive."""
         ...
 
     def lease_expired(self, now: float) -> bool:
-        """The lease has expired and ends. Returns False if its blocks are in use: it continues."""
+        """Handle the expiry of the lease. Returns false if its blocks are in use, so that the lease
+        continues."""
         ...
 
 
@@ -58,7 +59,7 @@ class SlotFiller(Protocol):
     """A source other than storage that fills slots."""
 
     def unwanted(self, slot: BufferSlot, now: float) -> None:
-        """No lease holds the slot any more; it may be reused at once."""
+        """Stop filling a slot that no lease holds any more; it may be reused at once."""
         ...
 
 
@@ -67,13 +68,13 @@ class _StorageFiller(NamedTuple):
 
 
 class _SlotRead(NamedTuple):
-    """One block's read, as an item of the storage link's queue."""
+    """The read of one block, as an item of the storage link's queue."""
 
     slot: BufferSlot
 
 
 SEND_WIDTH = 4
-"""Concurrent sends to peers."""
+"""Maximum number of concurrent sends to peers."""
 
 
 class TransferContext:
@@ -108,14 +109,14 @@ class TransferContext:
         return self.memory.layers
 
     def done(self, now: float) -> int:
-        """A counter that grows with any progress of this engine."""
+        """Progress counter: it grows with any progress of this engine."""
         moved = sum(link.moved(now) for link in self.links)
         return moved + self.buffers.released
 
     # -- leases ---------------------------------------------------------------------
 
     def lease(self, name: str, holder: LeaseHolder, keys: list[bytes], extra: int, now: float) -> None:
-        """Request a lease. Calls ``holder.granted`` once it is granted, perhaps before this returns.
+        """Request a lease. Calls ``holder.granted`` when it is granted, perhaps before this returns.
 
         Raises ``LeaseTooLarge``.
         """
@@ -131,7 +132,7 @@ class TransferContext:
                     self._holders[name].granted(now)
 
     def release(self, name: str, now: float) -> None:
-        """End a lease. Waiting leases get its slots at the next ``grant``."""
+        """End a lease. Its slots go to waiting leases at the next ``grant``."""
         self._holders.pop(name, None)
         for slot in self.buffers.release(name):
             self._unwanted(slot, now)
@@ -162,8 +163,8 @@ class TransferContext:
     # -- filling slots --------------------------------------------------------------
 
     def read(self, request: str, slot: BufferSlot, now: float, traffic_class: TrafficClass) -> bool:
-        """Read a slot's block from storage, unless it is present or being filled. Returns whether a read was
-        needed."""
+        """Read a slot's block from storage, unless the block is present or being filled. Returns whether a
+        read was needed."""
         if slot.filled == self.layers or slot.filler is not None:
             self.counts["blocks_merged"] += 1
             return False
@@ -172,7 +173,7 @@ class TransferContext:
         return True
 
     def stop_reading(self, slot: BufferSlot) -> None:
-        """Cancel the read of a slot that is still held. A read that has begun continues."""
+        """Cancel the read of a slot that still has a lease. A read that has begun continues."""
         if isinstance(slot.filler, _StorageFiller) and self.reads.cancel(slot.filler.item):
             slot.filler = None
             self.counts["reads_cancelled"] += 1
@@ -207,7 +208,7 @@ class TransferContext:
     def give_up_stuck_reads(self, now: float) -> None:
         """Fail the slots of reads that hang; the slots stay pinned until their threads return.
 
-        If no reader thread is left, fail the queued reads too.
+        If every reader thread hangs, fail the queued reads too.
         """
         # Half of ``patience_s``: a peer that waits for the result must learn it before it times out itself.
         stuck = self.reads.stuck(now, self.limits.patience_s / 2)
@@ -220,12 +221,12 @@ class TransferContext:
                 self.fail(slot, "storage has not answered", now)
 
     def advance(self, slot: BufferSlot, layers: int, now: float) -> None:
-        """Note that a slot has this many layers, and notify its holders."""
+        """Record that a slot has ``layers`` layers, and notify its holders."""
         before, slot.filled = slot.filled, layers
         self._tell(slot, lambda holder: holder.layers_advanced(slot, before, now))
 
     def fail(self, slot: BufferSlot, why: str, now: float) -> None:
-        """Note that a slot's block will not arrive; a holder may start to read it again."""
+        """Record that a slot's block will not arrive; a holder may start to read it again."""
         slot.filler = None
         if slot.pins or slot.filled:
             self.buffers.invalidate(slot)

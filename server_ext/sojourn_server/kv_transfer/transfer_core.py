@@ -4,8 +4,8 @@
     engine ◀── events ──────────────────────────── │ core │ ◀── received, read_done, sent, lost ──
                                                    └──────┘ ◀── tick, at ``wake_at``
 
-Every call takes ``now``, seconds of a monotonic clock, and may add to ``take_actions`` and ``take_events``.
-No call blocks. Not thread-safe.
+Every call gets ``now``, seconds of a monotonic clock, and may add to the results of ``take_actions`` and
+``take_events``. No call blocks. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .transfer_wire import (
 
 
 class _StoreWrite(NamedTuple):
-    """One block's write, as an item of the storage link's queue."""
+    """The write of one block, as an item of the storage link's queue."""
 
     request: str
     key: bytes
@@ -60,13 +60,13 @@ class LinkState:
 
     queued_bytes: int
     queued_s: float | None
-    """Seconds until a new item would begin; ``None``: not known. If the link's I/O hangs, at least the time
-    for which it has hung."""
+    """Seconds until a new item would begin; ``None``: unknown. If the link's I/O hangs, at least the seconds
+    since it began to hang."""
     moved_bytes: int
 
 
 class TransferCore:
-    """The transfer manager's rules. ``epoch`` identifies one run of the process and is never reused."""
+    """The rules of a transfer manager. ``epoch`` identifies one run of the process and is never reused."""
 
     def __init__(
         self, identity: KvIdentity, limits: TransferLimits, rates: LinkRates, *, name: str, epoch: str
@@ -130,12 +130,12 @@ class TransferCore:
         epoch: str | None = None,
         traffic_class: TrafficClass = TrafficClass.KV,
     ) -> None:
-        """Start the push of a whole prompt; its layers follow by ``give``. Event: ``PushEnded``."""
+        """Start the push of a whole prompt; ``give`` adds its layers. Event: ``PushEnded``."""
         self.pushes.offer(transfer, address, keys, epoch, traffic_class, now)
         self._settle(now)
 
     def give(self, transfer: str, layer: int, blocks: Sequence[memoryview], now: float) -> bool:
-        """Give the next layer of all blocks of a push. Returns whether the push is still open. Raises
+        """Add the next layer of all blocks of a push. Returns whether the push is still open. Raises
         ``ValueError``."""
         wanted = self.pushes.give(transfer, layer, blocks, now)
         self._settle(now)
@@ -148,7 +148,8 @@ class TransferCore:
     def expect(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
         """Wait for a prompt that is pushed to this engine. Event: ``PromptTransferEnded``.
 
-        Returns False if it was meant for an earlier process. Raises ``ValueError`` if it is expected already.
+        Returns false if ``epoch`` is that of an earlier process. Raises ``ValueError`` if the prompt is
+        expected already.
         """
         if epoch is not None and epoch != self.peers.epoch:
             self.ctx.counts["stale"] += 1
@@ -159,7 +160,7 @@ class TransferCore:
 
     def want(self, transfers: Sequence[str], now: float) -> None:
         """Announce transfers that queued requests will expect, in queue order. Repeat within ``lease_s``
-        until each is expected or ended."""
+        until each of them is expected or ended."""
         self.prompts.want(transfers, now)
 
     def prompt_blocks(self, transfer: str) -> list[memoryview]:
@@ -174,8 +175,8 @@ class TransferCore:
     def store(
         self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview], now: float
     ) -> bool:
-        """Write a block to the store; its content must not change until ``BlockStoreEnded``. Returns False if
-        too many blocks wait already or the store hangs."""
+        """Write a block to the store; its content must not change until ``BlockStoreEnded``. Returns false if
+        too many blocks are queued already or the store hangs."""
         if sum(part.nbytes for part in content) != self.ctx.memory.block_bytes:
             raise ValueError(f"a block has {self.ctx.memory.block_bytes} bytes")
         writes, limits = self.ctx.writes, self.ctx.limits
@@ -203,7 +204,7 @@ class TransferCore:
         self._settle(now)
 
     def received(self, conn: int, message: WireMessage, payload: memoryview, now: float) -> None:
-        """Handle a complete message. ``payload`` is copied before this returns."""
+        """Handle a complete message. ``payload`` is copied before the call returns."""
         if isinstance(message, HANDSHAKE_MESSAGES) or not self.peers.is_ready(conn):
             if not self.peers.received(conn, message, now):
                 self.close_connection(conn, f"{type(message).__name__} is not allowed here now", now)
@@ -254,7 +255,7 @@ class TransferCore:
         self._settle(now)
 
     def read_done(self, item: int, why: str | None, now: float) -> None:
-        """Handle the end of a read; ``why`` is its error, if any."""
+        """Handle the end of a read; ``why`` is its error, or ``None``."""
         self.ctx.read_done(item, why, now)
         self._settle(now)
 
@@ -265,7 +266,7 @@ class TransferCore:
         self._settle(now)
 
     def close(self, now: float) -> None:
-        """End everything and notify peers and the engine."""
+        """End all transfers, and notify peers and the engine."""
         why = "the engine is closing"
         for conn in self.peers.conns():
             self.close_connection(conn, why, now)
@@ -282,7 +283,7 @@ class TransferCore:
         self._settle(now)
 
     def wake_at(self) -> float:
-        """Time of the next ``tick``; infinity: nothing is open."""
+        """Time at which ``tick`` is needed next; infinity: nothing is open."""
         due = min(link.wake_at() for link in self.ctx.links)
         return min(due, self._checked_s + self._check_s) if self.busy else due
 
@@ -298,7 +299,7 @@ class TransferCore:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is open, so that time matters."""
+        """Whether any transfer is open, so that ``tick`` is needed."""
         ctx = self.ctx
         return bool(
             self.peers.busy
@@ -312,7 +313,7 @@ class TransferCore:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is open and nothing has leaked: no lease, slot or queue entry."""
+        """Whether nothing is open and no lease, slot or queue entry has leaked."""
         places = sum(link.requests for link in self.ctx.links)
         return not self.busy and not self.ctx.buffers.used and not places
 
@@ -362,8 +363,8 @@ class TransferCore:
             self._report_progress(now)
 
     def _give_up_writes(self, now: float) -> None:
-        """Give up queued writes behind one that hangs: the engine needs their memory. The memory of the
-        hanging write stays in use until the store returns."""
+        """Give up queued writes if one hangs: the engine needs their memory. The memory of the hanging write
+        stays in use until the store returns."""
         writes = self.ctx.writes
         if writes.stuck(now, self.ctx.limits.patience_s):
             self.ctx.counts["stalls"] += 1
@@ -382,7 +383,7 @@ class TransferCore:
                 self.ctx.actions.append(SendMessage(conn, ProgressMessage(transfers=transfers, done=done)))
 
     def _settle(self, now: float) -> None:
-        """Start and finish everything that is possible now."""
+        """Start and finish everything that can start or finish now."""
         ctx = self.ctx
         goes_on = True
         while goes_on:
@@ -399,7 +400,7 @@ class TransferCore:
                     self.pushes.begin(item, now)
 
     def _finish(self, now: float) -> bool:
-        """Process finished items. Returns whether there were any."""
+        """Handle finished link items. Returns whether there were any."""
         ctx = self.ctx
         moved = ctx.reads.moved_bytes
         ctx.complete_reads(now)

@@ -1,4 +1,4 @@
-"""Handles of open transfers: wait for a transfer, take its blocks, end it."""
+"""Handles of open transfers: wait for a transfer, get its blocks, end it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HandleOwner(Protocol):
     """Notified after every event."""
 
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call the core."""
+        """Call a method of the core and carry out the resulting actions."""
         ...
 
     def forget(self, handle: TransferHandle[Any]) -> None: ...
@@ -38,16 +38,16 @@ class TransferHandle(Generic[OutcomeT]):
     def __init__(self, owner: HandleOwner, name: str) -> None:
         self.name = name
         self.outcome: OutcomeT | None = None
-        """Outcome of the transfer; ``None``: it is open."""
+        """Outcome of the transfer; ``None`` while it is open."""
         self._owner = owner
 
     def on_event(self, event: TransferEvent) -> None:
-        """Take an event. The caller holds the owner's lock."""
+        """Handle an event of this transfer. The caller holds the owner's lock."""
         if isinstance(event, self._ended_by):
             self.outcome = event
 
     def wait(self, timeout_s: float | None = None) -> OutcomeT | None:
-        """Wait for the end; ``None``: timed out."""
+        """Wait for the end of the transfer; returns ``None`` after ``timeout_s``."""
         self._wait(lambda: self.outcome is not None, timeout_s)
         return self.outcome
 
@@ -65,7 +65,7 @@ class LoadHandle(TransferHandle[LoadEnded]):
     def __init__(self, owner: HandleOwner, name: str) -> None:
         super().__init__(owner, name)
         self.requested_blocks = 0
-        """Number of blocks, limited by the buffers."""
+        """Number of blocks that the load tries to get, limited by the buffers."""
         self.layers_loaded = 0
         """Number of leading layers that have arrived for all blocks of the load."""
         self._first_s = self._newest_s = 0.0
@@ -89,7 +89,7 @@ class LoadHandle(TransferHandle[LoadEnded]):
         return self.layers_loaded > layer and (self.outcome is None or self.outcome.good > 0)
 
     def layer(self, layer: int) -> list[memoryview]:
-        """One layer that has arrived, by block. Raises ``ValueError``."""
+        """One layer that has arrived, as its part of each block. Raises ``ValueError``."""
         found: list[memoryview] = self._owner.do(lambda now: self._owner.core.load_layer(self.name, layer))
         return found
 
@@ -112,8 +112,8 @@ class PushHandle(TransferHandle[PushEnded]):
     _ended_by = PushEnded
 
     def give(self, layer: int, blocks: Sequence[memoryview]) -> bool:
-        """Give the next layer of all blocks, unchanged until the push is over. Returns whether it is still
-        open."""
+        """Add the next layer of all blocks; its memory must not change until the push is over. Returns
+        whether the push is still open."""
         wanted: bool = self._owner.do(self._owner.core.give, self.name, layer, blocks)
         return wanted
 
@@ -129,7 +129,7 @@ class PromptHandle(TransferHandle[PromptTransferEnded]):
     _ended_by = PromptTransferEnded
 
     def blocks(self) -> list[memoryview]:
-        """Its blocks in the order of the offer, valid until ``end``. Raises ``ValueError``."""
+        """The prompt's blocks in the order of the offer, valid until ``end``. Raises ``ValueError``."""
         found: list[memoryview] = self._owner.do(lambda now: self._owner.core.prompt_blocks(self.name))
         return found
 

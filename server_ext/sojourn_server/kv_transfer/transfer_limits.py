@@ -10,13 +10,13 @@ from dataclasses import dataclass, fields
 class LinkRates:
     """Bytes per second of each link; ``None``: unlimited.
 
-    A rate of zero is refused: nothing would ever be transferred.
+    A rate of zero is refused: no transfer would ever end.
     """
 
     storage_read: float | None = None
     storage_write: float | None = None
     compute: float | None = None
-    """Sends to peers."""
+    """Rate of sends to peers."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -35,7 +35,7 @@ def check_rate(name: str, rate: float | None) -> None:
 
 
 MAX_WAITING_WRITE_BYTES = 256 << 20
-"""Default for the memory of blocks that wait to be stored."""
+"""Default limit, in bytes, of the memory of blocks that wait to be stored."""
 
 
 def waiting_write_limit(max_bytes: int, block_bytes: int) -> int:
@@ -52,27 +52,29 @@ class TransferLimits:
     """Limits of buffers and waiting times. Times in seconds, sizes in bytes."""
 
     slots: int
-    """Full Blocks that fit the buffers. A prompt must fit the buffers of the engine that receives it."""
+    """Number of Full Blocks that fit the buffers. A prompt must fit the buffers of the engine that receives
+    it."""
     patience_s: float = 1.5
-    """A transfer without progress for this time has failed. Its total duration is not limited."""
+    """Seconds without progress after which a transfer fails. Its total duration is not limited."""
     report_interval_s: float = 0.4
-    """Interval of progress reports to waiting peers."""
+    """Seconds between progress reports to waiting peers."""
     lease_s: float = 30.0
-    """Buffers are released if their holder does not renew the lease for this time."""
+    """Seconds after which buffers are released if their holder does not renew the lease."""
     chunk_bytes: int = 1 << 20
     """Maximum payload of one message, but at least one block's layer. Payloads from peers may be at most the
     largest of this, a block's layer and 1 MiB: use the same value on all engines."""
     read_width: int = 1
-    """Concurrent reads from storage. They start in order."""
+    """Number of concurrent reads from storage. They start in order."""
     max_waiting_writes: int = 256
-    """Copies of blocks that wait to be stored; further blocks are refused for the moment."""
+    """Maximum number of copied blocks that wait to be stored; further blocks are refused until some are
+    stored."""
     kv_share: float = 0.01
     """KV's share of a link that model traffic also wants (DualPath §5.1)."""
     queue_share: float = 0.75
     """Share of the slots that complete prompts of queued requests may keep while other transfers wait for
-    buffers. The first of the queue is always kept."""
+    buffers. The prompt of the first queued request is always kept."""
     peer_contexts: int = 1024
-    """Open prompts of one peer; all peers together may have four times as many."""
+    """Maximum number of open prompts of one peer; all peers together may have four times as many."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "chunk_bytes", "read_width", "peer_contexts"):
@@ -95,6 +97,6 @@ class TransferLimits:
 
     @property
     def peer_keys(self) -> int:
-        """Keys of one peer's open prompts, including those that wait for buffers; all peers together may have
-        four times as many."""
+        """Maximum number of keys of one peer's open prompts, including prompts that wait for buffers; all
+        peers together may have four times as many."""
         return max(MAX_KEYS_PER_PEER, 16 * self.slots)

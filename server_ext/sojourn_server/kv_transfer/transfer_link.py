@@ -1,11 +1,11 @@
 """A link as a queue of items, in the order of requests, with an optional rate.
 
-Concurrent threads would serve all requests at once, so that all end late. In order, the first request ends
-after its own bytes. Items of a request precede those of a later request, even if they are queued later, as a
-push's layers are; the link does not idle while it waits for them.
+If concurrent threads served all requests at once, all would end late. In order, the first request ends after
+its own bytes. Items of a request precede the items of later requests, even if they are queued later, for
+example the layers of a push; the link does not idle while it waits for such items.
 
-A rate simulates a slower link. Items are paced by timestamps and not by sleeps: lost time is made up for, up
-to ``MAX_LAG_S``.
+A rate simulates a slower link. Items are paced by timestamps, not by sleeps: the link catches up on delays of
+up to ``MAX_LAG_S``.
 
 No clock and no I/O: ``take`` returns items to start, ``over`` reports completed I/O, ``finished`` returns the
 items that the rate allows to end.
@@ -29,20 +29,20 @@ class TrafficClass(Enum):
 
     On a network fabric, virtual lanes or hardware queues separate KV from the model's collectives, whose
     bursts are shorter than a millisecond; software cannot. The class is sent with every transfer, for
-    transports with such lanes. Here it only orders this engine's own queue.
+    transports with such lanes. In this module it only determines the order of this engine's own queue.
     """
 
     MODEL = "model"
     """Traffic that a forward pass waits for."""
     KV = "kv"
-    """Traffic that can wait."""
+    """Traffic for which no forward pass waits."""
 
 
 class TrafficClassArbiter:
     """Strict priority for model traffic, except for a small guaranteed share for KV.
 
-    While both wait, KV gets ``kv_share`` of the bytes, to within one item of each class. An idle class's
-    share goes to the other. KV accumulates no claim while it does not wait.
+    While both classes wait, KV gets ``kv_share`` of the bytes, to within one item of each class. The share of
+    an idle class goes to the other. KV earns bytes only while it waits.
     """
 
     def __init__(self, kv_share: float) -> None:
@@ -51,10 +51,10 @@ class TrafficClassArbiter:
             raise ValueError(f"KV's share of a link must be at least 0 and below 1, not {kv_share}")
         self._factor = kv_share / (1 - kv_share)
         self._owed = 0.0
-        """Bytes that KV has earned while it waited."""
+        """Bytes that KV has earned while waiting."""
 
     def take(self, heads: Mapping[TrafficClass, int]) -> TrafficClass:
-        """The class that sends next. ``heads``: by waiting class, the bytes of its first item."""
+        """The class that sends next. ``heads``: bytes of the first waiting item of each class."""
         if TrafficClass.KV not in heads:
             self._owed = 0.0
             return TrafficClass.MODEL
@@ -68,7 +68,7 @@ class TrafficClassArbiter:
 
 
 MAX_LAG_S = 0.1
-"""Maximum idle time that a rate-limited link makes up for."""
+"""Maximum delay, in seconds, on which a rate-limited link catches up."""
 
 SPEED_SAMPLE_BYTES = 64 << 20
 """Number of newest bytes from which the speed of an unlimited link is measured."""
@@ -87,15 +87,15 @@ class LinkItem:
     peer: int | None = None
     began_s: float = 0.0
     until_s: float = 0.0
-    """Earliest end, by the rate."""
+    """Earliest end of the item, by the link's rate."""
     is_held: bool = False
-    """Whether it has the link's capacity and starts only at ``until_s``."""
+    """Whether the item occupies the link but starts only at ``until_s``."""
     is_over: bool = False
-    """Whether its I/O has ended, with or without an error."""
+    """Whether the item's I/O has ended, with or without an error."""
 
 
 _QueueKey = tuple[TrafficClass, int | None]
-"""Class and peer."""
+"""Key of a queue: class, and peer if any."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +106,7 @@ class _LinkRequest:
 
 
 class TransferLink:
-    """A queue of items of which ``width`` are in flight at a time."""
+    """A queue of items; at most ``width`` items are in flight at a time."""
 
     def __init__(
         self,
@@ -119,11 +119,11 @@ class TransferLink:
         peer_width: int | None = None,
         late_s: float = float("inf"),
     ) -> None:
-        """``rate``: bytes per second, ``None``: unlimited. Raises ``ValueError`` for 0 or less.
+        """``rate``: bytes per second; ``None``: unlimited. Raises ``ValueError`` for 0 or less.
 
         ``sends``: an item arrives as soon as it starts, so a rate must delay its start. At most
-        ``peer_width`` items are in flight to one peer. An item that is late by ``late_s`` does not count
-        towards ``width``, so that a hanging peer blocks no others.
+        ``peer_width`` items are in flight to one peer. Items that are late by ``late_s`` do not count towards
+        ``width``, so that a hanging peer does not block others.
         """
         check_rate(name, rate)
         if width < 1:
@@ -138,7 +138,7 @@ class TransferLink:
         self._numbers = 0
         self._requests: dict[str, _LinkRequest] = {}
         self._queues: dict[_QueueKey, list[tuple[int, str]]] = {}
-        """Heap of requests that may have queued items, by class and peer."""
+        """Class and peer → heap of requests that may have queued items."""
         self._waiting: dict[int, LinkItem] = {}
         self._waiting_bytes = 0
         self._in_flight: dict[int, LinkItem] = {}
@@ -158,8 +158,8 @@ class TransferLink:
         traffic_class: TrafficClass = TrafficClass.KV,
         peer: int | None = None,
     ) -> int:
-        """Queue an item and return its number. Its request's place is that of the request's first item.
-        ``peer``: its destination."""
+        """Queue an item and return its number. Its place in the queue is the place of its request, given by
+        the request's first item. ``peer``: its destination."""
         if nbytes < 0:
             raise ValueError(f"{nbytes} bytes is not a valid size")
         self._numbers += 1
@@ -194,14 +194,14 @@ class TransferLink:
             yield item
 
     def over(self, number: int, now: float) -> None:
-        """The item's I/O has ended."""
+        """Record that the item's I/O has ended."""
         item = self._in_flight[number]
         item.is_over = True
         if self.rate is None:
             self._note_speed(now - item.began_s, item.nbytes)
 
     def finished(self, now: float) -> list[LinkItem]:
-        """Items whose I/O has ended and that the rate allows to end, in the order of their start."""
+        """Items whose I/O has ended and whose time by the rate is over, in the order of their start."""
         found = [item for item in self._in_flight.values() if item.is_over and item.until_s <= now]
         for item in found:
             del self._in_flight[item.number]
@@ -209,12 +209,12 @@ class TransferLink:
         return found
 
     def wake_at(self) -> float:
-        """Next time at which ``take`` or ``finished`` returns something without another call."""
+        """Time at which ``take`` or ``finished`` next returns an item if no other call is made."""
         flying = self._in_flight.values()
         return min((item.until_s for item in flying if item.is_over or item.is_held), default=float("inf"))
 
     def stuck(self, now: float, patience_s: float) -> list[LinkItem]:
-        """Items whose I/O is late by ``patience_s``. They stay in flight, as do their threads."""
+        """Items whose I/O is late by ``patience_s``. They stay in flight, and their threads stay busy."""
         return [
             item
             for item in self._in_flight.values()
@@ -240,7 +240,7 @@ class TransferLink:
         return True
 
     def close(self, request: str) -> None:
-        """Free the request's place once its queued items have started."""
+        """Remove the request's place in the queue when its queued items have started."""
         of = self._requests.get(request)
         if of is not None:
             of.is_closed = True
@@ -257,17 +257,17 @@ class TransferLink:
 
     @property
     def requests(self) -> int:
-        """Number of requests that have a place."""
+        """Number of requests that have a place in the queue."""
         return len(self._requests)
 
     def queued_bytes(self, now: float) -> int:
-        """Bytes queued or in flight."""
+        """Number of bytes queued or in flight."""
         return self._waiting_bytes + sum(
             item.nbytes - self._done(item, now) for item in self._in_flight.values()
         )
 
     def queued_s(self, now: float) -> float | None:
-        """Seconds until a new item would start; ``None``: there is a queue and no speed is known."""
+        """Seconds until a new item would start; ``None``: items are queued and the speed is unknown."""
         queued = self.queued_bytes(now)
         if not queued:
             return 0.0
@@ -276,15 +276,15 @@ class TransferLink:
         return self.seconds_for(queued)
 
     def hung_s(self, now: float, patience_s: float) -> float:
-        """Seconds for which late I/O has blocked the link: all of the delay if no thread is left, at least
-        ``patience_s`` if some are; 0: no item is late."""
+        """Seconds for which late I/O has blocked the link: the whole delay if every thread hangs, at least
+        ``patience_s`` if some do; 0: no item is late."""
         stuck = self.stuck(now, patience_s)
         if len(stuck) < self._width:
             return patience_s if stuck else 0.0
         return max(self._hangs_s(item, now) for item in stuck)
 
     def seconds_for(self, nbytes: int) -> float | None:
-        """Seconds for this many bytes, by the rate or the newest items; ``None``: not known."""
+        """Seconds to transfer ``nbytes``, by the rate or the newest items; ``None``: unknown."""
         if self.rate is not None:
             return nbytes / self.rate
         if self._newest_s <= 0 or not self._newest_bytes:
@@ -292,8 +292,8 @@ class TransferLink:
         return nbytes * self._newest_s / self._newest_bytes
 
     def moved(self, now: float) -> int:
-        """Bytes moved so far; the rate determines the part of items in flight, so that a long item shows
-        progress. Late items add nothing."""
+        """Bytes transferred so far. For items in flight the part is estimated from the rate, so that a long
+        item shows progress; late items add nothing."""
         return self.moved_bytes + sum(self._done(item, now) for item in self._in_flight.values())
 
     def _done(self, item: LinkItem, now: float) -> int:
@@ -303,7 +303,7 @@ class TransferLink:
         return int(item.nbytes * min(1.0, max(0.0, 1.0 - (item.until_s - now) / took_s)))
 
     def _next(self) -> LinkItem | None:
-        """Remove the next item from the queue."""
+        """Remove the next item from the queue and return it."""
         heads = {each: head for each in TrafficClass if (head := self._head(each)) is not None}
         if not heads:
             return None
@@ -314,7 +314,7 @@ class TransferLink:
         return item
 
     def _head(self, traffic_class: TrafficClass) -> LinkItem | None:
-        """The first item of a class that its peer's width allows to start."""
+        """The first item of a class for whose peer another item may be in flight."""
         found: tuple[int, LinkItem] | None = None
         for line in [line for line in self._queues if line[0] is traffic_class]:
             first = self._first(line)
@@ -325,7 +325,7 @@ class TransferLink:
         return found[1] if found is not None else None
 
     def _first(self, line: _QueueKey) -> tuple[int, LinkItem] | None:
-        """The first item of a queue and its request's place; removes an empty queue."""
+        """The first item of a queue, with the place of its request; removes the queue if it is empty."""
         heap = self._queues[line]
         while heap:
             number, request = heap[0]

@@ -51,21 +51,21 @@ from .transfer_wire import HEAD_BYTES, DataMessage, PeerWireError, decode, decod
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 CLOSE_GRACE_S = 1.0
-"""Seconds to send the last messages when the engine closes."""
+"""Seconds for sending the last messages when the engine closes."""
 MAX_HANDSHAKE_BYTES = 64 << 10
-"""Maximum size of a message from an unidentified peer, which may send no payload."""
+"""Maximum size of a message from a peer that is not identified yet; such a peer may send no payload."""
 MIN_PAYLOAD_BYTES = 1 << 20
 """Payloads of this size are always accepted from an identified peer, even if this engine's own are
 smaller."""
 MAX_CONNECTIONS = 256
 MAX_UNIDENTIFIED_PEERS = 64
-"""Maximum number of connections whose peer has not identified itself."""
+"""Maximum number of connections whose peer is not identified yet."""
 _CONNECTION_ERRORS = (OSError, EOFError)
 """Errors of a connection that the other side has closed."""
 
 
 class TransferManager:
-    """Links, buffers and transfers of one engine. A context manager."""
+    """Links, buffers and transfers of one engine. Use it as a context manager."""
 
     def __init__(
         self,
@@ -79,15 +79,15 @@ class TransferManager:
         on_stored: Callable[[BlockStoreEnded], None] = lambda stored: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``store`` remains the caller's. ``listen``: addresses; port 0 selects a free port.
+        """The caller keeps ownership of ``store``. ``listen``: addresses; port 0 selects a free port.
 
         ``on_stored`` is called with the outcome of each write, from any thread. Raises ``ValueError``,
-        ``UnknownTransport``, and ``OSError`` if it cannot listen; no thread runs then.
+        ``UnknownTransport``, and ``OSError`` if it cannot listen; no thread is left running then.
         """
         self.epoch = secrets.token_hex(8)
         self.name = name
         self.addresses: list[str] = []
-        """Addresses for peers to dial."""
+        """Addresses that peers dial."""
         self.core = TransferCore(store.identity, limits, rates or LinkRates(), name=name, epoch=self.epoch)
         self.changed = threading.Condition(threading.Lock())
         self._patience_s = limits.patience_s
@@ -157,7 +157,7 @@ class TransferManager:
         epoch: str | None = None,
         traffic_class: TrafficClass = TrafficClass.KV,
     ) -> PushHandle:
-        """Start a push; its layers follow by ``give``. Raises ``ValueError``."""
+        """Start a push; the handle's ``give`` adds its layers. Raises ``ValueError``."""
         handle = PushHandle(self, transfer)
         self._begin(
             handle, self.core.offer, transfer, address, keys, epoch=epoch, traffic_class=traffic_class
@@ -181,8 +181,8 @@ class TransferManager:
         self.do(self.core.want, transfers)
 
     def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
-        """Write a block to the store; its content must not change until ``on_stored``. Returns False if too
-        many writes wait already. Raises ``ValueError``."""
+        """Write a block to the store; its content must not change until ``on_stored``. Returns false if too
+        many writes are queued. Raises ``ValueError``."""
         taken: bool = self.do(self.core.store, request, key, parent, content)
         return taken
 
@@ -197,7 +197,7 @@ class TransferManager:
         return found
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """End everything. Returns whether all threads have ended; a thread in a hanging store has not."""
+        """End all transfers. Returns whether all threads have ended; a thread in a hanging store has not."""
         with self.changed:
             if self._closing:
                 return not self._thread.is_alive()
@@ -213,7 +213,7 @@ class TransferManager:
     # -- for handles ----------------------------------------------------------------
 
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call the core and carry out the resulting actions."""
+        """Call a method of the core and carry out the resulting actions."""
         stored: list[BlockStoreEnded] = []
         try:
             with self.changed:
@@ -235,7 +235,7 @@ class TransferManager:
     def _begin(
         self, handle: TransferHandle[Any], what: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Any:
-        """Call ``do`` with a new handle, which receives all events, including those of this call."""
+        """Call ``do`` with a new handle that gets all events, including those of this call."""
         name = handle.kind, handle.name
 
         def begin(now: float) -> Any:
@@ -248,7 +248,7 @@ class TransferManager:
         return self.do(begin)
 
     def _take_out(self) -> list[BlockStoreEnded]:
-        """Deliver events to handles and queue actions, with the lock held. Returns the ended writes."""
+        """Deliver events to handles, and queue actions, while the lock is held. Returns the ended writes."""
         stored = []
         for event in self.core.take_events():
             if isinstance(event, BlockStoreEnded):
@@ -315,7 +315,7 @@ class TransferManager:
                 await asyncio.wait(tasks, timeout=CLOSE_GRACE_S)
 
     def _carry_out(self) -> None:
-        """Run by the loop: carry out all queued actions."""
+        """Carry out all queued actions. Runs in the event loop."""
         while True:
             with self.changed:
                 self._woken = False
@@ -348,7 +348,7 @@ class TransferManager:
                 self._loop.call_later(self._patience_s, self._drop, action.conn, "closed by this side")
 
     def _send(self, action: SendMessage) -> bool:
-        """Queue a message on its connection. Returns False, and closes the connection, if its queue is
+        """Queue a message on its connection. Returns false, and closes the connection, if its queue is
         full."""
         conn = self._conns.get(action.conn)
         if conn is None:
@@ -481,8 +481,7 @@ class TransferManager:
         self._drop(number, why)
 
     def _stalled(self, number: int) -> None:
-        """Handle a peer that accepts no data: end its transfers for that reason, then close the
-        connection."""
+        """Handle a peer that accepts no data: fail its transfers, then close the connection."""
         if number not in self._conns:
             return
         self.do(self.core.stalled, number)
@@ -511,7 +510,7 @@ def _event_target(event: TransferEvent) -> tuple[str, str]:
 
 
 def _raise_in_loop(task: asyncio.Task[None]) -> None:
-    """Report an unexpected error of a task at once, not when the task is collected."""
+    """Raise an unexpected error of a task in the event loop at once, not when the task is collected."""
     if not task.cancelled() and (error := task.exception()) is not None:
         threading.excepthook(
             threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))

@@ -10,10 +10,11 @@
     last chunk of the prompt ── Push ──▶       each Full Block once full ── Save ──▶
     finished: held until the push is over      finished: the rest ── Save ──▶ held until saved
 
-vLLM asks for a waiting request again in every step. The worker answers every ask, so that no request waits
-forever. Whatever fails is computed.
+vLLM asks again for each waiting request in every step. The worker answers every ask, so that no request waits
+forever. KV of failed transfers is computed.
 
-vLLM preempts a request by asking for it again: it then starts over, and can use the blocks it has stored.
+After a preemption vLLM asks for the request again: it then starts over, and can use the blocks that it has
+stored.
 """
 
 from __future__ import annotations
@@ -47,20 +48,21 @@ from .transfer_request import (
 )
 
 MAX_FETCHES = 3
-"""Consecutive fetches for one request. A second fetch is needed if the device evicted the blocks before the
-fetched ones meanwhile."""
+"""Maximum number of consecutive fetches for one request. A second fetch is needed if the device evicted the
+blocks before the fetched ones in the meantime."""
 
 NULL_BLOCK = 0
-"""vLLM's placeholder for a block that it does not keep, as behind a sliding window."""
+"""Number of vLLM's placeholder block, for blocks that it does not keep, for example outside a sliding
+window."""
 
 
 class ExternalMatch(NamedTuple):
     """Tokens that the connector can supply."""
 
     tokens: int | None
-    """``None``: not known yet."""
+    """Number of tokens; ``None``: not known yet."""
     is_async: bool = False
-    """Whether they are loaded beside other steps, not in the step that runs the request."""
+    """Whether they are loaded while other requests compute, not in the step that runs the request."""
 
 
 NO_MATCH = ExternalMatch(0)
@@ -68,19 +70,19 @@ MATCH_PENDING = ExternalMatch(None)
 
 
 class FinishOutcome(NamedTuple):
-    """What happens to the blocks of a finished request."""
+    """How the blocks of a finished request are handled."""
 
     hold: bool
-    """The blocks must be kept for now."""
+    """Whether the blocks must be kept for now."""
     answer: dict[str, Any] | None
 
 
 class ScheduledRequest(NamedTuple):
-    """A request in the step being planned."""
+    """A request in the step that is being planned."""
 
     request_id: str
     tokens_after: int
-    """Number of its computed tokens after this step."""
+    """Number of the request's computed tokens after this step."""
 
 
 class TransferPlanner:
@@ -89,8 +91,9 @@ class TransferPlanner:
     def __init__(
         self, *, block_tokens: int, blocks_per_full: int, saves: bool = True, max_saves: int = 32
     ) -> None:
-        """``block_tokens``: tokens of an engine block. ``max_saves``: Full Blocks of one request that one
-        step stores at most."""
+        """``block_tokens``: tokens of an engine block. ``blocks_per_full``: engine blocks of a Full Block.
+        ``max_saves``: Full Blocks of one request that a step stores at most. ``saves`` False: nothing is
+        stored."""
         self.counts: Counter[str] = Counter()
         self._block_tokens = block_tokens
         self._per_full = blocks_per_full
@@ -99,11 +102,10 @@ class TransferPlanner:
         self._max_saves = max_saves
         self._entries: dict[str, TransferRequest] = {}
         self._asks: dict[int, str] = {}
-        """Open asks, each with its request."""
+        """Open asks → request."""
         self._last_ask = 0
         self._wants: Counter[str] = Counter()
-        """Contexts of queued requests that have not asked for them yet, each with the number of those
-        requests."""
+        """Number of queued requests that will ask for each context."""
         self._orders = TransferJobs()
 
     def __len__(self) -> int:
@@ -111,7 +113,7 @@ class TransferPlanner:
 
     @property
     def open_fetches(self) -> int:
-        """Number of asks neither ended nor handed to the worker."""
+        """Number of asks that have neither ended nor been passed to the worker."""
         return sum(entry.ask != 0 for entry in self._entries.values())
 
     @property
@@ -121,8 +123,8 @@ class TransferPlanner:
     # -- what vLLM asks ---------------------------------------------------------------
 
     def arrived(self, view: RequestView) -> str | None:
-        """Add a new request. Returns why its ``kv_transfer_params`` are invalid, if so; it is then computed
-        here."""
+        """Add a new request. If its ``kv_transfer_params`` are invalid, returns why; the request is then
+        computed here."""
         self._forget(view.request_id)
         try:
             params, wrong = parse_transfer_params(view.kv_transfer_params), None
@@ -169,8 +171,8 @@ class TransferPlanner:
         return self._fetch(entry, computed)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
-        """The request has blocks for the device's tokens, for ``external_tokens`` after them, and for those
-        to compute."""
+        """Record that the request has blocks for the device's tokens, for ``external_tokens`` after them, and
+        for those to compute."""
         entry = self._entries.get(request_id)
         if entry is None or entry.phase is not TransferPhase.READY:
             if external_tokens:  # a mistake of the caller: report the blocks as not filled
@@ -198,14 +200,15 @@ class TransferPlanner:
         self._close(entry)
 
     def reject_fill(self, request_id: str, block_ids: Sequence[int], is_async: bool) -> None:
-        """Order the worker to report these blocks as not filled."""
+        """Make the worker report these blocks as not filled."""
         if is_async:
             self._orders.takes.append(FillJob(0, request_id, 0, list(block_ids)))
         else:
             self._orders.not_filled += block_ids
 
     def scheduled(self, step: Sequence[ScheduledRequest], block_ids: Callable[[str], Sequence[int]]) -> None:
-        """A step was planned. ``block_ids`` returns a request's blocks."""
+        """Plan the jobs of a step that the engine has scheduled. ``block_ids`` returns the blocks of a
+        request."""
         for request_id, tokens_after in step:
             entry = self._entries.get(request_id)
             if entry is None:
@@ -220,12 +223,12 @@ class TransferPlanner:
                 self._save(entry, block_ids)
 
     def take_jobs(self) -> TransferJobs:
-        """The worker's orders for the step just planned."""
+        """Return and clear the worker's jobs for the step just planned."""
         orders, self._orders = self._orders, TransferJobs()
         return orders
 
     def take_results(self, reports: TransferResults) -> None:
-        """Take the results of earlier orders."""
+        """Handle the worker's results of earlier jobs."""
         for ask, blocks in reports.ready.items():
             entry = self._answered(ask)
             if entry is not None:
@@ -247,8 +250,8 @@ class TransferPlanner:
                 self.counts["saves_put_off"] += 1
 
     def finished(self, request_id: str, well: bool, block_ids: Sequence[int] = ()) -> FinishOutcome:
-        """The request has finished. ``well``: with an answer, so that its unsaved blocks are stored from
-        ``block_ids``."""
+        """Handle a finished request. ``well``: whether it has an answer; then its unsaved blocks are stored
+        from ``block_ids``."""
         entry = self._entries.get(request_id)
         if entry is None:
             return FinishOutcome(False, None)
@@ -266,7 +269,7 @@ class TransferPlanner:
         return FinishOutcome(True, transfer_answer_params(entry.params, entry.context, entry.stored))
 
     def abandon(self) -> None:
-        """Start nothing more after an error of sojourn's own. Promised and held blocks stay as they are."""
+        """Start nothing more after an error of sojourn's own. Promised and kept blocks stay as they are."""
         for entry in self._entries.values():
             if entry.phase in WAITING_PHASES:
                 self._end(entry)
@@ -288,18 +291,18 @@ class TransferPlanner:
         return bytes(entry.view.block_hashes[(index + 1) * self._per_full - 1])
 
     def _keys(self, entry: TransferRequest, first: int, tokens: int) -> list[bytes]:
-        """Keys of the Full Blocks from ``first`` on that ``tokens`` tokens fill."""
+        """Keys of the Full Blocks from index ``first`` on that lie within the first ``tokens`` tokens."""
         hashed = len(entry.view.block_hashes) // self._per_full
         return [self._key(entry, index) for index in range(first, min(tokens // self._full_tokens, hashed))]
 
     def _ready_end(self, entry: TransferRequest) -> int:
-        """Number of tokens up to the end of what is ready."""
+        """Number of tokens up to the end of the ready blocks."""
         if entry.is_prompt:
             return entry.view.num_prompt_tokens
         return (entry.first + entry.blocks) * self._full_tokens
 
     def _ready_tokens(self, entry: TransferRequest, computed: int) -> int:
-        """Ready tokens after ``computed``; negative: there is a gap before them."""
+        """Number of ready tokens after ``computed``; negative if there is a gap before the ready blocks."""
         if entry.first * self._full_tokens > computed:
             return -1
         return max(0, self._ready_end(entry) - computed)
@@ -375,14 +378,14 @@ class TransferPlanner:
             entry.saved = place + 1
 
     def _late(self, entry: TransferRequest, ids: Sequence[int]) -> list[SaveJob]:
-        """Blocks of a finished request that are not known to be stored."""
+        """Jobs that save the blocks of a finished request that are not known to be stored."""
         first = max(min(entry.saved_before_step, entry.saved), entry.stored)
         end = min(self._full(entry), len(ids) // self._per_full)
         saves = [self._save_of(entry, place, ids, []) for place in range(first, end)]
         return [save for save in saves if NULL_BLOCK not in save.block_ids]
 
     def _full(self, entry: TransferRequest) -> int:
-        """Number of its Full Blocks that are full after the last planned step."""
+        """Number of the request's Full Blocks that are full after the last planned step."""
         return min(entry.computed // self._full_tokens, len(entry.view.block_hashes) // self._per_full)
 
     def _save_of(self, entry: TransferRequest, place: int, ids: Sequence[int], before: list[int]) -> SaveJob:
@@ -414,14 +417,14 @@ class TransferPlanner:
             entry.fetches = MAX_FETCHES  # the store would give the same answer again
 
     def _end(self, entry: TransferRequest) -> None:
-        """End the request's ask."""
+        """End the open ask of the request."""
         if entry.ask and not self._take_back(entry.ask):
             self._orders.ends.append(entry.ask)
         self._close(entry)
         entry.phase = TransferPhase.NEW
 
     def _take_back(self, ask: int) -> bool:
-        """Cancel an order that the worker has not received. Returns whether there was one."""
+        """Cancel a job that the worker has not received. Returns whether there was one."""
         orders = self._orders
         for fetch in orders.fetches:
             if fetch.ask == ask:
@@ -456,7 +459,7 @@ class TransferPlanner:
             self._orders.drops.append(expect._replace(ask=0))
 
     def _wants_no_more(self, entry: TransferRequest) -> None:
-        """The request has asked for its context, or never will."""
+        """Note that the request has asked for its context, or never will."""
         entry.waits_for_prompt = False
         if not entry.has_context_mismatch:
             context = entry.params.context

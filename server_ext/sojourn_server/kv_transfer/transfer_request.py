@@ -25,7 +25,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 MAX_TRANSFER_BYTES = 200
-"""The wire's limit for names, less what ``context_name`` adds."""
+"""Maximum bytes of a transfer's id: the wire's limit for names, less the part that ``context_name`` adds."""
 MAX_CONTEXT_BYTES = MAX_TRANSFER_BYTES + 33
 
 
@@ -33,7 +33,7 @@ class TransferRole(Enum):
     """This engine's part of a request."""
 
     WHOLE = "whole"
-    """All of it: no other engine takes part."""
+    """The whole request: no other engine takes part."""
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -155,9 +155,9 @@ class TransferPhase(Enum):
     FETCHING = "fetching"
     EXPECTING = "expecting"
     READY = "ready"
-    """Its KV has arrived; it waits for blocks."""
+    """Its KV has arrived, and it waits for engine blocks."""
     TAKING = "taking"
-    """Its blocks are being filled beside other steps."""
+    """Its blocks are being filled while other requests compute."""
     RUNNING = "running"
 
 
@@ -173,28 +173,28 @@ class TransferRequest:
     context: str = ""
     phase: TransferPhase = TransferPhase.NEW
     ask: int = 0
-    """The open ask, 0: none."""
+    """Number of the open ask; 0: none."""
     first: int = 0
-    """Index of the first Full Block fetched."""
+    """Index of the first Full Block that was fetched."""
     blocks: int = 0
     """Number of Full Blocks that are ready."""
     is_prompt: bool = False
-    """The ready blocks were pushed to this engine, not fetched."""
+    """Whether the ready blocks were pushed to this engine, not fetched."""
     fetches: int = 0
-    """Consecutive fetches so far."""
+    """Number of consecutive fetches so far."""
     waits_for_prompt: bool = False
-    """Its context is pushed to this engine, and it has not asked for it yet."""
+    """Whether its context is pushed to this engine and it has not asked for the context yet."""
     pushed: bool = False
     saved: int = 0
-    """Leading Full Blocks that need not be saved any more."""
+    """Number of leading Full Blocks that need no further save."""
     stored: int = 0
-    """Leading Full Blocks known to be in the store."""
+    """Number of leading Full Blocks that are known to be stored."""
     saved_before_step: int = 0
-    """``saved`` before the last step, whose saves the store may still refuse."""
+    """Value of ``saved`` before the last step, whose saves the store may still refuse."""
     computed: int = 0
-    """Tokens with KV in the request's blocks after the last planned step."""
+    """Number of tokens with KV in the request's blocks after the last planned step."""
 
     @property
     def has_context_mismatch(self) -> bool:
-        """Whether the context was made of other tokens than the request's."""
+        """Whether the pushed context is of other tokens than the request's."""
         return self.context != self.params.context

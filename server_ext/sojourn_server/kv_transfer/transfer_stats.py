@@ -1,8 +1,8 @@
 """How an engine's KV transfers perform: times of its steps, status of its manager, and a local stats server.
 
-vLLM's worker processes spin for a second after each call from the engine, so that polling one through vLLM
-every second would keep a core busy. A worker is called once for the address of its ``StatsServer``, and read
-there from then on.
+vLLM's worker processes spin for a second after each call from the engine, so polling a worker through vLLM
+every second would keep a core busy. So a worker is called once, for the address of its ``StatsServer``; from
+then on its stats are read from that server.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class TransferStepTimes:
-    """Seconds, for one step or summed over many."""
+    """Seconds spent in transfers, in one step or summed over many."""
 
     waited_s: float = 0.0
     """Seconds that the forward pass waited for a layer to arrive."""
@@ -39,7 +39,7 @@ class TransferStepTimes:
     gathered_s: float = 0.0
     """Seconds of copying layers out of blocks for pushes, beside the forward pass."""
     push_waited_s: float = 0.0
-    """Steps waited at their end for these copies."""
+    """Seconds that steps waited at their end for these copies."""
 
     def add(self, other: TransferStepTimes) -> None:
         for field in fields(self):
@@ -54,18 +54,18 @@ class TransferStepTimes:
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 1.0
-"""Timeout of an answer, on both sides."""
+"""Seconds after which an answer times out, on both sides."""
 _MAX_ANSWER_BYTES = 1 << 20
 
 
 class StatsUnavailable(OSError):
-    """The server does not answer, or not with an object."""
+    """The server does not answer, or its answer is no JSON object."""
 
 
 class StatsServer:
-    """A thread that answers each connection with a JSON document and closes it.
+    """A thread that answers each connection with a JSON document and closes the connection.
 
-    Its socket is in a temporary folder that only its user can access, and is removed with it.
+    Its socket is in a temporary folder that only its user can access; ``close`` removes both.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ def fetch_stats(address: str) -> dict[str, Any] | None:
 
 
 UNKNOWN_BLOCK_S = 0.0
-"""``block_s`` of a link without a rate that has moved nothing yet."""
+"""Value of ``block_s`` for a link without a rate that has transferred nothing yet."""
 
 
 def transfer_manager_stats(traffic: TransferManager, counts: Mapping[str, int]) -> dict[str, Any]:

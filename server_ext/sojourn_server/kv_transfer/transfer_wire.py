@@ -8,7 +8,7 @@ A frame is a head of 12 bytes, little-endian, a message, and a payload:
       4   4  length of the message
       8   4  length of the payload
 
-A message is msgpack: an array that begins with the message's name. Most messages concern a transfer, whose id
+A message is a msgpack array that begins with the message's name. Most messages concern a transfer, whose id
 both sides and the router know:
 
     dialled                      answered
@@ -34,7 +34,7 @@ from .transfer_link import TrafficClass
 WIRE_VERSION = 1
 HEAD_BYTES = 12
 MAX_MESSAGE_BYTES = 8 << 20
-"""Enough for more than 100,000 keys of 64 bytes."""
+"""Maximum size of a message, enough for more than 100,000 keys of 64 bytes."""
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_ID_BYTES = 256
 MAX_KEYS = 1 << 17
@@ -56,20 +56,20 @@ class HelloMessage(WireMessage, frozen=True, tag="hello"):
 
     name: str
     epoch: str
-    """One run of the process: buffers are empty after a restart."""
+    """Identifies one run of the process: buffers are empty after a restart."""
     kv: dict[str, str | int]
-    """Every field of its ``KvIdentity``."""
+    """All fields of the sender's ``KvIdentity``."""
 
 
 class WelcomeMessage(WireMessage, frozen=True, tag="welcome"):
-    """The answer to ``HelloMessage`` of a peer with KV of the same kind."""
+    """The answer to a ``HelloMessage`` from a peer with KV of the same kind."""
 
     name: str
     epoch: str
 
 
 class RefusedMessage(WireMessage, frozen=True, tag="refused"):
-    """The answer to ``HelloMessage`` of a peer with KV of another kind; it then closes the connection."""
+    """The answer to a ``HelloMessage`` from a peer with KV of another kind; the connection is then closed."""
 
     reason: str
 
@@ -80,12 +80,12 @@ class ReadMessage(WireMessage, frozen=True, tag="read"):
     transfer: str
     keys: list[bytes]
     total: int
-    """Number of blocks of the whole transfer: reserve buffers for them."""
+    """Number of blocks of the whole transfer, for which the peer reserves buffers."""
     traffic_class: TrafficClass
 
 
 class OfferMessage(WireMessage, frozen=True, tag="offer"):
-    """The transfer's blocks, in this order; answered with the ones needed."""
+    """Keys of the transfer's blocks, in order; the answer names those that the peer needs."""
 
     transfer: str
     keys: list[bytes]
@@ -93,25 +93,25 @@ class OfferMessage(WireMessage, frozen=True, tag="offer"):
 
 
 class NeedMessage(WireMessage, frozen=True, tag="need"):
-    """Send these of the offered blocks. May be repeated if a block expected from elsewhere does not
-    arrive."""
+    """Send these of the offered blocks. May be sent again if a block that was expected from another source
+    does not arrive."""
 
     transfer: str
     indices: list[int]
 
 
 class DataMessage(WireMessage, frozen=True, tag="data"):
-    """One layer of some blocks; the payload has one Layer Block after the other. Layers arrive in order."""
+    """One layer of some blocks; the payload is the sequence of their Layer Blocks. Layers arrive in order."""
 
     transfer: str
     layer: int
     indices: list[int]
-    """Indices into the keys of the ``ReadMessage`` or ``OfferMessage`` that it answers."""
+    """Indices into the keys of the ``ReadMessage`` or ``OfferMessage`` to which the data belong."""
     traffic_class: TrafficClass
 
 
 class FailedMessage(WireMessage, frozen=True, tag="failed"):
-    """The blocks to be read from ``index`` on will not arrive."""
+    """The blocks of a ``ReadMessage`` from ``index`` on will not arrive."""
 
     transfer: str
     index: int
@@ -132,8 +132,8 @@ class AbortMessage(WireMessage, frozen=True, tag="abort"):
 
 
 class ProgressMessage(WireMessage, frozen=True, tag="progress"):
-    """Transfers that are still open. ``done`` grows with any progress of the sender: a peer that sees it
-    grow keeps waiting."""
+    """Transfers that are still open. ``done`` grows with any progress of the sender: while it grows, the peer
+    keeps waiting."""
 
     transfers: list[str]
     done: int
@@ -171,15 +171,15 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyWireMessage)
 
 
 class FrameHead(NamedTuple):
-    """The lengths of what follows."""
+    """The lengths of the message and the payload that follow."""
 
     message_bytes: int
     payload_bytes: int
 
 
 def encode(message: WireMessage, payload_bytes: int = 0) -> bytes:
-    """Head and message of a frame with ``payload_bytes`` of payload. Raises ``PeerWireError`` if too
-    large."""
+    """Head and message of a frame with ``payload_bytes`` of payload. Raises ``PeerWireError`` if a part is
+    too large."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise PeerWireError(

@@ -1,4 +1,4 @@
-"""Carries out the orders of each step with the transfer manager: the model's side of the connector.
+"""Carries out the jobs of each step with the transfer manager: the worker side of the connector.
 
     begin_step       takes the orders; reads and pushes begin
     wait_for_layer   returns once this step's streams have filled a layer
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from .transfer_manager import TransferManager
 
 MANAGER_TIMEOUT_S = 30.0
-"""The transfer manager reports failures much sooner; without an answer for this time it is considered
-dead."""
+"""Seconds without an answer after which the transfer manager counts as dead; it reports failures much
+sooner."""
 
 WANT_INTERVAL_S = 0.5
-"""Interval of announcing the contexts of queued requests, well within a lease."""
+"""Seconds between two announcements of the contexts of queued requests, well within a lease."""
 
 
 @dataclass(slots=True, eq=False)
 class _ActiveStream:
-    """Blocks of one request that this step fills."""
+    """Blocks of one request that this step fills layer by layer."""
 
     ask: int
     split_fetch: SplitFetch | None
@@ -58,7 +58,7 @@ class _ActivePush:
     handle: PushHandle | None
     lock: threading.Lock = field(default_factory=threading.Lock)
     invalid: bool = False
-    """Whether it depends on blocks that were not filled."""
+    """Whether the prompt depends on blocks that were not filled."""
     given: int = 0
     """Number of layers handed to the sending thread."""
 
@@ -75,7 +75,7 @@ class _ActivePush:
 
 
 class TransferWorker:
-    """Transfers of one worker."""
+    """The KV transfers of one worker."""
 
     def __init__(
         self,
@@ -90,14 +90,14 @@ class TransferWorker:
         patience_s: float = MANAGER_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``leading`` returns how many leading blocks the store has; it may block. ``slots``: Full Blocks
-        that fit the buffers. ``log`` receives sojourn's own errors; ``strict`` raises them, for tests.
-        ``layerwise``: False makes a request wait for all its layers, to measure the benefit of layerwise
-        loading; it may change at any time. ``patience_s``: how long the store may take to answer for a few
-        blocks, and how long it may accept none of the blocks held for it."""
+        """``leading`` returns how many leading blocks the store has; it may block. ``slots``: number of Full
+        Blocks that fit the buffers. ``log`` receives sojourn's own errors; ``strict`` raises them, for tests.
+        ``layerwise`` False makes a request wait for all its layers, to measure the benefit of layerwise
+        loading; it may change at any time. ``patience_s``: how long the store may take to look up a few
+        blocks, and how long it may accept no block of a finished request."""
         self.counts: Counter[str] = Counter()
         self.times = TransferStepTimes()
-        """Sum over all steps."""
+        """Times summed over all steps."""
         self.layerwise = layerwise
         self._traffic = traffic
         self._leading = leading
@@ -110,14 +110,14 @@ class TransferWorker:
         """Guards ``_fetchings``, ``_lookups``, ``_lookup_began_s``, ``_store_hangs``, ``_taken`` and
         ``_not_filled``, which other threads change."""
         self._lookups: dict[int, float] = {}
-        """Deadlines of asks that wait for a lookup in the store."""
+        """Deadlines of asks that wait for a store lookup."""
         self._lookup_began_s: float | None = None
         """Start of the running lookup; ``None``: no lookup runs."""
         self._store_hangs = False
-        """The running lookup has taken too long: no ask waits for the store any more."""
+        """Whether the running lookup has taken too long: no ask waits for the store any more."""
         self._fetchings: dict[int, SplitFetch] = {}
         self._open_fetches: set[int] = set()
-        """Asks whose fetch has not been answered."""
+        """Asks whose fetch has no result yet."""
         self._prompts: dict[int, PromptHandle] = {}
         self._open_expects: set[int] = set()
         """Asks that wait for a context."""
@@ -148,7 +148,7 @@ class TransferWorker:
     # -- a step -----------------------------------------------------------------------
 
     def begin_step(self, step: TransferJobs) -> None:
-        """Take a step's orders, before its forward pass if it has one."""
+        """Begin a step's jobs, before its forward pass if it has one."""
         self._bad = set()
         self._streams, self._step_pushes = [], []
         self._takes = step.takes
@@ -190,7 +190,7 @@ class TransferWorker:
         self._held.update(step.holds)
 
     def wait_for_layer(self, name: str) -> None:
-        """The forward pass has reached a layer: returns once this step's streams have filled it."""
+        """Wait at a layer of the forward pass until this step's streams have filled the layer."""
         if not self._streams and not self._bad:
             return
         layer = self._kv.index.get(name)
@@ -212,7 +212,7 @@ class TransferWorker:
                     self._do("end a push", push.invalidate)
 
     def save_layer(self, name: str) -> None:
-        """The forward pass has computed a layer."""
+        """Handle a layer that the forward pass has computed: send it to the pushes' peers."""
         layer = self._kv.index.get(name)
         if layer is None:
             return
@@ -222,7 +222,7 @@ class TransferWorker:
                 self._give_lane.submit(lambda push=push, layer=layer: self._give(push, layer))  # type: ignore[misc]
 
     def end_step(self) -> None:
-        """The step is over, with or without a forward pass. Its blocks may be reused when this returns."""
+        """End the step, with or without a forward pass. Its blocks may be reused when this returns."""
         if self._step_pushes:
             began_s = time.perf_counter()
             self._wait_for_lane(self._give_lane)
@@ -259,7 +259,7 @@ class TransferWorker:
         return sent
 
     def take_received(self) -> set[str]:
-        """Requests whose blocks have been filled beside other steps, or never will be."""
+        """Requests whose blocks were filled while other requests computed, or never will be."""
         with self._lock:
             taken, self._taken = self._taken, set()
         return taken
@@ -308,7 +308,7 @@ class TransferWorker:
 
     @property
     def open_operations(self) -> int:
-        """Number of open asks, pushes and holds."""
+        """Number of open asks, pushes and finished requests whose blocks are kept."""
         with self._lock:
             found = len(self._lookups) + len(self._fetchings) + len(self._taken)
         found += len(self._wanted)
@@ -323,7 +323,7 @@ class TransferWorker:
     # -- asks -------------------------------------------------------------------------
 
     def _run_lookup(self, fetch: transfer_jobs.FetchJob) -> int:
-        """Run by the lookup thread: find stored blocks and start to read them."""
+        """Find stored blocks and start to read them. Runs in the lookup thread."""
         stored = 0
         try:
             stored = self._stored(fetch)
@@ -379,7 +379,8 @@ class TransferWorker:
             self.counts["prompts_twice"] += 1
 
     def _gathered(self, ask: int) -> int | None:
-        """Number of Full Blocks of a complete context; 0: it will never be complete; ``None``: wait."""
+        """Number of Full Blocks of a context that is complete; 0: it will never be complete; ``None``:
+        wait."""
         prompt = self._prompts.get(ask)
         if prompt is None:
             return 0
@@ -420,7 +421,7 @@ class TransferWorker:
         return filled
 
     def _take(self, take: transfer_jobs.FillJob, prompt: PromptHandle | None) -> int:
-        """Run by a thread of its own: fill a request's blocks with a complete context."""
+        """Fill a request's blocks with a complete context. Runs in its own thread."""
         filled: list[int] = []
         try:
             if prompt is not None:
@@ -448,7 +449,7 @@ class TransferWorker:
             self.counts["pushes_refused"] += 1
 
     def _give(self, push: _ActivePush, layer: int) -> int:
-        """Run by a thread of its own: copy a layer and send it."""
+        """Copy a layer and send it. Runs in its own thread."""
         try:
             began_s = time.perf_counter()
             blocks = self._kv.gather(layer, push.order.block_ids)

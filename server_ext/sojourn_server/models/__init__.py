@@ -1,6 +1,6 @@
 """The small models *tiny* (tests) and *smol* (demo), made on first use without a download.
 
-Imports no other package of sojourn. Start reading in ``model_cache``; ``resolve_model`` also accepts paths
+Imports no other package of sojourn. Start reading in ``model_cache``: ``resolve_model`` also accepts paths
 and hub ids.
 """
 

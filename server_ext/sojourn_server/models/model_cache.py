@@ -1,8 +1,4 @@
-"""Cache of the models made here; several processes make a model only once.
-
-A model is written into a temporary directory and renamed, so an existing directory is complete. A file lock
-makes a second process wait for the first.
-"""
+"""Cache of the models made here: several processes make each model only once."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ CACHE_VARIABLE = "SOJOURN_CACHE"
 """Environment variable with the directory of the cache."""
 
 _REVISIONS = {"tiny": 1, "smol": 1}
-"""Revision of each model's recipe; a change of the recipe increases it, so that old caches are not used."""
+"""Revision of each model's recipe. A changed recipe gets a new number, so that old caches are not used."""
 
 LOCAL_MODELS: tuple[str, ...] = tuple(_REVISIONS)
 """Names of the models that ``resolve_model`` makes."""
@@ -98,7 +94,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _status(title: str, *, show: bool) -> Iterator[Callable[[str], None]]:
-    """A spinner with the current step; yields ``say(step)``."""
+    """Show a spinner; yields a function that shows the current step."""
     if not show:
         yield lambda step: None
         return

@@ -1,4 +1,4 @@
-"""The length trainer in a thread of its own, with a bounded share of one core."""
+"""Runs the length trainer in its own thread, with a bounded share of one core."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .weights_file import load_weights, save_weights
 logger = logging.getLogger("vllm.sojourn")
 
 CPU_SHARE = 0.01
-"""Share of one core for predicting and training together."""
+"""Share of one core that predicting and training may use together."""
 BURST_S = 0.25
-"""Maximum unused share that it saves up, and maximum debt."""
+"""Maximum processor seconds that the thread may save up unused, and maximum seconds of debt."""
 CREDIT_S = 0.05
-"""Debt up to which it still predicts, since hidden states come in bursts."""
+"""Debt in seconds up to which the thread still predicts, since hidden states come in bursts."""
 MAX_QUEUED_NOTES = 64
-"""Maximum queue length: a slow trainer drops notes so that memory stays bounded."""
+"""Maximum queue length: if training is slow, notes are dropped so that memory stays bounded."""
 NICENESS = 10
 SAVE_INTERVAL_S = 300.0
 STOP_TIMEOUT_S = 2.0
 
 
 class LengthPrediction(NamedTuple):
-    """The expected remaining tokens of a request when it had written ``at_tokens``."""
+    """Expected remaining tokens of a request, predicted at ``at_tokens`` generated tokens."""
 
     at_tokens: int
     remaining: tuple[float, ...]
@@ -47,13 +47,15 @@ class _HiddenStatesObserved(NamedTuple):
 class _OutputEnded(NamedTuple):
     request_id: str
     tokens: int | None
-    """``None``: aborted."""
+    """Final length of the output; ``None``: it was aborted."""
 
 
 class BackgroundTrainer:
-    """The trainer of one engine. Only ``stop`` waits for the thread; a failure in it only ends predictions.
+    """The length trainer of one engine in a thread. Only ``stop`` waits for the thread; an error there only
+    ends predictions.
 
-    Raises ``WeightsError`` for a ``file`` of another ``model``."""
+    Raises ``WeightsError`` for a ``file`` of another ``model``.
+    """
 
     def __init__(
         self,
@@ -75,9 +77,9 @@ class BackgroundTrainer:
         self._lock = threading.Lock()
         """Guards the predictions; held only to merge one dictionary into another."""
         self.missed = 0
-        """Notes dropped for lack of room or time."""
+        """Number of notes dropped for lack of queue space or time."""
         self.spent_s = 0.0
-        """Processor seconds used."""
+        """Processor seconds used so far."""
         self.loss: float | None = None
         self._saved_examples = 0
         self._stopping = False
@@ -87,7 +89,8 @@ class BackgroundTrainer:
     # -- the engine's side ----------------------------------------------------------
 
     def see(self, requests: Sequence[tuple[str, int]], states: torch.Tensor) -> None:
-        """Queue a hidden state of each of ``requests``, with the tokens it had written."""
+        """Queue one hidden state for each of ``requests``: pairs of an id and the number of tokens generated
+        so far."""
         self._leave(_HiddenStatesObserved(requests, states))
 
     def ended(self, request_id: str, tokens: int | None) -> None:
@@ -95,7 +98,7 @@ class BackgroundTrainer:
         self._leave(_OutputEnded(request_id, tokens))
 
     def guesses(self) -> dict[str, LengthPrediction]:
-        """New predictions by request, the latest of each, since the last call."""
+        """The latest new prediction of each request since the last call."""
         if not self._guesses:
             return {}
         with self._lock:
@@ -103,7 +106,7 @@ class BackgroundTrainer:
         return taken
 
     def state(self) -> dict[str, float | None]:
-        """Its counters and errors."""
+        """Counters, and prediction errors, by name."""
         student = self._student
         return {
             "examples": float(student.examples),
@@ -115,7 +118,7 @@ class BackgroundTrainer:
         }
 
     def stop(self) -> None:
-        """Save the weights and end the thread; waits a moment at most."""
+        """Save the weights and end the thread; waits only briefly."""
         self._stopping = True
         with contextlib.suppress(queue.Full):
             self._notes.put_nowait(None)
@@ -157,7 +160,8 @@ class BackgroundTrainer:
         woke_s = saved_s = time.monotonic()
         allowed_s = 0.0
         trained = True
-        """Trained since the last hidden states: predicting and training alternate when time is short."""
+        """Whether the thread has trained since the last hidden states: predicting and training alternate if
+        time is short."""
         while not self._stopping:
             trains = student.due and allowed_s > 0.0
             note = self._next(wait_s=0.0 if trains else 0.05 if student.due else 1.0)

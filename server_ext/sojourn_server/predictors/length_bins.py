@@ -6,21 +6,23 @@ import torch
 
 BIN_COUNT = 32
 BINS_PER_DOUBLING = 2
-"""The last bin begins at 2^15.5 = 46,341 tokens and is open; 65,536 stands for its end."""
+"""Number of bins per doubling. The last bin is open: it begins at 2^15.5 = 46,341 tokens, and 65,536 is used
+as its end."""
 
 BIN_EDGES = tuple(2.0 ** (edge / BINS_PER_DOUBLING) for edge in range(BIN_COUNT + 1))
 """Bin i holds token counts from ``BIN_EDGES[i]`` up to, but not including, ``BIN_EDGES[i + 1]``."""
 
 
 def bin_of(tokens: torch.Tensor) -> torch.Tensor:
-    """The bin of each of ``tokens`` ≥ 1; beyond the last edge, the last bin."""
+    """The bin of each of ``tokens`` (≥ 1); lengths beyond the last edge are in the last bin."""
     return torch.bucketize(tokens.float(), torch.tensor(BIN_EDGES[1:-1]), right=True)
 
 
 def quantiles_of_bins(probabilities: torch.Tensor, points: int) -> torch.Tensor:
     """``points`` equally likely token counts for each row of ``probabilities`` (rows × ``BIN_COUNT``).
 
-    They are the medians of equal shares, ascending. Within a bin, the logarithm is uniform.
+    The counts are the medians of equal shares of the distribution, ascending. Within a bin, the logarithm of
+    the length is uniform.
     """
     rows = probabilities.shape[0]
     reached = probabilities.cumsum(dim=1)

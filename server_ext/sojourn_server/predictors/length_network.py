@@ -10,7 +10,7 @@ from torch import nn
 from .length_bins import BIN_COUNT
 
 PARAMETER_COUNT = 302_000
-"""The paper's number of parameters. It and the model's hidden size determine the width of the hidden
+"""Number of parameters, as in the paper. With the model's hidden size it determines the width of the hidden
 layer."""
 
 MAX_STATE_MAGNITUDE = 1e4
@@ -18,10 +18,10 @@ MAX_STATE_MAGNITUDE = 1e4
 
 
 class LengthNetwork(nn.Module):
-    """Two layers. Hidden states are normalised, since their scale depends on the model.
+    """Two linear layers over normalised hidden states, whose scale depends on the model.
 
-    The number of written tokens is a second input; the paper's network has to infer it. The initial weights
-    depend on ``seed`` only, because torch's global random numbers belong to the engine. Raises ``ValueError``
+    The number of generated tokens is a second input; the paper's network has to infer it. The initial weights
+    depend on ``seed`` only, because torch's global random state belongs to the engine. Raises ``ValueError``
     for a hidden size below 1, or too large for the number of parameters.
     """
 

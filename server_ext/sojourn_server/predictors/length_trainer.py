@@ -13,7 +13,7 @@ from .length_bins import bin_of, quantiles_of_bins
 from .length_network import LengthNetwork
 
 MAX_STATES_PER_REQUEST = 16
-"""Hidden states kept per output, whatever its length: a random sample."""
+"""Number of hidden states kept per output, a random sample."""
 
 MAX_REQUESTS = 4096
 MAX_RUNNING_STATES_BYTES = 256 << 20
@@ -21,7 +21,8 @@ MAX_RUNNING_STATES_BYTES = 256 << 20
 
 MAX_EXAMPLES = 8192
 MAX_EXAMPLES_BYTES = 64 << 20
-"""Maximum number and size of kept examples, the newest ones. A change of load is learnt within as many."""
+"""Maximum number and size of kept examples, the newest ones. After a change of load, these many examples
+suffice to adapt."""
 
 BATCH_SIZE = 64
 MAX_EXAMPLE_USES = 24
@@ -36,7 +37,7 @@ WEIGHT_DECAY = 1e-2
 
 @dataclass(slots=True)
 class _RunningOutput:
-    """A running output: its states, and the tokens written at each."""
+    """A running output: its hidden states, and the number of generated tokens at each."""
 
     seen: int = 0
     states: list[torch.Tensor] = field(default_factory=list)
@@ -44,7 +45,8 @@ class _RunningOutput:
 
 
 class LengthTrainer:
-    """Learns one model's output lengths. ``network`` ``None``: a new one. Not thread-safe."""
+    """Learns the output lengths of one model. ``network`` ``None``: start with a new network. Not
+    thread-safe."""
 
     def __init__(self, hidden_size: int, *, network: LengthNetwork | None = None, seed: int = 0) -> None:
         self.hidden_size = hidden_size
@@ -65,18 +67,18 @@ class LengthTrainer:
         self._written = torch.empty(most, dtype=torch.long)
         self._bins = torch.empty(most, dtype=torch.long)
         self.examples = 0
-        """Examples received so far; the newest are kept."""
+        """Number of examples received so far; the newest are kept."""
         self.prediction_due = network is not None
-        """A loaded network has learnt already."""
+        """Whether to predict before the first training: a loaded network is already trained."""
         self.batches = 0
         self.skipped = 0
-        """Hidden states that were not finite."""
+        """Number of hidden states left out because they were not finite."""
         self._due = 0.0
-        """Batches still to be trained."""
+        """Number of batches still to be trained, as a fraction."""
 
     @property
     def kept(self) -> int:
-        """Number of examples that it trains on."""
+        """Number of examples kept for training."""
         return min(self.examples, len(self._states))
 
     @property
@@ -87,9 +89,9 @@ class LengthTrainer:
     def see(
         self, requests: Sequence[tuple[str, int]], states: torch.Tensor, points: int
     ) -> dict[str, tuple[float, ...]]:
-        """Record a hidden state of each of ``requests``, with the tokens it had written. Returns the
-        remaining tokens of each as ``points`` equally likely numbers. Requests without finite state are left
-        out.
+        """Record one hidden state for each of ``requests``: pairs of an id and the number of tokens generated
+        so far. Returns the remaining tokens of each request as ``points`` equally likely numbers. Requests
+        whose state is not finite are left out.
 
         Raises ``ValueError`` unless ``states`` has one row per request, of the model's hidden size.
         """
@@ -115,7 +117,7 @@ class LengthTrainer:
         return {requests[row][0]: tuple(lengths) for row, lengths in zip(rows, guessed.tolist(), strict=True)}
 
     def ended(self, request_id: str, tokens: int) -> None:
-        """The output has ended with ``tokens`` tokens."""
+        """Learn from an output that has ended with ``tokens`` tokens."""
         output = self._under_way.pop(request_id, None)
         if output is None:
             return
@@ -134,11 +136,12 @@ class LengthTrainer:
         )
 
     def gone(self, request_id: str) -> None:
-        """The output was aborted, so its length is unknown."""
+        """Forget an output that was aborted: its length is unknown."""
         self._under_way.pop(request_id, None)
 
     def train(self) -> float | None:
-        """Train one batch if any is due. Returns its loss in nats; ``None``: none due, or not finite."""
+        """Train one batch if one is due. Returns the loss in nats; ``None``: no batch was due, or the loss is
+        not finite."""
         if not self.due:
             return None
         self._due -= 1.0
@@ -174,7 +177,7 @@ class LengthTrainer:
             output.states[place], output.written[place] = state.clone(), written
 
     def _reset_network(self) -> None:
-        """Start over: weights that are not finite never recover."""
+        """Start again with new weights: weights that are not finite never recover."""
         self.network = LengthNetwork(self.hidden_size, seed=self._seed)
         self._optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY

@@ -1,4 +1,4 @@
-"""The file that keeps a network beyond the engine's life: safetensors with the model's name."""
+"""The file that stores a trained network between runs of the engine: safetensors with the model's name."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def save_weights(path: Path, network: LengthNetwork, *, model: str, examples: in
 
 
 def load_weights(path: Path, *, model: str, hidden_size: int) -> LengthNetwork | None:
-    """The network of ``model``; ``None``: the file does not exist yet. Raises ``WeightsError`` for a file of
-    another model or format."""
+    """The saved network of ``model``; ``None`` if the file does not exist yet. Raises ``WeightsError`` for a
+    file of another model or format."""
     says = read_weights_metadata(path)
     if not says:
         return None

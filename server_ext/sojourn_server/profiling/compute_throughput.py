@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 REPEATS = 5
 CPU_SIDE, CUDA_SIDE = 2048, 8192
-"""Sides of the square matrices, large enough that other costs do not matter."""
+"""Side lengths of the square matrices: large enough that other costs do not matter."""
 
 
 class ComputeThroughput(NamedTuple):
@@ -20,7 +20,7 @@ class ComputeThroughput(NamedTuple):
 
 
 def measure_compute() -> ComputeThroughput:
-    """Median of a few products of bfloat16 matrices on one device. Never raises."""
+    """Measured as the median of a few products of bfloat16 matrices on one device. Never raises."""
     if importlib.util.find_spec("torch") is None:
         return ComputeThroughput(None, "torch is not installed here")
     try:

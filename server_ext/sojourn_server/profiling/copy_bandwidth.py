@@ -21,7 +21,7 @@ class CopyBandwidth(NamedTuple):
     device_to_host_bytes_per_s: float | None
     host_to_device_bytes_per_s: float | None
     reason: str = ""
-    """Why it is missing, or what was measured instead."""
+    """Why the bandwidth is missing, or what was measured instead."""
 
 
 class KvBlockLayout(NamedTuple):
@@ -33,10 +33,10 @@ class KvBlockLayout(NamedTuple):
 
 
 def measure_bandwidth(copy_bytes: int = COPY_BYTES, blocks: KvBlockLayout | None = None) -> CopyBandwidth:
-    """Median of a few large copies. Never raises.
+    """Measured as the median of a few large copies. Never raises.
 
     With CUDA: pinned memory. On a CPU engine: the host tier's own copy routine with ``blocks``, or plain
-    memory copies without them.
+    memory copies without ``blocks``.
     """
     if importlib.util.find_spec("torch") is None:
         return CopyBandwidth(None, None, "torch is not installed here")

@@ -19,8 +19,8 @@ TIMEOUT_S = 10.0
 async def read_limits(url: str, served: ServedModel, *, api_key: str | None = None) -> EngineLimits:
     """All limits that the server reports; never raises.
 
-    A server with sojourn reports all, stock vLLM the size of its KV pool and its maximum context, other
-    servers at most the latter.
+    A server with sojourn reports all limits, stock vLLM the size of its KV pool and its maximum context,
+    other servers at most the maximum context.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S) as client:

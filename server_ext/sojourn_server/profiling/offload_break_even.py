@@ -17,14 +17,14 @@ from .compute_throughput import ComputeThroughput
 
 
 class ModelDimensions(NamedTuple):
-    """Dimensions of a decoder-only model, for the closed form."""
+    """Dimensions of a decoder-only model, for the closed-form break-even."""
 
     layers: int
     hidden: int
 
 
 class ContextThreshold(NamedTuple):
-    """A context length in tokens."""
+    """A context length in tokens, or the statement that there is none."""
 
     tokens: float | None
     """0 or less: copying is always faster; ``inf``: never; ``None``: unknown."""
@@ -43,7 +43,8 @@ class ContextThreshold(NamedTuple):
         return f"from {math.ceil(self.tokens):,} tokens on{beyond}"
 
     def as_json(self) -> dict[str, Any]:
-        """``faster`` is ``always``, ``from``, ``never`` or ``not known``; JSON has no infinity."""
+        """JSON object whose ``faster`` is ``always``, ``from``, ``never`` or ``not known``; JSON has no
+        infinity."""
         if self.tokens is None:
             return {"faster": "not known", "tokens": None, "why": self.why}
         if self.tokens == math.inf:
@@ -52,7 +53,7 @@ class ContextThreshold(NamedTuple):
 
 
 class OffloadBreakEven(NamedTuple):
-    """The threshold by two methods, with their inputs."""
+    """The break-even context by two methods, with the inputs of both."""
 
     measured: ContextThreshold
     """Break-even from the measured prefill curve and copies."""
@@ -64,7 +65,7 @@ class OffloadBreakEven(NamedTuple):
     dimensions: ModelDimensions | None
 
     def as_json(self) -> dict[str, Any]:
-        """The thresholds as JSON data."""
+        """The thresholds and their inputs as JSON data."""
         return {
             "measured": self.measured.as_json(),
             "closed_form": self.closed_form.as_json(),

@@ -1,8 +1,8 @@
 """Prefill seconds over context length, measured on a live server (Continuum §5.2).
 
-Lengths are 1000, 2000, 4000, … and the server's maximum; below 4000, quarters of the maximum. A sample is the
-time to first token of a prompt of fresh random ids, so that no cache can help. Samples run one at a time, and
-the server must be idle otherwise.
+Prompt lengths are 1000, 2000, 4000, … and the server's maximum; for a maximum below 4000, quarters of it. A
+sample is the time to first token of a prompt of new random ids, so that no cache hits occur. Samples run one
+at a time, and the server must be idle otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sojourn_server.traces.prompt_builder import FIRST_ID
 FIRST_LENGTH = 1000
 WARM_UP_TOKENS = 64
 _MIN_CURVE_LENGTHS = 3
-"""Minimum number of lengths: fewer cannot show attention, which dominates long prompts."""
+"""Minimum number of lengths: with fewer, the fit cannot show attention, which dominates long prompts."""
 
 
 @dataclass(slots=True)
@@ -63,10 +63,10 @@ async def measure_prefill(
 ) -> PrefillMeasurement:
     """Median prefill seconds of ``repeats`` samples at each length, within ``budget_s`` seconds.
 
-    Lengths that are predicted to exceed the budget are skipped, with a note. ``on_sample`` is called before
-    each sample with its description and the estimated remaining seconds (``None`` before three lengths are
-    known). Results are stored ``into`` the given object at once, for a caller that interrupts. Raises
-    ``RequestError`` if a request fails.
+    Lengths that are predicted to exceed the budget are skipped, with a note. ``vocabulary``: upper bound of
+    the random ids. ``on_sample`` is called before each sample with its description and the estimated
+    remaining seconds (``None`` before three lengths are known). Results are stored in ``into`` at once, for a
+    caller that interrupts. Raises ``RequestError`` if a request fails.
     """
     # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
     rng = rng or random.Random()

@@ -8,9 +8,9 @@ Three kinds of samples, one kind at a time on an otherwise idle server:
                32 steps, and separates KV read and requests from the step itself. The time between two
                tokens is not used, because a busy server delivers several at once.
 
-A time to first token is the sum of the steps of its prompt, plus the API server's share. Before decodes every
-prompt is sent once, so that nearly all of it is cached when the B requests run together. Each request has its
-own blocks: reading shared ones would be cheaper than in production.
+A time to first token is the sum of the steps of its prompt, plus the API server's share. Before a decode
+sample every prompt is sent once, so that nearly all of its tokens are cached when the B requests run
+together. Each request has its own blocks: reading shared blocks would be cheaper than in production.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from sojourn_server.replay.completions_client import Completion, CompletionsClie
 from sojourn_server.traces.prompt_builder import FIRST_ID
 
 DECODE_TOKENS = 33
-"""Output of a decode sample: one token for the prefill, the others one step each."""
+"""Output tokens of a decode sample: the prefill makes one, 32 decode steps the others."""
 DECODE_REPEATS = 2
-"""Few, because a sample already averages 32 steps."""
+"""Number of repeats of a decode sample: few, because each already averages 32 steps."""
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_BATCHED_TOKENS = 2048
 """vLLM's smallest default, assumed if the server does not report it."""
 POOL_SHARE = 0.8
-"""Maximum share of the KV pool; with more, the engine may preempt, which looks like a slow step."""
+"""Maximum share of the KV pool that a sample uses; with more, the engine may preempt, which would look like a
+slow step."""
 
 
 @dataclass(slots=True)
@@ -57,7 +58,8 @@ class DecodePlan(NamedTuple):
 
 
 def prefill_sample(seconds: float, new: int, cached: int, max_num_batched_tokens: int) -> StepSample:
-    """The steps of one prompt alone on the engine: ``new`` tokens after ``cached``, in chunks."""
+    """Sample of the steps that prefill one prompt alone: ``new`` tokens after ``cached`` ones, in chunks of
+    at most ``max_num_batched_tokens``."""
     steps, kv_read, done = 0, 0, cached
     while done < cached + new:
         done = min(cached + new, done + max_num_batched_tokens)
@@ -68,13 +70,14 @@ def prefill_sample(seconds: float, new: int, cached: int, max_num_batched_tokens
 
 
 def decode_sample(seconds: float, context: float, concurrency: int) -> StepSample:
-    """One step in which ``concurrency`` requests add a token each to ``context`` tokens."""
+    """Sample of one step in which each of ``concurrency`` requests adds a token to ``context`` tokens."""
     read = concurrency * context
     return StepSample(seconds, 1, concurrency, read, read, concurrency)
 
 
 def decode_plan(longest: int, limits: EngineLimits, block_size: int = 1) -> list[DecodePlan]:
-    """Contexts for one request, then batches at a short and a longer one, as pool and limits allow.
+    """Plans: several contexts for one request, then batches at a short and at a longer context, within the
+    limits.
 
     The largest batch is the engine's limit, at a shorter context if needed. Only large batches show the cost
     per request.
@@ -96,7 +99,7 @@ def decode_plan(longest: int, limits: EngineLimits, block_size: int = 1) -> list
 
 
 def extension_plan(longest: int) -> list[tuple[int, int]]:
-    """(cached prefix, new tokens): short and long additions to short and long contexts."""
+    """Pairs of (cached prefix, new tokens): short and long additions to short and long contexts."""
     pairs = {(longest * part // 8, max(1, longest * new // 64)) for part in (2, 4, 6) for new in (1, 4, 12)}
     return sorted(pairs, key=lambda pair: (pair[0] + pair[1], pair))
 
@@ -117,11 +120,12 @@ async def measure_steps(
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> StepMeasurement:
-    """Extensions and decodes within ``budget_s`` seconds, in addition to the prefill ``points``.
+    """Measure extensions and decodes within ``budget_s`` seconds, in addition to the prefill ``points``.
 
-    Cheapest first; samples that are predicted to exceed the budget are skipped, with a note. ``on_sample`` is
-    called with a description and the estimated remaining seconds. Results are stored ``into`` the given
-    object at once, for a caller that interrupts. Raises ``RequestError`` if a request fails."""
+    The cheapest samples come first; samples that are predicted to exceed the budget are skipped, with a note.
+    ``on_sample`` is called with a description and the estimated remaining seconds. Results are stored in
+    ``into`` at once, for a caller that interrupts. Raises ``RequestError`` if a request fails.
+    """
     # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
     rng = rng or random.Random()
     batched = limits.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
@@ -160,14 +164,14 @@ async def measure_steps(
 def expected_steps_s(
     points: list[tuple[int, float]], *, max_tokens: int, limits: EngineLimits, block_size: int, repeats: int
 ) -> float:
-    """Estimated seconds of ``measure_steps``, from its prompts only: decode times are unknown before."""
+    """Estimated seconds of ``measure_steps``, from its prompts only: decode times are not known yet."""
     jobs = _measurement_jobs(max_tokens, limits, block_size, PrefillCurve.fit(points), repeats)
     return sum(job.prefill_s for job in jobs)
 
 
 class _MeasurementJob(NamedTuple):
     prefill_s: float
-    """Predicted seconds without the decode steps."""
+    """Predicted seconds of the prompts, without the decode steps."""
     decoded: int
     """Number of decode steps."""
     name: str
@@ -177,7 +181,7 @@ class _MeasurementJob(NamedTuple):
 def _measurement_jobs(
     longest: int, limits: EngineLimits, block_size: int, curve: PrefillCurve, repeats: int
 ) -> list[_MeasurementJob]:
-    """Decodes and extensions, cheapest first, so that a short budget gets some of each."""
+    """Decode and extension samples, the cheapest first, so that a short budget allows some of both kinds."""
     jobs: list[_MeasurementJob] = []
     for point in decode_plan(longest, limits, block_size):
         if decode_prompt_tokens(point, block_size) + DECODE_TOKENS <= longest + 1:
@@ -195,12 +199,13 @@ def _measurement_jobs(
 
 
 def decode_prompt_tokens(point: DecodePlan, block_size: int) -> int:
-    """A whole number of blocks and one token: everything but the last token can come from the cache."""
+    """Prompt length of a decode sample: whole blocks and one token, so that all but the last token can be
+    cached."""
     return max(1, point.context // block_size) * block_size + 1
 
 
 class _MeasurementRun:
-    """The requests of one measurement."""
+    """Sends the requests of one measurement."""
 
     def __init__(
         self,
@@ -221,7 +226,7 @@ class _MeasurementRun:
         self._batched = batched
 
     async def decode(self, point: DecodePlan, repeats: int) -> float:
-        """Add the sample of one plan. Returns the seconds of its step, 0.0 if it failed."""
+        """Measure one decode plan and add its sample. Returns the seconds of its step, 0.0 if it failed."""
         prompts = [
             self._fresh(decode_prompt_tokens(point, self._block_size)) for _ in range(point.concurrency)
         ]
@@ -245,7 +250,7 @@ class _MeasurementRun:
         return seconds
 
     async def extension(self, cached: int, new: int, repeats: int) -> None:
-        """Add the sample of ``new`` tokens after a prefix of about ``cached``."""
+        """Measure ``new`` tokens after a cached prefix of about ``cached`` tokens, and add the sample."""
         prefix = self._fresh(cached // self._block_size * self._block_size)
         # One more token, otherwise the last block of the prefix would not be cached.
         await self._ask([*prefix, *self._fresh(1)], 1)
@@ -277,5 +282,5 @@ class _MeasurementRun:
 
 
 def _median_completion_s(answers: list[Completion]) -> float:
-    """Median seconds until the last token."""
+    """Median over ``answers`` of the seconds until the last token."""
     return statistics.median(answer.latency_s for answer in answers)

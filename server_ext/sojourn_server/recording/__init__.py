@@ -2,32 +2,28 @@
 
 Imports ``core`` and the packages to its left; no engine. Start with ``recording_scheduler.py``.
 
-Theory of operation
--------------------
-Decisions are functions of events and times, and of nothing else. ``RecordingScheduler`` overrides
-``handle`` and the questions and writes one record a call, in order: the event or the question, the
-time, the answer, the decisions that were logged meanwhile, and the actions.
+Theory of operation ------------------- Decisions are functions of events and times alone.
+``RecordingScheduler`` overrides ``handle`` and the questions and writes one record per call, in order: the
+event or the question, the time, the answer, the decisions logged during the call, and the actions.
 
-``simulator.parity_replay`` builds a second ``RecordingScheduler`` from the header, hands it the events
-at their times, and compares the records that it makes with the recorded ones. Both sides write with
-the same code, so everything that is recorded is compared.
+``simulator.parity_replay`` builds a second ``RecordingScheduler`` from the header, passes it the events at
+their times, and compares its records with the recorded ones. Both schedulers write records with the same
+code, so all recorded data are compared.
 
-Format
-------
-Lines of JSON, gzipped. The first is the header (``RecordingHeader``), the last the end record; without
-it the engine was killed or the file truncated. Those between are
+Format ------ Lines of JSON, gzipped. The first line is the header (``RecordingHeader``), the last one the end
+record; if that is missing, the engine was killed or the file truncated. The other lines are
 
     [op, now, facts, answer, decisions, orders]
 
-cut after the last part that is not empty; ``now`` is seconds on the engine's clock. The meaning of the
-parts for each ``op`` is in ``RECORD_SHAPES``; an event's ``op`` is its tag. Requests are numbered by
-their arrival. A float is written with as many digits as identify it, so it comes back bit for bit.
-Infinite ones become ``null``: no event holds one, and of the answers only "never promoted" and the
-eviction key of an unknown program.
+without empty parts at the end; ``now`` is seconds on the engine's clock. ``RECORD_SHAPES`` explains the parts
+for each ``op``; an event's ``op`` is its tag. Requests are numbered by arrival. A float is written with
+enough digits to be read back exactly. Infinity becomes ``null``: no event contains it, and of the answers
+only "never promoted" and the eviction key of an unknown program.
 
-A recording holds token counts and the first 8 bytes of each block's chained hash (of a request's chain
-only what is new since its program's last one). It holds names and command heads of tools, and the ids,
-agent types, tenants and graph node names of clients. It holds no text, no arguments and no results.
+A recording contains token counts and the first 8 bytes of each block's chained hash (of a request's chain
+only the part that differs from its program's previous chain). It contains names and command heads of tools,
+and the ids, agent types, tenants and graph node names of clients. It contains no text, no arguments and no
+results.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ from ..programs.tool_call_parsers import ParsedToolCall
 
 
 class RecordShape(NamedTuple):
-    """The parts of one kind of record, by position."""
+    """Meaning of the parts of one kind of record, by position."""
 
     meaning: str
     facts: tuple[str, ...] = ()
     answer: tuple[str, ...] = ()
-    """Names of a list's positions, or one name for a single value."""
+    """Names of the positions if the answer is a list, or one name for a single value."""
 
 
 _LEASE_FIELDS = (
@@ -117,13 +117,14 @@ RECORD_SHAPES: dict[str, RecordShape] = {
     "reset": RecordShape("the prefix cache is about to be cleared"),
     "close": RecordShape("the tape ends", ("reason",), ("totals",)),
 }  # fmt: skip
-"""Every kind of record. ``request`` is the number its ``arrive`` or ``stranger`` was answered with."""
+"""Every kind of record, by ``op``. ``request`` is the request's number, the answer to its ``arrive`` or
+``stranger``."""
 
 DECISION_FIELDS = ("at_s", "kind", "program_id", "reason", "numbers")
-"""Fields of an entry of a record's decisions, as in the decision log."""
+"""Field names of the entries in a record's decisions, as in the decision log."""
 
 HASH_BYTES = 8
-"""Bytes kept of a block hash. Among 10^6 blocks two are equal with probability 3 in 10^8."""
+"""Number of bytes kept of a block hash. Among 10^6 blocks, two are equal with probability 3 in 10^8."""
 
 
 # --- facts ---------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def _truncated_name(name: str | None) -> str | None:
 
 
 def event_facts(emitter: str, event: AnyEvent) -> tuple[Any, ...]:
-    """The event without fields that no decision depends on."""
+    """The event without the fields on which no decision depends."""
     if isinstance(event, ProgramStart):
         event = msgspec.structs.replace(event, name=None)
     elif isinstance(event, ToolStop):
@@ -189,7 +190,7 @@ def read_event(document: Any) -> AnyEvent:
 
 
 def running_facts(number: int | str, view: RunningRequestView) -> tuple[Any, ...]:
-    """The engine's part of a running request's view."""
+    """The fields of a running request's view that the engine sets; ``number``: the request."""
     return (
         number, view.program_rank, view.position, view.blocks, view.context_tokens, view.output_tokens,
         view.most_tokens, view.freed_blocks,
@@ -265,13 +266,14 @@ def read_turn_end(request_id: str, facts: Sequence[Any], hashes: Sequence[bytes]
 
 
 def chain_facts(base: Sequence[Any], hashes: Sequence[Any]) -> tuple[int, bytes]:
-    """A chain of block hashes: the number it shares with ``base``, which both sides know, and the rest."""
+    """A chain of block hashes relative to ``base``, a chain known when reading: (number of common leading
+    hashes, the rest)."""
     shared = common_prefix_length(base, hashes)
     return shared, b"".join(block_hash[:HASH_BYTES] for block_hash in hashes[shared:])
 
 
 def read_chain(base: Sequence[bytes], facts: Sequence[Any]) -> list[bytes]:
-    """Read a chain relative to ``base``. Raises ``ValueError`` if it does not fit."""
+    """Read a chain relative to ``base``. Raises ``ValueError`` if the facts do not fit ``base``."""
     shared, rest = facts
     if not 0 <= shared <= len(base):
         raise ValueError(f"a chain shares {shared} blocks with one of {len(base)}")
@@ -279,7 +281,7 @@ def read_chain(base: Sequence[bytes], facts: Sequence[Any]) -> list[bytes]:
 
 
 def read_hashes(text: str) -> list[bytes]:
-    """Read block hashes. Raises ``ValueError`` for a partial hash."""
+    """Read block hashes. Raises ``ValueError`` if the last hash is incomplete."""
     data = base64.b64decode(text, validate=True)
     if len(data) % HASH_BYTES:
         raise ValueError(f"{len(data)} bytes of block hashes; expected a multiple of {HASH_BYTES}")
@@ -317,7 +319,7 @@ def lease_answer(lease: Lease | None) -> tuple[Any, ...] | None:
 
 
 def orders_answer(actions: Sequence[Action]) -> list[tuple[str, ...]]:
-    """The actions without the answer."""
+    """The actions without the ``Answer``."""
     orders: list[tuple[str, ...]] = []
     for action in actions:
         if isinstance(action, EngineAction):

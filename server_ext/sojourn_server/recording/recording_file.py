@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from ..core.scheduler_limits import SchedulerLimits
-from ..core.scheduler_state import Histories, KVPoolConfig
+from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerState
 from ..policies.costs.engine_profile import PrefillCurve
 from ..policies.preset import parse_preset
 from ..programs.execution_history import SlidingMean, ToolHistory, TurnHistory
@@ -25,14 +25,14 @@ from .record_format import RECORD_SHAPES
 from .recording_scheduler import RecordingScheduler, RecordSink
 
 RECORDING_VERSION = 8
-"""7: one record an event, with the actions that it led to. Older recordings are replayed by the version of
-sojourn that wrote them."""
+"""Version of the format. Version 7 began one record per event with the resulting actions. Older recordings
+are replayed by the version of sojourn that wrote them."""
 
 MAX_RECORDING_BYTES = 1 << 30
 """Maximum size, compressed. The end record may exceed it by a few hundred bytes."""
 
 FLUSH_RECORDS = 256
-"""Records written at once; a killed engine loses at most that many. About 20 KiB, 0.2 ms."""
+"""Number of records written at once (about 20 KiB, 0.2 ms); a killed engine loses at most so many."""
 
 _GZIP = 31
 """``wbits`` of zlib for a gzip member with a window of 32 KiB."""
@@ -44,13 +44,13 @@ _TRUNCATION_CAUSES = (
     "allow_unfinished replays it as far as it goes"
 )
 MAX_LINE_BYTES = 1 << 28
-"""Maximum length of a line; a longer one is damaged."""
+"""Maximum length of a line; a file with a longer line is damaged."""
 
 encode_record = msgspec.json.Encoder().encode
 
 
 class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the recorded scheduler was built from, before its first event."""
+    """The inputs from which the recorded scheduler was built, before its first event."""
 
     sojourn_tape: int = RECORDING_VERSION
     versions: dict[str, str]
@@ -61,7 +61,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     pool: dict[str, Any]
     limits: dict[str, Any]
     curve: tuple[float, float, float] | None
-    """Coefficients of the prefill curve; None where the price of prefill was learned while serving."""
+    """Coefficients of the prefill curve; None: prefill speed was learned while serving."""
     tools: dict[str, Any]
     turns: dict[str, Any]
     evicted_waits: list[float]
@@ -82,7 +82,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         histories: Histories,
         versions: dict[str, str],
     ) -> RecordingHeader:
-        """The header for a scheduler built from these, as they are now."""
+        """The header for a scheduler built from these arguments, with their present content."""
         return cls(
             versions={"sojourn": version("sojourn"), "python": platform.python_version(), **versions},
             preset_toml=preset_toml,
@@ -101,8 +101,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def program_scheduler(self, sink: RecordSink) -> RecordingScheduler:
         """A scheduler like the recorded one. Raises ``ValueError`` or ``TypeError`` for invalid fields."""
-        return RecordingScheduler(
-            sink,
+        state = SchedulerState(
             parse_preset(self.preset_toml, source=self.preset_source),
             KVPoolConfig(**self.pool),
             limits=SchedulerLimits(**self.limits),
@@ -117,10 +116,11 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 hints_off=HintErrors.restore(self.hints_off),
             ),
         )
+        return RecordingScheduler(sink, state)
 
 
 class RecordingFile:
-    """Writes one recording. A failure is not raised: it ends the recording, and ``warn`` is called once.
+    """Writes one recording. A failure raises nothing: it ends the recording and calls ``warn`` once.
 
     An earlier recording of the same path is kept as ``PATH.previous``.
     """
@@ -135,7 +135,7 @@ class RecordingFile:
     ) -> None:
         self.path = Path(path)
         self.full = False
-        """Whether it has reached its maximum size: the next record must be the last."""
+        """Whether the maximum size is reached: the next record must be the last."""
         self.records = 0
         """Number of records, without the header."""
         self._warn = warn
@@ -157,7 +157,7 @@ class RecordingFile:
 
     @property
     def open(self) -> bool:
-        """Whether it still takes records."""
+        """Whether more records can be written."""
         return self._file is not None
 
     def write(self, record: tuple[Any, ...]) -> None:
@@ -184,7 +184,7 @@ class RecordingFile:
             self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
-        """Warn, and take no more records. The written ones can be read, without an end record."""
+        """Warn, and write no more records. The recording can be read, but has no end record."""
         file, self._file = self._file, None
         self._lines.clear()
         if file is not None:
@@ -210,10 +210,10 @@ class RecordingError(ValueError):
 
 
 class RecordedCall(NamedTuple):
-    """One line of a recording, with omitted parts filled in."""
+    """One line of a recording, with the omitted empty parts restored."""
 
     line: int
-    """Counted from 1, which is the header."""
+    """Line number; the header is line 1."""
     op: str
     now: float | None
     facts: list[Any]
@@ -224,7 +224,7 @@ class RecordedCall(NamedTuple):
 
 
 class _HeaderVersion(msgspec.Struct):
-    """The fields of another version's header that an error names."""
+    """The fields that an error message about another version's header needs."""
 
     sojourn_tape: Any = None
     versions: dict[str, str] = {}
@@ -233,15 +233,15 @@ class _HeaderVersion(msgspec.Struct):
 class RecordingReader:
     """A whole recording. Raises ``RecordingError`` if it is missing, damaged, cut off or of a wrong version.
 
-    With ``allow_unfinished`` it may stop without an end record: its engine was killed, or the disk was full.
-    Each call of ``records`` reads the file again, so that it is never in memory as a whole.
+    With ``allow_unfinished`` the end record may be missing: the engine was killed, or the disk was full. Each
+    call of ``records`` reads the file again, so that it is never in memory as a whole.
     """
 
     def __init__(self, path: str | Path, *, allow_unfinished: bool = False) -> None:
         self.path = Path(path)
         self.allow_unfinished = allow_unfinished
         self.finished = False
-        """Whether it has an end record."""
+        """Whether the recording has an end record."""
         self._read = 0
         """Lines read so far, for messages."""
         last, number = b"", 0
@@ -362,7 +362,7 @@ class RecordingReader:
 
 
 def canonical_line(line: bytes) -> bytes:
-    """The line as the recorder would have written it, after an edit."""
+    """The line as the recorder would write it, for lines edited by hand."""
     return encode_record(msgspec.json.decode(line))
 
 

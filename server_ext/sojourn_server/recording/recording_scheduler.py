@@ -10,12 +10,9 @@ from sojourn.ids import ProgramId
 
 from ..core import events_and_actions as ev
 from ..core.program_scheduler import ProgramScheduler
-from ..core.scheduler_limits import SchedulerLimits
-from ..core.scheduler_state import Histories, KVPoolConfig
+from ..core.scheduler_state import SchedulerState
 from ..metrics.decision_log import Decision, DecisionLog
-from ..policies.costs.engine_profile import PrefillCurve
 from ..policies.policy_views import AbandonedBranch, RunningRequestView
-from ..policies.preset import Preset
 from . import record_format
 from .record_format import HASH_BYTES
 
@@ -29,27 +26,27 @@ class RecordSink(Protocol):
     """Receiver of records. No method raises."""
 
     full: bool
-    """The next record must be the last."""
+    """True: the next record must be the last."""
 
     def write(self, record: tuple[Any, ...]) -> None:
         """Write a record. The caller may change its parts afterwards."""
 
     def close(self) -> None:
-        """No records follow."""
+        """Close the file: no further records follow."""
 
     def give_up(self, error: Exception) -> None:
-        """A record could not be encoded: no records follow."""
+        """End the recording, because a record could not be encoded."""
 
 
 class CallRecorder:
-    """Records calls with their results. A failure here ends the recording, never the call.
+    """Records calls with their results. An error in recording ends the recording, never the call.
 
     ``totals`` returns the sums of the end record.
     """
 
     def __init__(self, sink: RecordSink, totals: Callable[[], dict[str, Any]]) -> None:
         self.decisions = ObservedDecisionLog()
-        """The scheduler's decision log, so that each record holds the decisions of its call."""
+        """The scheduler's decision log, from which each record gets the decisions made during its call."""
         self._sink: RecordSink | None = sink
         self._totals = totals
         self._run_of: tuple[str | None, int | str | None] = (None, None)
@@ -72,8 +69,8 @@ class CallRecorder:
         orders: Callable[[T], Any] | None = None,
         **more: Any,
     ) -> T:
-        """Carry out one call and record it. ``orders``: the actions that its result holds. Raises what the
-        call raises."""
+        """Make one call and record it. ``answer`` and ``orders`` extract the recorded answer and actions from
+        its result. Raises what the call raises."""
         if self._sink is None:
             return call(*args, **more)
         try:
@@ -85,8 +82,8 @@ class CallRecorder:
         return result
 
     def facts(self, make: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
-        """Return ``make(*args)``, the call's arguments as plain values; to be called before the recorded
-        call, which may change them. Empty without a recording or if ``make`` fails."""
+        """``make(*args)``: the arguments of a call as plain values. Call it before the recorded call, which
+        may change them. Empty without a recording, or if ``make`` fails."""
         if self._sink is None:
             return ()
         try:
@@ -96,7 +93,7 @@ class CallRecorder:
             return ()
 
     def evicted(self, block_hash: bytes, owner: str | None, taker: int | str | None, now: float) -> None:
-        """A block was reused. One record holds a run of blocks that the same request takes."""
+        """Record a reused block. Consecutive blocks reused for the same request share one record."""
         if self._sink is None:
             return
         try:
@@ -174,7 +171,7 @@ class CallRecorder:
 
 
 class ObservedDecisionLog(DecisionLog):
-    """A decision log that also collects new decisions in ``made``."""
+    """A decision log that also collects new decisions in ``made`` while ``listening``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,32 +187,18 @@ class ObservedDecisionLog(DecisionLog):
 
 
 class RecordingScheduler(ProgramScheduler):
-    """Writes ``handle`` and the questions to ``sink``. What it returns and raises is the same.
+    """A ``ProgramScheduler`` that writes ``handle`` and the questions to ``sink``; results and exceptions are
+    unchanged.
 
-    A new question whose answer depends on a policy is overridden here too; a test says so.
+    A question whose answer depends on a policy must be overridden here; a test checks that.
     """
 
-    def __init__(
-        self,
-        sink: RecordSink,
-        preset: Preset,
-        pool: KVPoolConfig,
-        *,
-        limits: SchedulerLimits | None = None,
-        curve: PrefillCurve | None = None,
-        histories: Histories | None = None,
-    ) -> None:
+    def __init__(self, sink: RecordSink, state: SchedulerState) -> None:
         self._call_recorder = CallRecorder(sink, self._sums)
         self._chains: dict[str, list[Any]] = {}
-        """Request in the engine → the chain of block hashes that was recorded last."""
-        super().__init__(
-            preset,
-            pool,
-            limits=limits,
-            curve=curve,
-            histories=histories,
-            decisions=self._call_recorder.decisions,
-        )
+        """Request id → chain of block hashes recorded last for the request."""
+        state.decisions = self._call_recorder.decisions
+        super().__init__(state)
 
     @property
     def is_recording(self) -> bool:
@@ -247,7 +230,8 @@ class RecordingScheduler(ProgramScheduler):
         )
 
     def _facts(self, event: ev.Event) -> tuple[Any, ...]:
-        """The event as plain values: requests by number, block hashes as what is new of their chain."""
+        """The event as plain values: requests by number, block hashes relative to the chain recorded
+        before."""
         if isinstance(event, ev.RequestArrived):
             return record_format.arrival_facts(event)
         if isinstance(event, ev.ClientEventReceived):
@@ -275,7 +259,7 @@ class RecordingScheduler(ProgramScheduler):
         return record_format.admission_facts(number, event, chain)
 
     def _answer(self, event: ev.Event, actions: list[ev.Action], state: Any) -> Any:
-        """What the event came to: the answer, and for some events the state that it left behind."""
+        """The recorded answer to an event; for some events also the resulting ``state`` of the request."""
         if isinstance(event, ev.RequestArrived | ev.UntrackedRequestArrived):
             return record_format.request_state_answer(self._requests.states[event.request_id])
         if isinstance(event, ev.RequestAdmitted):
@@ -341,7 +325,7 @@ class RecordingScheduler(ProgramScheduler):
         return answer
 
     def chain_before(self, request_id: str) -> Sequence[Any]:
-        """The chain of block hashes that the request's next one is recorded relative to."""
+        """The chain of block hashes relative to which the request's next chain is recorded."""
         chain = self._chains.get(request_id)
         if chain is not None:
             return chain
@@ -351,7 +335,7 @@ class RecordingScheduler(ProgramScheduler):
         return before if before is not None else ()
 
     def request_number(self, request_id: str) -> int | str:
-        """The number of a request that is in the engine; the id itself of any other."""
+        """The number of a request in the engine; the id itself for any other request."""
         request_state = self._requests.states.get(request_id)
         return request_state.arrival if request_state is not None else request_id
 

@@ -35,11 +35,11 @@ class ServedModel:
 
     name: str
     max_context_tokens: int | None
-    """vLLM's ``max_model_len``; ``None`` if the server does not report it."""
+    """Maximum context length (vLLM's ``max_model_len``); ``None`` if the server does not report it."""
     speaks_sojourn: bool
-    """The server runs the sojourn plugin with this client's wire version."""
+    """Whether the server runs the sojourn plugin with this client's wire version."""
     engine: str
-    """Name and version of the engine as far as known."""
+    """Name and version of the engine, as far as known."""
     block_size: int | None = None
     """Tokens per KV block; ``None`` if the server does not report it."""
     root: str | None = None
@@ -51,10 +51,10 @@ class Completion:
     """One finished request; times in seconds."""
 
     ttft_s: float
-    """Time from sending the request to the first token."""
+    """Seconds from sending the request to the first token."""
     latency_s: float
     tpot_s: float | None
-    """Mean time of the tokens after the first; ``None`` for fewer than two."""
+    """Mean seconds per token after the first; ``None`` with fewer than two tokens."""
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int | None

@@ -1,4 +1,4 @@
-"""Reports of programs and tools to the server: through the SDK, or none."""
+"""Reports of programs and tools to the server, through the SDK or not at all."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any, Protocol
 
 
 class ProgramAnnouncer(Protocol):
-    """Scopes of a program and its tools, and their additions to a request."""
+    """Context managers for a program and its tools, and the fields that requests carry for them."""
 
     def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
-        """Scope of one program run."""
+        """Context of one program run."""
         ...
 
     def tool(self, name: str, tool_class: str | None) -> AbstractAsyncContextManager[Any]:
-        """Scope of one tool call, inside the scope of its program."""
+        """Context of one tool call, inside the context of its program."""
         ...
 
     def request_parts(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Body fields and headers of the next request in the current program scope."""
+        """Body fields and headers of the next request in the present program context."""
         ...
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """Replay of a trace's programs against a live server; tools are replaced by sleeps.
 
-By default a closed loop: ``concurrency`` programs run at a time, and the end of one starts the next. With
-``arrivals`` each program starts at its recorded time. Sub-agents do not count; they start at their offset
-after their parent. A program ends at its first failed turn, because later turns would have other prefixes
-than in the recording.
+By default a closed loop: ``concurrency`` programs run at a time, and when one ends the next one starts. With
+``arrivals`` each program starts at its recorded time. Sub-agents do not count in ``concurrency``; they start
+at their recorded offset after their parent's start. A program ends at its first failed turn, because later
+turns would have other prefixes than in the recording.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .program_announcer import ProgramAnnouncer
 from .replay_report import ReplayedProgram, ReplayedTurn, ReplayTally
 
 DEFAULT_BLOCK_SIZE = 16
-"""vLLM's on CUDA."""
+"""vLLM's default on CUDA, in tokens."""
 DEFAULT_OUTPUT_BUDGET = 8192
-"""Longest output, in tokens, for a server that does not report its longest context."""
+"""Maximum output in tokens for a server that does not report its maximum context."""
 _MAX_WIRE_ID = 200
 
 
@@ -39,21 +39,22 @@ class ReplayOptions:
     stagger_s: float = 0.0
     """Seconds between the starts of the first ``concurrency`` programs."""
     arrivals: bool = False
-    """Start programs at their recorded times."""
+    """Whether programs start at their recorded times."""
     speed: float = 1.0
     """Divisor of gaps, arrivals and offsets of sub-agents."""
     token_scale: float = 1.0
-    """Factor of all lengths."""
+    """Factor by which all lengths are multiplied."""
     max_context_tokens: int | None = None
     """Programs end before their first turn with a longer context."""
     force_tokens: bool = False
-    """Make the server generate the planned tokens, so that every prefix is exactly the trace's."""
+    """Whether the server must generate the planned tokens, so that every prefix equals the trace's."""
     hide_lengths: bool = False
-    """No request says how long its output will be: each may fill the context, and its forced tokens end with
-    one that stops it. Only with ``force_tokens``."""
+    """Whether requests hide their output length: each may fill the context, and a stop token ends its forced
+    tokens. Only with ``force_tokens``."""
     vocabulary: int = DEFAULT_VOCABULARY
     block_size: int | None = None
-    """Tokens in the server's KV blocks: a cache spares whole ones only. ``None`` takes what it tells."""
+    """Tokens per KV block of the server: its cache reuses only whole blocks. ``None``: as the server
+    reports."""
 
     def __post_init__(self) -> None:
         if self.concurrency < 1 or (self.block_size is not None and self.block_size < 1):
@@ -67,7 +68,7 @@ class ReplayOptions:
 
 
 class Replay:
-    """One run. ``run()`` once; ``tally`` may be read meanwhile."""
+    """One replay. Call ``run()`` once; ``tally`` may be read during the run."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Replay:
         self._announcer = announcer
         self._options = options
         self.block_size = options.block_size or served.block_size or DEFAULT_BLOCK_SIZE
-        """What was computed again is told in whole blocks of this many tokens."""
+        """Block size in tokens: recomputed tokens are counted in whole blocks."""
         self._on_progress = on_progress
         self._clock = clock
         self._started_s = 0.0
@@ -130,7 +131,7 @@ class Replay:
         await asyncio.gather(*(one(program) for program in self._roots))
 
     async def _family(self, program: TraceProgram, parent_id: str | None) -> None:
-        """Run one program and its sub-agents; returns when all have ended."""
+        """Run a program and its sub-agents; returns when all have ended."""
         program_id = f"{program.program_id[:_MAX_WIRE_ID]}@{self._run_id}"
         turns_done = [asyncio.Event() for _ in program.turns]
 
@@ -193,7 +194,7 @@ class Replay:
         )
 
     def _fitting(self, builder: PromptBuilder) -> tuple[int, str]:
-        """Number of leading turns that can be replayed, and the reason for not replaying the next one."""
+        """Number of leading turns that can be replayed, and the reason why the next turn cannot."""
         plans = builder.plans
         limit, clip = self._served.max_context_tokens, self._options.max_context_tokens
         for index, plan in enumerate(plans):
@@ -247,7 +248,8 @@ class Replay:
         self.tally.add_turn(outcome)
 
     def _max_output_tokens(self, prompt_tokens: int) -> int:
-        """Longest output in the server's context; ``DEFAULT_OUTPUT_BUDGET`` if the context is unknown."""
+        """Maximum output in tokens within the server's context; ``DEFAULT_OUTPUT_BUDGET`` if the context is
+        unknown."""
         limit = self._served.max_context_tokens or prompt_tokens + DEFAULT_OUTPUT_BUDGET
         return max(1, limit - prompt_tokens)
 

@@ -26,7 +26,7 @@ OUTPUTS_UNKNOWN = (
 
 
 _LABEL_WIDTH = 12
-"""Smallest width of the labels; with it even days in seconds fit on a terminal of 80 columns."""
+"""Minimum width of the label column; even days in seconds then fit a terminal of 80 columns."""
 
 
 class ReplayedTurn(NamedTuple):
@@ -34,7 +34,7 @@ class ReplayedTurn(NamedTuple):
 
     completion: Completion
     computed_again: int | None
-    """Recomputed prompt tokens; ``None`` if the server does not report cached tokens."""
+    """Number of prompt tokens computed again; ``None`` if the server does not report cached tokens."""
     forcing_failed: bool = False
     has_output_ids: bool = True
     program_id: str = ""
@@ -42,7 +42,7 @@ class ReplayedTurn(NamedTuple):
     turn: int = 0
     """Index of the turn, from 0."""
     sent_s: float = 0.0
-    """Seconds after the replay's start."""
+    """Time of sending, in seconds after the replay's start."""
 
 
 class ReplayedProgram(NamedTuple):
@@ -53,13 +53,13 @@ class ReplayedProgram(NamedTuple):
     completion_s: float | None
     """Seconds from the program's start to its last token, tools included."""
     reason: str = ""
-    """Reason of a program that did not finish."""
+    """Why the program did not finish."""
     clipped: bool = False
     turns: int = 0
 
 
 class ReplayTally:
-    """Counts of one replay."""
+    """Counts and measurements of one replay."""
 
     def __init__(self) -> None:
         self.wall_s = 0.0
@@ -92,7 +92,7 @@ class ReplayTally:
         return Counter(program.reason for program in self.programs if not program.finished)
 
     def notes(self) -> list[str]:
-        """Limits of the comparability of these figures."""
+        """Notes on what limits comparisons of these figures."""
         notes = []
         if any(turn.completion.cached_tokens is None for turn in self.turns):
             notes.append(CACHED_TOKENS_MISSING)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def write_atomically(files: Mapping[Path, bytes], *, make_folders: bool = True) -> None:
-    """Write all of ``files``, or none of them if one cannot be written.
+    """Write all of ``files`` (path → content), or none of them if one cannot be written.
 
-    A target that is no regular file, such as /dev/stdout or a pipe, is written directly and never replaced.
-    Raises ``OSError`` and then leaves at most new folders.
+    A path that is no regular file, such as /dev/stdout or a pipe, is written directly and never replaced. If
+    it raises ``OSError``, at most new folders remain.
     """
     partials: dict[Path, Path] = {}
     others: dict[Path, bytes] = {}

@@ -11,16 +11,16 @@ from collections.abc import Iterable, Sequence
 from .trace_schema import TraceProgram
 
 BlockRuns = tuple[tuple[int, int], ...]
-"""Consecutive ids as (first, count)."""
+"""Block ids as runs of consecutive ids: (first, count) of each run."""
 
 
 def has_block_ids(program: TraceProgram) -> bool:
-    """Whether every turn has the block ids of its prompt."""
+    """Whether every turn of the program has the block ids of its prompt."""
     return program.block_size is not None and all(turn.hash_runs is not None for turn in program.turns)
 
 
 def block_runs(program: TraceProgram) -> list[BlockRuns]:
-    """All blocks of each turn's prompt."""
+    """The block ids of each turn's prompt."""
     runs: list[BlockRuns] = []
     for turn in program.turns:
         kept = _first_blocks(runs[-1], turn.hash_lcp or 0) if runs else ()
@@ -39,12 +39,12 @@ def run_ids(runs: BlockRuns, first: int, last: int) -> Iterable[int]:
 
 
 def count_blocks(runs: BlockRuns) -> int:
-    """Number of blocks."""
+    """Number of blocks in all runs."""
     return sum(count for _, count in runs)
 
 
 def common_blocks(a: BlockRuns, b: BlockRuns) -> int:
-    """Number of equal leading blocks."""
+    """Number of leading blocks that two prompts have in common."""
     same = 0
     for (start_a, count_a), (start_b, count_b) in zip(a, b, strict=False):
         if start_a != start_b:
@@ -57,7 +57,7 @@ def common_blocks(a: BlockRuns, b: BlockRuns) -> int:
 
 
 def system_blocks(programs: Sequence[TraceProgram]) -> frozenset[int]:
-    """Ids of the blocks of all shared prefixes: system prompts and tools in ``shared_prefix_tokens``."""
+    """Ids of the blocks of all shared prefixes (``shared_prefix_tokens``): system prompts and tools."""
     found: set[int] = set()
     for program in programs:
         if program.shared_prefix_tokens and program.block_size and has_block_ids(program):

@@ -12,8 +12,8 @@ A trace has no text. A KV cache depends only on lengths and common prefixes, and
     blocks    with recorded block ids prompts are made block by block, so any two prompts share what they
               shared in the recording; outputs are those that the next prompt contains
 
-Ids depend on program, turn and ``copy`` only. So two runs send equal prompts, and copies of a program share
-only the prefix of their group.
+Ids depend on program, turn and ``copy`` only. So repeated runs send equal prompts, and copies of a program
+share only the prefix of their group.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ __all__ = [
 ]
 
 DEFAULT_VOCABULARY = 8000
-"""Upper bound of ids; common models have larger vocabularies."""
+"""Upper bound of token ids; common models have larger vocabularies."""
 _PREFIX_SLACK_TOKENS = 64
-"""Difference up to which a prompt counts as unchanged: sources round common prefixes down to blocks."""
+"""Maximum difference at which a prompt still continues the previous one: sources round common prefixes down
+to blocks."""
 _HISTORY_TURNS = 12
 """Number of earlier turns that ``prefix_tokens_any`` covers."""
 
@@ -56,11 +57,13 @@ class TurnPlan(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     reused_tokens: int = 0
-    """Leading tokens from the prompt and output of turn ``base``, which a cache could provide."""
+    """Number of leading tokens equal to the prompt and output of turn ``base``, which a cache could
+    provide."""
     dropped_tokens: int = 0
-    """Leading tokens of the previous output that are removed after ``reused_tokens``."""
+    """Number of tokens at the start of the previous output that this prompt omits after ``reused_tokens``."""
     base: int | None = None
-    """Earlier turn whose context this turn continues, usually the previous one; ``None`` for the first."""
+    """Earlier turn whose context this turn continues, usually the previous one; ``None`` for the first
+    turn."""
 
     @property
     def new_tokens(self) -> int:
@@ -99,8 +102,8 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
 def recomputed_tokens(plans: Sequence[TurnPlan], index: int, cached_tokens: int, block_size: int) -> int:
     """Prompt tokens of turn ``index`` that the server computed again, given its ``cached_tokens``.
 
-    A perfect cache provides the whole blocks of the reused prefix, without the prompt's last token, which is
-    always computed, and without the last generated token, which never has KV.
+    A perfect cache provides the whole blocks of the reused prefix, except the prompt's last token, which is
+    always computed, and the last generated token, which never has KV.
     """
     plan = plans[index]
     if plan.base is None:
@@ -113,8 +116,8 @@ def recomputed_tokens(plans: Sequence[TurnPlan], index: int, cached_tokens: int,
 class PromptPlan:
     """Plan and recorded blocks of every turn, common to all copies of a program.
 
-    A ``token_scale`` other than 1 ignores recorded blocks, because block sizes do not scale; then only
-    lengths and ``shared_prefix_tokens`` count.
+    With a ``token_scale`` other than 1, recorded blocks are ignored, because block sizes do not scale; only
+    lengths and ``shared_prefix_tokens`` are used.
     """
 
     def __init__(self, program: TraceProgram, token_scale: float = 1.0) -> None:
@@ -134,7 +137,7 @@ class PromptPlan:
             if plan.base is not None:
                 last_use[plan.base] = index
         self.last_use = last_use
-        """Last turn that continues the context of each turn; the turn itself if there is none."""
+        """For each turn, the last turn that continues its context; the turn itself if no turn does."""
 
 
 class PromptBuilder:
@@ -188,7 +191,7 @@ class PromptBuilder:
         return list(ids)
 
     def planned_output(self, index: int) -> list[int]:
-        """Ids to force as the output of turn ``index``."""
+        """Token ids to force as the output of turn ``index``."""
         plan = self.plans[index]
         following = self.plans[index + 1] if index + 1 < len(self.plans) else None
         if self._outline.runs is None or following is None or not _continues(plan, following, index):
@@ -201,7 +204,8 @@ class PromptBuilder:
         return ids + self._draw(f"{self._name}/{index}/unshown", plan.output_tokens - len(ids))
 
     def answered(self, output_ids: Sequence[int]) -> bool:
-        """Continue with the server's real output; False and no change if its length differs from the plan."""
+        """Continue with the server's real output. Returns false, and changes nothing, if its length is not
+        the planned one."""
         last = max(self._contexts)
         prompt, output = self._contexts[last]
         if len(output_ids) != len(output):
@@ -210,7 +214,7 @@ class PromptBuilder:
         return True
 
     def _fresh(self, index: int, start: int) -> list[int]:
-        """Ids of the prompt from ``start`` on, which are in no earlier turn."""
+        """New ids for the prompt of turn ``index`` from ``start`` on; no earlier turn has them."""
         plan = self.plans[index]
         if self._outline.runs is not None:
             return self._from_blocks(index, start, plan.prompt_tokens)
@@ -231,7 +235,8 @@ class PromptBuilder:
         return ids[start - first * size : end - first * size]
 
     def _last_block(self, index: int, place: int, size: int) -> list[int]:
-        """Block ``place`` of turn ``index``, which its prompt fills in part; a later turn may name it."""
+        """The incomplete block ``place`` at the end of turn ``index``'s prompt; a later turn may have its
+        id."""
         while index + 1 < len(self.plans) and _continues(self.plans[index], self.plans[index + 1], index):
             index += 1
             if count_blocks(self._runs(index)) > place:

@@ -10,7 +10,7 @@ FIRST_ID = 300
 MIN_VOCABULARY = FIRST_ID + 100
 _MASK = (1 << 64) - 1
 _CHUNK = 4096
-"""Shortest list of slices, so that a long draw needs few slices."""
+"""Minimum length of the list to slice from, so that a long draw needs few slices."""
 
 
 def seed_from_text(text: str) -> int:
@@ -44,7 +44,7 @@ class TokenIdGenerator:
         self._ring = self._ids * (1 + math.ceil(_CHUNK / self._base))
 
     def draw(self, seed: int, count: int) -> list[int]:
-        """``count`` ids that begin with ``seed``; a shorter draw is a prefix of a longer one."""
+        """``count`` ids that identify ``seed``; a shorter draw is a prefix of a longer one."""
         if count <= 0:
             return []
         rest = splitmix64(seed & _MASK)

@@ -13,7 +13,7 @@ import msgspec
 from .trace_schema import TraceError, TraceProgram, check_program
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
-"""Longest line, which is one program. A line is decoded in memory at some ten times its size."""
+"""Maximum length of a line (one program) in bytes. Decoding needs some ten times as much memory."""
 
 _decoder = msgspec.json.Decoder(TraceProgram)
 
@@ -29,12 +29,12 @@ def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceProg
 
 
 def line_of(path: str | Path, program_id: str) -> int | None:
-    """Line of a program in a trace, from 1; ``None`` if it is missing. Raises like ``read_trace``."""
+    """Line number of a program in a trace, from 1; ``None`` if it is missing. Raises like ``read_trace``."""
     return next((number for number, program in read_numbered(path) if program.program_id == program_id), None)
 
 
 def read_numbered(path: str | Path, limit: int | None = None) -> Iterator[tuple[int, TraceProgram]]:
-    """Like ``read_trace``; each program with its line, from 1."""
+    """Like ``read_trace``, but each program comes with its line number, from 1."""
     path = Path(path)
     seen: dict[str, int] = {}
     number = 0

@@ -22,43 +22,44 @@ class TraceToolRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     s: float | None = None
     """Duration in seconds; ``None`` if the source does not record it."""
     bg: bool | int = False
-    """The tool ran in the background; the turn did not wait for it."""
+    """Whether the tool ran in the background; the turn then did not wait for it."""
 
 
 class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One LLM call."""
 
     prompt_tokens: int
-    """Absolute length of the prompt."""
+    """Length of the whole prompt."""
     output_tokens: int
     append_tokens: int | None = None
     """New prompt tokens since the previous turn's prompt and output."""
     reset: bool | int = False
-    """The prompt does not continue the previous one (compaction, rewind, interleaved conversations)."""
+    """Whether the prompt does not continue the previous one (compaction, rewind, interleaved
+    conversations)."""
     out_dropped: int = 0
-    """Leading tokens of the previous output (thinking) that are missing in this prompt."""
+    """Number of tokens at the start of the previous output (thinking) that this prompt omits."""
     prefix_tokens: int | None = None
-    """Longest common prefix with the previous turn's prompt, if the source records it."""
+    """Length of the longest common prefix with the previous turn's prompt, if recorded."""
     prefix_tokens_any: int | None = None
-    """Longest common prefix with any of the session's last 12 prompts."""
+    """Length of the longest common prefix with any of the session's last 12 prompts."""
     cached_tokens: int | None = None
     """Prompt tokens that the recorded service had cached."""
     tool: str | None = None
     tool_seconds: float | None = None
-    """Wall time from the end of the LLM message to the last tool result."""
+    """Seconds from the end of the LLM message to the last tool result."""
     tools: tuple[TraceToolRun, ...] | None = None
     gap_s: float | None = None
-    """Client-side idle time between this response and the next request."""
+    """Client-side idle seconds between this response and the next request."""
     gap_kind: str | None = None
     """``tool`` or ``human``."""
     interactive: bool | int = False
-    """The tool asked a person."""
+    """Whether the tool asked a person."""
     t: float | None = None
-    """Start of the call, seconds after the session's start."""
+    """Start of the call, in seconds after the session's start."""
     llm_s: float | None = None
-    """Duration of the call on the recorded service."""
+    """Duration of the call in seconds, on the recorded service."""
     dt_s: float | None = None
-    """Time from this request to the next, if only requests have time stamps."""
+    """Seconds from this request to the next, if the source has only times of requests."""
     hash_lcp: int | None = None
     """Number of leading blocks of the previous prompt that this prompt keeps, if block ids were recorded."""
     hash_runs: tuple[tuple[int, int], ...] | None = None
@@ -102,7 +103,7 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     turns: tuple[TraceTurn, ...]
     source: str = ""
     group: str | None = None
-    """Programs on the same task."""
+    """Name of the task that several programs work on."""
     model: str | None = None
     arrival_s: float | None = None
     """Seconds since the first session of the trace."""
@@ -113,7 +114,7 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     start_offset_s: float | None = None
     """Seconds after the parent's start at which a sub-agent starts."""
     shared_prefix_tokens: int | None = None
-    """Leading tokens of the first prompt that other programs share."""
+    """Number of leading tokens of the first prompt that other programs share."""
     block_size: int | None = None
     """Tokens per block of ``TraceTurn.hash_runs``."""
     hash_scope: str | None = None
@@ -131,7 +132,7 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 _SECONDS = ("tool_seconds", "gap_s", "t", "llm_s", "dt_s")
 MAX_SECONDS = 1e9
-"""Longest time in a trace, 31 years. A clock that adds milliseconds to a much longer time stands still."""
+"""Longest time in a trace: 31 years. Adding milliseconds to a much longer time would not change it."""
 _TOKENS = (
     "prompt_tokens",
     "output_tokens",
@@ -145,7 +146,7 @@ _SCOPES = (None, "global", "program")
 
 
 def check_program(program: TraceProgram) -> None:
-    """Check bounds that types do not express. Raises ``TraceError`` with turn and field."""
+    """Check constraints that the types do not express. Raises ``TraceError`` naming turn and field."""
     if not program.program_id:
         raise TraceError("program_id is empty")
     if not program.turns:
@@ -169,7 +170,7 @@ def check_program(program: TraceProgram) -> None:
 
 
 def _check_blocks(program: TraceProgram) -> None:
-    """Check block ids: all turns or none have them, as many as their prompts have full blocks."""
+    """Check that all turns or none have block ids, and as many as their prompts have full blocks."""
     if program.block_size is not None and program.block_size < 1:
         raise TraceError(f"block_size is {program.block_size}; expected at least 1")
     if program.hash_scope not in _SCOPES:

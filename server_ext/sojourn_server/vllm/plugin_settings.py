@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.scheduler_limits import SchedulerLimits
-from ..core.scheduler_state import Histories, KVPoolConfig
+from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerState
 from ..policies.costs.engine_profile import EngineProfile
 from ..policies.custom_policies import custom_class_loader
 from ..policies.prefill_decode.prefill_compute_quota import AttentionCosts
@@ -164,8 +164,9 @@ def build_program_scheduler(
     profile = settings.profile()
     curve = profile.prefill if profile is not None else None
     limits = settings.limits()
+    state = SchedulerState(preset, pool, limits=limits, curve=curve, histories=histories)
     if settings.tape_file is None:
-        return ProgramScheduler(preset, pool, limits=limits, curve=curve, histories=histories)
+        return ProgramScheduler(state)
     from ..recording import RecordingFile, RecordingHeader, RecordingScheduler
 
     text, source = settings.preset_toml()
@@ -184,7 +185,7 @@ def build_program_scheduler(
         logger.warning("sojourn: %s; the engine goes on", text)
 
     recording = RecordingFile(path, header, warn=warn)
-    return RecordingScheduler(recording, preset, pool, limits=limits, curve=curve, histories=histories)
+    return RecordingScheduler(recording, state)
 
 
 def check_scheduling(preset: Preset, scheduling_policy: str) -> None:

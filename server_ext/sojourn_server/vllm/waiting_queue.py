@@ -73,7 +73,7 @@ class PolicyRequestQueue(RequestQueue):
     Admission is asked for once a step (``open_step``). ``parked`` requests are never handed out; ``rekey``
     asks about them again.
 
-    The oldest ``untracked`` request passes later requests once it is ``overdue``.
+    Once the oldest ``untracked`` request is ``overdue``, it is served before the requests that it ``passes``.
 
     Gated and parked requests count in ``len`` but not in ``bool``: the scheduler finds no request to admit,
     while the engine knows that it has work left.
@@ -93,6 +93,7 @@ class PolicyRequestQueue(RequestQueue):
         untracked: Callable[[Request], bool] | None = None,
         arrival: Callable[[Request], int] = lambda request: 0,
         overdue: Callable[[Request], bool] = lambda request: False,
+        passes: Callable[[Request, Request], bool] = lambda overdue, other: False,
     ) -> None:
         self._open = _RequestHeap(key)
         self._gated = _RequestHeap(key)
@@ -102,8 +103,8 @@ class PolicyRequestQueue(RequestQueue):
         self._may_be_admitted = may_be_admitted
         self._blocks_queue = blocks_queue
         self._is_untracked = untracked
-        self._arrival = arrival
         self._is_overdue = overdue
+        self._passes = passes
         self._untracked = _RequestHeap(lambda request: (arrival(request),))
         """Those of the open requests that have no program."""
         self._admission_closed = False
@@ -206,14 +207,11 @@ class PolicyRequestQueue(RequestQueue):
         return free[2] if free is not None else overdue
 
     def _first_before(self, overdue: Request, requests: _RequestHeap) -> tuple[QueueKey, int, Request] | None:
-        """Return the lowest entry of the requests that ``overdue`` does not pass: preempted and earlier
-        ones."""
-        arrival = self._arrival(overdue)
+        """Return the lowest entry of the requests that ``overdue`` does not pass."""
         entries = (
             entry
             for entry in requests.entries()
-            if entry[2] is not overdue
-            and (entry[2].status == RequestStatus.PREEMPTED or self._arrival(entry[2]) < arrival)
+            if entry[2] is not overdue and not self._passes(overdue, entry[2])
         )
         return min(entries, key=lambda entry: entry[:2], default=None)
 
@@ -255,6 +253,7 @@ class WaitingQueueAdapter:
             untracked=None if self._by_user_priority else self._is_untracked,
             arrival=lambda request: program_scheduler.arrival(request.request_id),
             overdue=lambda request: guarded(self._is_overdue, request) is True,
+            passes=self._passes,
         )
         scheduler.kv_holding_waiting = PolicyRequestQueue(self._queue_key)
         self._steps = 0
@@ -307,6 +306,11 @@ class WaitingQueueAdapter:
 
     def _is_overdue(self, request: Request) -> bool:
         return self._program_scheduler.is_overdue(request.request_id, self._clock())
+
+    def _passes(self, overdue: Request, other: Request) -> bool:
+        return self._program_scheduler.passes(
+            overdue.request_id, other.request_id, preempted=other.status == RequestStatus.PREEMPTED
+        )
 
     def _is_untracked(self, request: Request) -> bool:
         known = self._program_scheduler.request(request.request_id)

@@ -1,4 +1,4 @@
-"""Files of JSON records: one a line, one after the other, or in arrays; gzipped or not."""
+"""Reader of files with JSON records: one per line, one after the other, or in arrays; gzipped or not."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from ..trace_schema import TraceError
 
 _BLANK = " \t\r\n,"
-"""Characters between records; some writers leave commas."""
+"""Characters allowed between records; some writers separate them by commas."""
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Every record with the number of the line it begins on; an array's elements are records.
+    """Each record with the number of the line on which it begins; the elements of an array are records.
 
     Raises ``TraceError`` naming file and line for a file that cannot be read, is cut off, or is not JSON.
     """

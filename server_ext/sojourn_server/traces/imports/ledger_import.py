@@ -1,12 +1,11 @@
-"""Sojourn's own turn ledgers, as ``GET /sojourn/v1/programs/{id}`` gives them, made into a trace.
+"""Import of sojourn's turn ledgers, the answers of ``GET /sojourn/v1/programs/{id}``.
 
-A ledger says of every finished turn when it came and went, its tokens, how much
-of its prompt had been computed before and how much of that had changed, which
-tool came before it and how long that took. That is all a trace needs, but for
-tools that ran beside the one named.
+A ledger has, for every finished turn, its times, its tokens, the cached and the changed part of its prompt,
+and the tool before it with its duration. A trace needs no more, except tools that ran in parallel with the
+named one.
 
-The decision log alone makes no trace: it tells when a turn ended and how many
-blocks it left, not what was prompt and what output.
+A decision log is not enough: it has the end of each turn and the number of its blocks, but not the lengths of
+prompt and output.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .json_records import read_records
 from .shared_prefix_estimate import with_shared_prefixes
 
 _USABLE_OUTCOMES = ("stopped", "length")
-"""Outcomes of turns that gave an answer; what a client aborted was no turn of its loop."""
+"""Outcomes of turns with an answer; an aborted turn is not part of the agent's loop."""
 
 
 class _Tokens(msgspec.Struct, kw_only=True):
@@ -34,7 +33,7 @@ class _Tokens(msgspec.Struct, kw_only=True):
 
 
 class _LedgerTurn(msgspec.Struct, kw_only=True):
-    """One turn, as ``metrics.ledger.TurnRecord.as_dict`` writes it."""
+    """One turn, as ``metrics.turn_ledger.TurnRecord.as_dict`` writes it."""
 
     turn: int
     outcome: str
@@ -55,10 +54,9 @@ class _LedgerProgram(msgspec.Struct, kw_only=True):
 
 
 def read_ledgers(paths: Sequence[str | Path]) -> ImportedTrace:
-    """The programs in files of such answers: one a file, one a line, or an array of them.
+    """The programs in files of such answers: one answer per file, one per line, or an array of answers.
 
-    All are taken to be of one engine, whose clock their times are on. Raises
-    ``TraceError`` naming file and line.
+    All times are assumed to be on the clock of one engine. Raises ``TraceError`` naming file and line.
     """
     found: dict[str, tuple[_LedgerProgram, list[_LedgerTurn]]] = {}
     notes = _SkippedCounts()
@@ -89,7 +87,7 @@ def read_ledgers(paths: Sequence[str | Path]) -> ImportedTrace:
 
 
 class _SkippedCounts:
-    """What was left out, counted."""
+    """Number of programs and turns left out, by reason."""
 
     def __init__(self) -> None:
         self.empty = self.unfinished = self.untold = self.cut = 0
@@ -202,7 +200,8 @@ def _turn(records: list[_LedgerTurn], index: int) -> TraceTurn:
 
 
 def _tool(key: str | None, gap_s: float) -> TraceToolRun | None:
-    """``bash:pytest`` is a shell's command; the gap is the tool's time, as a server sees it."""
+    """The tool before a turn; ``bash:pytest`` is a shell command. Its duration is the gap, as a server sees
+    it."""
     if not key:
         return None
     name, _, command = key.partition(":")

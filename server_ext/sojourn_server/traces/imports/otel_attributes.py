@@ -42,7 +42,7 @@ _FINISH = ("gen_ai.response.finish_reasons",)
 
 
 class SpanTokenUsage(NamedTuple):
-    """Tokens of one model call."""
+    """Token counts of one model call."""
 
     prompt: int
     output: int
@@ -50,7 +50,8 @@ class SpanTokenUsage(NamedTuple):
 
 
 def kind_of(span_name: str, told: Mapping[str, Any]) -> str | None:
-    """``agent``, ``workflow``, ``chain``, ``tool`` or ``model``; ``None`` for spans of other things."""
+    """Kind of the span: ``agent``, ``workflow``, ``chain``, ``tool`` or ``model``; ``None`` for other
+    spans."""
     operation = told.get("gen_ai.operation.name")
     if operation is not None:
         return _OPERATIONS.get(str(operation))
@@ -72,7 +73,7 @@ def kind_of(span_name: str, told: Mapping[str, Any]) -> str | None:
 
 
 def usage_of(told: Mapping[str, Any]) -> SpanTokenUsage | None:
-    """The call's tokens; ``None`` where the span does not tell both prompt and output."""
+    """Token counts of the call; ``None`` unless the span has both prompt and output tokens."""
     prompt, output, cached = (_count(told, names) for names in (_INPUT, _OUTPUT, _CACHED))
     if prompt is None or output is None:
         return None
@@ -83,17 +84,17 @@ def usage_of(told: Mapping[str, Any]) -> SpanTokenUsage | None:
 
 
 def conversation_of(told: Mapping[str, Any]) -> str | None:
-    """The conversation that the span belongs to."""
+    """Id of the span's conversation."""
     return _text(told, CONVERSATION)
 
 
 def model_of(told: Mapping[str, Any]) -> str | None:
-    """The model that answered, else the one asked."""
+    """The model that answered; if the span lacks it, the requested model."""
     return _text(told, _MODEL)
 
 
 def tool_of(span_name: str, told: Mapping[str, Any]) -> str:
-    """The tool's name."""
+    """Name of the tool."""
     named = _text(told, _TOOL_NAME)
     if named is not None:
         return named
@@ -102,7 +103,7 @@ def tool_of(span_name: str, told: Mapping[str, Any]) -> str:
 
 
 def agent_of(span_name: str, told: Mapping[str, Any]) -> str | None:
-    """The agent's name."""
+    """Name of the agent."""
     named = _text(told, _AGENT_NAME)
     if named is not None:
         return named
@@ -111,7 +112,7 @@ def agent_of(span_name: str, told: Mapping[str, Any]) -> str | None:
 
 
 def calls_tool(told: Mapping[str, Any]) -> bool | None:
-    """Whether the answer asked for a tool; ``None`` where the span does not tell how it finished."""
+    """Whether the answer called a tool; ``None`` if the span has no finish reason."""
     for name in _FINISH:
         reasons = told.get(name)
         if isinstance(reasons, str):

@@ -7,10 +7,9 @@
     tools       tool calls that start between one turn's end and the next one's start
     gap         from there to there; ``human`` where the answer asked for no tool and none ran
 
-Lengths and times are the spans' own. What a span cannot tell is inferred, as in
-every trace of lengths: a prompt that grew by less than the last output had some
-of it taken out; one that shrank by more than 2 % is a new beginning that keeps
-what the provider had cached; what runs of one agent share, see ``shared_prefix``.
+Lengths and times are the spans' own. Everything else is inferred: if a prompt grew by less than the last
+output, part of that output was removed; if it shrank by more than 2 %, it is a reset that keeps the tokens
+that the provider had cached. ``shared_prefix_estimate`` infers what runs of one agent share.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from .otel_spans import OtelSpan, read_spans
 from .shared_prefix_estimate import with_shared_prefixes
 
 _SHRINK_RATIO = 0.98
-"""A prompt shorter than this part of the one before is not that one continued."""
+"""A prompt shorter than this share of the previous one does not continue it."""
 _BACKGROUND = frozenset({otel_attributes.AGENT, otel_attributes.WORKFLOW, otel_attributes.CHAIN})
 
 
 @dataclass(slots=True, eq=False)
 class _AgentRun:
-    """One program in the making."""
+    """One program whose spans are being collected."""
 
     program_id: str
     conversation: str | None
@@ -44,8 +43,7 @@ class _AgentRun:
 
 
 def read_otel(paths: Sequence[str | Path]) -> ImportedTrace:
-    """The programs in files of spans, together. Raises ``TraceError`` where there is nothing to make a
-    trace of."""
+    """The programs in files of spans, together. Raises ``TraceError`` if there are no spans for a trace."""
     spans = [span for path in paths for span in read_spans(path)]
     try:
         return import_spans(spans)
@@ -54,7 +52,7 @@ def read_otel(paths: Sequence[str | Path]) -> ImportedTrace:
 
 
 def import_spans(spans: Sequence[OtelSpan]) -> ImportedTrace:
-    """Programs of ``spans``. Raises ``TraceError`` if no model call has token counts."""
+    """The programs of ``spans``. Raises ``TraceError`` if no model call has token counts."""
     once = {(span.trace_id, span.span_id): span for span in spans}
     spans = sorted(once.values(), key=lambda span: (span.start_s, span.trace_id, span.span_id))
     assigner = _SpanAssigner(spans)
@@ -107,7 +105,7 @@ def _no_programs_reason(spans: Sequence[OtelSpan], left_out: int) -> str:
 
 
 class _SpanAssigner:
-    """Finds out which run each span belongs to."""
+    """Determines to which agent run each span belongs."""
 
     def __init__(self, spans: Sequence[OtelSpan]) -> None:
         self._spans = spans
@@ -135,7 +133,8 @@ class _SpanAssigner:
         return list(self._runs.values())
 
     def _is_nested_duplicate(self, call: OtelSpan) -> bool:
-        """Two instrumentations may tell of the same call, one span inside the other."""
+        """Whether another span around ``call`` reports the same model call: two instrumentations may be
+        active."""
         above = self._parent(call)
         while above is not None and self._kinds[above.trace_id, above.span_id] in (
             otel_attributes.MODEL,
@@ -147,7 +146,7 @@ class _SpanAssigner:
         return False
 
     def _owner(self, span: OtelSpan) -> _AgentRun:
-        """The run of a model or tool call; one of its own where nothing around it is a run."""
+        """The run of a model or tool call; a new run if no span around it is a run."""
         around = self._around(span)
         conversation = otel_attributes.conversation_of(span.attributes)
         if around is None:
@@ -165,7 +164,7 @@ class _SpanAssigner:
         return None if parent is None else self._scope(parent)
 
     def _scope(self, span: OtelSpan) -> _AgentRun | None:
-        """The run that what is inside ``span`` belongs to."""
+        """The run to which spans inside ``span`` belong."""
         chain: list[OtelSpan] = []
         at: OtelSpan | None = span
         while at is not None and (at.trace_id, at.span_id) not in self._scopes:
@@ -223,7 +222,7 @@ class _SpanAssigner:
 
 
 def _parent_cycles(by_id: dict[tuple[str, str], OtelSpan]) -> set[tuple[str, str]]:
-    """Spans whose parent leads back to themselves: no tracer writes such, but a file can hold anything."""
+    """Spans that are their own ancestors: no tracer writes them, but a file may contain them."""
     cut: set[tuple[str, str]] = set()
     done: set[tuple[str, str]] = set()
     for key in by_id:

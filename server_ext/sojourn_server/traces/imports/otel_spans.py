@@ -3,8 +3,8 @@
     OTLP JSON     {"resourceSpans": [{"scopeSpans": [{"spans": [...]}]}]}, one or many; also bare spans
     SDK JSON      what ``ReadableSpan.to_json`` gives: {"name", "context", "parent_id", "start_time", ...}
 
-Only names, ids, times, status and attributes are read. Attributes may hold prompts; no value is kept that is
-not asked for by name.
+Only names, ids, times, status and attributes are read. Attributes may contain prompts; only values of known
+attributes are kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OtelSpan(NamedTuple):
 
 
 def read_spans(path: str | Path) -> list[OtelSpan]:
-    """All ended spans of a file, as they come. Raises ``TraceError`` naming file and line."""
+    """All finished spans of a file, in the file's order. Raises ``TraceError`` naming file and line."""
     spans: list[OtelSpan] = []
     for line, record in read_records(path):
         where = f"{path}, line {line}"
@@ -63,7 +63,7 @@ def _list(value: Any, name: str, where: str) -> list[dict[str, Any]]:
 
 
 def _span(raw: dict[str, Any], where: str) -> OtelSpan | None:
-    """The span; ``None`` for one that had not ended."""
+    """The span; ``None`` for a span without an end."""
     context = raw.get("context")
     if isinstance(context, dict):
         return _sdk_span(raw, context, where)
@@ -124,7 +124,7 @@ def _ended(
 
 
 def _normalized_id(number: str) -> str:
-    """Hexadecimal ids are the same with and without ``0x``, and in either case; others are what they are."""
+    """Hexadecimal ids in lower case without ``0x``, so that equal ids compare equal; other ids unchanged."""
     bare = number.lower().removeprefix("0x")
     return bare if all(digit in "0123456789abcdef" for digit in bare) else number
 

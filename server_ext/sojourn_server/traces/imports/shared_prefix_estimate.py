@@ -1,4 +1,4 @@
-"""How much of their first prompts an agent's runs share, from what a service had cached of them."""
+"""Estimate of the prefix that an agent's runs share, from the cached tokens of their first prompts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from ..trace_schema import TraceProgram
 def with_shared_prefixes(programs: Sequence[TraceProgram]) -> list[TraceProgram]:
     """The programs with ``shared_prefix_tokens`` filled in.
 
-    What the service had cached of a first prompt came from another run. The
-    first run of all finds nothing cached and shares it all the same; two runs
-    on one task find more than the system prompt. So all runs of an agent get
-    the least that any of them found, or none where nobody found anything.
+    Cached tokens of a first prompt come from another run. The very first run finds nothing cached, although
+    it has the prefix; two runs on one task share more than the system prompt. So all runs of an agent get the
+    smallest number above 0 that any of them found, or none if all found 0.
     """
     least: dict[str | None, int] = {}
     for program in programs:
