@@ -1,15 +1,15 @@
-# make setup   an environment in .venv with the CPU engine, our packages and the test tools
-# make demo    setup, then the demonstration (about ten minutes); figures in $(JSON), picture in $(PLOT)
-# make test    setup, then every test, those that start an engine included, and the frameworks'
-# make frameworks  the frameworks' tests alone, with the newest and the oldest releases we support
-# make fast    setup, then the tests that start no engine
-# make check   setup, then ruff, mypy and the structure of the source (scripts/house.py)
+# make setup   an environment in .venv with the CPU engine, our packages and the test tools (4 minutes, once)
+# make demo    setup, then the comparison of the README (10 minutes); figures in $(JSON), picture in $(PLOT)
+# make test    setup, then every test: those that start an engine too, and the agent frameworks'
+# make frameworks  setup, then the tests of the agent frameworks, with the newest and oldest releases we support
+# make fast    setup, then the tests that start no engine (6 minutes)
+# make check   setup, then ruff, mypy and the checks of imports, file sizes and names (scripts/house.py)
 #
 # PYTHON=python3.12           another interpreter (3.11 or newer: the CPU engine needs it)
 # EXTRAS=vllm,demo,dev        the CUDA engine in place of the CPU build
-# PIP_EXTRA_INDEX_URL=...     where pip finds CPU builds of PyTorch, where the default index has none
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu   needed on Linux: PyPI has no CPU builds of PyTorch
 # TESTS="tests/launch -k x"   what test, fast and frameworks run
-# WORKERS=4                   processes that test runs in (default: 2); a file of tests stays in one of them
+# WORKERS=4                   processes of make test (default: 2); a test file runs in one process
 # JSON=f PLOT=f ARGS="..."    where the demo writes, and further options of sojourn demo
 
 PYTHON ?= python3
@@ -25,7 +25,7 @@ BIN := .venv/bin
 comma := ,
 STAMP := .venv/.sojourn-$(subst $(comma),-,$(EXTRAS))
 
-# Some machines set this; without byte code every engine process compiles its imports again.
+# Some machines set this variable; without byte code every engine process compiles its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -44,7 +44,7 @@ demo: setup
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Filling tox's environments is waiting for the network: that is done beside the tests. If it fails, the
+# tox fills its environments beside the tests, since that mostly waits for the network. If it fails, the
 # second tox tries again and says why.
 test: setup
 ifeq ($(TESTS),)

