@@ -3,13 +3,13 @@
     python benchmarks/break_even.py --out benchmarks/results
 
 Two servers with the same model and pool run one after the other. On the first, ``sojourn profile`` measures
-prefill and copies and predicts the break-even. The second has host memory below the device. It measures the
-time to first token of a context of S tokens that is computed, then of the same context when only host memory
-has it, alternating over all S, ``--rounds`` times. Before each reload, another context as large as the pool
-is loaded from host memory and fills the device, so neither measurement waits for the copies of what it
-evicts. The cost of copying S tokens out comes from the engine's counters over all copies of the run. Tetris
-compares the sum of that cost and the reload with computing. Figures are medians over the rounds, since the
-first one or two touch the pages of host memory for the first time. Run it on an idle machine.
+prefill and copies and predicts the break-even. The second has host memory below the device. For each length S
+it measures the time to first token of a context of S tokens that is computed, then of the same context loaded
+from host memory; ``--rounds`` times. Before each reload, another context as large as the pool is loaded and
+fills the device, so neither measurement waits for copies of evicted blocks. The cost of copying S tokens out
+comes from the engine's counters over all copies of the run. Tetris compares the sum of that cost and the
+reload with computing. Figures are medians over the rounds; the first one or two rounds are slower, because
+they use the pages of host memory for the first time. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ from sojourn_server.traces.prompt_builder import FIRST_ID
 BLOCK_TOKENS = 32
 VOCABULARY = 8000
 POLICY = "observe"
-"""vLLM's own order: what the tiers do is all that differs from stock."""
+"""Preset with vLLM's own order: only the tiers differ from stock."""
 HOST_POOLS = 5
-"""Host memory in pools: two to drive contexts out with, and what is measured until its turn is over."""
+"""Size of host memory in KV pools: two for the contexts that evict others, the rest for measured contexts."""
 
 
 class Point(NamedTuple):
-    """One context length; median seconds."""
+    """Measurements at one context length, median seconds."""
 
     tokens: int
     computed_s: float
     reloaded_s: float
     out_s: float
-    """To copy it to host memory."""
+    """Seconds to copy the context to host memory."""
 
     @property
     def offloaded_s(self) -> float:
-        """Out and in again."""
+        """Seconds to copy the context out and in again."""
         return self.out_s + self.reloaded_s
 
 
 class Plan(NamedTuple):
-    """What is measured, in blocks."""
+    """Sizes of the measurement, in blocks."""
 
     lengths: tuple[int, ...]
-    """A context has one token more, since one at least is computed."""
+    """Context lengths; a context has one token more, since at least one token is computed."""
     pool: int
-    """That requests can have."""
+    """Blocks of the pool that requests can use."""
 
     def serve_args(self) -> tuple[str, ...]:
         """The engine's flags, the same for both servers."""
@@ -93,9 +93,10 @@ def plan(longest: int) -> Plan:
 
 
 def crossing(points: Sequence[Point], other: Callable[[Point], float]) -> dict[str, Any]:
-    """From where on ``other`` takes less time than computing, at every longer length measured too.
+    """The context length from which ``other`` takes less time than computing, there and at every longer
+    length.
 
-    Between two lengths, where the straight lines through them cross.
+    Between two measured lengths: the crossing of the straight lines through them.
     """
     wins = [other(point) < point.computed_s for point in points]
     if not wins[-1]:
@@ -110,7 +111,7 @@ def crossing(points: Sequence[Point], other: Callable[[Point], float]) -> dict[s
 
 
 def words(found: dict[str, Any]) -> str:
-    """A break-even, measured or predicted, in words."""
+    """A break-even, measured or predicted, as text."""
     tokens = found["tokens"]
     if found["faster"] == "from the shortest":
         return f"at or below {tokens:,} tokens, the shortest measured"
@@ -125,7 +126,7 @@ def words(found: dict[str, Any]) -> str:
 
 
 def predict(url: str, longest: int) -> dict[str, Any]:
-    """What ``sojourn profile`` says of the server."""
+    """The break-even that ``sojourn profile`` predicts for the server."""
     command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "profile"]
     options = ("--url", url, "--no-decode", "--json", "--max-context", str(longest + 1))
     done = subprocess.run([*command, *options], check=True, stdout=subprocess.PIPE)
@@ -136,8 +137,8 @@ def predict(url: str, longest: int) -> dict[str, Any]:
 async def measure(
     url: str, model: str, plan: Plan, rounds: int, seed: int, progress: Progress
 ) -> tuple[dict[int, tuple[list[float], list[float]]], list[dict[str, Any]]]:
-    """Of each length in tokens, seconds to first token: computed, and reloaded; and what the engine had
-    counted of copies before the first round and after each."""
+    """Measure all lengths. Returns, for each length in tokens, the seconds to first token when computed and
+    when reloaded; and the engine's copy counters before the first round and after each round."""
     rng = random.Random(seed)
 
     def fresh(tokens: int) -> list[int]:
@@ -149,7 +150,7 @@ async def measure(
     # With its output a filler takes up the pool to the last token.
     fillers = [fresh(plan.pool * BLOCK_TOKENS - 1) for _ in range(2)]
     found = 0
-    """Tokens that were not computed, fillers' too."""
+    """Number of tokens so far that were not computed, including the filler contexts'."""
     counted: list[dict[str, Any]] = []
 
     async def ask(prompt: list[int], expected: int) -> float:
@@ -182,7 +183,7 @@ async def measure(
 
 
 async def tiers(url: str) -> dict[str, Any]:
-    """What the server says of host memory now."""
+    """The server's present statistics of host memory."""
     await asyncio.sleep(2 * CACHE_TTL_S)  # for so long it gives the answer it gave before
     answer = httpx.get(f"{url}/sojourn/v1/stats", timeout=30.0, trust_env=False)
     found: dict[str, Any] = answer.raise_for_status().json()["tiers"]
@@ -190,13 +191,13 @@ async def tiers(url: str) -> dict[str, Any]:
 
 
 def seconds_a_byte(traffic: Sequence[dict[str, Any]], lane: str) -> float:
-    """Of what went one way, the median over the rounds."""
+    """Seconds per byte of copies in the direction ``lane``, the median over the rounds."""
     totals = [(of["seconds"][lane], of["moved_bytes"][lane]) for of in traffic]
     return float(median((s1 - s0) / (b1 - b0) for (s0, b0), (s1, b1) in pairwise(totals)))
 
 
 def run(model: str, plan: Plan, rounds: int, seed: int, console: Console) -> dict[str, Any]:
-    """Both servers; what was predicted, and what was measured."""
+    """Run both servers; returns the predicted and the measured break-even."""
     longest = plan.lengths[-1] * BLOCK_TOKENS
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("", total=None)
@@ -244,7 +245,7 @@ def run(model: str, plan: Plan, rounds: int, seed: int, console: Console) -> dic
 
 
 def thresholds(result: dict[str, Any]) -> dict[str, str]:
-    """Of each way to find the break-even, what it says."""
+    """The break-even by each method, as text."""
     measured, predicted = result["measured"], result["predicted"]["break_even"]
     return {
         "measured, out and in again": words(measured["out_and_in"]),
@@ -272,7 +273,7 @@ def lines(result: dict[str, Any]) -> list[list[str]]:
 
 
 def page(result: dict[str, Any], made: Provenance, wall_s: float) -> str:
-    """The page; ``{by hand}`` is where words go."""
+    """The result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
     measured, predicted = result["measured"], result["predicted"]
     even = predicted["break_even"]
     return "\n".join(
@@ -343,7 +344,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="smol", help="smol, tiny or another small one (default: smol)")
     parser.add_argument("--longest", type=int, default=2048, help="context in tokens (default: 2048)")

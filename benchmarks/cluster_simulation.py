@@ -46,27 +46,27 @@ MORI_POLICIES = (
     "mori/mori", "thunderagent/thunderagent-offload", "prefix-affinity/lru-offload", "prefix-affinity/stock",
 )  # fmt: skip
 BASELINES = MORI_POLICIES[1:3]
-"""What ``mori`` is held against."""
+"""Policies with which ``mori`` is compared."""
 PUBLISHED = "+54 to +79 % tokens a second over the baselines, ≥ 99 % busy at 80, ≤ 2.9 % of programs change"
 AT_MOST_POLICIES = ("sojourn/saga", "thunderagent/thunderagent", "saga/saga")
-"""Of whom it is asked what they do at most."""
+"""Policies whose maximum throughput is measured."""
 TENANT_POLICIES = (
     "sojourn/saga", "saga/saga", "prefix-affinity/stock", "thunderagent/thunderagent",
     "saga-no-affinity/saga", "saga-no-stealing/saga", "saga-no-shares/saga",
 )  # fmt: skip
-"""Under load: whole systems, and SAGA without a part of its gateway."""
+"""Policies under load: whole systems, and SAGA without one part of its gateway each."""
 ENGINE_POLICIES = ("saga/saga-paper", "saga/saga-no-eviction", "saga/saga-no-ttl", "saga/saga-no-prefetch")
-"""The same with its engines as printed: whole, and without a part."""
+"""SAGA with engines as published: whole, and without one part each."""
 LESS_POLICIES = TENANT_POLICIES[:2]
-"""Under less load."""
+"""Policies that are also run at lower load."""
 WHOLE = {"saga-no-": "saga/saga", "saga/saga-no-": "saga/saga-paper"}
-"""What an ablation is held against, by how its name begins."""
+"""Policy with which an ablation is compared, by the prefix of the ablation's name."""
 TENANT_HARDWARE, TENANT_MODEL, TENANT_TP = "a100-80gb", "llama-3.1-70b", 4
-"""SAGA §8: Llama-3-70B on four A100 an instance."""
+"""SAGA §8: Llama-3-70B on four A100 per instance."""
 SEEN = 300
-"""Programs that have ended before: SAGA profiles its agents (§6.1)."""
+"""Number of programs that ended before the run: SAGA profiles its agents (§6.1)."""
 AT_ONCE_PER_S = 1000.0
-"""Arrivals a second that make all programs be there at once."""
+"""Arrivals per second at which all programs are present nearly at once."""
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -93,13 +93,13 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 MORI_TRACES = ("kvct_v6_claude_code.jsonl.gz",)
-"""MORI's own load."""
+"""The recorded trace of MORI's own experiments."""
 LONG_CONTEXTS = "synthetic:dualpath-64k"
-"""Beside it, with the fewest programs a replica."""
+"""A second workload for MORI, with few long programs per replica."""
 
 
 def mori_specs(options: argparse.Namespace) -> list[RunSpec]:
-    """Load after load, policies in their order."""
+    """Specifications of MORI's runs: each load in turn, with all policies."""
     workloads = options.workloads
     if workloads is None:
         if options.traces is None:
@@ -119,7 +119,7 @@ def mori_specs(options: argparse.Namespace) -> list[RunSpec]:
 
 
 def tenant_spec(options: argparse.Namespace, policy: str, rate_per_s: float) -> RunSpec:
-    """Ten tenants until all have finished."""
+    """Specification of one run of the ten tenants, until all programs have finished."""
     return RunSpec(
         policy=policy, workload="synthetic:saga-ten-tenants", hardware=TENANT_HARDWARE, model=TENANT_MODEL,
         tp=TENANT_TP, replicas=options.tenant_replicas, programs=options.tenant_programs,
@@ -149,7 +149,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def write_cluster(options: argparse.Namespace, run: Run, began: float) -> None:
-    """MORI's replicas and the scale."""
+    """Run MORI's replicas and the scale, and write their page."""
     sections: list[str] = []
     rows_of: dict[str, list[RunRow]] = {}
     if "mori" in options.only:
@@ -172,7 +172,7 @@ def write_cluster(options: argparse.Namespace, run: Run, began: float) -> None:
 
 
 def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
-    """SAGA's tenants."""
+    """Run SAGA's tenants, and write their page."""
     at_once = run([tenant_spec(options, policy, AT_ONCE_PER_S) for policy in AT_MOST_POLICIES])
 
     def under(load: float, policies: Sequence[str]) -> list[RunRow]:
@@ -198,7 +198,7 @@ def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
 
 
 def rate_of(at_once: Sequence[RunRow], load: float) -> float:
-    """Programs a second that are so much of what the best does at most."""
+    """Arrival rate, in programs per second, that is the share ``load`` of the best policy's maximum."""
     most = max(row.programs_per_hour or 0.0 for row in at_once)
     return round(load * most / 3600.0, 6)
 
@@ -213,7 +213,7 @@ def write(
     rows_of: dict[str, list[RunRow]],
     began: float,
 ) -> None:
-    """A page, its figures and its drawing."""
+    """Write a page, its JSON and its plot."""
     made = made_with(sys.argv)
     options.out.mkdir(parents=True, exist_ok=True)
     write_json({"made_with": msgspec.to_builtins(made), **found}, str(options.out / f"{name}.json"))
@@ -238,7 +238,7 @@ def write(
 
 
 def mori_section(rows: Sequence[RunRow]) -> list[str]:
-    """A line a load and policy."""
+    """Section of MORI's results: one row per load and policy."""
     first = rows[0]
     lines = []
     for row in rows:
@@ -281,7 +281,7 @@ def mori_section(rows: Sequence[RunRow]) -> list[str]:
 
 
 def at_most_section(rows: Sequence[RunRow]) -> list[str]:
-    """Who does how much at most."""
+    """Section of the policies' maximum throughput."""
     first = rows[0]
     most = max(row.programs_per_hour or 0.0 for row in rows)
     lines = [
@@ -315,7 +315,7 @@ def at_most_section(rows: Sequence[RunRow]) -> list[str]:
 
 
 def tenant_section(rows: Sequence[RunRow], load: float, rate_per_s: float) -> list[str]:
-    """Who is in time at ``load`` of what the best does at most."""
+    """Section of the programs that finish in time at ``load``, relative to the best policy's maximum."""
     means = {row.policy: row.completion_s.mean for row in rows}
     lines = [
         [
@@ -352,7 +352,7 @@ def tenant_section(rows: Sequence[RunRow], load: float, rate_per_s: float) -> li
 
 
 def _against_whole(policy: str, means: dict[str, float | None]) -> str:
-    """An ablation's mean completion beside that of what it is a part of."""
+    """An ablation's mean completion relative to the whole system's."""
     for begins, whole in WHOLE.items():
         mine, its = means.get(policy), means.get(whole)
         if policy.startswith(begins) and mine is not None and its is not None:
@@ -361,7 +361,7 @@ def _against_whole(policy: str, means: dict[str, float | None]) -> str:
 
 
 def scale_section(row: RunRow) -> list[str]:
-    """What one large run took."""
+    """Section on the cost of one large run."""
     turns = sum(replica.turns for replica in row.per_replica)
     return [
         "## Scale",
@@ -374,7 +374,7 @@ def scale_section(row: RunRow) -> list[str]:
 
 
 def draw(rows_of: dict[str, list[RunRow]], path: Path) -> bool:
-    """Tokens a second by load, and programs in time by policy. False: there is nothing to draw."""
+    """Plot tokens per second by load, and programs in time by policy. Returns false if there is no data."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -411,7 +411,7 @@ def draw(rows_of: dict[str, list[RunRow]], path: Path) -> bool:
 
 
 def _met(row: RunRow, tenants: Sequence[str]) -> str:
-    """The share in time, tenants alike whatever they sent."""
+    """Share of programs in time, as the mean over the tenants."""
     known = [(row.slo_attainment or {})[name] for name in tenants if name in (row.slo_attainment or {})]
     return f"{sum(known) / len(known):.1%}" if known else "–"
 

@@ -39,14 +39,14 @@ from sojourn_server.simulator.report.results_file import made_with
 
 BLOCK_TOKENS = 16
 SHORT_SHARE = 0.85
-"""Of appends: a tool's answer; the others are files that were read."""
+"""Share of appends that are answers of tools; the others are files that were read."""
 SHORT_TOKENS, LONG_TOKENS = (50, 1_500), (2_000, 12_000)
 UNBOUNDED_TOKENS = 65_536
-"""A step's tokens where the quota is to bound it."""
+"""Token limit of a step for runs in which only the quota limits it."""
 
 
 class Way(NamedTuple):
-    """How a step is bounded."""
+    """One way to limit a step."""
 
     name: str
     tokens: int
@@ -54,28 +54,28 @@ class Way(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """One engine's step."""
+    """One engine's plan of a step."""
 
     attention_s: float
     step_s: float
     tokens: int
     waiting: bool
-    """Somebody was left in line."""
+    """Whether a request was left in the queue."""
     cpu_s: float
-    """Of ``schedule()``."""
+    """CPU seconds of ``schedule()``."""
 
 
 @dataclass(slots=True)
 class Load:
-    """What the agents of one engine ask, the same whatever bounds its steps."""
+    """Requests of one engine's agents, the same for every limit of steps."""
 
     contexts: list[int]
     appends: list[list[int]]
-    """Of each agent's turns, tokens."""
+    """Appended tokens of each turn, by agent."""
 
     @classmethod
     def drawn(cls, draw: random.Random, agents: int, turns: int, shortest: int, longest: int) -> Load:
-        """By ``draw``: contexts of ``shortest`` to ``longest`` tokens, long ones as likely as short."""
+        """Draw a load: contexts of ``shortest`` to ``longest`` tokens, uniformly distributed."""
 
         def append() -> int:
             return draw.randrange(*(SHORT_TOKENS if draw.random() < SHORT_SHARE else LONG_TOKENS))
@@ -85,19 +85,20 @@ class Load:
 
     @property
     def most_tokens(self) -> int:
-        """Of one prompt."""
+        """Tokens of the longest prompt."""
         return max(
             context + sum(appends) for context, appends in zip(self.contexts, self.appends, strict=True)
         )
 
     @property
     def kv_tokens(self) -> int:
-        """Of all contexts in the end."""
+        """Tokens of all contexts at the end."""
         return sum(self.contexts) + sum(map(sum, self.appends))
 
 
 class PrefillEngine:
-    """vLLM's scheduler with a prefix cache that loses nothing; agents take their next turn at once."""
+    """vLLM's scheduler with a prefix cache large enough to keep everything; agents begin their next turn at
+    once."""
 
     def __init__(self, load: Load, way: Way, profile: Path | None, latency: LatencyModel) -> None:
         from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
@@ -129,11 +130,11 @@ class PrefillEngine:
 
     @property
     def busy(self) -> bool:
-        """Anything is left."""
+        """Whether any work is left."""
         return bool(self.engine.scheduler.has_unfinished_requests())
 
     def step(self, attention: AttentionCosts) -> Planned | None:
-        """Plan a step and take in what it computes; ``None``: nothing is left."""
+        """Plan a step and apply its results; ``None``: no work is left."""
         if not self.busy:
             return None
         scheduler = self.engine.scheduler
@@ -177,7 +178,7 @@ class PrefillEngine:
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one way."""
+    """Results of one way to limit steps."""
 
     way: Way
     steps: list[list[Planned | None]] = field(default_factory=list)
@@ -185,7 +186,7 @@ class Outcome:
 
     @property
     def under_load(self) -> list[list[Planned]]:
-        """Steps in which every engine left somebody in line."""
+        """The steps in which every engine left a request in its queue."""
         full = []
         for step in self.steps:
             mine = [planned for planned in step if planned is not None]
@@ -194,7 +195,7 @@ class Outcome:
         return full
 
     def figures(self, quota_s: float) -> dict[str, Any]:
-        """As plain data. Raises ``SystemExit`` where no step was under load."""
+        """The figures as plain data. Raises ``SystemExit`` if no step was under load."""
         loaded = self.under_load
         if not loaded:
             raise SystemExit(f"error: {self.way.name}: never was somebody waiting everywhere; more --agents")
@@ -225,7 +226,7 @@ def _attention(steps: Sequence[Sequence[Planned]]) -> Iterator[list[float]]:
 
 
 def play(way: Way, loads: Sequence[Load], latency: LatencyModel, costs: StepCosts) -> Outcome:
-    """All turns of all agents, the engines in step."""
+    """Run all turns of all agents, with the engines in lockstep."""
     attention = AttentionCosts.of(costs)
     outcome = Outcome(way)
     with tempfile.TemporaryDirectory() as folder:
@@ -243,7 +244,7 @@ def play(way: Way, loads: Sequence[Load], latency: LatencyModel, costs: StepCost
 
 
 def costs_of(latency: LatencyModel) -> StepCosts:
-    """What attention costs by a latency model: it is linear in pairs and in KV read."""
+    """The attention costs of a latency model, which is linear in pairs and in KV read."""
     nothing = StepWork(1, 1, 1, 0, 0, 0, 0)
     many = 10**9
     base_s = latency.step_s(nothing)
@@ -271,7 +272,7 @@ HEAD = (
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A row of the table."""
+    """Cells of a table row."""
     bounded = row["way"].startswith("the quota")
     return [
         row["way"],
@@ -290,7 +291,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def plot(outcomes: Sequence[Outcome], quota_s: float, path: Path) -> None:
-    """Attention of every engine's step, sorted: flat is even."""
+    """Plot the attention seconds of every engine's step, sorted: a flat line means even steps."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -311,7 +312,7 @@ def plot(outcomes: Sequence[Outcome], quota_s: float, path: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[list[Outcome], StepCosts]:
-    """All ways on the same loads."""
+    """Run all ways to limit steps on the same loads."""
     hardware = str(options.profile) if options.profile is not None else options.hardware
     latency, _ = load_latency_model(hardware, None if options.profile is not None else options.model)
     costs = costs_of(latency)
@@ -346,7 +347,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Play, print, write."""
+    """Run, print and write the results."""
     options = arguments().parse_args()
     began, console = time.monotonic(), Console()
     outcomes, costs = run(options)

@@ -38,15 +38,15 @@ RATES = {
     "synthetic:continuum-swe-bench:0.05": (0.030, 0.060, 0.130),
     "synthetic:continuum-bfcl:0.05": (0.050, 0.100, 0.200),
 }
-"""Programs a second: from where nobody waits to where the queue only grows. Behind the colon: the part of a
-context that the model writes, which the paper does not tell; without one a fifth."""
+"""Programs per second, from a load without queueing to one whose queue only grows. After the colon: the share
+of a context that the model writes, which the paper does not state; without it, a fifth."""
 PROGRAMS = {workload: 60 if workload.endswith(":0.05") else 40 for workload in RATES}
-"""Arrivals of a run. The same load in programs a second is over in a moment where they are few."""
+"""Number of arrivals of a run; more where programs are short."""
 ABLATION = ("stock", "program-fcfs", "static-ttl", "continuum-paper")
-"""Figure 15, in its order."""
+"""Policies of the ablation in Figure 15, in its order."""
 POLICIES = (*ABLATION, "continuum", "unlimited")
 PUBLISHED = (1.12, 3.66)
-"""§1: vLLM's mean delay over Continuum's, least and most of all models, devices and workloads."""
+"""Minimum and maximum of vLLM's mean delay ÷ Continuum's over all models, devices and workloads (§1)."""
 
 Cell = tuple[str, float]
 """Workload and rate."""
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def cells(rows: Iterable[RunRow]) -> dict[Cell, dict[str, RunRow]]:
-    """The rows of each load, by policy."""
+    """The rows of each workload and rate, by policy."""
     found: dict[Cell, dict[str, RunRow]] = {}
     for row in rows:
         assert row.rate_per_s is not None
@@ -114,13 +114,13 @@ def cells(rows: Iterable[RunRow]) -> dict[Cell, dict[str, RunRow]]:
 
 
 def factor(rows: dict[str, RunRow], policy: str) -> float | None:
-    """Stock's mean delay over the policy's."""
+    """Mean delay of stock ÷ mean delay of the policy."""
     stock, mine = rows.get("stock"), rows[policy].completion_s.mean
     return stock.completion_s.mean / mine if stock and stock.completion_s.mean and mine else None
 
 
 def seconds_by(log: RunLog) -> dict[str, float]:
-    """Mean seconds of a program's delay in each kind of span; ``mean`` is their sum."""
+    """Mean seconds of a program's delay in each kind of phase; ``mean`` is their sum."""
     sums = dict.fromkeys(PHASE_KINDS, 0.0)
     for program in log.programs:
         for kind, seconds in totals(program, log.virtual_s).items():
@@ -129,7 +129,7 @@ def seconds_by(log: RunLog) -> dict[str, float]:
 
 
 def table(rows: Sequence[RunRow]) -> Table:
-    """Mean delay in seconds, and how many times less than stock's."""
+    """Table of mean delays in seconds, with the factor relative to stock."""
     names = list(dict.fromkeys(row.policy for row in rows))
     shown = Table(title=f"mean delay, s, and stock ÷ policy; published {PUBLISHED[0]}–{PUBLISHED[1]}×")
     for name in ("workload", "programs/s", *names):
@@ -148,7 +148,7 @@ def _cell(rows: dict[str, RunRow], policy: str) -> str:
 
 
 def markdown(rows: Sequence[RunRow], logs: Sequence[RunLog], made: str) -> str:
-    """The page; ``{by hand}`` is where words go."""
+    """The result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
     names = list(dict.fromkeys(row.policy for row in rows))
     first = rows[0]
     programs = " or ".join(str(count) for count in sorted({row.programs for row in rows}))
@@ -216,7 +216,7 @@ def _evidence(rows: Sequence[RunRow], logs: Sequence[RunLog]) -> list[list[str]]
 
 
 def ablation(rows: Sequence[RunRow]) -> list[str]:
-    """Whether each step of Figure 15 helps, at every load."""
+    """Text that says whether each step of Figure 15 helps, for every load."""
     lines = []
     for trace in dict.fromkeys(row.trace for row in rows):
         loads = [mine for (name, _), mine in cells(rows).items() if name == trace]
@@ -248,7 +248,7 @@ def _grid(head: list[str], lines: list[list[str]]) -> list[str]:
 
 
 def plot(rows: Sequence[RunRow], path: Path) -> None:
-    """Delay over load, and below it stock ÷ policy with the published range."""
+    """Plot delay over load, and below it stock ÷ policy with the published range."""
     import matplotlib
 
     matplotlib.use("svg")

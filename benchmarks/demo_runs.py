@@ -22,7 +22,7 @@ from rich.table import Table
 
 
 def run_demo(seed: int, target: Path) -> dict[str, Any]:
-    """One run; raises ``CalledProcessError`` where a repository was not fixed."""
+    """Run the demo once; raises ``CalledProcessError`` if a repository was not fixed."""
     command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "demo"]
     # Every second run takes the arms the other way round, so that neither always has the warmer machine.
     arms = "sojourn,stock" if seed % 2 else "stock,sojourn"
@@ -31,7 +31,7 @@ def run_demo(seed: int, target: Path) -> dict[str, Any]:
 
 
 def without_details(document: dict[str, Any]) -> dict[str, Any]:
-    """A run's figures without the turn-by-turn part."""
+    """A run's figures without the details of its turns."""
     arms = {
         name: {key: value for key, value in arm.items() if key != "details"}
         for name, arm in document["arms"].items()
@@ -40,7 +40,7 @@ def without_details(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each ratio and of each figure that is a number, over the runs."""
+    """The median over the runs of each ratio and each numeric figure."""
     arms: dict[str, dict[str, float]] = {}
     for name, arm in runs[0]["arms"].items():
         numbers = [key for key, value in arm.items() if isinstance(value, int | float)]
@@ -50,7 +50,7 @@ def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, print, write."""
+    """Run, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--from", dest="files", nargs="+", type=Path, metavar="FILE")

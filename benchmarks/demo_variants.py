@@ -1,4 +1,4 @@
-"""The demo's load under other policies: the gain of the gate, the order and the leases.
+"""The demo's load under other policies: the gains of admission control, queue order and leases.
 
     python benchmarks/demo_variants.py --json benchmarks/results/demo_variants.json
 
@@ -45,7 +45,7 @@ KEPT = (
 
 
 def run_variant(options: tuple[str, ...], target: Path) -> dict[str, Any]:
-    """One arm's figures, and the facts of its run."""
+    """Run one arm; returns its figures and the facts of its run."""
     command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "demo"]
     subprocess.run([*command, *options, "--json", str(target)], check=True)
     document = json.loads(target.read_text())
@@ -55,7 +55,7 @@ def run_variant(options: tuple[str, ...], target: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, print, write after each variant."""
+    """Run, print, and write the results after each variant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--json", type=Path, help="write the result here")

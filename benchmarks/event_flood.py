@@ -33,7 +33,7 @@ OUTPUT_TOKENS = 32
 EVENT_INTERVAL_S = 0.2
 ROUND_S = 8.0
 LEAD_S = 1.0
-"""Time that the flood runs before the round's measurement begins."""
+"""Seconds for which the flood runs before a round's measurement begins."""
 ARGS = ("--max-model-len", "2048")
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -95,7 +95,8 @@ def flood(
 
 
 async def measure(url: str, seed: int) -> tuple[list[float], list[float], int, int]:
-    """Times to first token and per output token in seconds, and the small client's events: lost, sent."""
+    """Measure one round. Returns the seconds to first token and per output token, and the numbers of lost and
+    of sent events of the small client."""
     ttft, tpot = [], []
     lost = sent = 0
     end = time.perf_counter() + ROUND_S
@@ -135,7 +136,7 @@ async def measure(url: str, seed: int) -> tuple[list[float], list[float], int, i
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6, help="rounds without and with the flood, each")
     parser.add_argument("--policy", default="continuum")

@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 TARGET_TURN_US = 100.0
-"""Agreed bound on the median of the differences."""
+"""Agreed maximum of the median difference, in microseconds per turn."""
 WARM_UP_ROUNDS = 2
 
 SERVER = """
@@ -67,11 +67,12 @@ with FakeServer(answer) as server:
 
 Run = Callable[[], Any]
 Prepare = Callable[[str, bool], Run]
-"""Makes the agent for one round, outside the time that is taken: (base URL, instrumented) → run it."""
+"""Builds the agent for one round, outside the measured time: (base URL, whether to instrument) → function
+that runs it."""
 
 
 def main() -> None:
-    """Measure and print; exit code 1 where the target is missed."""
+    """Measure and print; exit code 1 if the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40, help="pairs of rounds per framework")
     parser.add_argument("--turns", type=int, default=20, help="turns of one agent")
@@ -104,7 +105,7 @@ def measure(rounds: int, turns: int, answer_ms: float, names: list[str]) -> dict
 
 
 def one(name: str, rounds: int, turns: int, answer_ms: float) -> dict[str, Any]:
-    """One framework's row. Raises ``RuntimeError`` where its agent does not make the turns it should."""
+    """Measure one framework. Raises ``RuntimeError`` if its agent does not make the expected turns."""
     framework = FRAMEWORKS[name]
     took: dict[bool, list[Took]] = {False: [], True: []}
     with ServerProcess(turns, answer_ms / 1000) as url:
@@ -141,18 +142,18 @@ def one(name: str, rounds: int, turns: int, answer_ms: float) -> dict[str, Any]:
 
 
 class Took(NamedTuple):
-    """Microseconds a turn."""
+    """Cost per turn in microseconds."""
 
     wall_us: float
     cpu_us: float
-    """Of the agent's own thread only: what a framework does in others is not in it, nor is our sender."""
+    """CPU time of the agent's own thread; other threads of the framework and the sender do not count."""
 
     def minus(self, other: Took) -> Took:
         return Took(self.wall_us - other.wall_us, self.cpu_us - other.cpu_us)
 
 
 def timed(run: Run, turns: int) -> Took:
-    """One run, without the collector."""
+    """Measure one run, with garbage collection disabled."""
     gc.collect()
     gc.disable()
     try:
@@ -178,12 +179,13 @@ TOOL = {
 
 
 def work(text: str) -> str:
-    """Work."""
+    """A tool without effect."""
     return text
 
 
 def by_hand(ask: Callable[..., Any], instrumented: bool) -> Run:
-    """A loop around ``ask(messages=, tools=)``; with scopes of ours only where it is instrumented."""
+    """An agent loop around ``ask(messages=, tools=)``, with sojourn's context managers if
+    ``instrumented``."""
 
     def run() -> None:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
@@ -226,7 +228,7 @@ def mini(base_url: str, instrumented: bool) -> Run:
     from minisweagent.models.litellm_model import LitellmModel
 
     class Nothing(LocalEnvironment):
-        """Starts no shell: that would be most of a turn."""
+        """A replacement for a shell environment: starting a shell would take most of a turn."""
 
         def execute(self, action: Any, cwd: str = "", **_: Any) -> dict[str, Any]:
             if action["command"] == "submit":
@@ -292,7 +294,7 @@ def openai_agents(base_url: str, instrumented: bool) -> Run:
 
 
 class Framework(NamedTuple):
-    """How its scripted agent is made."""
+    """A framework, and how to build its scripted agent."""
 
     package: str
     distribution: str
@@ -311,7 +313,7 @@ FRAMEWORKS = {
 
 
 class ServerProcess:
-    """A scripted ``FakeServer`` of its own process; the ``with`` block gets its URL."""
+    """A scripted ``FakeServer`` in its own process; the ``with`` block gets its URL."""
 
     def __init__(self, turns: int, answer_s: float) -> None:
         code = SERVER.format(turns=turns, answer_s=answer_s)
@@ -328,7 +330,7 @@ class ServerProcess:
 
 
 def show(report: dict[str, Any]) -> None:
-    """The table."""
+    """Print the table."""
     console = Console()
     where = f"Python {report['python']}, {report['machine']}, load {report['load_1min']}"
     table = Table(title=f"One turn of an agent ({where})")

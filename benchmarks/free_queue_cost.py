@@ -24,13 +24,13 @@ from sojourn_server.cli.console import write_json
 from sojourn_server.simulator.report.results_file import made_with
 
 TURN_BLOCKS = 100
-"""Taken and given back a turn: 1,600 tokens of 16 to a block."""
+"""Number of blocks allocated and freed per turn: 1,600 tokens with 16 per block."""
 FOUND_BLOCKS = 100
-"""Found again a turn, of those that the program left."""
+"""Number of blocks of the program's earlier turns that a turn hits."""
 
 
 class Pool:
-    """A queue, and the turns that go through it."""
+    """A free block queue, and the turns that use it."""
 
     def __init__(self, blocks: int, programs: int, *, by_program: bool) -> None:
         from sojourn_server.vllm.free_block_queue import ProgramFreeBlockQueue
@@ -45,7 +45,7 @@ class Pool:
                 self.queue, evicted=lambda *_: None, scorer=self, failed=_raise
             )
         self.left: dict[str, list[Any]] = {name: [] for name in self.scores}
-        """What each program's newest turn gave back."""
+        """Blocks that each program's newest turn freed."""
         self._owner: dict[int, str] = {}
         self._random = random.Random(0)
         self._names = 0
@@ -57,7 +57,7 @@ class Pool:
         return standing
 
     def turn(self) -> float:
-        """One turn of a random program; CPU seconds inside the queue."""
+        """Run one turn of a random program; returns the CPU seconds inside the queue."""
         program = f"p{self._random.randrange(len(self.scores))}"
         found = [
             block for block in self.left[program][:FOUND_BLOCKS] if self._owner.get(block.block_id) == program
@@ -98,7 +98,7 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", help="write the result here")
     parser.add_argument("--blocks", type=int, default=200_000)

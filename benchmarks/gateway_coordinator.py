@@ -39,7 +39,8 @@ HEAD = ("what", "at once, or a batch", "a second, median", "slowest round")
 async def decisions(
     routing_backend: CoordinatedRoutingBackend, at_once: int, seconds: float, first: int
 ) -> tuple[float, int]:
-    """New programs placed in a second; and how many there were."""
+    """Place new programs, ``at_once`` concurrently, for ``seconds``. Returns programs per second and their
+    number."""
     done, number = 0, first
     end = time.perf_counter() + seconds
 
@@ -65,7 +66,7 @@ async def decisions(
 
 
 async def told(calls: Any, batch: int, seconds: float) -> float:
-    """Facts taken in a second, from a gateway of its own; four batches on their way at once."""
+    """Facts accepted per second from one gateway, with four batches in flight."""
     name = f"facts-{batch}-{time.perf_counter_ns()}"
     joined = await calls.join(m.JoinRequest(name, 0))
     sent = routing_events.RequestSent("never", "h:0", "t", 10)
@@ -88,7 +89,7 @@ async def told(calls: Any, batch: int, seconds: float) -> float:
 
 
 async def measure(config: Any, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Rates of each round, by what was done."""
+    """Rates of each round, by kind of call."""
     from sojourn_server.gateway.ray.coordinator_actor import CoordinatorActorClient
 
     calls = CoordinatorActorClient(config)
@@ -112,28 +113,28 @@ async def measure(config: Any, rounds: int, seconds: float) -> dict[str, list[fl
 
 
 async def register(calls: Any) -> None:
-    """All replicas say that they are there."""
+    """Register all replicas."""
     description = EngineDescription(1, "1", 100_000, 0, 64, 32_000, False, True)
     for number in range(REPLICAS):
         await calls.register(m.EngineRegistration(f"e{number}", f"http://h:{number + 1}", description))
 
 
 async def live(calls: Any) -> None:
-    """And say it again: one that is silent for ten seconds is looked for."""
+    """Report all replicas as alive again: the coordinator checks replicas that are silent for ten seconds."""
     while True:
         await asyncio.sleep(3.0)
         await register(calls)
 
 
 def lines(found: dict[str, list[float]]) -> list[list[str]]:
-    """The table."""
+    """Rows of the table."""
     return [
         [*name.split("/"), f"{median(rates):,.0f}", f"{min(rates):,.0f}"] for name, rates in found.items()
     ]
 
 
 def page(found: dict[str, list[float]], made: Provenance, rounds: int, seconds: float, wall_s: float) -> str:
-    """The page in benchmarks/results."""
+    """The result page in Markdown."""
     return f"""# The coordinator on Ray
 
 {made_by(made, wall_s)}
@@ -149,7 +150,7 @@ in batches, four of them on their way.
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each round and thing")

@@ -2,12 +2,12 @@
 
     python benchmarks/gateway_latency.py --ray --out benchmarks/results
 
-Two engines with the model ``tiny`` answer requests of one token; each program has a home. Each round asks
-the same engine three times: directly; through uvicorn and aiohttp that only relay a request, which is the
-lower bound for a gateway built on these libraries; and through the gateway. The order rotates and one request
-is in flight at a time, so that other load on the machine affects all of them. Reports medians, 95th
-percentiles, and the median difference to the direct request of the same round. ``--ray`` does the same with a
-Ray cluster on this machine and two gateways that know the homes. Run it on an idle machine.
+Two engines with the model ``tiny`` answer requests of one token; each program has a home. Each round sends
+the same engine three requests: directly; through a relay of uvicorn and aiohttp, the lower bound for a
+gateway built on these libraries; and through the gateway. The order rotates and one request is in flight at a
+time, so that other load on the machine affects all of them. Reports medians, 95th percentiles, and the median
+difference to the direct request of the same round. ``--ray`` does the same with a Ray cluster on this machine
+and two gateways that know the homes. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ HEAD = ("path", "p50 ms", "p95 ms", "added p50 ms", "added p95 ms")
 async def measure(
     gateway: str, rounds: int, label: str, bare: Mapping[str, str] | None = None
 ) -> dict[str, list[float]]:
-    """Seconds of each request by its path, in the order of rounds. ``bare``: an engine's address → that of
-    what passes on to it and does nothing else."""
+    """Seconds of each request by its path, in the order of rounds. ``bare``: address of each engine → address
+    of the relay in front of it."""
     took: dict[str, list[float]] = {name: [] for name in (DIRECT, *([BARE] if bare else []), GATEWAY)}
     async with aiohttp.ClientSession() as http:
 
@@ -82,7 +82,7 @@ async def measure(
 
 
 def figures(took: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Milliseconds, by path."""
+    """Figures in milliseconds, by path."""
 
     def at(values: list[float], share: float) -> float:
         return round(1000 * sorted(values)[min(len(values) - 1, int(share * len(values)))], 3)
@@ -102,7 +102,7 @@ def figures(took: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def lines(result: dict[str, dict[str, dict[str, float]]]) -> list[list[str]]:
-    """The table."""
+    """Rows of the table."""
     keys = ("p50_ms", "p95_ms", "added_p50_ms", "added_p95_ms")
     return [
         [f"{where}: {name}", *(f"{found[key]:.2f}" for key in keys)]
@@ -112,7 +112,7 @@ def lines(result: dict[str, dict[str, dict[str, float]]]) -> list[list[str]]:
 
 
 def page(result: dict[str, dict[str, dict[str, float]]], made: Provenance, rounds: int, wall_s: float) -> str:
-    """The page in benchmarks/results."""
+    """The result page in Markdown."""
     rows = "\n".join(f"| {' | '.join(row)} |" for row in lines(result))
     return f"""# What a gateway adds to a request
 
@@ -131,7 +131,7 @@ turns. "Added" is against the direct one of the same round.
 
 
 def standalone(rounds: int, console: Console) -> dict[str, list[float]]:
-    """Two engines behind ``sojourn gateway --engines``."""
+    """Measure two engines behind ``sojourn gateway --engines``."""
     with ExitStack() as stack:
         servers = []
         for _ in track(range(2), description="engines", console=console, transient=True):
@@ -151,7 +151,8 @@ def standalone(rounds: int, console: Console) -> dict[str, list[float]]:
 
 
 def on_ray(rounds: int) -> dict[str, list[float]]:
-    """Two engines behind ``sojourn gateway --ray``, two gateways that listen themselves."""
+    """Measure two engines behind ``sojourn gateway --ray``, with two gateways that accept requests
+    themselves."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
@@ -164,7 +165,7 @@ def on_ray(rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--ray", action="store_true", help="also measure a gateway on Ray, on this machine")

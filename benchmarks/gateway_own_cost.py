@@ -2,11 +2,11 @@
 
     python benchmarks/gateway_own_cost.py --out benchmarks/results
 
-The engine is a process that answers every request at once with the same bytes. In front of it run in turn:
-nothing; uvicorn, which answers by itself; uvicorn and aiohttp, which only relay; ``sojourn gateway``. One
-request at a time uses one connection, either back to back (*hot*) or with pauses in which this process reads
-memory as an engine's step does (*cold*: the caches hold other data, as beside an engine). Reports medians,
-and CPU time per request of the gateway's process. Linux only; run it on an idle machine.
+The engine is a process that answers every request at once with the same bytes. It is compared directly,
+behind uvicorn that answers by itself, behind uvicorn and aiohttp that only relay, and behind ``sojourn
+gateway``. One request at a time uses one connection, either back to back (*hot*) or with pauses in which this
+process reads memory as an engine's step does (*cold*: the caches hold other data, as beside an engine).
+Reports medians, and CPU time per request of the gateway's process. Linux only; run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ HEAD = ("before the engine", "hot: added p50 ms", "hot: CPU ms", "cold: added p5
 
 
 class Connection:
-    """One, kept open; asked and answered with as little between as can be."""
+    """A keep-alive connection with as little Python code as possible around each request."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def ask(self, program: int) -> float:
-        """Seconds that a request took."""
+        """Send a request and read the answer; returns the seconds."""
         body = json.dumps({"model": "tiny", "prompt": [100 + program] * 64, "max_tokens": 1}).encode()
         asked = (
             b"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nX-Session-ID: p%d\r\n"
@@ -71,19 +71,20 @@ class Connection:
 
 
 def cpu_s(process_id: int) -> float:
-    """CPU time of a process's first thread."""
+    """CPU seconds of a process's first thread."""
     return int(Path(f"/proc/{process_id}/schedstat").read_text().split()[0]) / 1e9
 
 
 def pause(memory: array[float]) -> None:
-    """As long as a small step takes, through more memory than caches hold."""
+    """Wait as long as a small step takes, reading more memory than the caches hold."""
     end = time.perf_counter() + PAUSE_S
     while time.perf_counter() < end:
         sum(memory[:: os.sysconf("SC_PAGESIZE") // 64])
 
 
 def measure(engine: int, ways: dict[str, tuple[int, int]], rounds: int, cold: bool) -> dict[str, Any]:
-    """Medians, by what stands before the engine; in each round all are asked once, in an order that turns."""
+    """Medians by what is in front of the engine. Each round sends one request to every way, in a rotating
+    order. ``cold``: with pauses that empty the caches."""
     direct = Connection(engine)
     to = {name: Connection(port) for name, (port, _) in ways.items()}
     memory = array("d", bytes(64 << 20)) if cold else array("d")
@@ -121,13 +122,13 @@ def measure(engine: int, ways: dict[str, tuple[int, int]], rounds: int, cold: bo
 
 
 def lines(found: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """The table."""
+    """Rows of the table."""
     cells = [(way, key) for way in ("hot", "cold") for key in ("added_p50_ms", "cpu_ms")]
     return [[name, *(f"{found[way][name][key]:.2f}" for way, key in cells)] for name in PATHS]
 
 
 def page(found: dict[str, dict[str, Any]], made: Provenance, rounds: int, wall_s: float) -> str:
-    """The page in benchmarks/results."""
+    """The result page in Markdown."""
     return f"""# The gateway's own share of its latency
 
 {made_by(made, wall_s)}
@@ -143,7 +144,7 @@ against that.
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--out", type=Path, help="folder to write gateway_own_cost.json and .md into")

@@ -33,13 +33,13 @@ PAGES = {
     b"/v1/completions": ANSWER,
     b"/v1/models": b'{"object": "list", "data": [{"id": "tiny", "max_model_len": 2048}]}',
 }
-"""All that a gateway asks of an engine."""
+"""Answers to all requests that a gateway sends to an engine by itself."""
 GATEWAY_READY_S = 180.0
 CHILD_READY_S = 30.0
 
 
 def free_port() -> int:
-    """One that nobody has at the moment."""
+    """A port that is free at the moment."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return int(bound.getsockname()[1])
@@ -47,7 +47,7 @@ def free_port() -> int:
 
 @contextmanager
 def process(flags: list[str], url: str, replicas: int) -> Iterator[subprocess.Popen[bytes]]:
-    """``sojourn gateway``, once it knows its replicas."""
+    """Run ``sojourn gateway``; yields the process when the gateway knows ``replicas`` replicas."""
     command = [sys.executable, "-m", "sojourn_server.cli", "gateway", *flags]
     with tempfile.TemporaryFile() as log:
         running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -72,7 +72,7 @@ def process(flags: list[str], url: str, replicas: int) -> Iterator[subprocess.Po
 
 @contextmanager
 def child(*words: str, port: int) -> Iterator[int]:
-    """This file as another process, until it listens; its process id."""
+    """Run this file as another process; yields its process id when it listens on ``port``."""
     with tempfile.TemporaryFile() as log:
         running = subprocess.Popen([sys.executable, __file__, *words], stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -93,7 +93,7 @@ def child(*words: str, port: int) -> Iterator[int]:
 
 
 def serve_engine(port: int) -> None:
-    """Answer whatever is asked, until killed."""
+    """Answer every request with the same bytes, until killed."""
     import uvloop
 
     class Answers(asyncio.Protocol):
@@ -125,7 +125,7 @@ def serve_engine(port: int) -> None:
 
 
 def serve_floor(port: int, engine: int | None) -> None:
-    """uvicorn, and with an engine aiohttp behind it."""
+    """Run uvicorn; with ``engine``, relay to that port through aiohttp."""
     import aiohttp
     import uvicorn
 
@@ -170,7 +170,7 @@ def content_length(head: bytes) -> int:
 
 
 def main() -> None:
-    """Be the process that the command line names."""
+    """Run the process that the command line names."""
     kind, port, *rest = sys.argv[1:]
     if kind == "--engine":
         serve_engine(int(port))

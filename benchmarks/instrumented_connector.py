@@ -20,10 +20,10 @@ from sojourn_server.vllm.kv_transfer_connector import PathsConnector
 
 
 class WatchedPaths(PathsConnector):
-    """As the product's; nothing is decided here."""
+    """sojourn's connector with a control socket on the worker."""
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """As the product's."""
+        """Register the KV caches, then open the control socket."""
         super().register_kv_caches(kv_caches)
         line = socket.socket(socket.AF_UNIX)
         line.bind(str(Path(os.environ[WATCHES]) / f"{self.settings.store_name}.watch"))

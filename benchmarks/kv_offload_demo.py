@@ -1,4 +1,5 @@
-"""The demo's load beyond the device's memory: stock, host memory with LRU, host memory with our presets.
+"""The demo with contexts larger than the device's memory: stock, host memory with LRU, host memory with our
+presets.
 
     python benchmarks/kv_offload_demo.py --json benchmarks/results/kv_offload_demo.json
 
@@ -35,7 +36,7 @@ KEPT = ("completion_mean_s", "completion_p95_s", "ttft_mean_s", "prefill_again_t
 
 
 def run_arm(options: tuple[str, ...], times: float, target: Path) -> dict[str, Any]:
-    """One arm's figures, and the facts of its run."""
+    """Run one arm; returns its figures and the facts of its run."""
     command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "demo"]
     resident = ("--resident", f"{PROGRAMS / times:.4f}")
     subprocess.run([*command, *options, *resident, "--json", str(target)], check=True)
@@ -47,19 +48,19 @@ def run_arm(options: tuple[str, ...], times: float, target: Path) -> dict[str, A
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Of each figure, the median over the runs of one arm."""
+    """The median of each figure over the runs of one arm."""
     return {key: median(run[key] for run in runs) for key in KEPT}
 
 
 def overlap(runs: list[dict[str, Any]]) -> str:
-    """The share of copies between device and host memory that nobody waited for, as a median."""
+    """Median share of the copies between device and host memory for which no request waited."""
     shares = [run["tiers"].get("traffic", {}).get("overlapped") for run in runs]
     known = [share for share in shares if share is not None]
     return f"{median(known):.0%}" if known else "–"
 
 
 def main() -> None:
-    """Run, print, write after each round."""
+    """Run, print, and write the results after each round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--times", type=float, default=3.0, help="contexts together, in KV pools")

@@ -15,7 +15,7 @@ the 131,072 tokens of the simulator's default model. Splits are by program, so t
 from its own program except online; several programs of a trace may work on the same task.
 
 Predictors: ``survival`` and ``mean``, as in the engine; ``survival, of all`` and ``mean, of all``, without
-types and tools; ``none`` (always one token) and ``oracle``, for scale. The functions below define the
+types and tools; ``none`` (always one token) and ``oracle``, as bounds. The functions below define the
 measures. Loads named synthetic are drawn from published lengths, not recorded.
 """
 
@@ -68,13 +68,13 @@ MAX_MODEL_LEN = 131_072
 VARIANTS = ("held back", "online")
 PREDICTORS = ("survival", "mean", "survival, of all", "mean, of all", "none", "oracle")
 LEVELS = tuple((point + 0.5) / QUANTILE_POINTS for point in range(QUANTILE_POINTS))
-"""For each length that a prediction names, the share of outputs that should be below it."""
+"""Probability levels of the values of a prediction: the share of outputs that should be shorter than each."""
 LEAST_ANSWERS = 50
 """Minimum number of answers in a split for a figure to be printed."""
 
 
 class Output(NamedTuple):
-    """One output."""
+    """One output of the trace."""
 
     name: str
     key: LengthKey
@@ -82,11 +82,11 @@ class Output(NamedTuple):
     prompt_tokens: int
     tokens: int
     place: int = 0
-    """Index of its program among those that were played."""
+    """Index of its program in the order of the run."""
 
     @property
     def ends_s(self) -> float:
-        """When its last token is written."""
+        """Time at which the last token is generated."""
         return self.begins_s + self.tokens * ASSUMED_DECODE_S
 
 
@@ -95,13 +95,13 @@ class Answer(NamedTuple):
 
     so_far: int
     left: tuple[float, ...]
-    """Equally likely, ascending; a single value is a point prediction."""
+    """Predicted remaining tokens: equally likely values, ascending, or a single value."""
     actual: int
-    """Tokens that were left: at least one."""
+    """Actual number of remaining tokens; at least one."""
 
     @property
     def middle(self) -> float:
-        """The value that the engine's metrics use as the expected one."""
+        """The expected value, as the engine's metrics define it."""
         return self.left[len(self.left) // 2]
 
 
@@ -109,7 +109,7 @@ class Answer(NamedTuple):
 
 
 def log_error(answer: Answer) -> float:
-    """|ln(predicted ÷ actual)| of the whole output, for the middle value."""
+    """|ln(predicted ÷ actual)| of the output's total length, for the middle value."""
     return abs(math.log((answer.so_far + answer.middle) / (answer.so_far + answer.actual)))
 
 
@@ -124,12 +124,12 @@ def pinball(answer: Answer) -> float:
 
 
 def points(left: Sequence[float]) -> Sequence[float]:
-    """One value for each of ``LEVELS``: a single value counts for all of them."""
+    """One value for each of ``LEVELS``; a single value is used for all of them."""
     return left if len(left) == QUANTILE_POINTS else [left[0]] * QUANTILE_POINTS
 
 
 def coverage(answers: Sequence[Answer]) -> list[float]:
-    """Share of actual lengths below the value of each of ``LEVELS``; an exact hit counts half."""
+    """Share of actual lengths below the predicted value, for each of ``LEVELS``; an exact hit counts half."""
     below = [0.0] * QUANTILE_POINTS
     for answer in answers:
         for index, point in enumerate(points(answer.left)):
@@ -138,7 +138,7 @@ def coverage(answers: Sequence[Answer]) -> list[float]:
 
 
 def off(covered: Sequence[float]) -> float:
-    """Largest difference between a coverage and its level."""
+    """Largest difference between a level and its coverage."""
     return max(abs(share - level) for share, level in zip(covered, LEVELS, strict=True))
 
 
@@ -167,14 +167,14 @@ def measures(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def halves(programs: Sequence[ProgramPlan], seed: int) -> tuple[list[ProgramPlan], list[ProgramPlan]]:
-    """The half to learn from, and the one held back."""
+    """Split the programs into a half to learn from and a half that is held back."""
     dealt = list(programs)
     random.Random(f"halves/{seed}").shuffle(dealt)
     return dealt[: len(dealt) // 2], dealt[len(dealt) // 2 :]
 
 
 def outputs(programs: Sequence[ProgramPlan], at_once: int) -> tuple[list[Output], list[float]]:
-    """Outputs of all turns, and the start of each program: ``at_once`` run together."""
+    """Outputs of all turns, and the start time of each program, with ``at_once`` programs at a time."""
     free = [0.0] * at_once
     made: list[Output] = []
     begins: list[float] = []
@@ -185,7 +185,7 @@ def outputs(programs: Sequence[ProgramPlan], at_once: int) -> tuple[list[Output]
 
 
 def _played(plan: ProgramPlan, begins_s: float, kind: str, place: int, made: list[Output]) -> float:
-    """Add a program's outputs and its sub-agents'; returns when its own end."""
+    """Add the outputs of a program and its sub-agents; returns the program's end time."""
     tool: str | None = None
     for child in [child for child in plan.children if child.parent_turn is None]:
         _played(child, begins_s + (child.start_offset_s or 0.0), "sub-agent", place, made)
@@ -212,11 +212,11 @@ class Lesson(NamedTuple):
     learned: list[Output]
     of: list[Output]
     later: list[Output]
-    """Outputs that end during the predictions: learned online."""
+    """Outputs that end during the predictions; learned if ``online``."""
 
 
 def lesson(past: Sequence[ProgramPlan], held_back: Sequence[ProgramPlan]) -> Lesson:
-    """The lesson of two halves."""
+    """The lesson from a half to learn from and a half that is held back."""
     at_once = max(1, min(AT_ONCE, len(past) // 4))
     played, begins = outputs([*past, *past, *held_back], at_once)
     again_s, asked_s = begins[len(past)], begins[2 * len(past)]
@@ -228,7 +228,8 @@ def lesson(past: Sequence[ProgramPlan], held_back: Sequence[ProgramPlan]) -> Les
 
 
 def asked(lesson: Lesson, *, online: bool) -> Iterator[tuple[Output, int, OutputLengthHistory]]:
-    """Each output that came this far, how far, and the history at that time; to be used at once."""
+    """Each output that reached a prediction point, its tokens so far, and the history at that time. Use the
+    history at once: it changes."""
     known = OutputLengthHistory()
     for output in sorted(lesson.learned, key=lambda output: output.ends_s):
         known.observe(*output.key, output.tokens)
@@ -295,7 +296,7 @@ def measure(programs: Sequence[ProgramPlan], splits: int, seed: int) -> Figures:
 
 
 def over_splits(of: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians over the splits, and ``pinball_tokens`` of each."""
+    """Medians over the splits, and ``pinball_tokens`` of each split."""
     made: dict[str, Any] = {
         name: _rounded(median(one[name] for one in of)) for name in of[0] if name != "coverage"
     }
@@ -330,7 +331,7 @@ of |ln|, and every predictor, `none` and `oracle` among them."""
 
 
 def lines(found: Mapping[str, Any], variant: str) -> Iterator[list[str]]:
-    """The table's rows."""
+    """Rows of the table."""
     for load, of in found.items():
         figures = of["figures"][variant]
         for so_far in figures["survival"]:
@@ -351,7 +352,7 @@ def lines(found: Mapping[str, Any], variant: str) -> Iterator[list[str]]:
 
 
 def page(result: Mapping[str, Any], made: Provenance, wall_s: float) -> str:
-    """The page; ``{by hand}`` marks text written by hand."""
+    """The result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
     tables = []
     for variant in VARIANTS:
         tables += [f"## {variant.capitalize()}", "", marked(HEAD, lines(result["loads"], variant)), ""]
@@ -419,7 +420,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, help="folder of the traces")
     loads = [*TRACES, *SYNTHETIC]

@@ -36,7 +36,7 @@ RATIOS = ("1", "2")
 def simulate(
     trace: Path, options: tuple[str, ...], policies: list[str], load: str, hours: str, target: Path
 ) -> dict[str, Any]:
-    """The JSON of one sweep over host memory."""
+    """The JSON of one sweep over the size of host memory."""
     command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "simulate", str(trace)]
     ratios = ("--sweep", f"cpu_ratio={','.join(RATIOS)}")
     more = ("--policy", ",".join(policies), "--programs", load, "--hours", hours, *ratios)
@@ -46,7 +46,7 @@ def simulate(
 
 
 def cells(document: dict[str, Any]) -> dict[str, Any]:
-    """Of each ratio and policy, what the table needs."""
+    """The table's figures for each host memory ratio and policy."""
     runs = document["runs"]
     found: dict[str, Any] = {}
     for value in document["sweep"]["values"]:
@@ -65,7 +65,7 @@ def cells(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, print, write after each load."""
+    """Run, print, and write the results after each load."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, help=f"folder of {TRACE}")
     parser.add_argument("--only", nargs="+", choices=list(SETUPS), default=list(SETUPS))

@@ -26,11 +26,11 @@ _until_s = 0.0
 
 
 class PacedForcedTokens(ForcedTokens):
-    """Forces tokens as its parent does; naming it loads this module where the steps are made."""
+    """Forces tokens like its parent class; loading its module changes the model runner."""
 
 
 def step_s(planned: Any) -> float:
-    """Seconds that a planned step is to last; none without tokens."""
+    """Seconds that a planned step must last; 0 without tokens."""
     if not planned.total_num_scheduled_tokens:
         return 0.0
     before = {new.req_id: new.num_computed_tokens for new in planned.scheduled_new_reqs}

@@ -29,10 +29,10 @@ from sojourn_server.simulator.simulation_run import RunSpec, validate_specs
 from sojourn_server.simulator.simulator_policies import find_policy, policy_names
 
 LEFT_OUT = ("observe",)
-"""Presets that decide as stock does."""
+"""Presets left out because they decide like stock."""
 
 Ratio = Callable[[RunRow, RunRow], "float | None"]
-"""(a policy's row, stock's) → how many times better; ``None`` where it cannot be told."""
+"""(row of a policy, row of stock) → factor of improvement; ``None`` if it is unknown."""
 
 
 def arguments() -> argparse.Namespace:
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def chosen(folder: Path, only: str | None) -> list[Path]:
-    """The folder's traces, by name."""
+    """The folder's traces, sorted; ``only``: parts of names, separated by commas, that select traces."""
     words = only.split(",") if only else [""]
     found = [
         path
@@ -98,7 +98,7 @@ def chosen(folder: Path, only: str | None) -> list[Path]:
 
 
 def page(rows: Sequence[RunRow], remarks: dict[str, list[str]], made: str) -> str:
-    """The page; ``{by hand}`` is where words go."""
+    """The result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
     first = rows[0]
     lines = [
         "# Results",
@@ -150,7 +150,8 @@ def page(rows: Sequence[RunRow], remarks: dict[str, list[str]], made: str) -> st
 
 
 def matrix(rows: Sequence[RunRow], ratio: Ratio, *, finished: bool = False) -> list[str]:
-    """A line a policy, a column a trace and load; the geometric mean first, the best policy bold."""
+    """Table with one row per policy and one column per trace and load; the geometric mean comes first, the
+    best policy is bold."""
     cells: dict[tuple[str, int], dict[str, RunRow]] = {}
     for row in rows:
         cells.setdefault((row.trace, row.programs), {})[row.policy] = row
@@ -189,7 +190,7 @@ def _over(mine: float | None, other: float | None) -> float | None:
 
 
 def _geometric(values: Sequence[float | None]) -> float | None:
-    """Over those that are told; ``None`` where one is 0, of which there is no such mean."""
+    """Geometric mean of the known values; ``None`` without any, or if one is 0."""
     known = [value for value in values if value is not None]
     return math.exp(sum(map(math.log, known)) / len(known)) if known and all(known) else None
 

@@ -66,7 +66,7 @@ PARTS: dict[str, Callable[[Bench], list[str]]] = {
     "memory": memory_table,
     "traces": traces_table,
 }
-"""In the order of the page."""
+"""Functions that run the parts, in the order of the page."""
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:

@@ -14,9 +14,9 @@ from sojourn_server.simulator.prefill_decode.prefill_decode_systems import PD_SY
 
 PUBLISHED_JCT_S = {"2P4D": CALIBRATION_JCT_S, "48P96D": 3201.0}
 PUBLISHED_SEEN = {"2P4D": "1.739 s, 0.228 s, 39 ms", "44P88D": "1.847 s, 0.194 s, 36 ms"}
-"""Table 3: TTFT, TTST, TPOT."""
+"""TTFT, TTST and TPOT in Table 3."""
 PUBLISHED_GAINS = {"ds-660b": 2.25, "ds-27b": 1.67}
-"""§7.4: agents a second within the service levels, DualPath over Basic."""
+"""Agents per second within the service levels, DualPath ÷ Basic (§7.4)."""
 
 
 def fit_table(bench: Bench) -> list[str]:

@@ -13,7 +13,7 @@ Found = dict[str, list[PdOutcome]]
 
 
 def draw(found: Found, path: Path) -> bool:
-    """A panel for each part that has one and was played. False: there is nothing to draw."""
+    """Draw a panel for each part that has a plot and was run. Returns false if there is none."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -75,7 +75,7 @@ def _online(axis: Any, outcomes: list[PdOutcome]) -> None:
 
 
 def _links(axis: Any, outcomes: list[PdOutcome]) -> None:
-    """The busiest storage NIC over the average one."""
+    """Busiest storage NIC ÷ mean storage NIC."""
     groups = list(dict.fromkeys((each.model, each.cluster) for each in outcomes))
     names = list(dict.fromkeys(each.system for each in outcomes))
     width = 0.8 / len(names)

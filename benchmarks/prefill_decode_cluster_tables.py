@@ -12,7 +12,7 @@ SEEN_HEAD = ("", "turns/s", "TTFT, mean", "TTFT, P95", "TTST", "TPOT")
 
 
 def compared(outcomes: Sequence[PdOutcome]) -> list[str]:
-    """Of the three ``COMPARED`` systems."""
+    """Table rows of the three ``COMPARED`` systems."""
     basic, dual, oracle = (outcome.virtual_s for outcome in outcomes)
     return [
         *(f"{each:,.0f} s" for each in (basic, dual, oracle)),
@@ -23,7 +23,7 @@ def compared(outcomes: Sequence[PdOutcome]) -> list[str]:
 
 
 def seen(outcome: PdOutcome) -> list[str]:
-    """Turns a second, and latencies."""
+    """Cells: turns per second, and latencies."""
     found = outcome.seen
     if found is None:
         return ["–"] * 5
@@ -37,17 +37,17 @@ def seen(outcome: PdOutcome) -> list[str]:
 
 
 def links(outcome: PdOutcome) -> str:
-    """The busiest storage NIC over the average one."""
+    """Busiest storage NIC ÷ mean storage NIC, as text."""
     return f"{outcome.nic_max_over_mean:.2f}" if outcome.nic_max_over_mean else "–"
 
 
 def attention(outcome: PdOutcome) -> str:
-    """The slowest device over the average one."""
+    """Slowest device ÷ mean device, as text."""
     return f"{outcome.attention_max_over_mean:.2f}" if outcome.attention_max_over_mean else "–"
 
 
 def broken(capacity: Capacity) -> str:
-    """Which service level is not kept just above a capacity."""
+    """The service level that is violated just above a capacity."""
     if capacity.above is None or capacity.above.seen is None:
         return "–"
     found = capacity.above.seen

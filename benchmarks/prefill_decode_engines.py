@@ -21,49 +21,49 @@ HERE = Path(__file__).parent
 BLOCK_TOKENS = 32
 PATIENCE_S = 300.0
 WATCHES = "SOJOURN_PD_WATCH"
-"""The environment's name for the folder of the connectors' windows."""
+"""Environment variable with the folder of the connectors' control sockets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Of all engines of a run. Rates in bytes a second, ``None``: as fast as it goes."""
+    """Settings of all engines of a run. Rates in bytes per second; ``None``: unlimited."""
 
     model: str
     storage_rate: float | None = None
     compute_rate: float | None = None
     pool_tokens: int
-    """KV memory of each, and the longest context."""
+    """KV memory of each engine, and its longest context, in tokens."""
     buffer_bytes: int
     batched_tokens: int = 1024
     threads: dict[PairRole, int] = field(default_factory=dict)
-    """That compute; one where nothing is said."""
+    """Number of compute threads by role; missing: one."""
     storing: tuple[PairRole, ...] = (PairRole.PREFILL, PairRole.DECODE)
-    """Who stores the Full Blocks of what it does."""
+    """Roles of the engines that store the Full Blocks they compute."""
 
 
 class Look(NamedTuple):
-    """What one engine's connector says of itself."""
+    """Statistics of one engine's connector."""
 
     read_bytes: int
-    """From storage, since it was started."""
+    """Bytes read from storage since the start."""
     read_queue_bytes: int
     sent_bytes: int
-    """To peers."""
+    """Bytes sent to peers since the start."""
     times: dict[str, float]
-    """As ``TransferStepTimes``."""
+    """Fields of ``TransferStepTimes``."""
     is_idle: bool
     block_bytes: int
     counts: dict[str, int]
 
 
 class Engine:
-    """One engine and its connector's window."""
+    """One engine, and its connector's control socket."""
 
     def __init__(self, name: str, role: PairRole, settings: EngineSettings, folder: Path) -> None:
         self.name = name
         self.role = role
         self.peer = f"unix:{folder / name}.sock"
-        """Where other engines reach its traffic manager."""
+        """Address of its transfer manager for other engines."""
         self._watch = folder / f"{name}.watch"
         self._line: socket.socket | None = None
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class Engine:
         return self.server.url
 
     def start(self) -> None:
-        """Raises ``ServerStartError`` with as much of the log as has its cause."""
+        """Start the engine. Raises ``ServerStartError`` with the relevant part of the log."""
         try:
             self.server.start()
         except ServerStartError as failed:
@@ -100,7 +100,7 @@ class Engine:
             raise ServerStartError(f"{self.name}: {why}\n{self.server.log_tail(200)}") from None
 
     def look(self, **asked: Any) -> Look:
-        """What goes on in it; ``asked`` goes to ``WatchedPaths``."""
+        """Read the connector's statistics; ``asked`` is sent to ``WatchedPaths``."""
         with self._lock:
             if self._line is None:
                 self._line = socket.socket(socket.AF_UNIX)
@@ -122,7 +122,7 @@ class Engine:
         )
 
     def forget(self) -> None:
-        """Nothing of any context is on the device any more: storage is what is left of it."""
+        """Clear the engine's prefix cache: contexts are then only in storage."""
         answer = httpx.post(f"{self.url}/reset_prefix_cache", timeout=PATIENCE_S, trust_env=False)
         answer.raise_for_status()
 
@@ -135,7 +135,7 @@ class Engine:
 def serve_args(
     name: str, role: PairRole, settings: EngineSettings, folder: Path, peer: str
 ) -> tuple[str, ...]:
-    """The engine's flags, of vLLM alone: another way to start one is to be put here."""
+    """vLLM's flags for the engine. Change this function to start engines differently."""
     extra: dict[str, Any] = {
         "listen": peer,
         "store": str(folder / "store"),
@@ -175,7 +175,7 @@ def serve_args(
 
 @contextmanager
 def started(pairs: int, settings: EngineSettings, folder: Path) -> Iterator[list[Engine]]:
-    """``pairs`` prefill engines and as many that decode, all at once."""
+    """Run ``pairs`` prefill engines and as many decode engines, started at the same time."""
     engines = [
         Engine(f"{letter}{number}", role, settings, folder)
         for number in range(pairs)
@@ -189,8 +189,8 @@ def started(pairs: int, settings: EngineSettings, folder: Path) -> Iterator[list
 
 
 def loud_model(folder: Path) -> str:
-    """One of the shape of ``tiny`` whose next token hangs on all before it: that one says one word again and
-    again, whatever is in its KV."""
+    """Make a model with the shape of ``tiny`` whose next token depends on all previous ones; ``tiny`` itself
+    repeats one word, whatever its KV contains."""
     import torch
     import transformers
 
@@ -207,5 +207,5 @@ def loud_model(folder: Path) -> str:
 
 
 def all_idle(engines: Sequence[Engine]) -> bool:
-    """Nothing is open in any connector."""
+    """Whether no connector has an open operation."""
     return all(engine.look().is_idle for engine in engines)

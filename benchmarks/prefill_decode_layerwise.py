@@ -4,10 +4,10 @@
 
 A prefill and a decode engine with the model ``smol`` in float32. The decode engine's node reads a stored
 context and sends it to the prefill engine over a compute network of ``--megabytes-s``; the prefill engine
-computes the new tokens. In layerwise mode it starts when the first layer has arrived; in serial mode, set by
-a switch inside the connector for this benchmark, when all have. The modes alternate, ``--rounds`` times, with
-the same prompts. Outputs must equal those of the same pair when it computes everything before anything is
-stored. *Prefilled* is the time until the client has the prefill engine's answer. Run it on an idle machine.
+computes the new tokens. In layerwise mode it starts when the first layer has arrived; in serial mode, which a
+switch in the connector sets for this benchmark, when all layers have. The modes alternate, ``--rounds``
+times, with the same prompts. Outputs must equal those that the same pair computed before any KV was stored.
+*Prefilled* is the time until the client has the prefill engine's answer. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from sojourn_server.simulator.report.results_file import made_with
 WAYS = {"serial": False, "layerwise": True}
 FIRST_ID, VOCABULARY = 10, 40_000
 MOST_OFF = 1e-3
-"""Of a logprob: the order of additions hangs on how a prompt is cut."""
+"""Maximum difference of a logprob: the order of additions depends on how a prompt is chunked."""
 
 
 class Bench:
-    """A pair of engines, a context that is stored, and prompts that begin with it."""
+    """A pair of engines, a stored context, and prompts that begin with that context."""
 
     def __init__(
         self, engines: Sequence[Engine], model: str, options: argparse.Namespace, told: Callable[[str], None]
@@ -62,7 +62,7 @@ class Bench:
         self._transfers = 0
 
     async def measure(self) -> list[dict[str, Any]]:
-        """Its runs, in the order in which they were made."""
+        """Run all measurements; returns them in order."""
         found = []
         async with http_client() as http:
 
@@ -111,7 +111,7 @@ class Bench:
         return found
 
     async def settle(self) -> None:
-        """Nothing is open, nothing is on the devices."""
+        """Wait until no operation is open, then clear the devices."""
         deadline_s = time.monotonic() + PATIENCE_S
         engines = (self.prefill, self.decode)
         while not await asyncio.to_thread(all_idle, engines):
@@ -123,7 +123,7 @@ class Bench:
 
     @property
     def _store_tokens(self) -> int:
-        """Output in whose steps a context is stored, 32 blocks in each."""
+        """Number of output tokens during whose steps a context is stored, 32 blocks in each step."""
         return len(self.context) // FULL_BLOCK_TOKENS // 32 + 2
 
     def _check(self, number: int, answered: PairResponse) -> None:
@@ -136,7 +136,7 @@ class Bench:
 
 
 def rows_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row of medians for each way."""
+    """A row of medians for each mode."""
     rows = []
     for way in WAYS:
         of = [run for run in runs if run["way"] == way]
@@ -160,7 +160,7 @@ HEAD = (
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Of the table on the terminal and on the page."""
+    """Cells of a table row."""
     return [
         row["way"], f"{row['prefilled_s']:.2f}", f"{row['of_serial']:.2f}", f"{row['first_token_s']:.2f}",
         f"{row['streamed_s']:.2f}", f"{row['waited_s']:.3f}", f"{row['copied_s']:.3f}",
@@ -189,7 +189,7 @@ def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any,
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--hit-tokens", type=int, default=2_048, help="that are stored")
     parser.add_argument("--new-tokens", type=int, default=1_000, help="of each prompt")
@@ -227,7 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def settings_of(options: argparse.Namespace, model: str) -> EngineSettings:
-    """All that is new is computed in one step, as long as its layers take to come."""
+    """Settings such that all new tokens are computed in one step, which takes about as long as its layers
+    need to arrive."""
     tokens = options.hit_tokens + options.new_tokens + 4 * FULL_BLOCK_TOKENS
     return EngineSettings(
         model=model,

@@ -2,11 +2,11 @@
 
     python benchmarks/prefill_decode_links.py --out benchmarks/results
 
-Without engines. Measures the time until KV has reached the place of its computation (*loaded*), and until the
-decode side has the whole context (*complete*), with no computation in between. The two sides communicate over
-Unix sockets and read one store of files; every context is compared with the stored bytes. Rate limits give
-the links the speed of those they stand for, so that one machine shows the effect. Twice the bandwidth from
-two links is expected; the benchmark shows that the traffic manager delivers it.
+Without engines. Measures the time until KV has reached the prefill side (*loaded*), and until the decode side
+has the whole context (*complete*), without computation in between. The two sides communicate over Unix
+sockets and read one store of files; every context is compared with the stored bytes. Rate limits give the
+links the speed of real ones, so that one machine shows the effect. Twice the bandwidth from two links is
+expected; the benchmark shows that the traffic manager delivers it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from sojourn_server.policies.prefill_decode.storage_read_queues import StorageRe
 from sojourn_server.simulator.report.results_file import made_with
 
 TOKEN_BYTES = 512
-"""KV of a token of the model "tiny" in 32-bit floats."""
+"""KV bytes per token of the model "tiny" in 32-bit floats."""
 LAYERS = 2
 BLOCK_BYTES = FULL_BLOCK_TOKENS * TOKEN_BYTES
 PREFILL, DECODE = 0, 1
 PATIENCE_S = 300.0
 
 Choice = Callable[[StorageReadView], ReadSplit]
-"""How many of a request's blocks each side reads."""
+"""Function that chooses how many of a request's blocks each side reads."""
 
 SIDES: dict[str, Choice] = {
     "prefill side": PrefillSideRead().split,
@@ -61,7 +61,7 @@ SIDES: dict[str, Choice] = {
 
 
 class Pair:
-    """A prefill and a decode side with a store, and who gives out reads."""
+    """A prefill and a decode side with a store, and the queues by which reads are assigned."""
 
     def __init__(self, folder: Path, rate: float, slots: int) -> None:
         self.identity = KvIdentity(
@@ -93,7 +93,7 @@ class Pair:
             raise RuntimeError("a thread of a traffic manager has not ended")
 
     def store(self, contexts: Sequence[Sequence[bytes]]) -> None:
-        """What earlier turns have left: each side wrote every other context."""
+        """Store the contexts of earlier turns: each side writes every other context."""
         for number, keys in enumerate(contexts):
             parent = b""
             for key in keys:
@@ -101,7 +101,8 @@ class Pair:
                 parent = key
 
     def run(self, choose: Choice, contexts: Sequence[Sequence[bytes]]) -> dict[str, Any]:
-        """Every context is asked for at once; when all were loaded, and complete at the other side."""
+        """Request all contexts at once; returns the times at which they were loaded, and complete on the
+        decode side."""
         self.runs += 1
         queues = StorageReadQueues()
         for node in (PREFILL, DECODE):
@@ -161,7 +162,7 @@ class Pair:
         number: int,
         began: float,
     ) -> None:
-        """One request: read, compared, pushed with one new block, and compared again."""
+        """Run one request: read its context, compare it, push it with one new block, and compare again."""
         (address,) = self.decode.addresses
         cut = split.prefill_blocks
         whole = [*keys, f"tail of {transfer}".encode()]
@@ -202,7 +203,7 @@ class Pair:
 
 
 def content(key: bytes) -> bytes:
-    """A block's KV: its own, so that a mix-up shows."""
+    """Content of a block, different for each key, so that a mix-up is detected."""
     return hashlib.shake_128(key).digest(64) * (BLOCK_BYTES // 64)
 
 
@@ -216,7 +217,7 @@ def keys_of(name: str, blocks: int) -> list[bytes]:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each way of reading, in a burst and alone; the median of rounds, in which they take turns."""
+    """Measure each way of reading, in a burst and alone: medians over rounds in which the ways alternate."""
     cases = {
         "burst": [
             keys_of(f"burst {number}", options.tokens // FULL_BLOCK_TOKENS)
@@ -280,7 +281,7 @@ def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any,
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "--out",

@@ -5,11 +5,12 @@
 
 Prefill and decode engines of vLLM on this machine's CPU. ``--megabytes-s`` limits their storage links, so
 that reading dominates. The model has the shape of ``tiny`` and weights that make each token depend on all
-previous ones. First a pair without stored KV computes every request and stores its KV; its outputs are the
-reference for every arm, and a difference fails the run. Then all requests are sent at once, each on its two
-legs as the gateway sends them. The gateway's routing core chooses the reading side, by one policy per arm and
-from its own records. One longer request is also sent alone. Devices are cleared between arms and no new
-blocks are stored, so all arms do the same work. Arms alternate, ``--rounds`` times; figures are medians.
+previous ones. First a pair without stored KV computes every request and stores its KV. Its outputs are the
+reference for every arm; a difference fails the run. Then all requests are sent at once, each as a prefill
+request and a decode request, like the gateway's. The gateway's routing core chooses the reading side, by one
+policy per arm and from its own records. One longer request is also sent alone. Devices are cleared between
+arms and no new blocks are stored, so all arms do the same work. Arms alternate, ``--rounds`` times; figures
+are medians.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ from sojourn_server.simulator.report.results_file import made_with
 
 VOCABULARY = range(10, 4000)
 SAMPLE_S = 0.1
-"""How often links are looked at."""
+"""Seconds between two samples of the links."""
 MOST_OFF = 1e-3
-"""Of a logprob: the order of additions hangs on who else is in the batch."""
+"""Maximum difference of a logprob: the order of additions depends on the other requests of the batch."""
 
 RUNS = {"burst": 1, "alone": 5}
-"""In each round: one that is alone takes a second, of which little is much."""
+"""Number of runs of each case per round: a single request takes only a second, so it is repeated."""
 
 
 class DecodeSide:
-    """The decode engine's node reads everything."""
+    """Read-side policy in which the decode engine's node reads everything."""
 
     def split(self, view: StorageReadView) -> ReadSplit:
         return ReadSplit(0, view.blocks)
@@ -75,7 +76,7 @@ ARMS: dict[str, Callable[[], ReadSidePolicy]] = {
 
 
 class Sample(NamedTuple):
-    """Where the storage links are, by engine."""
+    """Bytes that each engine's storage link has read at one time."""
 
     at_s: float
     read_bytes: dict[str, int]
@@ -86,7 +87,7 @@ class Sample(NamedTuple):
 
 
 class Bench:
-    """Engines, and what is asked of them."""
+    """The engines, and the requests sent to them."""
 
     def __init__(
         self, engines: Sequence[Engine], model: str, options: argparse.Namespace, told: Callable[[str], None]
@@ -97,11 +98,11 @@ class Bench:
         self.told = told
         self.cases = cases(options)
         self.expected: dict[str, PairResponse] = {}
-        """Of each question, what a pair said that found nothing of it stored, and computed all."""
+        """Expected answer of each request, from a pair that found no stored KV and computed everything."""
         self._transfers = itertools.count()
 
     async def fill(self, http: httpx.AsyncClient) -> None:
-        """Have every request computed once, and its KV stored: by each pair in turn."""
+        """Have each pair in turn compute every request once and store its KV."""
         pairs = list(zip(self.engines[::2], self.engines[1::2], strict=True))
         questions = [question for asked in self.cases.values() for question in asked]
         for number, question in enumerate(questions):
@@ -112,7 +113,7 @@ class Bench:
         await self.settle()
 
     async def settle(self) -> None:
-        """Nothing is open, nothing is on the devices."""
+        """Wait until no operation is open, then clear the devices."""
         deadline_s = time.monotonic() + PATIENCE_S
         while not await asyncio.to_thread(all_idle, self.engines):
             if time.monotonic() > deadline_s:
@@ -122,7 +123,7 @@ class Bench:
             await asyncio.to_thread(engine.forget)
 
     async def run(self, http: httpx.AsyncClient, case: str, arm: str) -> dict[str, Any]:
-        """All requests of a case at once. Raises ``RuntimeError`` for an answer that is not as expected."""
+        """Send all requests of a case at once. Raises ``RuntimeError`` for an unexpected answer."""
         questions = self.cases[case]
         router = Router(self.engines, ARMS[arm](), self.options)
         for question in questions:
@@ -175,7 +176,7 @@ class Bench:
         }
 
     def _check(self, question: RoutingQuery, answered: PairResponse) -> float:
-        """How far its logprobs are off at most."""
+        """Largest difference of the answer's logprobs from the expected ones."""
         expected = self.expected[question.name]
         if answered.tokens != expected.tokens:
             raise RuntimeError(f"{question.name}: {answered.tokens} was said, and {expected.tokens} expected")
@@ -186,7 +187,7 @@ class Bench:
 
 
 def cases(options: argparse.Namespace) -> dict[str, list[RoutingQuery]]:
-    """What is asked: many at once, and one longer alone."""
+    """The requests of each case: many at once, and one longer request alone."""
     draw = random.Random(options.seed)
 
     def question(name: str, tokens: int) -> RoutingQuery:
@@ -202,7 +203,7 @@ def cases(options: argparse.Namespace) -> dict[str, list[RoutingQuery]]:
 
 @contextlib.contextmanager
 def watching(engines: Sequence[Engine], samples: list[Sample], began_s: float) -> Iterator[None]:
-    """Looks at the links in a task of its own meanwhile."""
+    """Sample the links in a background task during the ``with`` block."""
 
     def look() -> Sample:
         looks = {engine.name: engine.look() for engine in engines}
@@ -226,7 +227,7 @@ def watching(engines: Sequence[Engine], samples: list[Sample], began_s: float) -
 
 
 def busy_s(samples: Sequence[Sample]) -> dict[str, float]:
-    """Of each link, for how long something was to be read."""
+    """Seconds for which each link had something to read."""
     found = dict.fromkeys(samples[0].queued, 0.0)
     for before, after in itertools.pairwise(samples):
         for name, queued in before.queued.items():
@@ -235,8 +236,8 @@ def busy_s(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def windows(samples: Sequence[Sample], window_s: float) -> float | None:
-    """Of each window in which anything was read, what the busiest link read over the links' mean; the mean of
-    those, by bytes. ``None``: it was too short to tell."""
+    """Evenness of the links: bytes of the busiest link ÷ mean over the links, in each window with reads;
+    averaged over windows, weighted by bytes. ``None`` if the run was too short."""
     weighted, total = 0.0, 0
     first = samples[0]
     for sample in samples[1:]:
@@ -254,7 +255,7 @@ def windows(samples: Sequence[Sample], window_s: float) -> float | None:
 
 
 async def measure(bench: Bench, rounds: int) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Of each case and arm, its runs."""
+    """The runs of each case and arm."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     async with http_client() as http:
         await bench.fill(http)
@@ -295,7 +296,7 @@ HEAD = (
 
 
 def cells(row: dict[str, Any], options: argparse.Namespace) -> list[str]:
-    """Of the table on the terminal and on the page."""
+    """Cells of a table row."""
     in_windows = row["windows_max_over_mean"]
     return [
         f"{options.requests} at once" if row["case"] == "burst" else "one alone",
@@ -336,7 +337,7 @@ def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any,
 
 
 def plot(rows: Sequence[dict[str, Any]], names: Sequence[str], path: Path) -> None:
-    """What each link has read over time, an arm beside the other; of the first round."""
+    """Plot the bytes read by each link over time, for each arm, in the first round."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -367,7 +368,7 @@ def file_name(options: argparse.Namespace) -> str:
 
 
 def settings_of(options: argparse.Namespace, model: str) -> EngineSettings:
-    """Room for everything at once: what is measured is reading."""
+    """Settings with memory for all requests at once: the benchmark measures reading."""
     return EngineSettings(
         model=model,
         storage_rate=options.megabytes_s * 1e6,
@@ -377,7 +378,8 @@ def settings_of(options: argparse.Namespace, model: str) -> EngineSettings:
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """With ``pool_tokens``, what all requests together may need on one engine."""
+    """The options, with ``pool_tokens`` set to the tokens that all requests together may need on one
+    engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--pairs", type=int, default=1, help="engines that prefill, and as many that decode")
     parser.add_argument("--requests", type=int, default=20, help="at once")
@@ -410,7 +412,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     options = read_options(arguments)
     began_s, made, console = time.monotonic(), made_with(sys.argv), Console()
     questions = options.requests + 1

@@ -1,4 +1,4 @@
-"""One request on its two legs, as the gateway sends them, with results and times."""
+"""One request as a prefill and a decode request, like the gateway's, with results and times."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ API = ClientApi.COMPLETIONS
 
 
 class PairResponse(NamedTuple):
-    """Seconds since the request was sent."""
+    """Answer of the decode engine, and times in seconds since the request was sent."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     prefilled_s: float
-    """The prefill engine has answered."""
+    """Seconds until the prefill engine had answered."""
     first_s: float
-    """The decode engine's first token is here."""
+    """Seconds until the decode engine's first token."""
     done_s: float
 
 
 def http_client() -> httpx.AsyncClient:
-    """For all requests of a run."""
+    """The HTTP client for all requests of a run."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(timeout=PATIENCE_S, limits=limits, trust_env=False)
 
 
 def text_of(model: str, prompt: Sequence[int], max_tokens: int) -> bytes:
-    """What a client would send."""
+    """Body of the request that a client would send."""
     return json.dumps(
         {
             "model": model,
@@ -59,7 +59,8 @@ async def through(
     prefilled: Callable[[], None] = lambda: None,
     began: Callable[[], None] = lambda: None,
 ) -> PairResponse:
-    """Raises ``httpx.HTTPError`` and ``RuntimeError`` for a leg that fails; callbacks tell how far it is."""
+    """Send a request to both engines. ``prefilled`` and ``began`` are called at its milestones. Raises
+    ``httpx.HTTPError`` and ``RuntimeError`` if one of the two requests fails."""
     sent_s = time.monotonic()
     first = await _post(http, prefill, prefill_body(API, body, transfer, decode.peer, decode_share))
     told = parse_transfer_params(first)
@@ -94,7 +95,7 @@ async def through(
 
 
 async def whole(http: httpx.AsyncClient, engine: Engine, body: bytes) -> None:
-    """A request that one engine computes and answers. Raises as ``through``."""
+    """Send a request that one engine prefills and decodes. Raises like ``through``."""
     await _post(http, engine, body)
 
 

@@ -1,7 +1,7 @@
 """The gateway's routing core without a gateway: chooses engines, writing side and reading side.
 
 It decides from its own records. A gateway also polls engines for the queues of their links; here no queue is
-reported (``NicQueueReported``), and the stored part of a prompt is given exactly, not learned from answers.
+reported (``NicQueueReported``), and the stored part of a prompt is known exactly, not learned from answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sojourn_server.routing.routing_events import (
 )
 
 TOKEN_BYTES = 512
-"""KV of a token of the model ``tiny`` in 32-bit floats."""
+"""KV bytes per token of the model ``tiny`` in 32-bit floats."""
 TENANT = "benchmark"
 
 
@@ -39,11 +39,11 @@ class RoutingQuery(NamedTuple):
     name: str
     prompt: list[int]
     stored_blocks: int
-    """Full Blocks that storage has of it."""
+    """Number of its Full Blocks in storage."""
 
 
 class Router:
-    """The gateway's core for one arm, and what it needs of a gateway around it."""
+    """The gateway's routing core for one arm, with the parts of a gateway that it needs."""
 
     def __init__(self, engines: Sequence[Engine], side: ReadSidePolicy, options: argparse.Namespace) -> None:
         self._core = PairCore(PairScheduler(side=side))
@@ -63,7 +63,7 @@ class Router:
             self._take(seen)
 
     def know(self, question: RoutingQuery) -> None:
-        """It was asked before, and is in storage."""
+        """Record that a request was sent before and its KV is in storage."""
         name = f"before {question.name}"
         self._take(self._asked(name, question))
         (send,) = self._sent.values()
@@ -75,7 +75,7 @@ class Router:
     async def answer(
         self, http: httpx.AsyncClient, model: str, question: RoutingQuery, transfer: str, tokens: int
     ) -> PairResponse:
-        """As the gateway would."""
+        """Route and send a request as the gateway would."""
         self._waiting[transfer] = asyncio.get_running_loop().create_future()
         self._take(self._asked(transfer, question))
         self._hand_out()

@@ -14,20 +14,21 @@ BEGIN, END = "<!-- by hand -->", "<!-- /by hand -->"
 
 
 def marked(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown, its first column to the left."""
+    """A table in Markdown with the first column left-aligned."""
     rows = [head, ["---", *["--:"] * (len(head) - 1)], *lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def less(value: float, than: float) -> str:
-    """A change in percent."""
+    """The change from ``than`` to ``value`` in percent, as text."""
     return f"{value / than - 1:+.0%}" if than else "–"
 
 
 def write_page(path: Path, generated: str, first_words: str) -> None:
-    """Write ``generated``, its place ``{by hand}`` filled with what stands between the marks in ``path``.
+    """Write ``generated`` to ``path``. ``{by hand}`` in it is replaced by the text between the marks of the
+    old page.
 
-    ``first_words`` stand there where the page is new.
+    ``first_words`` replace it in a new page.
     """
     words = first_words
     if path.exists():
@@ -52,7 +53,7 @@ def write_result(folder: Path, name: str, made: Any, document: Mapping[str, Any]
 
 
 def made_by(made: Any, wall_s: float) -> str:
-    """The command, and what it ran on, as Markdown."""
+    """The command and the machine, as Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
     machine = made.machine
     return (

@@ -3,10 +3,10 @@
     python benchmarks/routing_core_cost.py --out benchmarks/results
 
 Programs run in a closed loop of requests and answers, 500 programs per replica; the results of earlier
-programs of their kinds are known. A decision is a request that is accepted and dispatched; a newcomer is the
-first request of a program, one in 17. Pairs are prefill and decode engines, as many as DualPath's 48P96D has;
-a decision is both engines and the reading side. Times are CPU time of the single thread over rounds of 500
-facts: the median of the rounds, and the maximum of a hundred single scans.
+programs of their kinds are known. A decision accepts and dispatches a request; a newcomer is the first
+request of a program, one in 17. For pairs, a decision selects a prefill engine, a decode engine and the
+reading side, with as many engines as DualPath's 48P96D. Times are CPU times of the single thread over rounds
+of 500 facts: the median of the rounds, and the maximum of a hundred single scans.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ ROUTINGS: dict[str, Callable[[], Any]] = {
 }
 REPLICAS = (2, 8, 64)
 PROGRAMS = 500
-"""To a replica."""
+"""Number of programs per replica."""
 ROUND = 500
-"""Facts that are timed at once."""
+"""Number of facts that are timed together."""
 TENANTS = 10
 PIECES = 32
-"""Hashes of a prompt's beginning, where the policy reads them."""
+"""Number of prefix hashes of a prompt, for policies that use them."""
 ENDED = 600
-"""Programs that came to their end before, of three kinds."""
+"""Number of programs, of three types, that ended before."""
 WAITING = 10_000
 LOOKS = 100
 NODES = ((2, 4), (48, 96))
-"""That prefill and that decode."""
+"""Numbers of prefill and decode nodes."""
 ENGINES = 8
-"""To a node."""
+"""Number of engines per node."""
 PAIR_PROGRAMS = 8
-"""To an engine."""
+"""Number of programs per engine."""
 TURNS = 16
-"""Requests of others between two programs that come new."""
+"""Number of other requests between two new programs."""
 NEWCOMERS = 100
 
 
 class Loop:
-    """Programs that ask, are answered, and ask again."""
+    """Programs in a closed loop of requests and answers."""
 
     def __init__(self, routing: Any, replicas: int, seed: int, sharing: Any = None) -> None:
         self.random = random.Random(seed)
@@ -102,7 +102,7 @@ class Loop:
         self.now = float(ENDED)
 
     def round(self) -> tuple[float, float]:
-        """CPU seconds of asking for a decision, and of all that follows on it, each for one request."""
+        """CPU seconds of a decision, and of one fact that follows it."""
         asks = []
         for program in self.random.choices(range(len(self.contexts)), k=ROUND):
             self.contexts[program] = min(60_000, self.contexts[program] + self.random.randint(200, 4_000))
@@ -143,7 +143,7 @@ class Loop:
         return deciding / ROUND, following / len(after)
 
     def newcomer(self, number: int) -> float:
-        """CPU seconds of placing a program that comes new, after requests of others; it ends at once."""
+        """CPU seconds of placing a new program after other requests; the program ends at once."""
         take, now = self.core.take, self.now
         for program in self.random.choices(range(len(self.contexts)), k=TURNS):
             name, tenant = f"turn {self.number}", f"t{program % TENANTS}"
@@ -167,7 +167,7 @@ class Loop:
 
 
 def decisions(rounds: int, seed: int) -> list[dict[str, Any]]:
-    """Per policy and number of replicas."""
+    """Results by policy and number of replicas."""
     rows = []
     for name, routing in ROUTINGS.items():
         for replicas in REPLICAS:
@@ -195,7 +195,7 @@ def decisions(rounds: int, seed: int) -> list[dict[str, Any]]:
 
 
 def pair_decisions(prefill: int, decode: int, rounds: int, seed: int) -> dict[str, Any]:
-    """CPU microseconds of choosing two engines and who reads, and of each fact that follows on it."""
+    """CPU microseconds of selecting two engines and the reading side, and of each fact that follows."""
     core, drawn = PairCore(), random.Random(seed)
     for role, nodes in ((PairRole.PREFILL, prefill), (PairRole.DECODE, decode)):
         for number in range(nodes * ENGINES):
@@ -246,7 +246,7 @@ def pair_decisions(prefill: int, decode: int, rounds: int, seed: int) -> dict[st
 
 
 def pump(sharing: Any, seed: int) -> dict[str, Any]:
-    """Milliseconds of looks at 10,000 that wait for room, the median and the worst of each."""
+    """Milliseconds of a scan of 10,000 requests that wait for capacity: median and maximum of each kind."""
     drawn = random.Random(seed)
     loop = Loop(CapacityRouting(), 0, seed, sharing)
     take = loop.core.take
@@ -373,7 +373,7 @@ def page(result: dict[str, Any], made: Any, wall_s: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "--out", type=Path, help="write routing_core_cost.json and routing_core_cost.md into this folder"

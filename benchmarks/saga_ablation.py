@@ -35,11 +35,12 @@ ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("inference, no hints (Table 5)", "saga-inferred", f"{WITHOUT}/ours-no-hints.toml", "+15.6 %"),
     ("neither: cold (Table 5)", "saga-cold", f"{WITHOUT}/ours-cold.toml", "+95.8 %"),
 )
-"""What is left out, as printed, ours, and mean completion over that of all of it as published."""
+"""Rows of the ablation: (part left out, policy as published, our policy, published mean completion relative
+to the whole system)."""
 SWEEP = (0.5, 1.0, 1.5, 2.0, 3.0)
 SWEPT = ("stock", "saga-paper", "saga")
 PUBLISHED_SWEEP = {0.5: "–", 1.0: "+4 %", 1.5: "+12 %", 2.0: "+24 %", 3.0: "+53 %"}
-"""Table 10: coefficient of variation → mean completion over that at 0.5."""
+"""Table 10: coefficient of variation → mean completion relative to that at 0.5."""
 WORKLOAD = "synthetic:latency-cv:{cv:g}"
 BASE_CV = 1.0
 
@@ -82,11 +83,11 @@ def main() -> None:
 
 
 Rows = dict[tuple[str, float], RunRow]
-"""By policy, as asked for, and coefficient of variation."""
+"""Rows by (requested policy, coefficient of variation)."""
 
 
 def page(rows: Rows, made: str) -> str:
-    """The page; ``{by hand}`` is where words go."""
+    """The result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
     first = rows["stock", BASE_CV]
     lines = [
         "# SAGA's ablation and its sweep of tool times",

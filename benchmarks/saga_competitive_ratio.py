@@ -1,4 +1,5 @@
-"""SAGA's competitive ratio in the simulator: recomputed tokens over Bélády's, where LRU has twice as many.
+"""SAGA's competitive ratio in the simulator: recomputed tokens ÷ Bélády's, for pools in which LRU has twice
+as many.
 
     python benchmarks/saga_competitive_ratio.py --traces traces --cache ratio-cache
 
@@ -6,7 +7,7 @@ For every trace, programs arrive by a Poisson process and run until all have fin
 the same work, at several sizes of the KV pool. Two first runs find the scale of the trace. In the first, each
 program has the device alone; the arrival rate for the other runs keeps ``--live`` of them alive. In the
 second, programs arrive at that rate and no KV is lost; pool sizes are shares of the largest total of living
-contexts. (Far below it, running programs displace each other whatever is evicted, and LRU is as good as
+contexts. (In much smaller pools, running programs displace each other under any order, and LRU is as good as
 Bélády.) At each size, stock vLLM is run with its accesses recorded; Bélády and "LRU + Prefix" (SAGA, Table 2)
 are replayed on them. Sizes at which LRU ÷ Bélády is at least 2.0, as in the paper's table, are run under
 every other policy. Writes saga_competitive_ratio.json and .md into benchmarks/results. Text between the marks
@@ -40,19 +41,19 @@ POLICIES = (
     "continuum", "saga", "saga-paper", "saga-inferred", "saga-cold", "saga-no-eviction", "saga-no-ttl"
 )  # fmt: skip
 PUBLISHED = {"LRU": (2.84, 2.12), "LRU + Prefix": (1.97, 1.74), "WA-LRU": (1.31, 1.28)}
-"""Table 2: SWE-bench and WebArena."""
+"""Table 2: ratios for SWE-bench and WebArena."""
 WORTH = 2.0
-"""Least LRU ÷ Bélády of a size that counts."""
+"""Minimum of LRU ÷ Bélády for a pool size to be used."""
 SHARES = (0.7, 0.8, 0.85, 0.9, 0.95)
-"""Of the most that living programs' contexts take together: what the pool holds."""
+"""Pool sizes as shares of the largest total of living programs' contexts."""
 LEAST_POOL = 1.1
-"""Longest contexts that the pool holds at least."""
+"""Minimum pool size in longest contexts."""
 ALONE_PER_S = 1e-4
-"""Arrivals of the first run: one in three hours."""
+"""Arrivals per second of the first run: one in three hours."""
 ALONE_PROGRAMS = 24
 TARGET = 1.31
 LEAST = 0.01
-"""A ratio below counts as this in a geometric mean."""
+"""Smaller ratios count as this in a geometric mean."""
 
 
 def arguments() -> argparse.Namespace:
@@ -76,10 +77,10 @@ def arguments() -> argparse.Namespace:
 
 
 class Size:
-    """One trace at one size of the pool."""
+    """Results of one trace at one pool size."""
 
     def __init__(self, asked_tokens: int, stock: RunRow, orders: dict[str, int]) -> None:
-        """``orders``: tokens computed again by order of eviction."""
+        """``orders``: recomputed tokens by eviction order."""
         self.asked_tokens = asked_tokens
         self.stock = stock
         self.optimum = orders["belady"]
@@ -96,7 +97,7 @@ class Size:
         return self.lru is not None and self.lru >= WORTH
 
     def ratio(self, tokens: int) -> float | None:
-        """Over Bélády's; ``None`` where he loses nothing."""
+        """``tokens`` ÷ Bélády's recomputed tokens; ``None`` if Bélády recomputes none."""
         return tokens / self.optimum if self.optimum else None
 
 
@@ -172,8 +173,8 @@ def main() -> None:
 
 
 def scale(log: RunLog, live: float) -> tuple[float, int]:
-    """Arrivals a second that keep so many programs, sub-agents counted, alive (Little's law), and tokens of
-    the longest context."""
+    """Arrivals per second that keep ``live`` programs, sub-agents included, alive (Little's law), and the
+    tokens of the longest context."""
     lasted_s = [program.completion_s for program in log.programs]
     if None in lasted_s:
         sys.exit(f"{log.trace}: {lasted_s.count(None)} programs did not finish alone; no scale can be told")
@@ -183,7 +184,7 @@ def scale(log: RunLog, live: float) -> tuple[float, int]:
 
 
 def most_at_once(log: RunLog) -> int:
-    """Tokens of the contexts of all living programs together, at the worst moment."""
+    """Largest total of the living programs' contexts, in tokens."""
     changes: list[tuple[float, int]] = []
     for program in log.programs:
         held = 0
@@ -196,7 +197,7 @@ def most_at_once(log: RunLog) -> int:
 
 
 def thinned(sizes: Sequence[Size], most: int) -> list[Size]:
-    """At most so many, evenly over the range."""
+    """At most ``most`` of the sizes, evenly distributed."""
     if len(sizes) <= most:
         return list(sizes)
     if most == 1:
@@ -205,7 +206,7 @@ def thinned(sizes: Sequence[Size], most: int) -> list[Size]:
 
 
 def page(found: dict[str, list[Size]], policies: Sequence[str], live: float, made: str) -> str:
-    """The page; ``{by hand}`` is where words go."""
+    """The result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
     first = next(size for sizes in found.values() for size in sizes).stock
     lines = [
         "# Competitive ratio",
@@ -276,7 +277,7 @@ def page(found: dict[str, list[Size]], policies: Sequence[str], live: float, mad
 
 
 def grid(head: list[str], lines: list[list[str]]) -> list[str]:
-    """A Markdown table, numbers to the right."""
+    """A Markdown table with right-aligned numbers."""
     if not lines:
         return ["None."]
     return [

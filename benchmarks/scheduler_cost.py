@@ -2,9 +2,9 @@
 
     python benchmarks/scheduler_cost.py --json benchmarks/results/scheduler_cost.json
 
-80 requests decode with long contexts; the extension tracks 10,000 programs and holds leases. Stock and
-sojourn alternate in short slices within one process, so that other load affects both. The result is the
-median ratio of thread CPU time of neighbouring slices, for ``schedule()`` alone and for ``schedule()`` with
+80 requests decode with long contexts; the extension tracks 10,000 programs and has leases. Stock and sojourn
+alternate in short slices within one process, so that other load affects both. The result is the median ratio
+of thread CPU time of neighbouring slices, for ``schedule()`` alone and for ``schedule()`` with
 ``update_from_output()``. Also measured: the step in which 10,000 leases expire.
 
     python benchmarks/scheduler_cost.py --full --policy tetris --host-blocks 60000
@@ -15,10 +15,10 @@ preempted while others wait; every 240 steps one request ends. The comparison us
 both engines once more than 95 % of the pool is used and both have preempted. The policy was trained on short
 outputs, and these are long: at first it admits about as many requests as stock, then forecasts, admission,
 victim selection, preemptions and copies to host memory all occur. Stock admits the next request as soon as it
-fits; the policy consults its admission each step and holds it back. The comparison is about the cost of a
-step, not its effect. Time is virtual, 30 ms per step and 0.1 ms for each further token; only the policy has
-host memory. Reports the mean and median CPU of ``schedule()``, and the mean of those calls that preempted or
-admitted. ``--profile`` shows where the policy's time goes; other figures of such a run are invalid.
+fits; the policy runs admission control in each step and delays the request. The comparison is about the cost
+of a step, not its effect. Time is virtual, 30 ms per step and 0.1 ms for each further token; only the policy
+has host memory. Reports the mean and median CPU of ``schedule()``, and the mean of those calls that preempted
+or admitted. ``--profile`` shows where the policy's time goes; other figures of such a run are invalid.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ CONTEXT_TOKENS = 8_000
 BLOCK_SIZE = 16
 
 FULL_WAITING = 16
-"""Requests that wait behind those that fit when the pool is full."""
+"""Number of requests that wait while the pool is full."""
 FULL_SHARE = 0.95
 FULL_AGENT = "writer"
 FULL_ENDS = range(620, 3_000, 240)
-"""Output tokens of those that end, the first that came; the others never do."""
+"""Output tokens at which the requests that end do so, the first to arrive first; all others never end."""
 FULL_MAX_STEPS = 3_000
-"""In so many the pool fills, or something is wrong."""
+"""Maximum number of steps in which the pool must fill."""
 
 
 def build(policy: str | None, host_blocks: int = 0) -> Any:
-    """An engine with ``RUNNING`` decoding requests; with a policy, also ``KNOWN_PROGRAMS`` programs, and host
-    memory below the device where it gets some."""
+    """An engine with ``RUNNING`` decoding requests; with a policy also ``KNOWN_PROGRAMS`` programs, and
+    ``host_blocks`` of host memory."""
     from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
     settings = None if policy is None else {"policy": policy, "strict": True}
@@ -117,7 +117,7 @@ def slice_cost(engine: Any, steps: int) -> tuple[float, float]:
 
 
 class Call(NamedTuple):
-    """One ``schedule()`` with a full pool."""
+    """One ``schedule()`` call with a full pool."""
 
     cpu_s: float
     preempted: int
@@ -125,23 +125,23 @@ class Call(NamedTuple):
     running: int
     used_share: float
     whole_step_s: float
-    """``schedule()`` and ``update_from_output()``, and making up the tokens between."""
+    """Seconds of ``schedule()`` and ``update_from_output()``, and of making the tokens in between."""
 
 
 class Link:
-    """A copy's time over PCIe 4."""
+    """Times of copies over PCIe 4."""
 
     def copy_s(self, size: int, *, to_host: bool) -> float:
-        """Seconds for so many bytes."""
+        """Seconds to copy ``size`` bytes."""
         return size / 20e9
 
     def disk_s(self, size: int, *, to_disk: bool) -> float:
-        """There is none."""
+        """0: there is no disk."""
         return 0.0
 
 
 class FullEngine:
-    """An engine that its requests outgrow, with time and copies of its own."""
+    """An engine whose requests exceed its pool, with virtual time and copies."""
 
     def __init__(self, policy: str | None, host_blocks: int) -> None:
         from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
@@ -175,7 +175,7 @@ class FullEngine:
             )
 
     def _be_told(self, host_blocks: int) -> None:
-        """The programs that are known, and that outputs were short."""
+        """Give the scheduler its known programs, and a history of short outputs."""
         engine = self.engine
         if host_blocks:
             from sojourn_server.simulator.tier_transfers import TierTransfers
@@ -217,12 +217,12 @@ class FullEngine:
 
     @property
     def waiting(self) -> int:
-        """Requests that do not run."""
+        """Number of requests that do not run."""
         return len(self.engine.scheduler.requests) - len(self.engine.scheduler.running)
 
 
 def fill(engines: Sequence[FullEngine]) -> int:
-    """Step all until the pool is full and somebody has been preempted in each; returns the steps."""
+    """Step all engines until each has a full pool and a preempted request; returns the number of steps."""
     preempted = [0] * len(engines)
     for steps in range(1, FULL_MAX_STEPS):
         calls = [engine.step() for engine in engines]
@@ -233,7 +233,7 @@ def fill(engines: Sequence[FullEngine]) -> int:
 
 
 def full_figures(calls: Sequence[Call]) -> dict[str, Any]:
-    """Of one engine."""
+    """Figures of one engine."""
 
     def mean_ms(of: Sequence[Call]) -> float | None:
         return statistics.fmean(call.cpu_s for call in of) * 1e3 if of else None
@@ -253,7 +253,7 @@ def full_figures(calls: Sequence[Call]) -> dict[str, Any]:
 
 
 def full_cost(policy: str, host_blocks: int, slices: int, steps: int, profile: bool) -> dict[str, Any]:
-    """Stock and the policy with a full pool, in turns."""
+    """Run stock and the policy with a full pool, alternating."""
     engines = FullEngine(None, 0), FullEngine(policy, host_blocks)
     gc.collect()
     gc.disable()
@@ -292,7 +292,7 @@ def full_cost(policy: str, host_blocks: int, slices: int, steps: int, profile: b
 
 
 def expiry_step(leases: int) -> dict[str, Any]:
-    """Wall seconds of every step until ``leases`` leases that run out together are gone."""
+    """Wall seconds of every step until ``leases`` leases that expire together are gone."""
     from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
     now = [0.0]
@@ -327,7 +327,7 @@ def expiry_step(leases: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", help="write the result here")
     parser.add_argument("--policy", default="continuum")
@@ -384,7 +384,7 @@ def main() -> None:
 
 
 def show_full(result: dict[str, Any]) -> None:
-    """Print what was found with a full pool."""
+    """Print the results with a full pool."""
     table = Table("what", "stock", "sojourn", title="A step with a full pool")
     for name, mine in result["sojourn"].items():
         cells = ("–" if of is None else f"{of:.3f}" for of in (result["stock"][name], mine))
@@ -395,7 +395,7 @@ def show_full(result: dict[str, Any]) -> None:
 
 
 def made(command: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What every result says of how it came to be."""
+    """Facts of the run that every result includes: command, machine, versions."""
     return {
         "command": command,
         "machine": {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()},
@@ -409,7 +409,7 @@ def made(command: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], path: str | None) -> None:
-    """As JSON, where a path was given."""
+    """Write the result as JSON if ``path`` is given."""
     if path:
         with open(path, "w", encoding="utf-8") as file:
             file.write(json.dumps(result, indent=2) + "\n")

@@ -29,14 +29,14 @@ from rich.table import Table
 from sojourn.testing import refusing_url
 
 TARGET_TURN_US = 50.0
-"""Agreed bound on the median turn."""
+"""Agreed maximum of the median turn, in microseconds."""
 BLOCKED_US = 5000.0
-"""A turn this long has waited for something."""
+"""A turn that takes longer, in microseconds, counts as blocked."""
 TARGET_IMPORT_MS = 150.0
 
 
 def main() -> None:
-    """Measure and print; exit code 1 where a target is missed."""
+    """Measure and print; exit code 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=2000, help="turns per sink")
     parser.add_argument("--calls", type=int, default=300, help="openai calls per variant")
@@ -70,25 +70,25 @@ def measure(turns: int, calls: int) -> dict[str, Any]:
 
 
 def with_answering_server(turns: int) -> dict[str, Any]:
-    """The usual case, the sender busy in the background."""
+    """Measure the usual case, with the sender busy in the background."""
     # Its own process: else its work for each batch would be measured as ours.
     with ServerProcess("ok") as url:
         return turns_against(url, turns)
 
 
 def with_hanging_server(turns: int) -> dict[str, Any]:
-    """The connection stands, no answer ever comes."""
+    """Measure with a server that accepts connections and never answers."""
     with ServerProcess("hang") as url:
         return turns_against(url, turns)
 
 
 def with_nobody_there(turns: int) -> dict[str, Any]:
-    """Connections are refused."""
+    """Measure with a server that refuses connections."""
     return turns_against(refusing_url(), turns)
 
 
 def without_init(turns: int) -> dict[str, Any]:
-    """What a library that uses the SDK costs those who do not."""
+    """Measure without ``init()``: the cost of a library that uses the SDK for users who do not."""
     return turns_against(None, turns)
 
 
@@ -101,7 +101,7 @@ SINKS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def turns_against(url: str | None, turns: int) -> dict[str, Any]:
-    """Time single turns. Agents think between turns, so the sender gets a moment every few of them."""
+    """Time single turns. The sender gets a pause every few turns, since real agents think between turns."""
     if url is not None:
         sojourn.init(url, dialect="sojourn", history=False)
     took_us = []
@@ -168,7 +168,7 @@ def import_ms(repeats: int = 5) -> dict[str, float]:
 
 
 def summary(took_us: list[float]) -> dict[str, Any]:
-    """Median, p99, the worst, and how many waited."""
+    """Median, p99 and maximum, and the number of blocked turns."""
     ordered = sorted(took_us)
     return {
         "turns": len(ordered),
@@ -180,7 +180,7 @@ def summary(took_us: list[float]) -> dict[str, Any]:
 
 
 class ServerProcess:
-    """A ``FakeServer`` of its own process; the ``with`` block gets its URL."""
+    """A ``FakeServer`` in its own process; the ``with`` block gets its URL."""
 
     def __init__(self, mode: str) -> None:
         code = (
@@ -201,7 +201,7 @@ class ServerProcess:
 
 
 def show(report: dict[str, Any]) -> None:
-    """The table."""
+    """Print the table."""
     console = Console()
     where = f"Python {report['python']}, {report['machine']}, load {report['load_1min']}"
     table = Table(title=f"One turn on the agent's thread ({where})")

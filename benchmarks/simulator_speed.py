@@ -28,11 +28,11 @@ from sojourn_server.simulator.simulation_run import RunSpec
 
 TARGET = {"programs": 80, "virtual_s_per_wall_s": 60.0}
 NOISE = 1.15
-"""Two runs of the same differ by some per cent: growth counts as faster than linear beyond this."""
+"""Runs of the same kind differ by some per cent: growth up to this factor counts as linear."""
 
 
 class Point(msgspec.Struct, kw_only=True, frozen=True):
-    """One number of programs; wall figures are medians over the rounds."""
+    """Results for one number of programs; wall figures are medians over the rounds."""
 
     programs: int
     virtual_s_per_wall_s: float
@@ -41,7 +41,7 @@ class Point(msgspec.Struct, kw_only=True, frozen=True):
     steps: int
     turns_finished: int
     rounds: list[float]
-    """Wall seconds of each."""
+    """Wall seconds of each round."""
 
 
 def arguments() -> argparse.Namespace:
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def point(rows: Sequence[RunRow]) -> Point:
-    """The rounds of one number of programs."""
+    """Summarise the rounds of one number of programs."""
     wall_s = statistics.median(row.wall_s for row in rows)
     first = rows[0]
     return Point(
@@ -113,7 +113,7 @@ def point(rows: Sequence[RunRow]) -> Point:
 
 
 def judge(points: Sequence[Point]) -> dict[str, tuple[bool, str]]:
-    """The two promises: speed at 80 programs, and linear growth over the whole range."""
+    """Whether the two targets are met, with an explanation: speed at 80 programs, and linear growth."""
     found: dict[str, tuple[bool, str]] = {}
     target = next((p for p in points if p.programs == TARGET["programs"]), None)
     if target is not None:
@@ -136,13 +136,13 @@ def judge(points: Sequence[Point]) -> dict[str, tuple[bool, str]]:
 
 
 def exponent(points: Sequence[Point]) -> float:
-    """Slope of log cost over log programs: least squares."""
+    """Slope of log cost over log programs, by least squares."""
     xs = [math.log(p.programs) for p in points]
     return statistics.linear_regression(xs, [math.log(p.wall_s_per_virtual_hour) for p in points]).slope
 
 
 def table(points: Sequence[Point]) -> Table:
-    """The points."""
+    """Table of the points."""
     shown = Table(title="stock, closed loop")
     for name in (
         "programs",
@@ -162,7 +162,7 @@ def table(points: Sequence[Point]) -> Table:
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
-    """Cost over programs, both logarithmic, with the line that linear growth from the first point is."""
+    """Plot cost over programs, both logarithmic, with the line of linear growth from the first point."""
     import matplotlib
 
     matplotlib.use("svg")

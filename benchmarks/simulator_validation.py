@@ -7,9 +7,9 @@ Every run starts a new server on its own port. ``sojourn profile`` measures a st
 order with the same gaps, on the fitted profile and the servers' limits. Both sides return one record per
 turn, and one function computes the figures of both.
 
-A single run is one sample: a request that arrives slightly earlier may find KV that the next one has lost,
-and everything after it differs. Both sides are therefore run several times and their medians compared. The
-real server runs as often as time allows, in alternating order; the simulator adds random errors to the
+A single run is one sample: a request that arrives slightly earlier may find KV that is evicted a moment
+later, and everything after it differs. Both sides are therefore run several times and their medians compared.
+The real server runs as often as time allows, in alternating order; the simulator adds random errors to the
 duration of each step, as large as those of the profile's samples. The workload has many small losses instead
 of few large ones: runs of the same kind differ by 1 to 3 % in recomputed tokens.
 
@@ -42,7 +42,7 @@ from validation_runs import BenchmarkError, measured_off, play_in_simulator, pla
 from validation_scenario import PACE, SMOKE, RunMeasurements, Scenario, plans_of, programs_of
 
 JUDGED = {"completion_mean_s": 0.10, "regenerated_tokens": 0.05}
-"""What the simulator is held to: relative errors."""
+"""Maximum relative errors of the simulator."""
 FIGURES = (
     "completion_mean_s",
     "completion_p95_s",
@@ -61,7 +61,7 @@ console = Console(stderr=True)
 def figures(
     played: RunMeasurements, plans: Mapping[str, Sequence[TurnPlan]], block_size: int
 ) -> dict[str, float]:
-    """What is compared. ``plans``: the lengths of every program's turns, by its id."""
+    """The compared figures of a run. ``plans``: the lengths of every program's turns, by program id."""
     completion = summarise(played.completions_s)
     turns = played.turns
     again = (recomputed_tokens(plans[t.program], t.turn, t.cached_tokens, block_size) for t in turns)
@@ -80,14 +80,15 @@ def figures(
 
 
 def relative_error(lab: float, real: float) -> float | None:
-    """(lab - real) / real; 0 where both are nothing, ``None`` where only ``real`` is."""
+    """(lab - real) / real; 0 if both are 0, ``None`` if only ``real`` is."""
     if lab == real:
         return 0.0
     return (lab - real) / real if real else None
 
 
 def compare(real: Sequence[Mapping[str, float]], lab: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Medians over the runs of either world, their ranges, relative errors, and whether they agree."""
+    """Compare the simulator's runs (``lab``) with the engine's: medians, ranges, relative errors, and whether
+    they agree."""
     worlds = {"real": real, "lab": lab}
     found: dict[str, Any] = {
         world: {name: statistics.median(run[name] for run in runs) for name in FIGURES}
@@ -101,13 +102,13 @@ def compare(real: Sequence[Mapping[str, float]], lab: Sequence[Mapping[str, floa
 
 
 def medians(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """Of each name over all; one that is missing is 0."""
+    """The median of each name's counts; a missing name counts as 0."""
     names = sorted({name for count in counts for name in count})
     return {name: statistics.median(count.get(name, 0) for count in counts) for name in names}
 
 
 def measure(scenario: Scenario, profile_file: Path, turns: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every policy at every load in both worlds. ``turns`` is filled with every turn.
+    """Every policy at every load on both sides. ``turns`` is filled with all turns.
 
     Raises ``BenchmarkError`` and ``ServerStartError``.
     """
@@ -150,7 +151,7 @@ def measure(scenario: Scenario, profile_file: Path, turns: dict[str, Any]) -> li
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
-    """Real, lab and error, one row a figure."""
+    """Table with real and simulated figures and errors, one row per figure."""
     drawn = Table(title="the simulator against the engine", title_justify="left")
     for name in ("policy", "at once", "figure"):
         drawn.add_column(name, no_wrap=True)
@@ -176,7 +177,7 @@ def _short(number: float) -> str:
 
 
 def document(scenario: Scenario, profile_file: Path, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is committed."""
+    """The result document that is committed."""
     from sojourn_server.policies.costs.engine_profile import EngineProfile
     from sojourn_server.simulator.report.results_file import made_with
 
@@ -202,7 +203,7 @@ def document(scenario: Scenario, profile_file: Path, results: list[dict[str, Any
 
 
 def scenario_of(options: argparse.Namespace) -> Scenario:
-    """What the command line asks for."""
+    """The scenario that the command line selects."""
     scenario = SMOKE if options.smoke else Scenario()
     changed = {
         name: value
@@ -219,7 +220,8 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
 
 
 def main() -> None:
-    """Measure, print, write. Exit code 1 where a judged figure is farther off than it may be."""
+    """Measure, print and write the results. Exit code 1 if a figure's error exceeds its maximum in
+    ``JUDGED``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--turns", type=Path, help="write every turn of both worlds here, as JSON")

@@ -38,7 +38,7 @@ MARK = "#B22222"
 
 
 class Stretch(NamedTuple):
-    """A request in one state, virtual seconds."""
+    """A period in which a request is in one state, in virtual seconds."""
 
     state: str
     begin_s: float
@@ -47,18 +47,18 @@ class Stretch(NamedTuple):
 
 @dataclass(slots=True)
 class Timeline:
-    """What one run's scheduler did."""
+    """States of all requests in one run."""
 
     stretches: dict[str, list[Stretch]] = field(default_factory=dict)
-    """By request, in the order of their arrival."""
+    """Periods of each request, in order of arrival."""
     preemptions: list[tuple[float, str]] = field(default_factory=list)
     used: list[tuple[float, float]] = field(default_factory=list)
-    """(second, share of the pool that is used)"""
+    """(virtual second, used share of the pool)"""
     _now: dict[str, tuple[str, float]] = field(default_factory=dict)
     _ran: set[str] = field(default_factory=set)
 
     def planned(self, engine: Any, planned: Any, now: float) -> None:
-        """Look at the scheduler after it has planned a step."""
+        """Record the scheduler's state after it has planned a step."""
         scheduler = engine.scheduler
         running = {request.request_id for request in scheduler.running}
         self.preemptions += [(now, request_id) for request_id in sorted(planned.preempted_req_ids or ())]
@@ -75,7 +75,7 @@ class Timeline:
         self.used.append((now, 1 - pool.get_num_free_blocks() / (pool.num_gpu_blocks - 1)))
 
     def over(self, now: float) -> None:
-        """The run ends."""
+        """End all open periods at the end of the run."""
         for request_id in list(self._now):
             self._end(request_id, now)
 
@@ -88,7 +88,7 @@ class Timeline:
 
 @contextmanager
 def watched() -> Iterator[Timeline]:
-    """Runs of the simulator inside fill the timeline: their engine is one that can be seen into."""
+    """Make simulator runs inside the ``with`` block fill the timeline, by observing their engine."""
     from sojourn_server.simulator import simulated_engine
 
     timeline = Timeline()
@@ -112,18 +112,18 @@ def watched() -> Iterator[Timeline]:
 
 
 class Panel(NamedTuple):
-    """What is drawn of one policy."""
+    """Data of one policy's panel."""
 
     name: str
     timeline: Timeline
     cascades: int
-    """Over the whole run, as is ``preemptions``."""
+    """Number of cascades over the whole run; so is ``preemptions``."""
     preemptions: int
     output_tok_per_s: float
 
 
 def play(policy: str) -> Panel:
-    """One run."""
+    """Simulate one policy."""
     with watched() as timeline:
         log = run_simulation(replace(SPEC, policy=policy)).log
     timeline.over(log.virtual_s)
@@ -134,7 +134,7 @@ def play(policy: str) -> Panel:
 
 
 def within(panel: Panel, window: tuple[float, float]) -> dict[str, Any]:
-    """What happened in these seconds."""
+    """Counts of events in the time window."""
     begin_s, end_s = window
     marks = [(at_s, name) for at_s, name in panel.timeline.preemptions if begin_s <= at_s < end_s]
     names = [name for _, name in marks]
@@ -153,7 +153,7 @@ def within(panel: Panel, window: tuple[float, float]) -> dict[str, Any]:
 
 
 def draw(panels: Sequence[Panel], window: tuple[float, float], path: Path) -> None:
-    """Both panels, one above the other."""
+    """Draw both panels, one above the other."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -182,7 +182,7 @@ def draw(panels: Sequence[Panel], window: tuple[float, float], path: Path) -> No
 
 
 def thinned(used: Sequence[tuple[float, float]], window: tuple[float, float]) -> list[tuple[float, float]]:
-    """Those in the window between which a line shows the same to half a percent of the pool."""
+    """Samples in the window, without those that would not change the line by half a percent of the pool."""
     inside = [point for point in used if window[0] <= point[0] <= window[1]]
     kept = inside[:1]
     for before, point in pairwise(inside):
@@ -192,7 +192,7 @@ def thinned(used: Sequence[tuple[float, float]], window: tuple[float, float]) ->
 
 
 def draw_bars(panel: Panel, axis: Any, window: tuple[float, float]) -> None:
-    """Requests of these seconds, the first on top."""
+    """Draw the requests of the time window as bars, the earliest on top."""
     begin_s, end_s = window
     seen = [
         (name, stretches)
@@ -221,7 +221,7 @@ def draw_bars(panel: Panel, axis: Any, window: tuple[float, float]) -> None:
 
 
 def main() -> None:
-    """Run both, draw, print what is seen."""
+    """Run both policies, draw the plot and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--window", type=float, nargs=2, default=(100.0, 200.0), metavar=("FROM", "TO"))
     parser.add_argument("--out", type=Path, required=True, help="the SVG")

@@ -6,9 +6,10 @@ Requests of two kinds on ``smol``, short answers and long reasoning, with log-no
 seed (``--mean-short``, ``--mean-long``). All tokens are forced, so every arm writes the same. Each arm first
 answers ``--warm-up`` requests of another seed, which are not counted, since no arm has learned lengths at its
 start. ``observe`` decides as stock does and counts stock's cascades. ``oracle+host`` gets each output's true
-length as ``max_tokens``, which all other arms set out of reach; it is an upper bound. ``learned+host`` reads
-hidden states, which carry no information for forced tokens and random prompts; it shows the cost of a network
-that does not help. The arms alternate, ``--rounds`` times; figures are medians. Run it on an idle machine.
+length as ``max_tokens``, which other arms set too high to matter; it is an upper bound. ``learned+host``
+reads hidden states, which carry no information for forced tokens and random prompts; it shows the cost of a
+network that does not help. The arms alternate, ``--rounds`` times; figures are medians. Run it on an idle
+machine.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ ARMS: dict[str, tuple[str, ...]] = {
     "oracle+host": ("tetris", *HOST),
 }
 TOLD = ("oracle+host",)
-"""Arms whose clients tell how long each output will be."""
+"""Arms whose clients declare the length of each output."""
 LATENCIES = ("tpot_s", "ttft_s", "completion_s")
 
 
 def max_model_len(options: argparse.Namespace) -> int:
-    """One request has to fit the pool, of which vLLM keeps a block for itself."""
+    """Longest context: one request has to fit the pool, without vLLM's null block."""
     return min(options.pool_tokens - BLOCK_TOKENS, 4096)
 
 
 def trace(target: Path, options: argparse.Namespace, requests: int, seed: int) -> dict[str, Any]:
-    """Write a load; returns what it holds."""
+    """Write a workload file; returns a summary of its content."""
     draw = random.Random(seed)
     lengths: list[int] = []
     with target.open("w", encoding="utf-8") as file:
@@ -73,7 +74,7 @@ def trace(target: Path, options: argparse.Namespace, requests: int, seed: int) -
 
 
 def counted(url: str) -> dict[str, float]:
-    """Preemptions, and how many of them follow another one, as the engine counts them."""
+    """The engine's counters of preemptions, and of preemptions that follow another one."""
     found = {"preemptions": 0.0, "chained": 0.0}
     for line in httpx.get(f"{url}/metrics", timeout=30.0, trust_env=False).text.splitlines():
         name, _, value = line.rpartition(" ")
@@ -89,7 +90,7 @@ def counted(url: str) -> dict[str, float]:
 def run_arm(
     name: str, load: Path, warm_up: Path, options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
-    """One server, one replay."""
+    """Run one server and one replay."""
     from sojourn_server.launch.engine_server import EngineServer
     from sojourn_server.launch.serve_command import FORCED_TOKENS
 
@@ -129,7 +130,7 @@ def run_arm(
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Of each figure, the median over the runs of one arm."""
+    """The median of each figure over the runs of one arm."""
     return {key: median(run[key] for run in runs) for key in runs[0]}
 
 
@@ -140,7 +141,7 @@ HEAD = (
 
 
 def lines(runs: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:
-    """An arm each, against ``observe``, else the first."""
+    """Table rows, one per arm, relative to ``observe`` or else the first arm."""
     arms = {name: medians(of) for name, of in runs.items() if of}
     base = arms.get("observe") or next(iter(arms.values()))
     return [
@@ -161,7 +162,7 @@ def lines(runs: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:
 def save(
     runs: dict[str, list[dict[str, Any]]], held: dict[str, Any], options: argparse.Namespace, wall_s: float
 ) -> None:
-    """Write both files."""
+    """Write the page and the JSON."""
     made = made_with(sys.argv)
     settings = {key: value for key, value in vars(options).items() if key != "out"}
     document = {
@@ -192,7 +193,7 @@ against `observe`, which decides as stock does. A cascade is a preemption at mos
 
 
 def main() -> None:
-    """Run, write after each arm, print."""
+    """Run, write after each arm, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--requests", type=int, default=144)

@@ -35,7 +35,7 @@ BLOCK_SIZE = 32
 
 
 async def conversation(client: httpx.AsyncClient, url: str, model: str, seed: int) -> float:
-    """One conversation of ``TURNS`` requests; returns its seconds."""
+    """Run one conversation of ``TURNS`` requests; returns its seconds."""
     draw = random.Random(seed)
     context = [draw.randrange(100, 40_000) for _ in range(FIRST_PROMPT_TOKENS)]
     begin = time.perf_counter()
@@ -56,7 +56,7 @@ async def conversation(client: httpx.AsyncClient, url: str, model: str, seed: in
 
 
 async def load(url: str, model: str, seed: int) -> float:
-    """All conversations at once; returns the mean of their seconds."""
+    """Run all conversations at once; returns the mean of their seconds."""
     async with httpx.AsyncClient(timeout=300.0, trust_env=False) as client:
         seconds = await asyncio.gather(
             *(conversation(client, url, model, seed * 1_000 + number) for number in range(CONVERSATIONS))
@@ -65,7 +65,7 @@ async def load(url: str, model: str, seed: int) -> float:
 
 
 def main() -> None:
-    """Start both servers, measure in turn, print, write."""
+    """Start both servers, measure them in turn, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", help="write the result here")
     parser.add_argument("--model", default="tiny")

@@ -31,7 +31,7 @@ class BenchmarkError(RuntimeError):
 
 
 def server_of(scenario: Scenario, policy: str) -> EngineServer:
-    """A server to be entered; the same flags for every policy."""
+    """A server for the scenario, not started yet; the flags are the same for every policy."""
     from sojourn_server.launch.engine_server import EngineServer
     from sojourn_server.launch.serve_command import FORCED_TOKENS
 
@@ -68,7 +68,8 @@ def profile(scenario: Scenario, into: Path) -> None:
 def play_on_engine(
     scenario: Scenario, programs: list[TraceProgram], policy: str, at_once: int
 ) -> RunMeasurements:
-    """One run on a server of its own. Raises ``BenchmarkError`` where not all programs finish as planned."""
+    """Run the programs once on a new server. Raises ``BenchmarkError`` if not all programs finish as
+    planned."""
     import httpx
     from sojourn_server.demo.engine_counters import read_counts
     from sojourn_server.launch.serve_command import STOCK_POLICY
@@ -127,7 +128,8 @@ async def _replay(
 
 
 class Noisy:
-    """A latency model whose steps are off by chance: times a log-normal of mean 1, ``off`` its deviation."""
+    """A latency model with random step times: those of ``latency`` times a log-normal factor with mean 1 and
+    deviation ``off``."""
 
     def __init__(self, latency: LatencyModel, off: float, seed: str) -> None:
         self._latency = latency
@@ -136,21 +138,21 @@ class Noisy:
 
     @property
     def call_s(self) -> float:
-        """As modelled."""
+        """The seconds of the underlying model."""
         return self._latency.call_s
 
     def step_s(self, work: StepWork) -> float:
-        """Another time each time."""
+        """The model's seconds times a random factor."""
         factor = self._random.lognormvariate(-self._sigma * self._sigma / 2, self._sigma)
         return self._latency.step_s(work) * factor
 
     def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
-        """As modelled."""
+        """The seconds of the underlying model."""
         return self._latency.copy_s(kv_bytes, to_host=to_host)
 
 
 def measured_off(profile_file: Path) -> float:
-    """How far a step's time is off from the fit, as the median of the profile's samples; 0 to 1."""
+    """Relative deviation of step times from the fit, the median over the profile's samples; 0 to 1."""
     from sojourn_server.policies.costs.engine_profile import EngineProfile
 
     measured = EngineProfile.from_toml(profile_file.read_text(encoding="utf-8"))
@@ -169,9 +171,10 @@ def play_in_simulator(
     profile_file: Path,
     repeat: int = 0,
 ) -> RunMeasurements:
-    """One run in virtual time; no chance in number 0, other chances in each of the others.
+    """Run the programs once in virtual time. ``repeat`` 0 has no random step times; each other number has its
+    own.
 
-    Raises ``BenchmarkError`` where the simulation itself says that it went wrong.
+    Raises ``BenchmarkError`` if the simulator reports a fault of its own.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from sojourn_server.simulator.event_queue import VirtualClock
@@ -247,5 +250,5 @@ def _played(log: Any, decisions: dict[str, int]) -> RunMeasurements:
 
 
 def counted(decisions: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How often each was taken for each reason."""
+    """Number of decisions by kind and reason."""
     return dict(sorted(Counter(f"{d['kind']}: {d['reason']}" for d in decisions).items()))

@@ -11,20 +11,21 @@ from sojourn_server.traces.prompt_builder import TurnPlan, plan_turns
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn
 
 ORDERLY = "orderly"
-"""The workload of ``orderly_programs``."""
+"""Name of the workload made by ``orderly_programs``."""
 ORDERLY_TURNS = 5
 
 PACE = StepCosts(step_s=0.025, token_s=1.4e-3, pair_s=1e-7, kv_token_s=1e-6, request_s=1e-3)
-"""About what steps of smol take on two idle cores: 700 tokens a second of prefill, 30 decode steps."""
+"""Approximate step costs of smol on two idle cores: 700 prefill tokens per second, and 30 decode steps per
+second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """The engine and what is played on it. Lengths in tokens."""
+    """The engine and its workload. Lengths in tokens."""
 
     model: str = "smol"
     paced: StepCosts | None = None
-    """Every step of the engine lasts at least so long (``paced_steps.py``)."""
+    """Minimum duration of every step of the engine (``paced_steps.py``)."""
     blocks: int = 34
     """KV blocks, vLLM's null block included."""
     block_size: int = 32
@@ -32,18 +33,19 @@ class Scenario:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 1024
     workload: str = "synthetic:continuum-bfcl"
-    """A trace or synthetic workload of the simulator's, or ``ORDERLY``."""
+    """A trace or synthetic workload of the simulator, or ``ORDERLY``."""
     token_scale: float = 0.012
-    """Its programs have 37,302 tokens on average; two cores compute some hundred a second."""
+    """Factor of all lengths: the workload's programs have 37,302 tokens on average, and two cores compute
+    some hundred tokens per second."""
     programs: int = 72
-    """In all; each is played once, to its end."""
+    """Number of programs; each is run once, to its end."""
     seed: int = 1
     loads: tuple[int, ...] = (12, 24)
-    """Programs at once."""
+    """Numbers of concurrent programs."""
     stagger_s: float = 1.0
     policies: tuple[str, ...] = ("stock", "continuum")
     repeats: int = 3
-    """Of each real run."""
+    """Number of repetitions of each run on the real engine."""
     lab_repeats: int = 11
     profile_budget_s: float = 240.0
 
@@ -63,37 +65,37 @@ SMOKE = Scenario(
 
 
 class TurnMeasurement(NamedTuple):
-    """One turn, in either world."""
+    """Measurements of one turn, on either side."""
 
     program: str
     turn: int
     sent_s: float
-    """Seconds after the run's start."""
+    """Time of sending, in seconds after the run's start."""
     ttft_s: float
     latency_s: float
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt, found when it was first admitted."""
+    """Prompt tokens found in the cache at the first admission."""
     output_tokens: int
 
 
 @dataclass(slots=True)
 class RunMeasurements:
-    """One run, in either world."""
+    """Measurements of one run, on either side."""
 
     turns: list[TurnMeasurement] = field(default_factory=list)
     completions_s: list[float] = field(default_factory=list)
-    """From a program's arrival to its last token."""
+    """Seconds from each program's arrival to its last token."""
     wall_s: float = 0.0
     preemptions: int = 0
     decisions: dict[str, int] = field(default_factory=dict)
-    """How often sojourn took each for each reason; empty for the untouched engine."""
+    """Number of sojourn's decisions by kind and reason; empty for stock."""
 
 
 def programs_of(scenario: Scenario) -> list[TraceProgram]:
-    """The programs of both worlds, in order, each fitting the engine's longest context.
+    """The programs of both sides, in order, each within the engine's longest context.
 
-    Raises ``TraceError`` where there are too few.
+    Raises ``TraceError`` if there are too few.
     """
     from sojourn_server.simulator.workloads.arrival_processes import load_programs
 
@@ -114,10 +116,12 @@ def programs_of(scenario: Scenario) -> list[TraceProgram]:
 
 
 def orderly_programs(count: int, every_s: float) -> list[TraceProgram]:
-    """Programs that take turns: started ``every_s`` apart, each comes back when all others have come once.
+    """Programs that take turns: started ``every_s`` apart, each sends its next request after all others have
+    sent one.
 
-    As long as a turn takes no longer than ``every_s``, nothing that a machine does changes their order, and
-    with it what is found and lost. Six of them grow from half of ``SMOKE``'s pool to twice as much.
+    As long as a turn takes no longer than ``every_s``, the machine's speed changes neither the order of
+    requests nor the cache hits and losses. The contexts of six such programs grow from half of ``SMOKE``'s
+    pool to twice its size.
     """
     gap_s = count * every_s
     wait = (TraceToolRun(name="wait", s=gap_s),)

@@ -1,4 +1,4 @@
-"""Random saves, stores and loads beside a model that computes all the time: is any byte ever wrong?
+"""Random saves, stores and loads while a model computes: is any byte ever wrong?
 
 ``Life`` drives ``CudaDeviceBackend`` beside a model that writes blocks: kernels of the GPU in ``kit.py``, a
 stand-in for CUDA in the tests. It checks every load and some saves. ``missing`` removes one of the waits that
@@ -25,20 +25,20 @@ WAITS = (
 
 
 class Model(Protocol):
-    """What computes blocks on the device's compute stream."""
+    """A model that writes blocks on the device's compute stream."""
 
     def compute(self, block_id: int, content: int) -> None:
         """Queue work that fills the block with ``content``, from 1 to 255."""
 
     def check(self, block_id: int, content: int) -> None:
-        """Queue a check that the block holds ``content`` now, or make it."""
+        """Check that the block has ``content`` now, or queue such a check."""
 
     def idle(self) -> None:
-        """Called after each step: let the device work, as far as that is the caller's choice."""
+        """Called after each step: let the device work, if the caller controls that."""
 
 
 class Life:
-    """A model that saves each block before it overwrites it, and loads what was saved."""
+    """Random steps of a model that saves each block before overwriting it, and loads saved blocks."""
 
     def __init__(
         self,
@@ -51,7 +51,8 @@ class Life:
         passed_event: Callable[[], Any],
         missing: str | None = None,
     ) -> None:
-        """``passed_event``: makes a CUDA event that nothing waits for. ``missing``: one of ``WAITS``."""
+        """``passed_event``: makes a CUDA event on which no stream waits. ``missing``: the wait of ``WAITS``
+        to leave out."""
         self.draw = random.Random(seed)
         self.backend = backend
         self.model = model
@@ -59,18 +60,18 @@ class Life:
         self.missing = missing
         self.passed_event = passed_event
         self.wrong = 0
-        """Slots read with other bytes than were saved. The model counts wrong blocks itself."""
+        """Number of slots read with other bytes than were saved. The model counts wrong blocks itself."""
         if missing == "the load's for the save of its slot":
             backend._follow_stores = lambda slots: False  # type: ignore[method-assign]
         elif missing == "the load's to read its slot":
             follow = backend._follow_stores
             backend._follow_stores = lambda slots: follow(slots) or True  # type: ignore[method-assign]
         self.on_device: dict[int, int] = {}
-        """Block → the content that the work queued so far leaves there."""
+        """Block → content that it has after the work queued so far."""
         self.in_slot: dict[int, int] = {}
-        """Slot → the content that the copies begun so far leave there."""
+        """Slot → content that it has after the copies begun so far."""
         self.storing: dict[int, CudaCopy] = {}
-        """Block → a copy of it that the model has not been made to wait for."""
+        """Block → a copy from it for which the model does not wait yet."""
         self.loading: list[tuple[CudaCopy, list[BlockCopy], list[int]]] = []
         self.contents = 0
 
@@ -100,7 +101,7 @@ class Life:
         self.look()
 
     def look(self) -> None:
-        """Check loads that are done, and now and then a slot as the disk reads it."""
+        """Check loads that are done, and sometimes a slot, as a write to disk would read it."""
         for each in list(self.loading):
             copy, copies, contents = each
             if copy.done():
@@ -117,7 +118,7 @@ class Life:
             self.wrong += bytes(self.backend.slot(slot)) != expected
 
     def _fence(self, wait: str) -> Any:
-        """A fence; an event that has passed already if this wait is missing."""
+        """A fence; if this wait is left out, an event that has passed already."""
         return self.passed_event() if self.missing == wait else self.backend.fence()
 
     def _compute(self, block_id: int) -> None:
@@ -127,7 +128,7 @@ class Life:
         self.on_device[block_id] = content
 
     def _store(self, slots: list[int]) -> None:
-        """Copy a block that the next steps only read."""
+        """Copy a block that the next steps only read to host memory."""
         blocks = [block for block in self.on_device if block not in self.storing]
         if blocks and slots:
             copies = [BlockCopy(self.draw.choice(blocks), self.draw.choice(slots))]
@@ -136,7 +137,8 @@ class Life:
             self.in_slot[copies[0].slot] = self.on_device[copies[0].block_id]
 
     def _load(self) -> None:
-        """Load into blocks that the model was told to write before, as those freed by a running request."""
+        """Load into blocks that earlier steps of the model wrote, as into blocks freed by a running
+        request."""
         loading = {copy.block_id for _, copies, _ in self.loading for copy in copies}
         free = [block for block in range(self.blocks) if block not in loading and block not in self.storing]
         slots = self.draw.sample(sorted(self.in_slot), min(2, len(self.in_slot), len(free)))

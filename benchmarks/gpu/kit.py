@@ -1,4 +1,4 @@
-"""What one GPU tells the project in under ten minutes, without vLLM and without a network.
+"""All measurements that the project needs from one GPU, in under ten minutes, without vLLM or a network.
 
     python benchmarks/gpu/kit.py --out benchmarks/results
     python benchmarks/gpu/kit.py --small --out DIR        # tiny, on the CPU: shows that it runs
@@ -47,16 +47,17 @@ from sojourn_server.kv_offload.offload_jobs import BlockCopy  # noqa: E402
 
 GIB = 2**30
 SLEEP_CYCLES = 100_000
-"""Length of the kernel before each write of a block: some 60 microseconds, in which a copy could start."""
+"""Cycles of a kernel before each write of a block: some 60 microseconds, in which a wrong copy could
+start."""
 LAYERS, PAGE_BYTES = 32, 64 * 1024
-"""Of Llama 3.1 8B with bf16: 16 tokens of 8 heads of 128, keys and values."""
+"""KV of Llama 3.1 8B with bf16: a page has 16 tokens of 8 heads of 128, keys and values."""
 
 MAY_BE_UNSEEN = "the load's to read its slot"
-"""CUDA may read a stable source early, and need not."""
+"""The one wait whose absence may not show: CUDA may read a stable source early, but need not."""
 
 
 class HostCuda:
-    """The backend's runtime where there is no GPU: every copy is complete when it is queued."""
+    """The backend's runtime without a GPU: every copy is complete when it is queued."""
 
     class Event:
         def record(self, stream: Any) -> None: ...
@@ -88,7 +89,7 @@ class HostCuda:
 
 
 class Kit:
-    """Runs the parts and writes what is known after each."""
+    """Runs the parts and writes all results so far after each."""
 
     def __init__(self, out: Path, small: bool, steps: int) -> None:
         self.cuda = not small
@@ -117,7 +118,7 @@ class Kit:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time a part, report it and write all results so far, also where the part fails."""
+        """Context of a part: times it, reports it, and writes all results so far, even if the part fails."""
         print(f"{name} ...", flush=True)
         began = time.perf_counter()
         try:
@@ -148,7 +149,7 @@ class Kit:
         return int(bool(self.document.get("failed")) or not self.verdict())
 
     def verdict(self) -> bool:
-        """Whether no byte was wrong with all waits, and some were without each."""
+        """Whether no byte was wrong with all waits, and some bytes were wrong without each wait."""
         order = self.document.get("order", {})
         sound = bool(order) and all(row["wrong"] == 0 for row in order["layouts"])
         if not self.cuda:
@@ -164,7 +165,7 @@ class Kit:
     # -- parts
 
     def order(self, until: float) -> dict[str, Any]:
-        """Lives on several layouts, then without each wait."""
+        """Check the order of copies on several layouts, then with each wait left out."""
         rows = []
         layouts = self.layouts()
         for at, (name, caches) in enumerate(layouts.items()):
@@ -200,7 +201,8 @@ class Kit:
     def life(
         self, caches: list[torch.Tensor], steps: int, until: float, missing: str | None = None
     ) -> dict[str, Any]:
-        """Lead one life of ``steps``, or until a time. Return the steps made and the wrong copies."""
+        """Run a ``Life`` of ``steps`` steps, or until a time. Returns the number of steps and of wrong
+        copies."""
         blocks = 48
         views = [view for cache in caches for view in page_views("layer", cache, blocks)]
         backend = CudaDeviceBackend(_pages(views), 24, self.runtime)
@@ -221,7 +223,8 @@ class Kit:
         return {"steps": made, "pages_a_block": len(_pages(views)), "wrong": life.wrong + model.wrong()}
 
     def copies(self) -> list[dict[str, Any]]:
-        """GB/s and host time of calls of each size, scattered blocks, one page a layer and one a block."""
+        """GB/s and host time of copies of 1 to 4,096 scattered blocks, with one page per layer and with one
+        per block."""
         counts = [1, 8, 64, 512, 4096] if self.cuda else [1, 4]
         blocks = counts[-1] + 64
         rows = []
@@ -251,7 +254,8 @@ class Kit:
         return rows
 
     def pools(self, blocks: int) -> Iterator[tuple[str, list[KvPages], Any]]:
-        """Device memory for ``blocks`` blocks, in the two layouts that differ most in parts a block."""
+        """Yields device memory for ``blocks`` blocks in two layouts: many small parts per block, and one
+        part."""
         layers, page = (LAYERS, PAGE_BYTES) if self.cuda else (4, 1024)
         for name, shape in (
             ("layer by layer", (layers, blocks, page)),
@@ -262,7 +266,7 @@ class Kit:
             yield name, _pages([page_views("layer", each, blocks)[0] for each in caches]), memory
 
     def time_copy(self, start: Callable[[], Any], repeats: int = 7) -> tuple[float, float]:
-        """Median seconds until the copies are done, and until the call that queues them returns."""
+        """Median seconds until the copies are done, and until the call that starts them returns."""
         took, host = [], []
         for _ in range(repeats):
             self.sync()
@@ -275,7 +279,7 @@ class Kit:
         return statistics.median(took), statistics.median(host)
 
     def overlap(self) -> dict[str, float]:
-        """How many times longer work takes while blocks are copied all the time."""
+        """Factor by which work takes longer while blocks are copied."""
         blocks = 1024 if self.cuda else 4
         _, pages, keep = next(self.pools(blocks))
         backend = CudaDeviceBackend(pages, blocks, self.runtime)
@@ -303,7 +307,7 @@ class Kit:
         return found
 
     def time_work(self, work: Callable[[], None], beside: Callable[[], Any] | None = None) -> float:
-        """Median seconds of the compute stream's work."""
+        """Median seconds of ``work`` on the compute stream, with ``beside`` started at the same time."""
         took = []
         for _ in range(6):
             self.sync()
@@ -350,7 +354,7 @@ class Kit:
         return found
 
     def pinning(self) -> dict[str, Any]:
-        """Seconds a GiB to pin host memory."""
+        """Seconds per GiB to pin host memory."""
         size = (8 * GIB) if self.cuda else 1 << 20
         began = time.perf_counter()
         backend = CudaDeviceBackend([KvPages(0, 2**20, 2**20)], size // 2**20, self.runtime)
@@ -359,7 +363,7 @@ class Kit:
         return {"gib": size / GIB, "seconds_a_gib": round(took * GIB / size, 3)}
 
     def roofline(self) -> dict[str, Any]:
-        """The constants of a hardware profile, beside those that the repository ships."""
+        """The measured constants of a hardware profile, and the shipped ones for comparison."""
         small = not self.cuda
         arguments = argparse.Namespace(
             smoke=small, base=None, name=None, json=None, output=self.out / f"{self.name}.toml"
@@ -373,7 +377,7 @@ class Kit:
             torch.cuda.synchronize()
 
     def write(self) -> None:
-        """Write the page and the JSON, whole or not at all."""
+        """Write the page and the JSON, each atomically."""
         self.out.mkdir(parents=True, exist_ok=True)
         for suffix, text in (
             (".json", json.dumps(self.document, indent=1) + "\n"),
@@ -403,14 +407,14 @@ class TorchModel:
             self._wrong += (view[block_id] != content).any()
 
     def idle(self) -> None:
-        """The GPU works by itself."""
+        """Do nothing: the GPU works by itself."""
 
     def wrong(self) -> int:
         return int(self._wrong)
 
 
 def _both_ways(backend: CudaDeviceBackend, pairs: list[BlockCopy]) -> CudaCopy:
-    """Begin to copy half of the blocks each way. The caller waits for the device afterwards."""
+    """Begin to copy half of the blocks in each direction. The caller must wait for the device."""
     backend.to_host(pairs[::2], backend.fence())
     return backend.to_device(pairs[1::2], backend.fence())
 

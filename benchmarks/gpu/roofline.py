@@ -3,8 +3,8 @@
     python benchmarks/gpu/roofline.py --output h200-measured.toml --json benchmarks/results/h200.json
     python benchmarks/gpu/roofline.py --smoke --output smoke.toml       # tiny shapes on the CPU, seconds
 
-Not yet run on a GPU. ``--smoke`` is what the tests run; its figures mean nothing. ``kit.py`` runs this as its
-last part.
+Not yet run on a GPU. The tests run ``--smoke``, whose figures mean nothing. ``kit.py`` runs this as its last
+part.
 
 Shapes are Llama-3.1-8B's: random bf16 weights, one layer at a time, captured in a CUDA graph as vLLM does,
 so that launching from Python is not measured. In the profile
@@ -16,8 +16,8 @@ so that launching from Python is not measured. In the profile
     kv_read_efficiency       decode attention over a batch of contexts; contiguous KV, vLLM's is paged
     host_to_device, device_to_host   pinned copies in blocks of 2 MB, the size of vLLM's offloading
 
-What one device without an engine can't tell (steps, requests, experts, all-reduce) stays as in ``--base``.
-Needs torch and this repository's ``server_ext``; nothing is installed or downloaded.
+Constants that one device without an engine cannot show (steps, requests, experts, all-reduce) are taken from
+``--base``. Needs torch and this repository's ``server_ext``; nothing is installed or downloaded.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from sojourn_server.simulator.latency.latency_profiles import (
 )
 
 BASES = {"A100": "a100-80gb", "H100": "h100", "H200": "h200", "B200": "b200"}
-"""Part of CUDA's device name -> whose data sheet it has."""
+"""Part of CUDA's device name → shipped profile of that device."""
 BLOCK_BYTES = 2 * 2**20
-"""vLLM lays out a KV block of all layers in one piece: 2 MB for Llama-3.1-8B."""
+"""Bytes copied at once: vLLM stores a KV block of all layers contiguously, 2 MB for Llama-3.1-8B."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure."""
+    """Sizes to measure."""
 
     tokens: tuple[int, ...]
     prompts: tuple[int, ...]
     decodes: tuple[tuple[int, int], ...]
-    """(requests, context)"""
+    """(requests, context tokens) of each decode measurement."""
     copy_blocks: int
     repeats: int
 
@@ -100,11 +100,11 @@ class Bench:
         self.dtype = torch.bfloat16
 
     def tensor(self, *shape: int) -> torch.Tensor:
-        """Random values small enough that nothing overflows."""
+        """A tensor of random values, small enough to avoid overflow."""
         return torch.randn(*shape, device=self.device, dtype=torch.float32).mul_(0.02).to(self.dtype)
 
     def seconds(self, run: Callable[[], Any], *, graph: bool = True) -> float:
-        """One call of ``run``."""
+        """Seconds of one call of ``run``."""
         for _ in range(3):
             run()
         if not self.cuda:
@@ -149,14 +149,14 @@ class Layer:
         self.cos, self.sin = bench.tensor(1, model.head_size), bench.tensor(1, model.head_size)
 
     def gemms(self, hidden: torch.Tensor, attended: torch.Tensor, inner: torch.Tensor) -> None:
-        """The four projections alone."""
+        """Compute the four projections alone."""
         functional.linear(hidden, self.qkv)
         functional.linear(attended, self.out)
         functional.linear(hidden, self.gate_up)
         functional.linear(inner, self.down)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """All but attention: its output is taken to be the queries."""
+        """Compute the layer without attention, whose output is replaced by the queries."""
         model = self.model
         normed = functional.rms_norm(hidden, (model.hidden_size,), self.norm)
         projected = functional.linear(normed, self.qkv)
@@ -203,9 +203,9 @@ def measure_prefill_attention(bench: Bench, model: ModelShape, plan: Plan) -> li
 
 
 def measure_decode_attention(bench: Bench, model: ModelShape, plan: Plan) -> list[dict[str, float]]:
-    """Seconds of one layer's attention of one new token for each of several requests.
+    """Seconds of one layer's attention for one new token of each of several requests.
 
-    The queries that share a KV head are laid side by side, so that KV is read once, as engines do.
+    Queries that share a KV head are computed together, so that KV is read once, as in engines.
     """
     rows: list[dict[str, float]] = []
     group = model.heads // model.kv_heads
@@ -223,7 +223,8 @@ def measure_decode_attention(bench: Bench, model: ModelShape, plan: Plan) -> lis
 
 
 def measure_copies(bench: Bench, plan: Plan) -> dict[str, float]:
-    """Bytes a second between pinned host memory and device, in blocks; one way, and both at once."""
+    """Bytes per second between pinned host memory and device, in blocks: each direction alone, and both at
+    once."""
     size = plan.copy_blocks * BLOCK_BYTES
     host = [torch.empty(size, dtype=torch.uint8, pin_memory=bench.cuda) for _ in range(2)]
     device = [torch.empty(size, dtype=torch.uint8, device=bench.device) for _ in range(2)]
@@ -315,8 +316,8 @@ def profile_toml(
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print the curves and write what was asked for. Returns the curves, the constants that follow
-    from them and, under ``shipped``, the same constants of the data sheet's profile."""
+    """Measure, print the curves and write the requested files. Returns the curves, the constants derived from
+    them and, under ``shipped``, the same constants of the shipped profile."""
     cuda = torch.cuda.is_available() and not arguments.smoke
     if not cuda and not arguments.smoke:
         sys.exit("error: torch finds no CUDA device; --smoke tries the script out on the CPU")
@@ -390,7 +391,7 @@ def _base(named: str | None, title: str) -> HardwareProfile:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
