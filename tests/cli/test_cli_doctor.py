@@ -186,10 +186,20 @@ def test_the_environment(monkeypatch):
     assert re.match(r"\d+\.\d\d GiB available of \d+\.\d\d GiB of ", checks["memory"].detail)
 
 
+def test_a_release_without_a_cpu_build_is_tested_in_part(monkeypatch):
+    checks = environment(monkeypatch, f"{compat.TESTED_WITHOUT_ENGINE[0]}+cu130")
+    assert checks["vllm"].ok is True
+    assert "its scheduler only" in checks["vllm"].detail
+
+
 def test_an_untested_engine_and_a_broken_one(monkeypatch):
     checks = environment(monkeypatch, "9.9.9", "RuntimeError: operator torchvision::nms does not exist")
     assert checks["vllm"].ok is False
     assert compat.TESTED_VLLM[-1] in checks["vllm"].detail
+    assert f"from {compat.TESTED_VLLM[-1]}" in checks["vllm's interfaces"].detail
+    assert (
+        "another body" in checks["vllm's interfaces"].detail or "as in" in checks["vllm's interfaces"].detail
+    )
     assert checks["engine imports"].ok is False
     assert "torchvision" in checks["engine imports"].next_step
 

@@ -15,12 +15,12 @@ LOGGER = "vllm.sojourn"
 """Prefix of sojourn's loggers, which vLLM's logging configuration covers."""
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.0+cu130"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.0+cpu", "0.33.0+cu130"])
 def test_a_tested_release_passes_however_it_was_compiled(version):
     compat.check_vllm_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.32.1", "0.32.0rc1", "0.3", "dev"])
+@pytest.mark.parametrize("version", ["0.34.0", "0.32.1", "0.32.0rc1", "0.3", "dev"])
 def test_an_unknown_release_is_refused_with_the_tested_ones_named(version, monkeypatch):
     monkeypatch.delenv(compat.UNTESTED_VLLM_VARIABLE, raising=False)
     with pytest.raises(compat.UnsupportedEngine) as error:
@@ -139,6 +139,6 @@ def test_without_vllm_the_tested_releases_are_named():
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", sorted(compat._SOURCES.keys() - {"CPUWorker", "GPUWorker"}))
+@pytest.mark.parametrize("name", sorted(compat.UPSTREAM.keys() - {"CPUWorker", "GPUWorker"}))
 def test_the_installed_release_has_every_name(name):
     assert getattr(compat, name) is not None

@@ -122,7 +122,13 @@ def environment_checks() -> Iterator[Check]:
 
 
 def _engine_checks() -> Iterator[Check]:
-    from sojourn_server.vllm.compat import TESTED_VLLM, installed_vllm, is_cpu_build, is_tested
+    from sojourn_server.vllm.compat import (
+        TESTED_VLLM,
+        TESTED_WITHOUT_ENGINE,
+        installed_vllm,
+        is_cpu_build,
+        is_tested,
+    )
 
     tested = ", ".join(TESTED_VLLM)
     version = installed_vllm()
@@ -136,7 +142,9 @@ def _engine_checks() -> Iterator[Check]:
         return
     build = "CPU build" if is_cpu_build() else "not a CPU build"
     if is_tested(version):
-        yield Check("vllm", True, f"{version}, {build}, tested with this sojourn")
+        without = version.split("+", 1)[0] in TESTED_WITHOUT_ENGINE
+        how = ", its scheduler only: it has no CPU build to run whole engines" if without else ""
+        yield Check("vllm", True, f"{version}, {build}, tested with this sojourn{how}")
     else:
         yield Check(
             "vllm",
@@ -144,6 +152,7 @@ def _engine_checks() -> Iterator[Check]:
             f"{version}, {build}; tested with this sojourn: {tested}",
             "install a tested release, or serve with --policy stock",
         )
+        yield _release_check()
     error = _import_error("from transformers import LlamaConfig")
     yield Check(
         "engine imports",
@@ -153,6 +162,35 @@ def _engine_checks() -> Iterator[Check]:
         if error is None
         else "run make setup again; the usual cause is a torchvision built for another torch, which "
         "text models do not need: pip uninstall torchvision",
+    )
+
+
+def _release_check() -> Check:
+    """Name what sojourn uses of vLLM and the installed, unknown release has otherwise."""
+    from sojourn_server.vllm.compat import package_directory
+    from sojourn_server.vllm.release_surface import (
+        differences,
+        directory_source,
+        known_surfaces,
+        read_surface,
+    )
+
+    package, known = package_directory(), known_surfaces()
+    newest = list(known)[-1]
+    try:
+        found = read_surface(directory_source(package.parent)) if package is not None else {}
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        return Check("vllm's interfaces", None, f"its source cannot be read: {error}")
+    lines = differences(found, known[newest])
+    if not lines:
+        return Check(
+            "vllm's interfaces", None, f"what sojourn uses is as in {newest}; not tested all the same"
+        )
+    return Check(
+        "vllm's interfaces",
+        None,
+        f"{len(lines)} differences from {newest}:\n" + "\n".join(f"    {line}" for line in lines),
+        "docs/vllm-releases.md says how a release is added",
     )
 
 

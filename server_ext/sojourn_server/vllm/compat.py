@@ -1,7 +1,6 @@
 """The supported vLLM releases, and every name that sojourn takes from vLLM.
 
-No other module of sojourn names a module of vLLM. To support a new release, run the tests against it, correct
-the paths below that moved, and add the release to ``TESTED_VLLM``.
+No other module of sojourn names a module of vLLM. docs/vllm-releases.md says how a release is added.
 
 Importing this module imports nothing of vLLM. ``from .compat import Request`` imports only
 ``vllm.v1.request``. A module that needs a name only in annotations imports it under ``TYPE_CHECKING``.
@@ -15,8 +14,10 @@ from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Any
 
-TESTED_VLLM: tuple[str, ...] = ("0.32.0",)
+TESTED_VLLM: tuple[str, ...] = ("0.31.0", "0.32.0", "0.33.0")
 """Releases that the tests run against, oldest first."""
+TESTED_WITHOUT_ENGINE: tuple[str, ...] = ("0.33.0",)
+"""Those of them that have no CPU build: the tests run their scheduler and no whole engine."""
 
 UNTESTED_VLLM_VARIABLE = "SOJOURN_UNTESTED_VLLM"
 """Set to ``1`` to run on a release outside ``TESTED_VLLM``."""
@@ -36,7 +37,7 @@ SELECTABLE_PLUGIN_GROUPS = (
 )
 """Entry point groups whose members the environment variable ``VLLM_PLUGINS`` selects."""
 
-_UPSTREAM = {
+_NAMES = {
     "vllm": "envs",
     "vllm.config": "CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig",
     "vllm.distributed": "get_pp_group",
@@ -57,7 +58,7 @@ _UPSTREAM = {
     "vllm.utils.network_utils": "get_ip",
     "vllm.v1.attention.backends.cpu_attn": "_get_attn_isa as cpu_attention_isa",
     "vllm.v1.core.block_pool": "BlockPool",
-    "vllm.v1.core.kv_cache_manager": "KVCacheBlocks",
+    "vllm.v1.core.kv_cache_manager": "KVCacheBlocks, KVCacheManager",
     "vllm.v1.core.kv_cache_utils": "BlockHash, FreeKVCacheBlockQueue, KVCacheBlock, get_block_hash",
     "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
     "vllm.v1.core.sched.output": "SchedulerOutput",
@@ -81,19 +82,19 @@ _UPSTREAM = {
 }
 """Names by upstream module. ``X as Y`` gives the name ``Y`` here."""
 
-_SOURCES: dict[str, tuple[str, str]] = {}
+UPSTREAM: dict[str, tuple[str, str]] = {}
 """Name in this module → upstream module and name there."""
-for _module, _names in _UPSTREAM.items():
+for _module, _names in _NAMES.items():
     for _entry in _names.split(", "):
         _upstream_name, _, _alias = _entry.partition(" as ")
-        _SOURCES[_alias or _upstream_name] = (_module, _upstream_name)
+        UPSTREAM[_alias or _upstream_name] = (_module, _upstream_name)
 
 
 def __getattr__(name: str) -> Any:
     """Import an upstream name. Raises ``ImportError`` with the release found and those expected."""
-    if name not in _SOURCES:
+    if name not in UPSTREAM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, upstream_name = _SOURCES[name]
+    module, upstream_name = UPSTREAM[name]
     try:
         return getattr(import_module(module), upstream_name)
     except (ImportError, AttributeError) as error:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .compat import AsyncModelRunnerOutput, ModelRunnerOutput, get_pp_group
+from .compat import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput, get_pp_group
 
 logger = logging.getLogger("vllm.sojourn")
 
@@ -155,6 +155,10 @@ class _AsyncOutputWithRows(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         return _attach_rows(self._output.get_output(), self._capture)
+
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        """Since vLLM 0.33: what the connector reported, asked for if ``get_output`` fails."""
+        return self._output.get_kv_connector_output()  # type: ignore[attr-defined, no-any-return]
 
 
 def _attach_rows(output: Any, capture: HiddenStateCapture) -> Any:
