@@ -177,6 +177,10 @@ class DiskPlanner:
             self._files[key] = None
         self.make_room(0)
 
+    def drop_parts(self, keys: Iterable[BlockKey]) -> None:
+        """Delete the parts of blocks that only some of the engine's workers have on disk."""
+        self._drops += [key for key in keys if key not in self._files]
+
     def make_room(self, blocks: int) -> None:
         """Delete the least recently used files until ``blocks`` more fit, except those being read."""
         excess = len(self._files) + len(self.being_spilled) + blocks - self.room

@@ -6,13 +6,14 @@ memory count from 0; a key is the chain hash of a block's content."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 BlockKey = bytes
+AnswerT = TypeVar("AnswerT")
 
 
 class BlockCopy(NamedTuple):
@@ -95,6 +96,8 @@ class OffloadResults:
 
     on_disk: Sequence[BlockKey] | None = None
     """Reported once: keys left by an earlier engine, least recently used first."""
+    partly_on_disk: list[BlockKey] = field(default_factory=list)
+    """Keys that only some workers of the engine have on disk."""
     stored: dict[int, CopyResult] = field(default_factory=dict)
     """Results of the stores that have ended, by job."""
     spilled: dict[int, Mapping[BlockKey, CopyResult]] = field(default_factory=dict)
@@ -112,6 +115,7 @@ class OffloadResults:
     def __bool__(self) -> bool:
         return bool(
             self.on_disk is not None
+            or self.partly_on_disk
             or self.stored
             or self.spilled
             or self.staged
@@ -120,6 +124,93 @@ class OffloadResults:
             or self.moved_bytes
             or self.waited_s
         )
+
+
+_WORST_FIRST = (
+    CopyResult.FAILED,
+    CopyResult.CORRUPT,
+    CopyResult.MISSING,
+    CopyResult.FULL,
+    CopyResult.MOVED,
+)
+
+
+class RankResults:
+    """Combines the reports of an engine's workers, which arrive in different steps.
+
+    Each worker has its part of every block. A job has ended when all have answered it, and a block has been
+    copied only where all have copied it.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        """``ranks``: number of workers that report."""
+        self._ranks = ranks
+        self._on_disk: list[Sequence[BlockKey]] = []
+        self._stored: defaultdict[int, list[CopyResult]] = defaultdict(list)
+        self._spilled: defaultdict[int, list[Mapping[BlockKey, CopyResult]]] = defaultdict(list)
+        self._staged: defaultdict[int, list[Mapping[BlockKey, CopyResult]]] = defaultdict(list)
+        self._probed: defaultdict[int, list[ProbeResult]] = defaultdict(list)
+
+    def add(self, reports: Sequence[OffloadResults]) -> OffloadResults:
+        """Take reports of one step, at most one of each worker. Return what is complete now."""
+        combined = OffloadResults()
+        for report in reports:
+            self._add(report, combined)
+        if len(self._on_disk) == self._ranks:
+            everywhere = set(self._on_disk[0]).intersection(*self._on_disk)
+            combined.on_disk = [key for key in self._on_disk[0] if key in everywhere]
+            partly = dict.fromkeys(key for keys in self._on_disk for key in keys if key not in everywhere)
+            combined.partly_on_disk += partly
+            self._on_disk = []
+        for job, results in self._complete(self._stored):
+            combined.stored[job] = _worst(results)
+        for job, answers in self._complete(self._staged):
+            combined.staged[job] = _worst_by_key(answers)
+        for job, answers in self._complete(self._spilled):
+            combined.spilled[job] = worst = _worst_by_key(answers)
+            moved = {key for each in answers for key, result in each.items() if result is CopyResult.MOVED}
+            combined.partly_on_disk += [key for key in moved if worst.get(key) is not CopyResult.MOVED]
+        for job, probes in self._complete(self._probed):
+            combined.probed[job] = ProbeResult(
+                min(each.found for each in probes), min(each.stores for each in probes)
+            )
+        return combined
+
+    def _add(self, report: OffloadResults, combined: OffloadResults) -> None:
+        if report.on_disk is not None:
+            self._on_disk.append(report.on_disk)
+        for job, stored in report.stored.items():
+            self._stored[job].append(stored)
+        for job, copied in report.spilled.items():
+            self._spilled[job].append(copied)
+        for job, copied in report.staged.items():
+            self._staged[job].append(copied)
+        for job, probed in report.probed.items():
+            self._probed[job].append(probed)
+        # A slot lost by one worker is lost: what the others have of its block is worth nothing alone.
+        combined.lost_slots += [slot for slot in report.lost_slots if slot not in combined.lost_slots]
+        for lane, seconds in report.seconds.items():
+            combined.seconds[lane] = max(combined.seconds.get(lane, 0.0), seconds)
+        for lane, moved in report.moved_bytes.items():
+            combined.moved_bytes[lane] = combined.moved_bytes.get(lane, 0) + moved
+        combined.waited_s = max(combined.waited_s, report.waited_s)
+
+    def _complete(self, answers: dict[int, list[AnswerT]]) -> list[tuple[int, list[AnswerT]]]:
+        """Remove and return the jobs that all workers have answered."""
+        return [(job, answers.pop(job)) for job in list(answers) if len(answers[job]) == self._ranks]
+
+
+def _worst(results: Iterable[CopyResult]) -> CopyResult:
+    return min(results, key=_WORST_FIRST.index)
+
+
+def _worst_by_key(answers: Sequence[Mapping[BlockKey, CopyResult]]) -> dict[BlockKey, CopyResult]:
+    """Return each key's worst result. A key that an answer lacks has failed there, and is left out."""
+    return {
+        key: _worst(each[key] for each in answers)
+        for key in answers[0]
+        if all(key in each for each in answers)
+    }
 
 
 TRANSFER_DIRECTIONS = ("to_host", "to_device", "to_disk", "from_disk")

@@ -322,6 +322,7 @@ class OffloadPlanner:
                 self._end_fill(entry, copy_result)
         for job, copy_results in results.spilled.items():
             self.disk.spilled(job, copy_results)
+        self.disk.drop_parts(results.partly_on_disk)
         for job, copy_results in results.staged.items():
             self.disk.staged(job, copy_results)
         for job, answer in results.probed.items():

@@ -1,0 +1,117 @@
+"""The reports of several workers: a job ends with its last answer, and one rank's failure is everybody's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults, ProbeResult, RankResults
+from sojourn_server.kv_offload.offload_planner import OffloadPlanner
+from sojourn_server.kv_offload.tier_limits import TierLimits
+
+MOVED, FULL, MISSING, CORRUPT, FAILED = CopyResult
+
+
+def test_an_engine_with_one_worker_reports_as_it_does_alone() -> None:
+    report = OffloadResults(
+        on_disk=[b"a", b"b"],
+        stored={1: MOVED},
+        spilled={2: {b"a": MOVED, b"b": FULL}},
+        staged={3: {b"c": CORRUPT}},
+        probed={4: ProbeResult(2, 1)},
+        lost_slots=[7],
+        seconds={"to_host": 0.5},
+        moved_bytes={"to_host": 100},
+        waited_s=0.25,
+    )
+    assert RankResults(1).add([report]) == report
+
+
+def test_a_job_ends_when_the_last_worker_has_answered() -> None:
+    combined = RankResults(2)
+    assert combined.add(
+        [OffloadResults(stored={1: MOVED, 2: MOVED}), OffloadResults(stored={2: MOVED})]
+    ).stored == {2: MOVED}
+    assert not combined.add([OffloadResults()])
+    assert combined.add([OffloadResults(), OffloadResults(stored={1: MOVED})]).stored == {1: MOVED}
+
+
+@pytest.mark.parametrize("bad", [FULL, MISSING, CORRUPT, FAILED])
+@pytest.mark.parametrize("order", [0, 1])
+def test_the_worst_result_of_a_copy_counts(bad: CopyResult, order: int) -> None:
+    pair = [MOVED, bad][:: 1 - 2 * order]
+    stored = RankResults(2).add([OffloadResults(stored={1: each}) for each in pair]).stored
+    assert stored == {1: bad}
+    staged = RankResults(2).add([OffloadResults(staged={1: {b"k": each}}) for each in pair]).staged
+    assert staged == {1: {b"k": bad}}
+
+
+def test_a_block_that_one_rank_could_not_write_is_dropped_by_the_others() -> None:
+    first = OffloadResults(spilled={1: {b"a": MOVED, b"b": MOVED, b"c": MOVED}})
+    second = OffloadResults(spilled={1: {b"a": MOVED, b"b": FAILED}})  # it did not get to c
+    combined = RankResults(2).add([first, second])
+    assert combined.spilled == {1: {b"a": MOVED, b"b": FAILED}}
+    assert sorted(combined.partly_on_disk) == [b"b", b"c"]
+
+
+def test_what_an_earlier_engine_left_counts_where_all_ranks_have_it() -> None:
+    combined = RankResults(2)
+    assert combined.add([OffloadResults(on_disk=[b"a", b"b", b"c"])]).on_disk is None
+    complete = combined.add([OffloadResults(on_disk=[b"c", b"d", b"a"])])
+    assert complete.on_disk == [b"a", b"c"]
+    assert sorted(complete.partly_on_disk) == [b"b", b"d"]
+
+
+def test_a_slot_lost_by_one_rank_is_lost_at_once() -> None:
+    combined = RankResults(3)
+    assert combined.add([OffloadResults(lost_slots=[4, 5]), OffloadResults(lost_slots=[5])]).lost_slots == [
+        4,
+        5,
+    ]
+
+
+def test_a_search_finds_what_all_ranks_find() -> None:
+    reports = [OffloadResults(probed={1: ProbeResult(5, 2)}), OffloadResults(probed={1: ProbeResult(3, 1)})]
+    assert RankResults(2).add(reports).probed == {1: ProbeResult(3, 1)}
+
+
+def test_speeds_are_of_the_engine() -> None:
+    """Ranks copy at the same time: their bytes add up, the time is the slowest one's."""
+    reports = [
+        OffloadResults(seconds={"to_host": 1.0}, moved_bytes={"to_host": 10}, waited_s=0.1),
+        OffloadResults(seconds={"to_host": 3.0}, moved_bytes={"to_host": 10}, waited_s=0.2),
+    ]
+    combined = RankResults(2).add(reports)
+    assert (combined.seconds, combined.moved_bytes, combined.waited_s) == (
+        {"to_host": 3.0},
+        {"to_host": 20},
+        0.2,
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_job_is_answered_once_in_any_order_of_the_ranks(seed: int) -> None:
+    draw = random.Random(seed)
+    ranks, jobs = 4, range(30)
+    results = {job: [draw.choice([MOVED, MOVED, MOVED, FAILED]) for _ in range(ranks)] for job in jobs}
+    waiting = [[(job, results[job][rank]) for job in jobs] for rank in range(ranks)]
+    for queue in waiting:
+        draw.shuffle(queue)
+    combined, answered = RankResults(ranks), {}
+    while any(waiting):
+        step = [
+            OffloadResults(stored=dict(queue.pop() for _ in range(draw.randint(0, min(3, len(queue))))))
+            for queue in waiting
+        ]
+        stored = combined.add(step).stored
+        assert not stored.keys() & answered.keys()
+        answered |= stored
+    assert answered == {job: FAILED if FAILED in found else MOVED for job, found in results.items()}
+
+
+def test_the_planner_deletes_what_only_some_ranks_have_on_disk() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=4, disk_blocks=8))
+    planner.take_results(OffloadResults(on_disk=[b"a"], partly_on_disk=[b"b", b"a"]))
+    assert planner.has_jobs
+    assert planner.take_jobs().drops == [b"b"]
+    assert planner.on_disk(b"a")
