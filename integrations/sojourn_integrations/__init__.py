@@ -1,4 +1,4 @@
 """Integrations: one file or folder per agent framework.
 
-Each imports the SDK and, lazily, its framework. Start reading at ``litellm`` or ``langchain``.
+Each imports the SDK, and its framework only when needed. Start reading at ``litellm`` or ``langchain``.
 """

@@ -74,7 +74,8 @@ def unpatch() -> None:
 
 
 def wrap(target: Any) -> Any | None:
-    """Wrap one ``HTTPHandler`` or ``AsyncHTTPHandler``, for ``completion(client=…)``; ``None`` for others."""
+    """Wrap one ``HTTPHandler`` or ``AsyncHTTPHandler``, for ``completion(client=…)``; ``None`` for other
+    objects."""
     from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler, HTTPHandler
 
     if isinstance(target, AsyncHTTPHandler):
@@ -90,7 +91,7 @@ def wrap(target: Any) -> Any | None:
 
 
 class _Answer(NamedTuple):
-    """A response whose body may still be open, in the form that other clients' responses have."""
+    """A response whose body may still be open, in the form of other clients' responses."""
 
     http_response: Any
 

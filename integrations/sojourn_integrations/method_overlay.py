@@ -1,8 +1,8 @@
 """Wraps methods of one object by giving it a subclass of its own class.
 
-A wrapper stored on the object would stay bound to *that* object: a copy would call the original's method. A
-class works for every object. A copy of such an object keeps the overlay. A pickle names the original class,
-so loading it needs neither the overlay nor this package.
+A wrapper stored on the object would stay bound to *that* object: a copy would call the original object's
+method. A class works for every object. A copy of such an object keeps the overlay. A pickle names the
+original class, so loading it needs neither the overlay nor this package.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 class _Method:
-    """One wrapped method. A data descriptor, so that a function set on the object is wrapped too."""
+    """A wrapped method. It is a data descriptor, so that a function set on the object later is wrapped
+    too."""
 
     def __init__(self, base: type, name: str, around: Around) -> None:
         self.name = name
@@ -125,7 +126,7 @@ def _overlay(base: type, arounds: dict[str, Around]) -> type:
 
 
 def _metaclass(of: type) -> type:
-    """Return a metaclass with which pickle writes the object's own class."""
+    """Return a metaclass that makes pickle write the object's original class."""
     if of not in _metaclasses:
         made = type(of.__name__, (of,), {})
         copyreg.pickle(made, _as_base)

@@ -1,6 +1,6 @@
 """mini-swe-agent 2.x: one run is a program, one bash command a tool call of it.
 
-Three ways in, none of which needs a change to mini:
+There are three ways to use it; none changes mini:
 
 - ``mini --agent-class sojourn_integrations.mini_swe_agent.InteractiveAgent`` (or ``.DefaultAgent``);
 - ``instrument()`` once per process, which ``sojourn run mini …`` does for you;
@@ -95,7 +95,7 @@ def wrap(target: Any) -> Any | None:
 
 
 def __getattr__(name: str) -> Any:
-    """Create ``DefaultAgent`` and ``InteractiveAgent`` at first use, which imports mini."""
+    """Create ``DefaultAgent`` and ``InteractiveAgent`` at first use, since that imports mini."""
     if name == "DefaultAgent":
         from minisweagent.agents.default import DefaultAgent as base
     elif name == "InteractiveAgent":
@@ -138,7 +138,7 @@ def _running_in_program(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_program(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``run`` inside a program of its own, unless the run is already inside one."""
+    """Call ``run`` inside a new program, unless this run already has one."""
     running = _running.get()
     if id(agent) in running:
         return run(*args, **kwargs)
@@ -164,7 +164,8 @@ def _in_program(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwar
 def _in_tool_call(
     environment: Any, execute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``execute`` inside a tool call, unless another ``execute`` of this environment calls it."""
+    """Call ``execute`` inside a tool call, unless it is called inside another ``execute`` of this
+    environment."""
     from minisweagent.exceptions import InterruptAgentFlow
 
     executing = _executing.get()

@@ -65,11 +65,12 @@ class _Patch(NamedTuple):
 
 
 class Patches:
-    """The replacements of one integration."""
+    """The attributes that one integration has replaced."""
 
     def __init__(self) -> None:
         self.active = False
-        """Our functions check this: after ``undo`` another package's patch may still call them."""
+        """False after ``undo``: our functions then do nothing, even if another package's patch still calls
+        them."""
         self._made: dict[tuple[int, str], _Patch] = {}
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:

@@ -1,4 +1,4 @@
-"""Scopes of the SDK for integrations, which never raise into an agent."""
+"""Enters and leaves the SDK's scopes for integrations, without ever raising into an agent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Scope(NamedTuple):
 
 
 def enter(make: Callable[[], Any]) -> Scope | None:
-    """Make and enter a context manager. Counts a failure and returns ``None``."""
+    """Call ``make`` and enter the context manager that it returns. A failure is counted, and ``None``
+    returned."""
     try:
         manager = make()
         return Scope(manager, manager.__enter__())

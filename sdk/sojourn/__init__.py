@@ -62,6 +62,7 @@ def stats() -> Stats:
 
 
 def flush(timeout_s: float = 1.0) -> bool:
-    """Wait until all events are sent. Returns True if that took at most ``timeout_s`` and lost none."""
+    """Wait until all events are sent. Returns True if that took at most ``timeout_s`` and no event was
+    lost."""
     emitter = _session().emitter
     return emitter is None or emitter.flush(timeout_s)

@@ -1,4 +1,4 @@
-"""Runs a callback once a top-level package is imported, without importing it.
+"""Runs a callback after the import of a top-level package, without importing the package itself.
 
 The hook waits for the *package*, never for one of its modules: a module finishes before its package does.
 """
@@ -32,8 +32,8 @@ def when_imported(package: str, then: Callable[[], None]) -> None:
 
 
 def body_has_run(package: str) -> None:
-    """Run the callback of ``package`` now. For other import hooks, which run after the package's code but
-    before the import system marks it as loaded."""
+    """Run the callback of ``package`` now. Other import hooks call this after they ran the package's code,
+    since the import system marks the package as loaded only later."""
     then = _waiting.get(package)
     forget(package)
     if then is not None:

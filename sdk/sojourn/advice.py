@@ -1,4 +1,4 @@
-"""Hints that the caller gives for turns, checked and ready to be sent."""
+"""Hints that the user's code gives for turns, checked and ready to be sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from . import runtime
 
 
 class Advice(NamedTuple):
-    """Hints for a turn; ``None`` gives no hint. Deadlines are points on the monotonic clock."""
+    """Hints for a turn; ``None`` means no hint. Deadlines are points on the monotonic clock."""
 
     priority: int | None = None
     deadline_at_s: float | None = None
@@ -54,7 +54,7 @@ def advice(
     blocks_parent: bool | None = None,
     final: bool | None = None,
 ) -> Advice:
-    """Return the checked hints. Raises ``ValueError`` that names the first invalid one."""
+    """Check the hints and return them. Raises ``ValueError``, which names the first invalid hint."""
     for name, whole in (("priority", priority), ("expected_output_length", expected_output_length)):
         if whole is not None and not (type(whole) is int and abs(whole) < 2**63):
             raise ValueError(f"{name} is {whole!r}; expected a whole number of 64 bits")

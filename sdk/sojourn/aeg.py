@@ -2,8 +2,8 @@
 
 G = (V, E, P, φ) of SAGA §3.2. A graph is declared once per agent type, by hand or by an adapter that reads it
 from the framework; requests then name only their node. Frameworks do not always know the graph: a router
-without a declared return type looks like an edge to the end. So a graph has the flag ``complete``. Where it
-is False, observed edges weigh more than declared ones.
+without a declared return type looks like an edge to the end. So a graph has the flag ``complete``. In a graph
+that is not complete, observed edges weigh more than declared ones.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Aeg:
             ("act", END, 0.1)])
 
     ``nodes`` names each step and the tools it may call. An edge may name ``START`` and ``END``, which need no
-    declaration. Cycles are allowed. ``complete=False`` means that edges may be missing; so does a node that
-    cannot be reached from ``START``, where ``START`` is used. Raises ``ArgumentError`` for a dangling edge,
-    probabilities outside 0..1 or that sum to more than 1 from one node, and graphs beyond the wire's limits.
+    declaration. Cycles are allowed. ``complete=False`` means that edges may be missing. A graph that uses
+    ``START`` and has a node without a path from ``START`` counts as not complete. Raises ``ArgumentError``
+    for a dangling edge, probabilities outside 0..1 or that sum to more than 1 from one node, and graphs
+    beyond the wire's limits.
     """
 
     __slots__ = ("_next", "complete", "edges", "hash", "nodes")
@@ -64,7 +65,7 @@ class Aeg:
         self.nodes: Mapping[str, tuple[str, ...]] = MappingProxyType(known)
         """Node → its tools."""
         self.edges: Mapping[tuple[str, str], float | None] = MappingProxyType(dict(_checked(edges, known)))
-        """(source, target) → probability, or ``None`` where it was not given."""
+        """(source, target) → probability; ``None`` if no probability was given."""
         _check_size(self)
         _check_sums(self.edges)
         following: dict[str, list[str]] = {}
@@ -87,13 +88,13 @@ class Aeg:
     def following(self, node: str) -> dict[str, float]:
         """Return the nodes that may follow ``node`` with their probabilities, which sum to one.
 
-        Edges without a probability share the rest evenly. Empty for a node without successors, and where all
-        of them have probability 0.
+        Edges without a probability share the rest evenly. Empty for a node without successors, and if all of
+        them have probability 0.
         """
         return _shares({target: self.edges[node, target] for target in self.successors(node)})
 
     def unreachable(self) -> frozenset[str]:
-        """Return the nodes without a path from ``START``; none where the graph has no ``START``."""
+        """Return the nodes without a path from ``START``; empty if the graph does not use ``START``."""
         if START not in self._next:
             return frozenset()
         seen = {START}
@@ -148,7 +149,7 @@ class Aeg:
         return Aeg(nodes, edges[:MAX_GRAPH_EDGES], complete=self.complete and not news)
 
     def wire(self) -> AegGraph:
-        """Return the wire form; sorted, so that equal graphs have equal bytes."""
+        """Return the graph as a wire message; sorted, so that equal graphs have equal bytes."""
         return AegGraph(
             nodes=[AegNode(id=node, tools=list(tools)) for node, tools in sorted(self.nodes.items())],
             edges=[

@@ -1,4 +1,5 @@
-"""Settings, resolved once. Only this file reads the environment; it also writes one variable."""
+"""Settings of the SDK, resolved once. Only this file reads environment variables; ``claim`` also writes
+one."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ class Environment:
     """The environment variables of this package."""
 
     url: str | None = None
-    """``SOJOURN_URL``: the server, for ``init()`` without an argument and for use without ``init()``."""
+    """``SOJOURN_URL``: the server, if ``init()`` is called without one, or not at all."""
     api_key: str | None = None
-    """``SOJOURN_API_KEY``: bearer key for the events. ``OPENAI_API_KEY`` is never used for them."""
+    """``SOJOURN_API_KEY``: bearer key for sending events. ``OPENAI_API_KEY`` is never used for that."""
     dialect: str | None = None
-    """``SOJOURN_DIALECT``: a name of ``dialects.DIALECTS``; without it the server is asked."""
+    """``SOJOURN_DIALECT``: a name of ``dialects.DIALECTS``; without it the server's dialect is detected."""
     tool_events: str | None = None
     """``SOJOURN_TOOL_EVENTS``: ZeroMQ endpoint on which Dynamo receives tool events."""
     program_id: str | None = None
@@ -39,7 +40,7 @@ class Environment:
     history: str | None = None
     """``SOJOURN_HISTORY``: the file that keeps tool durations and program runs; ``off``: no file."""
     data_home: str | None = None
-    """The platform's folder for application data; ``None`` where there is none."""
+    """The platform's folder for application data; ``None`` if there is none."""
 
     @classmethod
     def read(cls, env: Mapping[str, str] | None = None) -> Environment:
@@ -69,7 +70,7 @@ class Config:
     hosts: frozenset[str] = frozenset()
     """``host:port`` of every server that may receive program ids. Loopback names count as one host."""
     dialect: str | None = None
-    """Dialect named by the caller; ``None``: ask the server."""
+    """Dialect named by the caller; ``None``: detect the server's dialect."""
     tool_events: str | None = None
     """ZeroMQ endpoint for tool events; for the dialect ``dynamo`` only."""
     probe_timeout_s: float = 0.3
@@ -90,7 +91,7 @@ class Config:
     send_timeout_s: float = 2.0
     heartbeat_s: float = 3.0
     close_timeout_s: float = 1.0
-    """Time bound for sending while the process exits."""
+    """Longest time for sending events while the process exits."""
 
     @classmethod
     def resolve(
@@ -107,7 +108,7 @@ class Config:
         history: str | os.PathLike[str] | bool | None = None,
         environment: Environment | None = None,
     ) -> Config:
-        """Merge arguments and environment; arguments win. Raises ``ConfigError``."""
+        """Return the settings from arguments and environment; arguments win. Raises ``ConfigError``."""
         environment = Environment.read() if environment is None else environment
         url = url or environment.url
         if not url:
@@ -180,10 +181,10 @@ def checked_id(field: str, value: str | None) -> str | None:
 
 
 def claim(program_id: str) -> bool:
-    """Return whether this process ends the program named by ``SOJOURN_PROGRAM_ID``.
+    """Return whether this process reports the end of the program that ``SOJOURN_PROGRAM_ID`` names.
 
-    The first process that calls this writes its pid to the environment, which forked workers and child
-    processes inherit. A child with another program id claims that one itself.
+    The first process that calls this does: it writes its pid to the environment, which forked workers and
+    child processes inherit. A child process with another program id claims that program itself.
     """
     mark = os.environ.get(_CLAIM, "")
     pid, _, claimed = mark.partition(" ")
@@ -194,7 +195,7 @@ def claim(program_id: str) -> bool:
 
 
 def unclaim() -> None:
-    """Remove this process's claim, if any."""
+    """Remove this process's claim on the program, if any."""
     if os.environ.get(_CLAIM, "").partition(" ")[0] == str(os.getpid()):
         os.environ.pop(_CLAIM, None)
 

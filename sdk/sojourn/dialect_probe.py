@@ -54,7 +54,8 @@ class ServerDialect:
 
 
 def probe_dialect(transport: ServerTransport, *, timeout_s: float) -> str | None:
-    """Probe once and return the dialect's name; ``None`` where the answer is inconclusive. Never raises."""
+    """Probe the server once and return its dialect's name; ``None`` if the answers are inconclusive. Never
+    raises."""
     try:
         answer = transport.get(CAPABILITIES_PATH, timeout_s)
     except Exception as error:
@@ -113,7 +114,7 @@ def _identify_other_server(transport: ServerTransport, timeout_s: float) -> str 
 
 
 def _owners(models: dict[str, Any]) -> set[Any]:
-    """Return ``owned_by`` of the listed models."""
+    """Return the ``owned_by`` values of the listed models."""
     data = models.get("data")
     if not isinstance(data, list):
         return set()

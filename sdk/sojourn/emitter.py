@@ -1,5 +1,5 @@
-"""The bounded background sender. ``put`` never blocks and never raises; events that cannot be sent are
-dropped and counted.
+"""The background sender of events, with a bounded queue. ``put`` never blocks and never raises; events that
+cannot be sent are dropped and counted.
 
     agent thread(s) ── put ──▶ inbox ──▶ queue per program ──▶ one daemon thread ── transport ──▶ server
                                                └── take ──▶ carried by the program's next request
@@ -10,7 +10,7 @@ facts no longer help decisions, and the server handles silence by leases. Locks 
 collection inside ``take`` may close a generator that ends a program, which puts an event.
 
 ``put`` takes no lock, and wakes no thread while the sender polls, as it does for some seconds after each
-event. Waking the sender cost the agent more than all else, since both threads then compete for the
+event. Waking the sender was the largest cost for the agent, since both threads then compete for the
 interpreter.
 """
 
@@ -58,7 +58,7 @@ class EventSource(Protocol):
 
 
 class Emitter:
-    """Queue and sender of one process. A fork gives the child an empty one with a new id."""
+    """Queue and sender of one process. A forked child gets an empty queue and a new id."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Emitter:
     # ---- the agent's side
 
     def put(self, source: EventSource, kind: type[Event], **fields: Any) -> bool:
-        """Queue an event that happened now. Returns False where it was dropped."""
+        """Queue an event that happened now. Returns False if it was dropped."""
         try:
             if kind not in self._kinds:
                 closed = self._closed and self._supported
@@ -159,10 +159,10 @@ class Emitter:
                 self._ensure_thread()
 
     def take(self, program_id: str, *, max_events: int, max_bytes: int | None = None) -> list[PendingEvent]:
-        """Remove and return the oldest unsent events of one program, for its next request.
+        """Remove and return the oldest unsent events of one program, to be carried by its next request.
 
-        At most ``max_events``, with at most ``max_bytes`` of JSON including one byte each for the comma.
-        Without ``max_bytes`` nothing is encoded here.
+        At most ``max_events`` events, with at most ``max_bytes`` of JSON, a comma after each included.
+        Without ``max_bytes`` no event is encoded here.
         """
         if not (self._inbox or self._pending.size):
             return []
@@ -189,9 +189,9 @@ class Emitter:
             self.counters.add("dropped_full", lost)
 
     def put_back(self, emitter: EmitterId, taken: list[PendingEvent]) -> None:
-        """Put the events of a failed request back, before all others. The server recognises by their numbers
-        events that it has seen. ``emitter`` is the id under which they were taken: a forked child must not
-        send its parent's numbers. Never raises."""
+        """Put the events of a failed request back, before all other events. The server recognises by their
+        numbers events that it has seen. ``emitter`` is the id under which they were taken: a forked child
+        must not send its parent's numbers. Never raises."""
         try:
             with self._lock:
                 if emitter != self.id or self._closed or not self._supported:
@@ -221,7 +221,7 @@ class Emitter:
 
     @property
     def pending(self) -> int:
-        """Events queued or being sent; the count ``events_queued`` includes all of them."""
+        """Number of events queued or being sent; the count ``events_queued`` includes them."""
         with self._lock:
             self._take_in()  # a thread that hangs in a send numbers nothing
             return self._pending.size + self._sending
@@ -331,8 +331,8 @@ class Emitter:
             self._transport.close()
 
     def _back_off(self, longest_s: float) -> None:
-        """Wait with the lock held. ``flush``, ``close`` and an answer of the server cut it short; ``put``
-        does not, since it wakes an idle thread only."""
+        """Wait with the lock held. ``flush``, ``close`` and an answer of the server end the wait early;
+        ``put`` does not, since it only wakes an idle thread."""
         started_s = time.monotonic()
         self.backing_off = True
         while self.backing_off and not self._closed and not self._hurry:
@@ -398,7 +398,7 @@ class Emitter:
         return batch
 
     def _send(self, events: list[PendingEvent]) -> bool:
-        """Send a batch. Returns whether the next one may follow at once."""
+        """Send a batch. Returns whether the next batch may follow at once."""
         if not self._supported:
             self.counters.add("dropped_unsupported", len(events))
             return True
@@ -434,7 +434,7 @@ class Emitter:
     # ---- processes
 
     def after_fork(self) -> None:
-        """Drop, in the child, the parent's queue, connection and numbering."""
+        """In a forked child, drop the parent's queue, connection and numbering."""
         self._first = None
         self._event_transport.after_fork()
         self._transport.after_fork()

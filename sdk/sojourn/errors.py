@@ -1,4 +1,4 @@
-"""The errors of the SDK, raised only for a caller's mistake in setting it up.
+"""The errors of the SDK, raised only if the user sets it up wrongly.
 
     SojournError
     ├── ConfigError      init(), an environment variable
@@ -16,7 +16,7 @@ class SojournError(Exception):
 
 
 class ConfigError(SojournError, ValueError):
-    """``init()`` or an environment variable was given a value that cannot work."""
+    """An argument of ``init()`` or an environment variable has a value that cannot work."""
 
 
 class ArgumentError(SojournError, ValueError):

@@ -28,7 +28,7 @@ class PendingEvent(msgspec.Struct, gc=False):
         return self.kind(program_id=self.program_id, seq=self.seq, age_s=age_s, **self.fields)
 
     def encode(self, now: float) -> bytes:
-        """Return ``event`` as JSON. Raises ``WireError`` as well."""
+        """Return the event with its age as JSON. Raises ``WireError`` too."""
         return encode(self.event(now))
 
 
@@ -43,7 +43,7 @@ class EventQueue:
 
     @property
     def full(self) -> bool:
-        """True at the limit."""
+        """Whether the queue is at its limit."""
         return self.size >= self._limit
 
     def take_in(self, inbox: deque[PendingEvent], numbers: Iterator[int]) -> int:
@@ -73,10 +73,9 @@ class EventQueue:
     def take(
         self, program_id: str, clock: Callable[[], float], *, max_events: int, max_bytes: int | None = None
     ) -> tuple[list[PendingEvent], int]:
-        """Remove and return the oldest events of one program, and how many were dropped because they cannot
-        be encoded. At most ``max_events``, with at most ``max_bytes`` of JSON including one byte each for the
-        comma; without ``max_bytes`` nothing is encoded.
-        """
+        """Remove and return the oldest events of one program, and the number of events dropped because they
+        cannot be encoded. At most ``max_events`` events, with at most ``max_bytes`` of JSON, a comma after
+        each included; without ``max_bytes`` nothing is encoded."""
         taken: list[PendingEvent] = []
         row = self._rows.get(program_id)
         if row is None:

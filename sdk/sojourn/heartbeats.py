@@ -1,4 +1,5 @@
-"""Due times of the next heartbeat of each open program. Heartbeats keep a lease while an agent is silent."""
+"""When the next heartbeat of each open program is due. Heartbeats keep a lease alive while an agent is
+silent."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ class OpenProgram(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Started and not ended."""
+        """Whether the program has started and not ended."""
 
     @property
     def running_tools(self) -> Sized:
@@ -29,7 +30,7 @@ class OpenProgram(Protocol):
         """Send the graph again. Never raises."""
 
     def end(self, status: str = "ok") -> None:
-        """Report the end. Never raises."""
+        """Report the program's end. Never raises."""
 
 
 class _LastBeat:
@@ -42,10 +43,11 @@ class _LastBeat:
 
 
 class Heartbeats:
-    """Open programs and the time of each one's last beat. No thread, no clock: the sender calls ``due``.
+    """Open programs and the time of each one's last heartbeat. It has no thread and no clock: the sender
+    calls ``due``.
 
     Programs are referenced weakly: heartbeats stop when a program without an end is garbage-collected. There
-    is no lock: each access is one atomic dict operation, and one beat more or less at a program's end is
+    is no lock: each access is one atomic dict operation, and one heartbeat more or less at a program's end is
     harmless.
     """
 
@@ -56,7 +58,7 @@ class Heartbeats:
 
     @property
     def promised(self) -> bool:
-        """True while a program with heartbeats is open. May stay true for a moment longer."""
+        """True while a program with heartbeats is open, and possibly a moment longer."""
         return bool(self._open)
 
     def opened(self, program: OpenProgram, now: float) -> None:
@@ -76,10 +78,10 @@ class Heartbeats:
         return None
 
     def due(self, now: float) -> tuple[list[OpenProgram], float | None]:
-        """Return the programs to beat for at ``now``, and the seconds until the next beat could be due.
+        """Return the programs whose heartbeat is due at ``now``, and the seconds until the next could be due.
 
-        A program with a request in progress needs no beat: the server sees the request. The second value is
-        ``None`` without an open program.
+        A program with a request in progress needs no heartbeat: the server sees the request. The second value
+        is ``None`` without an open program.
         """
         beating: list[OpenProgram] = []
         wait_s: float | None = None

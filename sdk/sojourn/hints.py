@@ -21,13 +21,14 @@ class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     heartbeat: bool = False
     """The client sends heartbeats: its silence may end leases."""
     implicit: bool = False
-    """No program was opened: the id stands for a whole process, whose requests are unrelated."""
+    """True if the user opened no program: the id stands for a whole process, whose requests are unrelated."""
     final: bool = False
     """No further turn will follow."""
     tenant: str | None = None
-    """Tenant, as in ``program_start``."""
+    """Tenant that the client names, as in ``ProgramStart``."""
     expected_steps_left: float | None = None
-    """Turns the client expects to follow this one, from the programs of this kind it has seen; ≥ 0."""
+    """Number of turns that the client expects after this one, learned from earlier programs of this type; ≥
+    0."""
     events: list[msgspec.Raw] = []
     """Unsent events, carried because the request would overtake them."""
 
@@ -43,13 +44,13 @@ class AgenticContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     expected_resume: bool | None = None
     """False: the client expects no further turn after this one."""
     request_id: str | None = None
-    """Id of the logical request; retries carry the same, so that a retry does not count as a turn."""
+    """Id of the logical request. Retries have the same id, so that a retry does not count as a turn."""
     step_id: str | None = None
     priority: int | None = None
-    """Higher matters more; each dialect converts."""
+    """A higher value is more important; each dialect converts it."""
     deadline_seconds: float | None = None
     expected_output_length: int | None = None
-    """Tokens."""
+    """Expected number of output tokens."""
     kv_retention_ttl_seconds: float | None = None
-    """How long the client would like this turn's KV kept; clipped by the server."""
+    """How long the client asks to keep this turn's KV; the server clips it."""
     sojourn: SojournContext | None = None

@@ -15,9 +15,10 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 KEEP_ALIVE_S = 4.0
-"""vLLM's server closes a connection idle for 5 s; reusing it at that very moment would lose a batch."""
+"""Longest idle time of a connection that is used again. vLLM's server closes a connection after 5 s; using it
+at that moment would lose a batch."""
 MAX_ANSWER_BYTES = 1024 * 1024
-"""Longest answer that is read."""
+"""Longest answer that is read, in bytes."""
 
 
 class HttpResponse(NamedTuple):
@@ -28,7 +29,7 @@ class HttpResponse(NamedTuple):
 
 
 class ServerTransport(Protocol):
-    """What the emitter and the probe need of the network. Methods raise on network failure."""
+    """The network access that the emitter and the probe need. Methods raise on network failure."""
 
     def post(self, path: str, body: bytes) -> HttpResponse:
         """POST JSON to ``path`` below the server's root."""

@@ -6,13 +6,13 @@ import re
 from typing import NewType
 
 ProgramId = NewType("ProgramId", str)
-"""One agent run, first to last LLM request. At most ``MAX_ID_BYTES`` bytes of UTF-8."""
+"""Id of one agent run, from its first to its last LLM request. At most ``MAX_ID_BYTES`` bytes of UTF-8."""
 
 EmitterId = NewType("EmitterId", str)
-"""One process's event sender; new after a fork, so that sequence numbers never collide."""
+"""Id of one process's event sender. A forked child has a new id, so that sequence numbers never collide."""
 
 CallId = NewType("CallId", str)
-"""One tool call; unique within its program only."""
+"""Id of one tool call, unique within its program only."""
 
 MAX_ID_BYTES = 256
 """Longest id accepted on the wire, in bytes of UTF-8 (the limit vLLM's router uses)."""

@@ -51,7 +51,7 @@ def register(name: str, package: str, module: str, *, related_packages: tuple[st
 
 
 def instrument(*names: str) -> None:
-    """Patch the named frameworks (all known ones without a name), now or at their import.
+    """Patch the named frameworks (without names, all known ones), now or when they are imported.
 
     Repeating it is harmless. Raises ``ArgumentError`` for an unknown name. A framework of an unknown version
     stays unchanged; ``stats().instrumented`` lists the patched ones.
@@ -83,9 +83,9 @@ def active() -> tuple[str, ...]:
 def wrap(target: Any) -> Any:
     """Instrument this one client, graph, team or agent, without patching its class for others.
 
-    Use the returned object: the same one where possible, else a wrapper. An ``OpenAI`` or ``AsyncOpenAI``
-    client is returned itself, and clients derived from it by ``with_options()`` or ``copy()`` stay wrapped.
-    Raises ``ArgumentError`` for an object of no known framework.
+    Use the returned object: the same one if possible, else a wrapper. An ``OpenAI`` or ``AsyncOpenAI`` client
+    is returned itself, and clients derived from it by ``with_options()`` or ``copy()`` stay wrapped. Raises
+    ``ArgumentError`` for an object of no known framework.
     """
     if runtime.session().disabled:
         return target

@@ -28,20 +28,18 @@ def init(
 ) -> None:
     """Name the server, and instrument the clients found now or imported later.
 
-    ``url``: root of the server; ``SOJOURN_URL`` where left out.
-    ``hosts``: further ``host:port`` that may receive program ids, such as replicas. Requests to all other
-    hosts stay unchanged.
-    ``dialect``: a name of ``sojourn.dialects.DIALECTS``. Without it the server is asked in the background;
-    this call waits ``probe_timeout_s`` at most for the answer.
-    ``tool_events``: Dynamo's ZeroMQ endpoint for tool events, such as ``"tcp://127.0.0.1:20390"``.
-    ``threads=True`` carries the current program into new threads and the jobs of thread pools, but not into
-    long-lived workers of your own.
-    ``instrument=False`` patches nothing: call ``instrument()`` with the names of frameworks, or ``wrap()``.
-    ``history``: file that keeps tool durations and transitions for the next process, names and numbers only.
-    A path, or ``False`` for none; ``SOJOURN_HISTORY`` where left out, else the platform's usual place.
+    ``url``: root of the server, by default ``SOJOURN_URL``. ``hosts``: further ``host:port`` that may receive
+    program ids, such as replicas. Requests to all other hosts stay unchanged. ``dialect``: a name of
+    ``sojourn.dialects.DIALECTS``. Without it the server's dialect is detected in the background; this call
+    waits at most ``probe_timeout_s`` for that. ``tool_events``: Dynamo's ZeroMQ endpoint for tool events,
+    such as ``"tcp://127.0.0.1:20390"``. ``threads=True`` carries the current program into new threads and the
+    jobs of thread pools, but not into long-lived workers of your own. ``instrument=False`` patches nothing:
+    call ``instrument()`` with the names of frameworks, or ``wrap()``. ``history``: file that keeps tool
+    durations and transitions for the next process, names and numbers only. A path, or ``False`` for none; by
+    default ``SOJOURN_HISTORY``, else the platform's usual place.
 
     A second call with the same arguments changes nothing; with others it replaces the session. Raises
-    ``ConfigError`` where the session cannot be set up, and keeps the previous one.
+    ``ConfigError`` if the session cannot be set up; the previous session stays.
     """
     environment = Environment.read()
     if environment.disabled:
@@ -67,7 +65,7 @@ def init(
 
 
 def shutdown() -> None:
-    """Undo ``init()``: send what is left within a second, remove every patch, go offline. Never raises."""
+    """Undo ``init()``: send unsent events within a second, remove every patch, go offline. Never raises."""
     with runtime.change_lock():
         _retire()
         before = runtime.current()

@@ -1,4 +1,4 @@
-"""The registered listeners, and how they are called. ``listeners`` has the class to derive from."""
+"""Registers listeners and calls them. Their base class is in ``listeners``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from . import runtime
 
 
 class Listener(Protocol):
-    """What the registry reads of a listener; ``notify_listeners`` calls the methods by name."""
+    """The attributes of a listener that the registry reads; ``notify_listeners`` calls the methods by
+    name."""
 
     wants_usage: bool
 
@@ -16,7 +17,7 @@ class Listener(Protocol):
 _listeners: tuple[Listener, ...] = ()
 """Replaced as a whole, so that ``notify_listeners`` needs no lock."""
 usage_wanted = False
-"""True while a listener ``wants_usage``."""
+"""True while some listener has ``wants_usage``."""
 
 
 def add_listener(listener: Listener) -> None:
@@ -37,7 +38,7 @@ def _set(listeners: tuple[Listener, ...]) -> None:
 
 
 def notify_listeners(method: str, *args: object) -> None:
-    """Call ``method`` of every listener. Counts what a listener raises (``listener_error``); never raises."""
+    """Call ``method`` of every listener. An exception is counted (``listener_error``); this never raises."""
     for listener in _listeners:
         try:
             getattr(listener, method)(*args)

@@ -1,7 +1,7 @@
 """The base class of listeners, which follow what an agent does as it happens.
 
-They run on the agent's thread, so they must be quick. What they raise is counted (``listener_error``) and
-goes no further.
+They run on the agent's thread, so they must be quick. Their exceptions are counted (``listener_error``) and
+not passed on.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from .tools import ToolCall
 
 
 class ProgramListener:
-    """Base class of listeners. Each method is called once per fact, in order within a program."""
+    """Base class of listeners. Each method is called once per event, in order within a program."""
 
     wants_usage: bool = False
-    """True: read the token counts of answers into ``LogicalRequest.usage``, which costs time."""
+    """Whether to read the token counts of answers into ``LogicalRequest.usage``, which takes time."""
 
     def program_started(self, program: Program) -> None:
         """Called before the program's first request."""
@@ -37,10 +37,11 @@ class ProgramListener:
         """Called at the first byte of a streamed answer."""
 
     def request_ended(self, request: LogicalRequest, how: str) -> None:
-        """``how``: ``ended``, ``failed``, ``cancelled``, ``closed_early`` or ``abandoned``."""
+        """Called when a request ends. ``how``: ``ended``, ``failed``, ``cancelled``, ``closed_early`` or
+        ``abandoned``."""
 
     def program_ended(self, program: Program, status: str) -> None:
-        """``status``: ``ok``, ``error`` or ``cancelled``."""
+        """Called when a program ends. ``status``: ``ok``, ``error`` or ``cancelled``."""
 
 
 __all__ = ["ProgramListener", "add_listener", "remove_listener"]

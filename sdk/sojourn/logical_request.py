@@ -1,4 +1,5 @@
-"""One logical LLM request from its start to its end. A stream ends at its last byte or its release."""
+"""One logical LLM request from its start to its end. A streamed answer ends at its last byte, or when the
+client releases it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ Responses repeats the whole answer; only small fields follow them."""
 
 
 class LogicalRequest:
-    """Counts a request and maintains its program's ``open_requests``. No method raises."""
+    """Counts a request, and keeps it in its program's ``open_requests`` until its end. No method raises."""
 
     __slots__ = (
         "__dict__", "__weakref__", "_counters", "_first_byte", "_open", "_started_s", "_token", "attempts",
@@ -49,9 +50,9 @@ class LogicalRequest:
         self.node = node
         """Node of the program's graph, as sent with the request."""
         self.model = model
-        """Model name in the request."""
+        """Model name that the request has."""
         self.host = host
-        """Target ``host:port``, where known."""
+        """Target ``host:port``, if known."""
         self.path = path
         """Path of the request's URL, e.g. ``/chat/completions``."""
         self.usage: TokenUsage | None = None
@@ -145,7 +146,7 @@ def _watch_body(response: Any, request: LogicalRequest) -> None:
 
 
 class _ResponseBytes:
-    """Watches the bytes of a body."""
+    """Watches the bytes of a response body for the end of the stream."""
 
     def __init__(self, request: LogicalRequest, readable: bool) -> None:
         self._request = request
@@ -195,7 +196,8 @@ _made: dict[type, type] = {}
 
 
 def _sync_watch(base: type) -> type:
-    """A byte stream of the HTTP library in use (httpx or httpx2), which checks for its own base class."""
+    """Return a byte stream class derived from ``base``, since httpx and httpx2 each check for their own base
+    class."""
 
     def __init__(self: Any, inner: Any, seen: _ResponseBytes) -> None:
         self._inner, self._seen = inner, seen

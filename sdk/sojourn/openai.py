@@ -23,8 +23,8 @@ from .outgoing_request import LLM_PATHS, OutgoingRequest
 _under_way: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_request", default=None)
 _MAX_TARGETS = 256
 _targets: dict[tuple[int, str], tuple[Any, str]] = {}
-"""(id of a client's URL, URL of a request) → the client's URL, kept so that its id stays unique, and the
-host. A cache, since parsing URLs is slow."""
+"""A cache, since parsing URLs is slow: (``id()`` of a client's URL, URL of a request) → the client's URL,
+kept so that its ``id()`` stays unique, and the host."""
 _swapped: dict[type, type] = {}
 _patched: dict[tuple[type, str], tuple[Any, Any]] = {}
 """Class and method → our function and theirs. Kept here, since ``functools.wraps`` would copy a mark on our
@@ -32,7 +32,7 @@ function to a tracer's wrapper."""
 
 
 def patch() -> bool:
-    """Patch all clients, sync and async. Returns False, without changes, where the methods are missing."""
+    """Patch all clients, sync and async. Returns False, without changes, if the methods are missing."""
     from openai import _base_client
 
     places = {
@@ -72,7 +72,8 @@ def _layers(function: Any) -> Iterator[Any]:
 
 
 def wrap(client: Any) -> Any | None:
-    """Patch this one client by giving it a subclass of its class. Returns ``None`` for other objects."""
+    """Patch this one client by giving it a subclass of its class. Returns ``None`` for an object that is no
+    client."""
     kind = type(client)
     if kind in _swapped.values():
         return client
@@ -167,7 +168,7 @@ def _leave(token: Any) -> None:
 
 
 def _target(session: runtime.Session, client: Any, options: Any) -> str | None:
-    """Return ``host:port`` of an LLM request to a named host; ``None`` for all others."""
+    """Return ``host:port`` of an LLM request to a host named in ``init``; ``None`` for all other requests."""
     config, url = session.config, options.url
     if config is None or session.emitter is None or options.method.lower() != "post":
         return None
@@ -193,7 +194,8 @@ def _host(url: Any) -> str:
 
 
 def _has_place(options: Any) -> bool:
-    """Return whether the body is or becomes a JSON object; bytes, lists and forms stay unchanged."""
+    """Return whether the body is or becomes a JSON object, so that fields can be added. Bytes, lists and
+    forms stay unchanged."""
     if getattr(options, "content", None) is not None or getattr(options, "files", None):
         return False
     return options.json_data is None or isinstance(options.json_data, Mapping)

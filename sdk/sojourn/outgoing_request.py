@@ -1,7 +1,7 @@
-"""A logical LLM request that a client sends, and what is added to each attempt.
+"""A logical LLM request that a client sends, and the fields and headers added to each attempt.
 
-Every patch of a client's HTTP side uses it. The user's own fields always win: where the request names a
-program itself, nothing is added.
+Every patch of an HTTP client uses it. The user's own fields always win: if the request names a program
+itself, nothing is added.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class OutgoingRequest:
         return body, headers
 
     def answered(self, result: Any) -> None:
-        """Record the answer or its head. Never raises."""
+        """Record the answer, or for a stream the start of the answer. Never raises."""
         if self._around is not None and self._around.open is self:
             self._around.open = None
         if hasattr(type(result), "construct") and not listener_registry.usage_wanted:
@@ -119,15 +119,15 @@ class OutgoingRequest:
 
 class RetryScope:
     """``with RetryScope():`` around a call that retries: the attempts inside are one logical request, until
-    one of them is answered. A nested scope does nothing. Never raises."""
+    an attempt is answered. A nested scope does nothing. Never raises."""
 
     __slots__ = ("_token", "open", "over")
 
     def __init__(self) -> None:
         self.over = False
-        """True once left. Tasks started inside keep the scope in their context."""
+        """True after the block. Tasks started inside keep the scope in their context."""
         self.open: OutgoingRequest | None = None
-        """The request in progress, or the one whose attempts have all failed so far."""
+        """The request in progress, or the request whose attempts have all failed so far."""
         self._token: Token[RetryScope | None] | None = None
 
     def __enter__(self) -> RetryScope:

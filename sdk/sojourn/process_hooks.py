@@ -13,10 +13,10 @@ class ProcessObserver(Protocol):
     """The part of ``Session`` that is called at a fork and at the end of the process."""
 
     def after_fork(self) -> None:
-        """Runs first in the child."""
+        """Called in a forked child, before all else."""
 
     def exit(self) -> None:
-        """Runs when the process ends; takes a bounded time."""
+        """Called when the process ends; takes a bounded time."""
 
 
 _observers: WeakSet[ProcessObserver] = WeakSet()
@@ -24,13 +24,13 @@ _hooked = False
 
 
 def register_at_fork(**hooks: Callable[[], object]) -> None:
-    """Register hooks as ``os.register_at_fork`` does; without effect on platforms that cannot fork."""
+    """Register hooks as ``os.register_at_fork`` does; does nothing on platforms that cannot fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(**hooks)
 
 
 def observe_process(session: ProcessObserver) -> None:
-    """Call the methods of ``session`` at forks and at the end, as long as it lives."""
+    """Call the methods of ``session`` at forks and at the process's end, as long as ``session`` lives."""
     global _hooked
     _observers.add(session)
     if _hooked:

@@ -1,10 +1,9 @@
-"""Programs, and the program, step and tool call around the running code.
+"""Programs, and the context variable with the program, step and tool call around the running code.
 
-A program is one agent run, from its first LLM request to its last. One context
-variable holds the program, step and tool call around the code: entering anything is
-one ``set``, and a thread can take over all three at once. Callbacks of some frameworks
-run in contexts of their own and cannot set it. Their adapters add a *resolver* that
-reads the framework's context instead.
+A program is one agent run, from its first LLM request to its last. One context variable holds the program,
+step and tool call around the code, so entering any of them is one ``set``, and a thread can take over all
+three at once. Callbacks of some frameworks run in contexts of their own and cannot set the variable. Their
+adapters add a *resolver* that reads the framework's context instead.
 """
 
 from __future__ import annotations
@@ -36,17 +35,18 @@ _CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
 
 
 def status_of(error: BaseException | None) -> str:
-    """Return ``ok``, ``cancelled`` or ``error``. Compares names, so that asyncio need not be loaded."""
+    """Return the status of a run that ended with ``error``: ``ok``, ``cancelled`` or ``error``. Compares the
+    names of exception classes, so that asyncio need not be loaded."""
     if error is None:
         return "ok"
     return "cancelled" if any(kind.__name__ in _CANCELLED for kind in type(error).__mro__) else "error"
 
 
 class Program:
-    """One agent run. Its fields do not change, but for ``node`` and the activity in progress.
+    """One agent run. Its fields do not change, except ``node`` and the activity in progress.
 
-    The server's leases end a program that never reports its end: ``os._exit``, SIGKILL, a generator that is
-    never finished.
+    A program may never report its end (``os._exit``, SIGKILL, a generator that is never finished). The server
+    then ends it when its lease does.
     """
 
     __slots__ = (
@@ -71,7 +71,7 @@ class Program:
         aeg: Aeg | None = None,
         resume: ResumeFile | None = None,
     ) -> None:
-        """``ends=False``: another process reports the end. ``resume``: the file that held the id."""
+        """``ends=False``: another process reports the end. ``resume``: the file that the id comes from."""
         self.id = id
         self.name = name
         self.agent_type = agent_type
@@ -105,7 +105,7 @@ class Program:
 
     @property
     def is_open(self) -> bool:
-        """True once started and not ended."""
+        """Whether the program has started and not ended."""
         return self._state == "open"
 
     @property
@@ -152,7 +152,7 @@ class Program:
         notify_listeners("node_entered", self, node)
 
     def report_graph(self) -> None:
-        """Send the graph again, since the server does not know it. Never raises."""
+        """Send the graph again, because the server does not know it. Never raises."""
         session = runtime.session()
         try:
             if self._state == "open":
@@ -201,12 +201,13 @@ class Program:
             session.counters.add("internal_error")
 
     def here(self) -> EnteredProgram:
-        """Return a block whose code belongs to the program: ``with p.here(): ...``. The block works in any
-        thread, task or process, and neither starts nor ends the program. For workers with a job queue."""
+        """Return a ``with`` block whose code belongs to the program: ``with p.here(): ...``. The block works
+        in any thread, task or process, and neither starts nor ends the program. For workers with a job
+        queue."""
         return EnteredProgram(self)
 
     def __reduce__(self) -> Any:
-        """Pickle as a program in progress, which sends no beats and does not report the end."""
+        """Pickle as a program in progress: the copy sends no heartbeats and does not report the end."""
         names = ("name", "agent_type", "parent_id", "root_id", "depth", "call_id", "advice", "tenant", "node")
         return _remote_program, (self.id, {name: getattr(self, name) for name in names})
 
@@ -273,13 +274,13 @@ class ExecutionContext(NamedTuple):
 
 NO_CONTEXT = ExecutionContext()
 process_programs: list[Program] = []
-"""Programs opened for the whole process by ``program().open()``. The last one applies to code without a
-program of its own."""
+"""Programs opened for the whole process by ``program().open()``. The last one applies to code outside of any
+program."""
 current_context: ContextVar[ExecutionContext] = ContextVar("sojourn_place", default=NO_CONTEXT)
 
 
 class ResolvedContext(NamedTuple):
-    """The context as a framework's own state describes it."""
+    """The program, node and tool call that a framework's own state names."""
 
     program: Program | None = None
     node: str | None = None

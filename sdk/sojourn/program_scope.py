@@ -45,11 +45,12 @@ class _Inherit:
 
 
 INHERIT: Final = _Inherit()
-"""The parent is the program around the running code, if any."""
+"""Means: the parent is the program around the running code, if any."""
 
 
 class ProgramScope:
-    """What ``program()`` returns: a block that runs as a program, or a decorator that makes each call one."""
+    """What ``program()`` returns: a ``with`` block that runs as a program, or a decorator that makes each
+    call a program."""
 
     __slots__ = ("_parent_id", "_program", "_token", "make")
 
@@ -63,10 +64,11 @@ class ProgramScope:
 
     def open(self) -> Program:
         """Start the program for the whole process, until its ``end()``: it applies to every thread without a
-        program of its own. For notebooks, whose cells no ``with`` block can span, and consoles.
+        program of its own. For consoles, and for notebooks, where no ``with`` block can span several cells.
 
-        One at a time: the previous one ends as ``cancelled``, so that a cell can run again, unless it is the
-        ``parent`` named for this one. One that is still open at the end of the process ends as ``cancelled``.
+        Only one such program is open at a time: the previous one ends as ``cancelled``, so that a cell can
+        run again, unless it is the named ``parent``. A program still open at the end of the process ends as
+        ``cancelled``.
         """
         while process_programs and process_programs[-1].id != self._parent_id:
             process_programs.pop().end("cancelled")
@@ -149,18 +151,19 @@ def program(
     """Return one agent run: for ``with``, ``async with``, or as decorator of sync and async functions and
     generators, bare or called.
 
-    ``id`` resumes a known program; without it a fresh id is made. ``parent`` is the program around the code
-    unless given; ``None`` starts at the top. ``deadline_s`` counts from the start, in seconds. The hints
-    apply to every request of the program unless a ``step()`` gives others. ``tenant`` is on whose behalf it
-    runs, ``aeg`` the graph it follows. ``resume`` names a file that holds the id until the run ends cleanly,
-    so that a restarted client continues the same program (see ``sojourn.resume_file``).
-    ``heartbeat=False`` promises no heartbeats. Raises ``ArgumentError`` for an id the wire does not accept,
-    an invalid hint, or a resume file that cannot be used.
+    ``id`` resumes a known program; without it a fresh id is made. ``parent`` is by default the program around
+    the code; ``None``: no parent. ``deadline_s`` counts from the start, in seconds. The hints apply to every
+    request of the program unless a ``step()`` gives others. ``tenant`` is the tenant it runs for, ``aeg`` its
+    graph. ``resume`` names a file that holds the id until the run ends cleanly, so that a restarted client
+    continues the same program (see ``sojourn.resume_file``). ``heartbeat=False`` promises no heartbeats.
+    Raises ``ArgumentError`` for an id the wire does not accept, an invalid hint, or a resume file that cannot
+    be used.
 
-    Where no block can span the run, as in a notebook: ``p = sojourn.program("x").open()`` and ``p.end()``.
+    If no ``with`` block can span the run, as in a notebook: ``p = sojourn.program("x").open()`` and
+    ``p.end()``.
 
-    Inside a *generator* a ``with`` block also covers its consumer between two items, as with any context
-    variable; the decorator does not.
+    In a *generator* a ``with`` block also covers the code that consumes the generator, between two items, as
+    with any context variable. The decorator does not.
     """
     if callable(name):
         label = getattr(name, "__name__", None)
@@ -215,8 +218,8 @@ def program(
 
 
 def current_program() -> Program | None:
-    """Return the program around the running code; ``None`` outside of any, where requests belong to the
-    process's own program."""
+    """Return the program around the running code; ``None`` outside of any program, where requests belong to
+    the process's own program."""
     return find_context(runtime.session().counters)[0].program
 
 
@@ -254,7 +257,8 @@ def _make_program(
 
 
 def _resume_file(path: str) -> ResumeFile | None:
-    """Return the file, or ``None`` where it cannot be used. The agent is about to run: never raises."""
+    """Return the resume file, or ``None`` if it cannot be used. Never raises, since the agent is about to
+    run."""
     session = runtime.session()
     if session.disabled:
         return None

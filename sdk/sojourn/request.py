@@ -1,7 +1,7 @@
 """What one LLM request carries about its program: body fields, headers and unsent events.
 
 A request would overtake events of its program that are still unsent (measured: 39 times in 40). So the
-request carries them, where the dialect has a field for it.
+request carries them, if the dialect has a field for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_PIGGYBACK_EVENTS = 64
 _RESERVED_BYTES = 256
-"""Bytes kept free of the context's limit, for the keys and quotes that events add."""
+"""Bytes of the context's size limit that stay free, for the keys and quotes that events add."""
 
 Parts = tuple[dict[str, Any], dict[str, str]]
 

@@ -44,7 +44,7 @@ class ResumeFile:
     __slots__ = ("__weakref__", "_fd", "id", "is_new", "path")
 
     def __init__(self, path: str) -> None:
-        """Lock the file, and create it where it is missing.
+        """Lock the file; create it if it is missing.
 
         Raises ``ArgumentError`` for a file that cannot be read, written or parsed, and ``ResumeBusy``.
         """
@@ -93,12 +93,12 @@ class ResumeFile:
 
 
 _MAX_READ = MAX_ID_BYTES + 3
-"""The longest id, a line end, and one more byte that shows a longer content."""
+"""Bytes read: the longest id, a line end, and one more byte that shows that the content is too long."""
 _held: WeakSet[ResumeFile] = WeakSet()
 
 
 def check(path: str) -> None:
-    """Check the file without locking it. Raises ``ArgumentError`` where it cannot be used."""
+    """Check the file without locking it. Raises ``ArgumentError`` if it cannot be used."""
     try:
         fd = _open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -117,8 +117,8 @@ def check(path: str) -> None:
 
 
 _NO_DETOUR = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-"""A pipe must not block the agent. A link could point to any file, and ``remove`` would remove only the
-link."""
+"""Flags for opening the file. A pipe must not block the agent. A link could point to any file, and ``remove``
+would remove only the link."""
 
 
 def _open(path: str, flags: int) -> int:

@@ -32,7 +32,7 @@ clock = time.monotonic
 
 
 class Estimates(Protocol):
-    """What the session needs of ``learning.advisor.Advisor``."""
+    """The part of ``learning.advisor.Advisor`` that the session uses."""
 
     def expected(self, tool: str, tool_class: str | None) -> DurationEstimate | None: ...
 
@@ -48,7 +48,8 @@ class Estimates(Protocol):
 
 
 class Session:
-    """Counters, heartbeats and, once online, the sender and the server's dialect."""
+    """State of the SDK in this process: counters, heartbeats and, once online, the sender and the server's
+    dialect."""
 
     def __init__(self, config: Config | None = None, *, disabled: bool = False) -> None:
         self.config = config
@@ -62,9 +63,9 @@ class Session:
         self.graphs_reported: set[str] = set()
         """Hashes of the graphs that this emitter has sent in full since a batch was last lost."""
         self.graphs_lost = 0
-        """Events lost in sending when ``graphs_reported`` was last checked."""
+        """Number of events lost in sending when ``graphs_reported`` was last checked."""
         self.program: OpenProgram | None = None
-        """The process's own program, for what happens outside ``program()``."""
+        """The process's own program, for requests and tool calls outside ``program()``."""
         self._answered = threading.Event()
 
     @property
@@ -136,8 +137,8 @@ class Session:
             self._answered.wait(self.config.probe_timeout_s)
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Return a lock that keeps other threads from emitting. It is the emitter's own: a garbage collection
-        that ends a program could take a second lock in another order."""
+        """Return the emitter's lock, which keeps other threads from emitting. A second lock could deadlock
+        with it: a garbage collection that ends a program might take both in another order."""
         return nullcontext() if self.emitter is None else self.emitter.lock
 
     def emit(self, program: EventSource, kind: type[Event], **fields: Any) -> None:
@@ -162,13 +163,13 @@ class Session:
             self.advisor.close(end_s - clock())
 
     def exit(self) -> None:
-        """Run ``before_exit`` and close: the process ends."""
+        """Run ``before_exit`` and close the session, since the process ends."""
         for callback in before_exit:
             callback()
         self.close()
 
     def stats(self) -> Stats:
-        """Return counts and state as of now."""
+        """Return the current counts and state."""
         # Read first: the count ``events_queued`` includes what is pending by then.
         pending = self.emitter.pending if self.server is not None and self.emitter is not None else 0
         stats = Stats(self.counters.snapshot())
@@ -181,7 +182,7 @@ class Session:
         return stats
 
     def after_fork(self) -> None:
-        """Reset the child's copy: the parent keeps its programs alive and ends them."""
+        """Reset the session in a forked child: the parent keeps its programs alive and ends them."""
         self.counters.after_fork()
         self.heartbeats.after_fork()
         self.program = None
@@ -194,7 +195,8 @@ class Session:
             self.advisor.after_fork()
 
     def _graph_unknown(self, report: PendingEvent) -> None:
-        """Send the graph in full: the server restarted, dropped it, or never received it."""
+        """Send the graph of ``report`` in full: the server restarted, dropped the graph, or never received
+        it."""
         self.graphs_reported.discard(report.fields["graph_hash"])
         if report.fields["graph"] is None:
             program = self.heartbeats.find(report.program_id)
@@ -207,10 +209,10 @@ class Session:
 
 
 before_exit: list[Callable[[], None]] = []
-"""Called first when the process ends: ``program`` ends the programs that are still open."""
+"""Functions called first when the process ends; one of ``program`` ends the programs that are still open."""
 _session: Session | None = None
 _first_use: Callable[[], Session] = Session
-"""Makes the session where ``init()`` was not called; ``lifecycle`` sets it."""
+"""Makes the session if ``init()`` was not called; ``lifecycle`` sets it."""
 _lock = threading.RLock()
 """Held while the session changes, the bounded close of the previous one included. Not held while the new
 session waits for its server's answer."""
@@ -226,12 +228,12 @@ process_hooks.register_at_fork(after_in_child=_after_fork)
 
 
 def session() -> Session:
-    """Return the session; an offline one where none was set up and ``SOJOURN_URL`` names no server."""
+    """Return the session; an offline session if none was set up and ``SOJOURN_URL`` names no server."""
     return _session if _session is not None else _first_use()
 
 
 def current() -> Session | None:
-    """Return the session, or ``None`` where none was set up yet."""
+    """Return the session, or ``None`` if none was set up yet."""
     return _session
 
 
@@ -248,6 +250,6 @@ def change_lock() -> AbstractContextManager[object]:
 
 
 def on_first_use(make: Callable[[], Session]) -> None:
-    """Have ``session()`` call ``make`` where ``init()`` was not called."""
+    """Let ``session()`` call ``make`` if ``init()`` was not called."""
     global _first_use
     _first_use = make

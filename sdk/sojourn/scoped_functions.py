@@ -50,7 +50,7 @@ def _coroutine(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..
 
 
 class _GeneratorScope:
-    """The context inside a generator's scope, entered for each of its steps."""
+    """The context inside a generator's scope, entered for each step of the generator."""
 
     def __init__(self, fresh: ScopeFactory) -> None:
         self._scope = fresh()
@@ -119,9 +119,9 @@ def _driven(
 def close_generator(
     inner: AsyncGenerator[Any, Any], between: AbstractContextManager[Any]
 ) -> Generator[Any, Any, Any]:
-    """``await close_generator(inner, between)`` is ``await inner.aclose()``. ``between`` is entered only
-    while the close runs, not while it waits: a generator that Python destroys without an event loop waits for
-    ever, in the context of the code that ran at that moment."""
+    """``await close_generator(inner, between)`` is ``await inner.aclose()``, with ``between`` entered only
+    while code of the close runs, not while it waits. A generator that Python destroys without an event loop
+    waits for ever; it must not leave ``between`` entered in the code that runs at that moment."""
     return (yield from _driven(cast("Generator[Any, Any, Any]", inner.aclose().__await__()), between))
 
 

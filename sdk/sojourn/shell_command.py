@@ -24,7 +24,7 @@ _FILTERS = frozenset(
     {"awk", "cat", "column", "cut", "egrep", "fgrep", "grep", "head", "jq", "less", "more", "rg", "sed"}
     | {"sort", "tail", "tee", "tr", "uniq", "wc"}
 )
-"""Commands that, behind a pipe, only wait for the one before: ``pytest -q | tail`` is a ``pytest``."""
+"""Commands that, after a pipe, only wait for the command before: ``pytest -q | tail`` is a ``pytest``."""
 
 _PREFIXES = frozenset({"command", "env", "exec", "nice", "nohup", "stdbuf", "sudo", "time", "timeout"})
 _SHELLS = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
@@ -32,7 +32,7 @@ _LEADING_WORDS = frozenset({"!", "{", "do", "elif", "else", "if", "then", "until
 _NO_COMMAND = frozenset({"}", "[", "[[", "case", "done", "esac", "fi", "for", "function", "select"})
 
 _NOT_HEADS = _PREFIXES | _SHELLS | _LEADING_WORDS | _NO_COMMAND
-"""Words in the command's place that are not the command."""
+"""Words in the position of a command that are not its head."""
 
 _SPACE = re.compile(r"(?:[ \t\r]|\\\n)+")
 _OPERATOR = re.compile(r"&&|\|\||;;|\|&|[;|\n()]|&(?!>)")
@@ -52,7 +52,7 @@ class Command(NamedTuple):
     words: tuple[str, ...]
     """Head and arguments, unquoted, without assignments and prefixes; never empty."""
     piped: bool
-    """Whether it reads another command's output."""
+    """Whether the command reads another command's output."""
 
     @property
     def head(self) -> str:
@@ -71,9 +71,10 @@ def split_command(line: str) -> tuple[str, ...]:
 
 
 def main_head(line: str) -> str | None:
-    """Return the head that dominates the duration of ``line``: the last that is not trivial, else the first.
+    """Return the head that dominates the duration of ``line``: the last head that is not trivial, else the
+    first.
 
-    Filters behind a pipe count as trivial. ``None`` without a command.
+    Filters after a pipe count as trivial. ``None`` without a command.
     """
     commands = commands_of(line)
     for command in reversed(commands):
@@ -84,8 +85,8 @@ def main_head(line: str) -> str | None:
 
 
 def command_class(line: str) -> str | None:
-    """Return ``main_head`` as the class of a tool call, where it looks like a program's name. Anything else,
-    such as a quoted sentence, may hold arguments, which are never sent."""
+    """Return ``main_head`` as the class of a tool call, if it looks like a program's name. Anything else,
+    such as a quoted sentence, may contain arguments, which are never sent."""
     if len(line) <= MAX_COMMAND_CHARS and (found := _ONE_COMMAND.fullmatch(line)):
         head = found[1]
         if head not in _NOT_HEADS:
@@ -95,7 +96,7 @@ def command_class(line: str) -> str | None:
 
 
 def commands_of(line: str) -> list[Command]:
-    """Return the simple commands of ``line``; the script of ``bash -c '…'`` is expanded once."""
+    """Return the simple commands of ``line``. The script of ``bash -c '…'`` is parsed too, one level deep."""
     commands: list[Command] = []
     for command in _simple_commands(line[:MAX_COMMAND_CHARS]):
         inner = _inline_script(command)
@@ -169,7 +170,7 @@ def _finish(words: list[str], piped: bool, commands: list[Command]) -> None:
 
 
 def _word(text: str, position: int) -> tuple[str, int]:
-    """Return the unquoted word at ``position``, and its end, which is always larger."""
+    """Return the unquoted word at ``position``, and the position after it."""
     start = position
     parts: list[str] = []
     while position < len(text):
@@ -217,7 +218,7 @@ def _closing_quote(text: str, position: int) -> int:
 
 
 def _after_substitution(text: str, position: int) -> int:
-    """Return the end of ``$(…)``. Counts parentheses and ignores quotes."""
+    """Return the position after ``$(…)``. Counts parentheses and ignores quotes."""
     depth = 0
     for index in range(position + 1, len(text)):
         if text[index] == "(":
@@ -239,7 +240,7 @@ def _after_heredoc(text: str, position: int, end_word: str) -> int:
 
 
 def _inline_script(command: Command) -> str | None:
-    """Return the script of ``bash -c SCRIPT`` or ``bash -lc SCRIPT``."""
+    """Return the script of ``bash -c SCRIPT`` or ``bash -lc SCRIPT``; ``None`` for another command."""
     if command.head not in _SHELLS:
         return None
     for index, word in enumerate(command.words[1:-1], start=1):

@@ -21,17 +21,17 @@ from threading import get_ident
 
 
 class Counters:
-    """Counts kept apart for each thread, so that ``add`` needs no lock.
+    """Counts, kept separately for each thread, so that ``add`` needs no lock.
 
-    A lock could deadlock with the emitter's: a garbage collection may end a program, and so use both, while
-    one of them is held.
+    A lock could deadlock with the emitter's lock: a garbage collection may end a program, which uses both,
+    while one of them is held.
     """
 
     def __init__(self) -> None:
         self._of_thread: dict[int, dict[str, int]] = {}
 
     def add(self, name: str, n: int = 1) -> None:
-        """Count ``n`` more of ``name``. Never waits."""
+        """Add ``n`` to the count ``name``. Never waits."""
         counts = self._of_thread.get(get_ident())
         if counts is None:
             counts = self._of_thread.setdefault(get_ident(), {})
@@ -53,7 +53,7 @@ class Counters:
 
 
 class Stats(Counter[str]):
-    """A snapshot: a ``collections.Counter`` of all counts, with the session's state."""
+    """A snapshot of all counts, as a ``collections.Counter``, and of the session's state."""
 
     url: str | None = None
     """The server named by ``init()``."""
@@ -62,7 +62,7 @@ class Stats(Counter[str]):
     dialect: str | None = None
     """Dialect in use; ``None`` before ``init()``."""
     dialect_known: bool = False
-    """True where the dialect was given or detected, not assumed."""
+    """True if the dialect was given or detected, False if it is assumed."""
     instrumented: tuple[str, ...] = ()
     """Frameworks that are patched now."""
     events_pending: int = 0

@@ -13,7 +13,7 @@ from .stats import Counters
 
 
 class Step:
-    """A node and hints that apply inside a ``with`` block. Inner steps add to outer ones."""
+    """A node and hints that apply inside a ``with`` block. An inner step adds to the steps around it."""
 
     __slots__ = ("_token", "advice", "node", "step_id")
 
@@ -62,7 +62,7 @@ def step(
 
     ``node`` is a node of the agent's graph. ``deadline_s`` counts from now, in seconds.
     ``expected_output_length`` is in tokens. ``final`` means that no further turn follows. Agents often
-    compute these values while they run, so an invalid one is dropped and counted (``hint_invalid``).
+    compute these values while they run, so an invalid value is dropped and counted (``hint_invalid``).
     """
     hints = _valid_advice(
         runtime.session().counters,

@@ -2,14 +2,14 @@
 
 ``asyncio`` tasks and ``asyncio.to_thread`` carry it anyway. Only our context variable is passed on, with the
 program from a framework's own context. The internal threads of ``concurrent.futures`` and ``multiprocessing``
-(workers, the manager of a process pool, the feeders of queues) get none at their start, else they would keep
-their first program for life.
+(workers, the manager of a process pool, the feeders of queues) get no program at their start, since they
+would keep it for life.
 
 A thread gets its program once, when it starts. A long-lived worker with a job queue stays with the program
 that started it; its jobs pass their program along and use ``with p.here(): ...``. Jobs of a process pool run
-in other processes, which know only the program in ``SOJOURN_PROGRAM_ID``. They take theirs as an argument (a
-``Program`` can be pickled) and do the same, or open a child with ``program(parent=p)``. Do not use
-``program(id=p.id)`` there: its end would end the program.
+in other processes, which know only the program in ``SOJOURN_PROGRAM_ID``. They take their program as an
+argument (a ``Program`` can be pickled) and do the same, or open a child with ``program(parent=p)``. Do not
+use ``program(id=p.id)`` there: its end would end the program.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _run_inside(here: ExecutionContext, function: Callable[..., Any]) -> Callabl
 
 
 def _is_pool_thread(thread: threading.Thread) -> bool:
-    """Return whether the standard library runs the thread for itself, by its class or target."""
+    """Return whether the thread belongs to the standard library's own pools, by its class or target."""
     target = getattr(thread, "_target", None)
     code = type(thread).run if target is None else target
     module = getattr(code, "__module__", None) or ""

@@ -8,16 +8,17 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _KEY = b'"usage"'
-"""Inside a JSON string the quotes would be escaped, so it cannot be the text of an answer."""
+"""How the token counts begin. It cannot occur in the text of an answer, since quotes inside a JSON string are
+escaped."""
 _OBJECT = re.compile(rb"[: \t\r\n]*\{")
 _MAX_BYTES = 16 * 1024
-"""Longest usage read."""
+"""Longest ``usage`` object that is read."""
 _MAX_TRIES = 8
-"""Candidates that fail to parse before the search stops."""
+"""Number of candidates that fail to parse before the search stops."""
 
 
 class TokenUsage(NamedTuple):
-    """Token counts of one answer; ``None`` where it lacks them."""
+    """Token counts of one answer; ``None`` for a count that the answer lacks."""
 
     input_tokens: int | None = None
     output_tokens: int | None = None
@@ -26,7 +27,7 @@ class TokenUsage(NamedTuple):
 
 
 def of_answer(result: Any) -> TokenUsage | None:
-    """Return the usage of a complete answer: the client's own object, or a raw response."""
+    """Return the usage of a complete answer, given as the client's own object or as a raw response."""
     usage = getattr(result, "usage", None)
     if usage is not None:
         return _usage(usage)
@@ -61,7 +62,8 @@ def of_tail(tail: bytes) -> TokenUsage | None:
 
 
 def _usage(given: Any) -> TokenUsage | None:
-    """Read both forms of the OpenAI API: chat and completions, and Responses."""
+    """Return the usage in either form of the OpenAI API: that of chat and completions, or that of
+    Responses."""
     details = _of(given, "prompt_tokens_details", "input_tokens_details")
     usage = TokenUsage(
         _count(_of(given, "prompt_tokens", "input_tokens")),

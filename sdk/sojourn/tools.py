@@ -47,9 +47,9 @@ class ToolCall:
         self.call_id = new_call_id() if call_id is None else call_id_of(call_id)
         self.tool_class = None if tool_class is None else name_of(tool_class)
         self.program = program
-        """The program of the call; set at the start where not given."""
+        """The program of the call; the current program at the start if none was given."""
         self.status: str | None = None
-        """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``; ``None`` derives it from the
+        """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``; ``None``: derive it from the
         exception."""
         self._expected_s = expected_s
         self._started_s: float | None = None
@@ -82,8 +82,8 @@ class ToolCall:
         return self
 
     def stop(self, status: str = "ok", *, duration_s: float | None = None) -> None:
-        """Report the end. Repeating it is harmless. Never raises. ``duration_s``: for a call that was first
-        seen at its end."""
+        """Report the end. Repeating it is harmless. Never raises. ``duration_s``: duration of a call whose
+        start was not seen."""
         started_s, self._started_s = self._started_s, None
         if started_s is None:
             return
@@ -127,8 +127,8 @@ class ToolCall:
         self.__exit__(kind, error, trace)
 
     def _sane_expectation(self, session: runtime.Session) -> tuple[float | None, float | None]:
-        """Return median and 95th percentile: the caller's estimate, which has no percentile, else the one
-        from earlier calls."""
+        """Return median and 95th percentile of the duration: the caller's estimate, which has no percentile,
+        else the estimate from earlier calls."""
         value = self._expected_s
         if value is not None:
             if isinstance(value, (int, float)) and math.isfinite(value) and value >= 0:
@@ -148,8 +148,8 @@ def tool_call(
     """Return a tool call of the current program:
     ``with sojourn.tool_call("bash", call.id, tool_class="pytest"): ...``.
 
-    ``call_id`` is the id of the model's tool call, where there is one. ``tool_class`` is a finer class, such
-    as the command's name. ``expected_s`` is your own estimate of the duration, in seconds.
+    ``call_id`` is the id of the model's tool call, if there is one. ``tool_class`` is a finer class, such as
+    the command's name. ``expected_s`` is your own estimate of the duration, in seconds.
     """
     return ToolCall(name, call_id, tool_class=tool_class, expected_s=expected_s)
 
@@ -172,7 +172,8 @@ def tool(
     tool_class: str | None = None,
     expected_s: float | None = None,
 ) -> Any:
-    """Make every call of a function a tool call: ``@sojourn.tool`` or ``@sojourn.tool(name="search")``."""
+    """Report every call of a function as a tool call: ``@sojourn.tool`` or
+    ``@sojourn.tool(name="search")``."""
     from .scoped_functions import scoped
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

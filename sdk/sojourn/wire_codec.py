@@ -1,8 +1,8 @@
 """The versioned wire format: encode and decode, nothing else.
 
-``POST /sojourn/v1/events`` carries an ``EventBatch`` and answers an
-``OutcomeBatch``. A request carries an ``AgenticContext`` as a JSON *string*
-under ``vllm_xargs.agentic_context``, since vLLM allows only flat values there.
+``POST /sojourn/v1/events`` carries an ``EventBatch``; its answer is an ``OutcomeBatch``. A request carries an
+``AgenticContext`` as a JSON *string* under ``vllm_xargs.agentic_context``, since vLLM allows only flat values
+there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_BATCH_EVENTS = 1024
 MAX_GRAPH_NODES = 1024
 MAX_GRAPH_EDGES = 4096
 MAX_GRAPH_TOOLS = 64
-"""Tools named for one node of a graph."""
+"""Maximum number of tools named for one node of a graph."""
 MAX_GRAPH_BYTES = 128 * 1024
 """Longest graph report, in bytes of JSON."""
 MAX_EVENT_NAME_BYTES = 256
@@ -36,7 +36,8 @@ MAX_EVENT_NAME_BYTES = 256
 
 
 class WireError(ValueError):
-    """The bytes are not a message of this wire; the text names the error and what was expected."""
+    """The bytes are not a valid message of this wire format; the text names the error and what was
+    expected."""
 
 
 class Outcome(str, Enum):
@@ -61,13 +62,13 @@ class EventOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A batch as sent. Events stay raw so that one bad event cannot spoil the others."""
+    """A batch as sent. Events stay undecoded, so that one bad event does not make the others unreadable."""
 
     v: int
     emitter: str
     events: list[msgspec.Raw]
     dropped: int = 0
-    """Events this emitter has dropped so far."""
+    """Events that the emitter has dropped so far."""
 
 
 class OutcomeBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -85,7 +86,7 @@ _outcome_decoder = msgspec.json.Decoder(OutcomeBatch)
 
 
 def encode(message: object) -> bytes:
-    """Return compact JSON of any wire struct. Raises ``WireError`` for values JSON lacks."""
+    """Return compact JSON of any wire struct. Raises ``WireError`` for values that JSON lacks."""
     try:
         return _encoder.encode(message)
     except (TypeError, ValueError, OverflowError) as error:
@@ -93,9 +94,9 @@ def encode(message: object) -> bytes:
 
 
 def decode_batch(data: bytes) -> EventBatch:
-    """Decode and bound a batch; single events are decoded later by ``decode_event``.
+    """Decode a batch and check its bounds; ``decode_event`` decodes single events later.
 
-    An event that breaks JSON's rules for text or numbers, or is nested too deeply, stays one bad event.
+    An event that breaks JSON's rules for text or numbers, or is nested too deeply, counts as one bad event.
     """
     if len(data) > MAX_BATCH_BYTES:
         raise WireError(f"batch of {len(data)} bytes; at most {MAX_BATCH_BYTES} are accepted")
@@ -115,9 +116,10 @@ def decode_batch(data: bytes) -> EventBatch:
 
 
 _MAX_DEPTH = 32
-"""Deepest nesting in a batch with a bad event. A graph, the deepest event, has 7 levels in a batch."""
+"""Deepest nesting that is kept in a batch with a bad event. A graph, the deepest event, has 7 levels in a
+batch."""
 _MAX_BRACKETS = 32 * 1024
-"""Strings and brackets examined in such a batch; 1,024 ordinary events have fewer."""
+"""Maximum number of strings and brackets examined in such a batch; 1,024 ordinary events have fewer."""
 _BRACKETS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
@@ -139,7 +141,8 @@ def _decode_around_bad_events(data: bytes) -> EventBatch:
 
 
 def _without_deep_values(text: str) -> str:
-    """Replace each value that lies too deep by ``NaN``, which no event may have. Raises ``ValueError``."""
+    """Replace each value that is nested too deeply by ``NaN``, which makes its event invalid. Raises
+    ``ValueError``."""
     kept: list[str] = []
     depth = start = end = 0
     for count, token in enumerate(_BRACKETS.finditer(text)):
@@ -159,7 +162,7 @@ def _without_deep_values(text: str) -> str:
 
 
 def decode_event(raw: bytes | msgspec.Raw) -> AnyEvent:
-    """Decode and bound one event. Raises ``WireError``."""
+    """Decode one event and check its bounds. Raises ``WireError``."""
     try:
         event: AnyEvent = _event_decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -188,7 +191,7 @@ def check_event(event: Event) -> None:
 
 
 def decode_context(text: str | bytes) -> AgenticContext:
-    """Decode and bound the string under ``vllm_xargs.agentic_context``. Raises ``WireError``."""
+    """Decode the string under ``vllm_xargs.agentic_context`` and check its bounds. Raises ``WireError``."""
     data = text.encode("utf-8", "replace") if isinstance(text, str) else text
     if len(data) > MAX_CONTEXT_BYTES:
         raise WireError(f"agentic_context of {len(data)} bytes; at most {MAX_CONTEXT_BYTES} are accepted")

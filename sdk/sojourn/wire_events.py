@@ -17,7 +17,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
     program_id: str
     seq: int
     age_s: float = 0.0
-    """Seconds between the fact and the sending of it; ≥ 0."""
+    """Seconds between the event and its sending; ≥ 0."""
 
 
 class ProgramStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="program_start"):
@@ -42,9 +42,9 @@ class ToolStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_
     tool: str
     """The tool's name as the framework knows it, e.g. ``bash``."""
     tool_class: str | None = None
-    """A finer class the client can tell, e.g. the command head ``pytest``."""
+    """A finer class that the client knows, e.g. the command head ``pytest``."""
     expected_s: float | None = None
-    """The client's own estimate of the duration, in seconds: the median of what it has seen."""
+    """The client's own estimate of the duration, in seconds: the median of earlier calls."""
     expected_p95_s: float | None = None
     """The client's own estimate of the duration's 95th percentile, in seconds."""
 
@@ -54,7 +54,7 @@ class ToolStop(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_s
 
     call_id: str
     duration_s: float
-    """Measured on the client's monotonic clock."""
+    """Duration, measured on the client's monotonic clock."""
     status: str = "ok"
     """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``."""
 
@@ -68,7 +68,7 @@ class AegNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     id: str
     tools: list[str] = []
-    """Names of the tools it may call."""
+    """Names of the tools that the step may call."""
 
 
 class AegEdge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -77,7 +77,7 @@ class AegEdge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     source: str
     target: str
     probability: float | None = None
-    """Probability of this edge among all from ``source``; absent where the client does not know."""
+    """Probability of this edge among all edges from ``source``; absent if the client does not know it."""
 
 
 class AegGraph(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -86,7 +86,7 @@ class AegGraph(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     nodes: list[AegNode]
     edges: list[AegEdge]
     complete: bool = True
-    """False: there may be edges that are not listed."""
+    """False: the graph may have edges that are not listed."""
 
 
 class AegReport(Event, frozen=True, kw_only=True, omit_defaults=True, tag="aeg"):
@@ -95,7 +95,7 @@ class AegReport(Event, frozen=True, kw_only=True, omit_defaults=True, tag="aeg")
     graph_hash: str
     agent_type: str | None = None
     graph: AegGraph | None = None
-    """Absent where this emitter has sent it before."""
+    """Absent if this emitter has sent the graph before."""
 
 
 class ProgramEnd(Event, frozen=True, kw_only=True, omit_defaults=True, tag="program_end"):
@@ -106,4 +106,4 @@ class ProgramEnd(Event, frozen=True, kw_only=True, omit_defaults=True, tag="prog
 
 
 AnyEvent = ProgramStart | ToolStart | ToolStop | Heartbeat | AegReport | ProgramEnd
-"""Decoded by the ``type`` field."""
+"""Any event; the field ``type`` says which."""

@@ -15,7 +15,7 @@ def new_program_id() -> ProgramId:
 
 
 def new_call_id() -> CallId:
-    """Return a fresh id for a tool call without one."""
+    """Return a fresh id for a tool call that has none."""
     return CallId("t-" + os.urandom(6).hex())
 
 
@@ -24,8 +24,8 @@ _requests_of = os.urandom(8).hex()
 
 
 def new_request_id() -> str:
-    """Return a fresh id for a logical request: 64 random bits of this process, and a number. Random bits per
-    request would cost more than the rest of the request's work."""
+    """Return a fresh id for a logical request: 64 random bits of this process, and a counter. Random bits per
+    request would cost more than all other work for the request."""
     return f"r-{_requests_of}-{next(_requests):x}"
 
 

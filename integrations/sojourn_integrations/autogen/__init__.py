@@ -53,10 +53,10 @@ from . import run_scopes, tool_calls
 from .team_graph import graph_of
 
 _Wrapper = Callable[[Any, Callable[[], bool]], Callable[..., Any]]
-"""Returns our wrapper of AutoGen's function; the second argument returns whether it is active."""
+"""Returns our wrapper of an AutoGen function. The second argument returns whether the wrapper is active."""
 
 _patched: list[tuple[type, str, Any, Any]] = []
-"""Class, attribute, their function and ours, as stored in the class."""
+"""Class, attribute name, AutoGen's function and ours, as stored in the class."""
 _wrapped_classes: dict[type, type] = {}
 _lock = threading.Lock()
 _active = False
@@ -66,7 +66,7 @@ _active = False
 
 
 def patch() -> bool:
-    """Patch AutoGen's classes. Returns False, without changes, where one of them looks unfamiliar."""
+    """Patch AutoGen's classes. Returns False, without changes, if one of them looks unfamiliar."""
     global _active
     with _lock:
         if _active:
@@ -82,7 +82,7 @@ def patch() -> bool:
 
 
 def unpatch() -> None:
-    """Restore AutoGen's own functions. Where another patch covers ours, ours becomes inactive."""
+    """Restore AutoGen's own functions. If another patch covers ours, ours becomes inactive."""
     global _active
     with _lock:
         _active = False
@@ -97,7 +97,7 @@ def unpatch() -> None:
 def wrap(target: Any) -> Any | None:
     """Instrument one team or agent, with the agents, tools and model clients it has, and return it.
 
-    It gets a subclass of its own class. ``None`` for any other object.
+    The object gets a subclass of its own class. ``None`` for any other object.
     """
     from autogen_agentchat.agents import BaseChatAgent
     from autogen_agentchat.teams import BaseGroupChat
@@ -137,7 +137,7 @@ def _targets() -> Iterator[tuple[type, str, _Wrapper]]:
 
 
 def _static(kind: type, name: str) -> Any | None:
-    """Return the class's attribute; ``None`` where it is no function or static method."""
+    """Return a class's attribute if it is a function or static method, else ``None``."""
     found = vars(kind).get(name)
     return found if callable(getattr(found, "__func__", found)) else None
 
@@ -226,8 +226,8 @@ def _agent_run(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
 def _stream(
     original: Any, active: Callable[[], bool], begin: Callable[[Any], run_scopes.RunScope | None]
 ) -> Callable[..., Any]:
-    """Enter the context for each step of the generator. Between two steps its consumer runs, which must not
-    see it."""
+    """Wrap an async generator so that the context is entered for each of its steps: the code that consumes it
+    runs between two steps, outside of the context. ``begin`` returns the scope of a run, or ``None``."""
 
     @functools.wraps(original)
     async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
@@ -281,13 +281,13 @@ class _NullScope:
     """A scope that does nothing."""
 
     def activate(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def deactivate(self, tokens: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _is_last(item: Any) -> bool:
@@ -301,7 +301,7 @@ def _is_last(item: Any) -> bool:
 
 
 def _parts(target: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield the team or agent and its parts that are instrumented, each once."""
+    """Yield the team or agent and those of its parts that are instrumented, each once."""
     if target is None or id(target) in seen:
         return
     seen.add(id(target))
@@ -339,7 +339,7 @@ def _wrap_in_place(target: Any) -> None:
 
 
 def _wrap_client(client: Any) -> None:
-    """Wrap the ``openai`` client inside AutoGen's, which adds the program to requests."""
+    """Wrap the ``openai`` client inside an AutoGen model client, so that its requests carry the program."""
     from sojourn import openai
 
     if type(client).__module__.partition(".")[0] == "openai":

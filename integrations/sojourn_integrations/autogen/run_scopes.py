@@ -45,13 +45,13 @@ class TeamRun:
     def __init__(self, program: Program, *, owned: bool) -> None:
         self.program = program
         self.owned = owned
-        """True where this run opened the program, and so ends it."""
+        """True if this run opened the program, and so ends it."""
         self.calls: set[ToolCall] = set()
         """Tool calls in progress."""
 
     def close(self, status: str) -> None:
-        """End the run. AutoGen leaves tools running when an agent is cancelled; they are reported as
-        cancelled, since their results are not used."""
+        """End the run. AutoGen leaves tools running when an agent is cancelled; these tool calls are reported
+        as cancelled, since their results are not used."""
         for call in tuple(self.calls):
             call.stop("cancelled")
         self.calls.clear()
@@ -73,9 +73,9 @@ class RunFrame(NamedTuple):
 
 _frame: ContextVar[RunFrame | None] = ContextVar("sojourn_autogen_frame", default=None)
 _teams: dict[str, RunFrame] = {}
-"""Running teams by the key of their messages."""
+"""Running teams by the key under which AutoGen sends their messages."""
 _graphs: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
-"""Program of the user → hash of the graph reported for it."""
+"""Program that the user opened → hash of the graph reported for it."""
 
 
 def resolve() -> ResolvedContext | None:
@@ -113,7 +113,7 @@ def _around() -> tuple[ExecutionContext, RunFrame | None, bool]:
 
 
 class RunScope:
-    """A run or a turn, entered for each step of its coroutine or generator."""
+    """A run or a turn. Its context is entered for each step of the run's coroutine or generator."""
 
     __slots__ = ("_frame", "_key", "_open", "_outer", "_place", "_run")
 
@@ -190,7 +190,7 @@ def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None
 
 
 def begin_turn(agent: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
-    """Begin an agent's turn; ``None`` inside a turn in progress."""
+    """Begin an agent's turn; ``None`` if the code is already inside a turn."""
     here, frame, inside_tool = _around()
     if frame is not None and frame.node is not None:
         return None
@@ -249,7 +249,7 @@ def begin_call(tool: str, call_id: str | None, tool_class: str | None = None) ->
 
 
 def end_call(call: ToolCall) -> None:
-    """End a tool call."""
+    """Remove a tool call from the run's calls in progress."""
     frame = _frame.get()
     if frame is not None:
         frame.run.calls.discard(call)

@@ -36,7 +36,7 @@ class _Subgraph(NamedTuple):
 
 
 def graph_of(runner: Any) -> Aeg | None:
-    """Return the graph of a team or agent; ``None`` where it is too large to be sent."""
+    """Return the graph of a team or agent; ``None`` if it is too large to be sent."""
     part = _subgraph_of(runner, "")
     edges: list[Edge] = [(START, node) for node in part.first]
     edges += [(source, target, p) for (source, target), p in part.edges.items()]
@@ -69,7 +69,7 @@ def _agent(agent: Any, prefix: str) -> _Subgraph:
 
 
 def _unfiltered(agent: Any) -> Any:
-    """Return the agent inside a ``MessageFilterAgent``."""
+    """Return the agent that a ``MessageFilterAgent`` wraps, or ``agent`` itself if it wraps none."""
     while hasattr(agent, "_wrapped_agent"):
         agent = agent._wrapped_agent
     return agent
@@ -124,7 +124,7 @@ def _team(team: Any, prefix: str, *, within: bool) -> _Subgraph:
 def _graph_flow(
     team: Any,
 ) -> tuple[dict[tuple[str, str], float | None], tuple[str, ...], tuple[str, ...]]:
-    """Return the edges, the first nodes and the possible last nodes."""
+    """Return the edges of a ``GraphFlow`` team, its first nodes and its possible last nodes."""
     graph = team._graph
     stoppable = team._termination_condition is not None or team._max_turns is not None
     edges: dict[tuple[str, str], float | None] = {}

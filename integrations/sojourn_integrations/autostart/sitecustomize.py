@@ -11,13 +11,15 @@ import os
 import sys
 
 OLDEST = (3, 10)
-"""What sojourn itself needs; in an older Python there is nothing to attach."""
+"""Oldest Python that sojourn supports; in an older one there is nothing to attach."""
 
 AGENT = "SOJOURN_RUN_AGENT"
-"""Process id of the Python that is the agent, for the Pythons that its tools start."""
+"""Environment variable with the process id of the agent's Python. The Pythons that its tools start read
+it."""
 
 CHILDREN = "SOJOURN_RUN_CHILDREN"
-"""Set by ``sojourn run --children``: attach to Python child processes of the agent too."""
+"""Environment variable that ``sojourn run --children`` sets: attach to Python child processes of the agent
+too."""
 
 PACKAGES = ("openai", "litellm", "langchain_core", "langgraph.pregel", "autogen_agentchat", "agents")
 """Packages of ``sojourn.instrumentation`` whose import is waited for; mini is found by its agents' module."""

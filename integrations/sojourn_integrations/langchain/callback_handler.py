@@ -25,7 +25,7 @@ _hook: ContextVar[Any] | None = None
 _running_config: ContextVar[Any] | None = None
 """LangChain's context variable of the running config, found at first use."""
 _by_hand = False
-"""True once the user made a ``Handler``: the resolver then stays."""
+"""True once the user's code made a ``Handler``: then the resolver stays after ``remove``."""
 
 
 def install(user: str) -> bool:
@@ -76,14 +76,14 @@ def running_in() -> Any:
 
 
 def _key(run_id: Any) -> Any:
-    """Return the run's key in the tree: the UUID as an integer, since a UUID computes its hash in Python each
+    """Return the run's key in the tree: its UUID as an integer, since hashing a UUID runs Python code each
     time."""
     return getattr(run_id, "int", run_id)
 
 
 def _above(parent_run_id: Any) -> Any:
-    """Return the id of the run around a run that begins. Retrievers and models are not in the tree: the run
-    around them counts."""
+    """Return the id of the run that contains a starting run. Retrievers and models are not in the tree, so
+    for a run inside one it is the run around that."""
     if parent_run_id is None or tree.get(parent_run_id) is not None:
         return parent_run_id
     around = running_in()

@@ -1,4 +1,4 @@
-"""Programs that wait for a person, between an interrupt and the resumption."""
+"""Programs that wait for a person, from an interrupt until the graph is resumed."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class InterruptedPrograms:
                 each.program.end("cancelled")
 
     def take(self, id: str) -> Program | None:
-        """Remove and return the waiting program; ``None`` if none waits in this process and session. Then a
-        new program with the same id begins."""
+        """Remove and return the waiting program with this id; ``None`` if it does not wait in this process
+        and session."""
         with self._lock:
             kept = self._kept.pop(id, None)
         if kept is None or not kept.usable:

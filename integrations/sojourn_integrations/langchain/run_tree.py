@@ -1,4 +1,4 @@
-"""Folds the runs that LangChain's callbacks report into programs, nodes and tool calls.
+"""Turns the runs that LangChain's callbacks report into programs, nodes and tool calls.
 
 It imports no framework: names, ids and metadata come in, programs and tool calls come out. A run is a *chain*
 or a *tool*; LLM runs are left out, since the patched client reports the requests.
@@ -74,7 +74,7 @@ batch_context: ContextVar[tuple[Hashable] | None] = ContextVar("sojourn_langgrap
 
 
 class RunNode:
-    """An open run."""
+    """A run that has not ended."""
 
     __slots__ = (
         "adopted", "call", "children", "graph", "id", "inputs", "name", "node", "ns", "owns", "parent",
@@ -91,7 +91,7 @@ class RunNode:
         self.owns = False
         """True if the run has a program of its own, and so ends it."""
         self.adopted = False
-        """True if the run's program is the one that the user opened around it."""
+        """True if the run is the program that the user's code opened around it."""
         self.graph = False
         self.call: ToolCall | None = None
         """The tool call that this run is."""
@@ -103,9 +103,10 @@ class RunNode:
         self.node: str | None = parent.node if parent else None
         self.saver: object | None = parent.saver if parent else None
         self.resumable = False
-        """True where the program's id comes from its thread."""
+        """True if the program's id comes from the run's thread."""
         self.waits: tuple[Any, ...] | None = None
-        """Interrupts at which the graph stopped, empty for a breakpoint; ``None`` where it did not."""
+        """Interrupts at which the graph stopped, empty for a breakpoint; ``None`` if it did not stop at
+        one."""
         self.inputs: Any = None
         self.seen_calls: set[str] = set()
 
@@ -127,7 +128,7 @@ class RunTree:
         return len(self._runs)
 
     def get(self, id: Hashable) -> RunNode | None:
-        """Return an open run."""
+        """Return the open run with this id; ``None`` if there is none."""
         return self._runs.get(id)
 
     def resolve(self, id: Hashable) -> ResolvedContext | None:
@@ -175,8 +176,8 @@ class RunTree:
             self._node_entered(run)
 
     def chain_ended(self, id: Hashable, error: BaseException | None) -> None:
-        """Record the end of a chain. If it has a program of its own, runs that are still open below it end
-        too."""
+        """Record the end of a chain. If the chain has a program of its own, runs inside it that are still
+        open end too."""
         run = self._runs.get(id)
         if run is None:
             return
@@ -238,7 +239,7 @@ class RunTree:
             self._roots.pop(run.id, None)
 
     def _close(self, run: RunNode) -> None:
-        """Drop a run that will not end any more."""
+        """Drop a run whose end will not be reported any more."""
         self._leave(run)
         self._close_children(run)
         if run.call is not None:

@@ -2,9 +2,9 @@
 
 A ``thread_id`` such as ``"1"`` is unique in one checkpointer only, while a program id must be unique on a
 server that many clients share. So the id is a hash of the graph's name, the thread id and a random secret per
-checkpointer object. Two users of thread ``"1"`` never share a program. A restarted client has new ids: its KV
-loses its protection, but answers stay correct. ``SOJOURN_PROGRAM_ID`` replaces the secret: then a restarted
-client, or several workers on one database, get the same ids again. Its value must be unique.
+checkpointer object. Two users of thread ``"1"`` never share a program. A restarted client has new ids: its
+programs' KV is no longer protected, but answers stay correct. ``SOJOURN_PROGRAM_ID`` replaces the secret:
+then a restarted client, or several workers on one database, get the same ids again. Its value must be unique.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _of_process = (os.getpid(), os.urandom(16))
 
 
 def thread_program_id(graph: str, saver: object | None, thread: str, ns: str) -> str:
-    """Return the program id for these arguments, always the same. ``ns`` is the namespace of a graph inside
-    another graph of the thread. ``saver`` is the checkpointer; ``None`` if only callbacks report the run."""
+    """Return the program id of a thread, always the same for the same arguments. ``ns`` is the namespace of a
+    graph inside another graph of the thread. ``saver`` is the checkpointer; ``None`` if only callbacks report
+    the run."""
     config = session().config
     named = config.program_id if config is not None else None
     parts = (_bytes(named) if named else _secret(saver), _bytes(graph), _bytes(thread), _bytes(ns))

@@ -1,4 +1,4 @@
-"""``Middleware``, which reports the tool calls of one agent from around the tool."""
+"""``Middleware``: wraps the tool calls of one agent and reports them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def middleware_class() -> Any:
 
         @property
         def name(self) -> str:
-            """The name by which ``create_agent`` distinguishes middlewares."""
+            """The name by which ``create_agent`` distinguishes middleware objects."""
             return "SojournMiddleware"
 
         def wrap_tool_call(self, request: Any, handler: Any) -> Any:

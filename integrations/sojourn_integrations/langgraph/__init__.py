@@ -13,8 +13,8 @@ same program id again.
 ``langchain.thread_program_ids`` derives the program id of a thread. Without a checkpointer a thread id has no
 meaning, as in LangGraph.
 
-Known limits: a breakpoint is noticed only where the stream carries ``updates`` (``invoke`` does). If two runs
-of a thread overlap, the second has a program id of its own.
+Known limits: a breakpoint is noticed only if the stream carries ``updates`` (that of ``invoke`` does). If two
+runs of a thread overlap, the second has a program id of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _active = False
 _INTERRUPT = "__interrupt__"
 _ABSENT = object()
 _patched: dict[str, tuple[type, Any, Any]] = {}
-"""Method → class, our function, and the class's own or ``_ABSENT``."""
+"""Method → patched class, our function, and the class's own function or ``_ABSENT``."""
 
 
 def patch() -> bool:
@@ -143,8 +143,8 @@ def _steps(start: GraphStart, inner: Iterator[Any], watch: bool) -> Iterator[Any
 
 
 class _Unfinished:
-    """Ends its run when it is collected. One generator alone references it: a generator without an event loop
-    is destroyed without being closed."""
+    """Ends its run when garbage-collected. Only one generator references it: without an event loop Python
+    destroys a generator without closing it."""
 
     __slots__ = ("_start",)
 
@@ -222,8 +222,8 @@ def _mark() -> Any:
 
 
 def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphStart | None:
-    """Return the start of a run; ``None`` if another patch of ours has announced it (class patched and object
-    wrapped)."""
+    """Return the start of a run; ``None`` if another wrapper of ours has announced it (both class and object
+    are wrapped)."""
     try:
         around = starting_graph.get()
         if around is not None and around.run is None and around.graph is graph:
@@ -249,7 +249,7 @@ def _watches(graph: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _look(start: GraphStart, chunk: Any) -> None:
-    """Mark the run as waiting where this chunk is an interrupt."""
+    """Mark the run as waiting if ``chunk`` is an interrupt."""
     try:
         payload = chunk[-1] if isinstance(chunk, tuple) and chunk else chunk
         if isinstance(payload, dict) and payload.get("type") == "updates":

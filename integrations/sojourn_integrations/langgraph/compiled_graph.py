@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from sojourn.aeg import END, START, Aeg
 
 _graphs: WeakKeyDictionary[Any, dict[frozenset[str], Aeg | None]] = WeakKeyDictionary()
-"""Graphs by builder, which all copies of a compiled graph share, and by the nodes at compilation."""
+"""Graphs by builder, which all copies of a compiled graph share, and by the set of nodes at compilation."""
 
 
 def graph_of(graph: Any) -> Aeg | None:

@@ -12,8 +12,8 @@ Two ways in:
 and 0.24.0. Not visible: a tool's exception that an *async* ``failure_error_function`` turns into text (0.6;
 such a call ends ``ok``), tools that run at the model's provider, and requests over the Responses websocket,
 which bypass the client. ``realtime`` and ``voice`` have runners of their own. With ``SojournRunner`` or
-``Hooks`` alone an agent used as a tool goes through the default runner, so that its requests count as its
-caller's.
+``Hooks`` alone an agent used as a tool runs in the default runner, so its requests count for the program of
+its caller.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def unpatch() -> None:
 
 
 def wrap(target: Any) -> Any | None:
-    """Return a runner wrapped in a ``SojournRunner``, or the given agent, of which alone runs are reported
-    from now on."""
+    """Wrap a runner in a ``SojournRunner`` and return that. For an agent, report its runs and no others from
+    now on, and return the agent."""
     if not _is_theirs():
         return None
     kinds = _kinds()
@@ -82,7 +82,7 @@ def wrap(target: Any) -> Any | None:
 
 
 def __getattr__(name: str) -> Any:
-    """Create ``Hooks`` and ``SojournRunner`` at first use, which imports the framework."""
+    """Create ``Hooks`` and ``SojournRunner`` at first use, since that imports the framework."""
     if name in ("Hooks", "SojournRunner"):
         return getattr(_kinds(), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -120,7 +120,8 @@ def _kinds() -> _Kinds:
 
 
 def _is_theirs() -> bool:
-    """Return whether ``agents`` is the OpenAI Agents SDK; many projects have a package of that name."""
+    """Return whether the package ``agents`` is the OpenAI Agents SDK; many projects have a package of that
+    name."""
     package = import_module("agents")
     return hasattr(package, "Runner") and hasattr(package, "function_tool")
 

@@ -52,7 +52,7 @@ class ProgramCache:
             os.register_at_fork(after_in_child=self._after_fork)
 
     def find(self, key: Hashable) -> Program | None:
-        """Return the program under ``key``, if it can continue."""
+        """Return the program under ``key``; ``None`` if there is none that can continue."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is None:
@@ -64,7 +64,7 @@ class ProgramCache:
             return kept.program
 
     def take(self, key: Hashable) -> Program | None:
-        """Return the program under ``key``, if it can continue, and remove it from the cache."""
+        """Remove and return the program under ``key``; ``None`` if there is none that can continue."""
         program = self.find(key)
         with self._lock:
             self._kept.pop(key, None)
@@ -115,7 +115,7 @@ class ProgramCache:
                 kept.status = status
 
     def end_children(self, program: Program) -> None:
-        """End the cached programs that cannot continue, since ``program`` is over."""
+        """End the cached child programs of ``program``, which is over."""
         with self._lock:
             keys = [key for key, kept in self._kept.items() if kept.program.parent_id == program.id]
             given_up = [self._kept.pop(key) for key in keys]

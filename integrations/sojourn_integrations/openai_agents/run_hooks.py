@@ -1,8 +1,8 @@
 """One run of the OpenAI Agents SDK: its node, its tool calls, and the hooks that report them.
 
-The runner calls ``hooks.on_…()`` in the task that then runs the tool, and only awaits the result under
-``gather``. So our code runs when the hook is called, where context variables persist, and returns the user's
-own awaitable: we add no frame, task or exception.
+The runner calls ``hooks.on_…()`` in the task that then runs the tool, and awaits only the returned awaitable
+under ``gather``. So our code runs when the hook is called, where context variables persist, and returns the
+user's own awaitable: we add no frame, task or exception.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sojourn.wire_names import call_id_of
 from sojourn_integrations.safe_scope import fault
 
 _COMMANDS = ("command", "cmd")
-"""Arguments that hold a shell command; its main command is the tool's class."""
+"""Names of arguments that hold a shell command, whose main command is the tool's class."""
 
 
 class Run:
@@ -35,7 +35,7 @@ class Run:
     ) -> None:
         self.program = program
         self.owned = owned
-        """True where the program was made for this run; else the user ends it."""
+        """True if the program was made for this run; else the user's code ends it."""
         self.agent = agent
         """Name of the agent that the run started with."""
         self.conversation = conversation
@@ -46,7 +46,7 @@ class Run:
         self._tokens: list[tuple[ContextVar[Any], Token[Any]]] = []
 
     def enter(self) -> None:
-        """Make this the current run of the code and of the tasks it starts."""
+        """Make this the current run, for the code and the tasks that it starts."""
         values: tuple[tuple[ContextVar[Any], Any], ...] = ((running, self), (_calling, None))
         if current_context.get().program is not self.program:
             values += ((current_context, ExecutionContext(self.program)),)
@@ -127,8 +127,8 @@ def resolve() -> ResolvedContext | None:
 
 
 def record_tool_errors(attach_error: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``attach_error``, by which the framework traces an exception that becomes text for the model: no
-    other function sees the exception, with tracing on or off."""
+    """Wrap ``attach_error``. The framework calls it for a tool's exception that becomes text for the model,
+    with tracing on or off; no other function sees that exception."""
 
     @functools.wraps(attach_error)
     def attach_error_to_current_span(*args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,8 @@ def record_tool_errors(attach_error: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BaseHooks:
-    """The framework's ``RunHooks``, reporting nodes and tool calls; ``inner`` is the user's own."""
+    """The framework's ``RunHooks``, extended by reports of nodes and tool calls; ``inner`` is the user's
+    own."""
 
     def __init__(self, inner: Any = None, *, by_runner: bool = False) -> None:
         self._inner = inner if inner is not None else import_module("agents.lifecycle").RunHooksBase()
@@ -215,7 +216,7 @@ HOOKS: dict[str, Callable[..., None]] = {
 
 
 def _timed_out(tool: Any, result: Any, elapsed_s: float) -> bool:
-    """Return whether the framework answered the model with a timeout of the tool."""
+    """Return whether the framework told the model that the tool timed out."""
     limit_s = getattr(tool, "timeout_seconds", None)
     if limit_s is None or elapsed_s < limit_s:
         return False

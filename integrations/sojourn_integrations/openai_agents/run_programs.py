@@ -1,11 +1,11 @@
 """The program of a run of the OpenAI Agents SDK.
 
 Inside ``with sojourn.program()`` the run *is* that program. Inside another run, or in a tool call of any
-framework, it is a child. A run with ``session=`` belongs to its conversation, which is one program over all
-its runs: the KV is worth most between two runs, and an end would release it. A conversation in memory ends
-with its session object. A stored conversation only stops its heartbeats, since the next request may load it
-again (from a file, under the same id in any process of this machine). A run that stops for an approval stays
-open and continues when it is resumed.
+framework, it is a child program. A run with ``session=`` belongs to its conversation, which is one program
+over all its runs: the KV is worth most between two runs, and an end would release it. A conversation in
+memory ends with its session object. A stored conversation only stops its heartbeats, since the next request
+may load it again (from a file, under the same id in any process of this machine). A run that stops for an
+approval stays open and continues when it is resumed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _interrupted = ProgramCache(status="cancelled")
 
 
 def begin(agent: Any, given: Any, conversation: Any) -> Run | None:
-    """Enter a run of ``agent``. ``given``: its input. ``conversation``: its session object, if any. ``None``
-    after an internal error. Never raises."""
+    """Enter a run of ``agent``. ``given``: the run's input. ``conversation``: the run's session object, if
+    any. Returns ``None`` after an internal error. Never raises."""
     try:
         add_resolver(resolve)
         run = _run_for(agent, given, conversation)
@@ -51,7 +51,7 @@ def begin(agent: Any, given: Any, conversation: Any) -> Run | None:
 
 
 def end(run: Run, status: str, result: Any = None) -> None:
-    """End a run with its status and, if it has one, its result. Never raises."""
+    """End a run with its status and, if there is one, its result. Never raises."""
     try:
         run.stop_calls()
         if not run.owned:
@@ -108,7 +108,7 @@ def _following(run: Run, graph: Aeg | None) -> Run:
 class _ConversationKey(NamedTuple):
     key: Hashable
     program_id: str | None
-    """Id that every process of this machine derives alike; ``None`` for a conversation in memory."""
+    """Id that is the same in every process of this machine; ``None`` for a conversation in memory."""
     ends: bool
     """True if the conversation ends with its session object."""
 
@@ -132,8 +132,8 @@ def _identity(conversation: Any) -> _ConversationKey:
 
 @functools.cache
 def _machine() -> bytes:
-    """Return an id of this machine or container that is valid until its next start. A network address is not
-    enough: containers on every machine get the same ones."""
+    """Return an id of this machine or container that stays the same until its next start. A network address
+    is not enough, since containers on different machines get the same ones."""
     boot = Path("/proc/sys/kernel/random/boot_id")  # Linux; elsewhere host name and address must suffice
     try:
         booted = boot.read_bytes()

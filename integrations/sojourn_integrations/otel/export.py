@@ -95,12 +95,12 @@ class SpanExport(ProgramListener):
     # ---- programs
 
     def program_started(self, program: Program) -> None:
-        """Start ``invoke_agent``, unless the program was read from a framework's span."""
+        """Start the program's ``invoke_agent`` span, unless the program was read from a framework's span."""
         if not program.implicit:
             self._open(program)
 
     def program_ended(self, program: Program, status: str) -> None:
-        """End the span, and fetch the outcomes of its requests now."""
+        """End the program's span, and fetch the outcomes of its requests now."""
         opened = self._programs.pop(program, None)
         if opened is not None and opened.ours:
             for span, ours in opened.tools.values():
@@ -163,7 +163,7 @@ class SpanExport(ProgramListener):
     # ---- tools
 
     def tool_started(self, call: ToolCall) -> None:
-        """Start ``execute_tool``."""
+        """Start the tool call's ``execute_tool`` span."""
         opened = self._of(call.program) if call.program is not None else None
         if opened is None or call.program is None:
             return
@@ -191,7 +191,7 @@ class SpanExport(ProgramListener):
         opened.tools[call.call_id] = span, True
 
     def tool_stopped(self, call: ToolCall, duration_s: float, status: str) -> None:
-        """End the span."""
+        """End the tool call's span."""
         opened = self._programs.get(call.program) if call.program is not None else None
         span, ours = opened.tools.pop(call.call_id, (None, False)) if opened is not None else (None, False)
         if ours:
@@ -200,7 +200,7 @@ class SpanExport(ProgramListener):
     # ---- requests
 
     def request_started(self, request: LogicalRequest) -> None:
-        """Start ``chat`` or ``text_completion``."""
+        """Start the request's ``chat`` or ``text_completion`` span."""
         opened = self._of(request.program)
         # Inside a framework's own spans ours is a child of the current one.
         foreign = opened is None or not opened.ours
@@ -231,7 +231,7 @@ class SpanExport(ProgramListener):
         self._requests[request] = _OpenRequest(span, started_ns)
 
     def request_first_byte(self, request: LogicalRequest) -> None:
-        """Set the time to the first chunk of a streamed answer."""
+        """Record in the span how long the first chunk of a streamed answer took."""
         asked = self._requests.get(request)
         if asked is not None:
             asked.span.set_attribute(semantic_conventions.REQUEST_STREAM, True)
@@ -240,7 +240,7 @@ class SpanExport(ProgramListener):
             )
 
     def request_ended(self, request: LogicalRequest, how: str) -> None:
-        """End the span once the outcome is known, with the present time as its end."""
+        """End the request's span, at the present time, as soon as the outcome is known."""
         ended_ns = time.time_ns()
         asked = self._requests.pop(request, None)
         if asked is None:
@@ -313,7 +313,8 @@ _NO_TIERS = frozenset({"prompt", "new", "tail", "lost"})
 
 
 def _usage_attributes(usage: TokenUsage, turn: Turn) -> dict[str, int]:
-    """Return the token counts of the answer, else those in the server's ledger."""
+    """Return the token counts of the answer as attributes; counts that it lacks come from the server's
+    ledger."""
     tokens = _mapping(turn.get("tokens"))
     found = {
         semantic_conventions.INPUT_TOKENS: (usage.input_tokens, tokens.get("prompt")),

@@ -24,12 +24,13 @@ from sojourn_integrations.safe_scope import fault
 
 PROGRAM_PATH = "/sojourn/v1/programs/"
 EVERY_REQUESTS = 8
-"""Requests of one program that trigger a fetch."""
+"""After this many requests of one program their outcomes are fetched."""
 MAX_PENDING = 2_000
 """Maximum number of waiting requests of all programs; further ones are finished at once
 (``otel_outcomes_skipped``)."""
 IDLE_S = 5.0
-"""Longest wait of a request, so that the spans of a long run arrive during it."""
+"""Longest time that a finished request waits for its outcome, so that the spans of a long run arrive during
+it."""
 RETRY_S = 0.7
 """Delay before the only retry, for a turn that the server had not closed yet."""
 PAUSE_S = 5.0
@@ -254,7 +255,7 @@ def _finish(finish: Finish, turn: Turn | None) -> None:
 
 
 def _suppress_instrumentation() -> None:
-    """Keep our own requests out of the user's traces."""
+    """Keep the fetcher's own HTTP requests out of the user's traces."""
     try:
         from opentelemetry import context
 

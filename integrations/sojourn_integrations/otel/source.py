@@ -4,8 +4,8 @@
     sojourn_integrations.otel.install()     # or provider.add_span_processor(SojournSpanProcessor())
 
 The outermost agent or workflow of a trace is a program. An agent inside a tool call is a child program, an
-agent inside an agent is a node, and a tool is a tool call. Requests find their program by the current span.
-Spans of frameworks with an adapter of their own are ignored. Spans that are not sampled never reach a
+agent inside an agent is a node, and a tool is a tool call. A request belongs to the program of the current
+span. Spans of frameworks with an adapter of their own are ignored. Spans that are not sampled never reach a
 processor.
 
 Every method is called on the agent's thread; none raises into it.
@@ -81,7 +81,8 @@ class _Entry:
         self.before: Any = _UNMOVED
         """The program's node before this span."""
         self.caught = id(sys.exc_info()[1])
-        """``id()`` of the exception in progress at the span's start: that exception does not end the span."""
+        """``id()`` of the exception being handled at the span's start. The span did not fail because of
+        it."""
 
 
 class SojournSpanProcessor(SpanProcessor):
@@ -117,7 +118,7 @@ class SojournSpanProcessor(SpanProcessor):
 
     @property
     def closed(self) -> bool:
-        """True once shut down."""
+        """True once the processor is shut down."""
         return self._closed
 
     # ---- what OpenTelemetry calls
@@ -194,7 +195,7 @@ class SojournSpanProcessor(SpanProcessor):
             self._enter(span, meaning, above)
 
     def _catch_up(self, span: Any, entry: _Entry | None) -> _Entry | None:
-        """Return the entry of a span whose attributes came after its start."""
+        """Process the attributes of a span that came after its start, and return the span's entry."""
         if self._closed or _scope(span) == semantic_conventions.SCOPE or not runtime.session().online:
             return entry
         meaning = self._meaning(span)
@@ -315,8 +316,8 @@ class SojournSpanProcessor(SpanProcessor):
                 call.stop(_status(span, entry.caught), duration_s=(span.end_time - span.start_time) / 1e9)
 
     def _release(self, key: Key, program: Program, status: str) -> None:
-        """Release the program that the span ``key`` keeps open. It ends with ``status`` when no span is
-        left."""
+        """Stop counting the span ``key`` as one that keeps ``program`` open. When no such span is left, the
+        program ends with ``status``."""
         held = self._programs.get(program.id)
         if held is not None and held[0] is program:
             held[1].discard(key)
@@ -366,8 +367,7 @@ class SojournSpanProcessor(SpanProcessor):
         return None if held is not None and held[0] is program else program
 
     def _is_adapters(self, scope: str) -> bool:
-        """Return whether an active adapter already reports the framework that makes spans of this
-        ``scope``."""
+        """Return whether ``scope`` belongs to a framework that an active adapter already reports."""
         parts = self._scopes.get(scope)
         if parts is None:
             parts = frozenset(_word(part) for part in scope.split("."))
@@ -431,7 +431,8 @@ def _word(text: str) -> str:
 
 
 def _status(span: Any, caught: int) -> str:
-    """Return ``ok``, ``error``, ``timeout`` or ``cancelled`` for an ended span."""
+    """Return ``ok``, ``error``, ``timeout`` or ``cancelled`` for an ended span. ``caught``: as in
+    ``_Entry``."""
     attributes = span.attributes or {}
     kind = attributes.get(semantic_conventions.ERROR_TYPE)
     failed = span.status.status_code is StatusCode.ERROR

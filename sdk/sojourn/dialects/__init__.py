@@ -27,19 +27,19 @@ from .vllm_router import VllmRouterDialect
 
 
 class Dialect(Protocol):
-    """Translates one turn's context; holds no state."""
+    """Translates the context of one turn for one kind of server. Holds no state."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def carries_events(self) -> bool:
-        """True where the body of a request can carry unsent events."""
+        """True if the body of a request can carry unsent events."""
 
     @property
     def yields_to(self) -> frozenset[str]:
-        """Fields of a user's body that the server refuses together with ours. If a body has one, nothing is
-        added."""
+        """Fields that the server refuses together with our fields. If the user's body has one of them,
+        nothing is added."""
 
     def fields(self, context: AgenticContext) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the body fields and headers of one request; the caller may change both. Raises ``WireError``

@@ -1,8 +1,8 @@
 """NVIDIA Dynamo (github.com/ai-dynamo/dynamo): identity in headers, hints in ``nvext.agent_hints``.
 
-Dynamo answers 400 to any body field it does not know and to any number that does
-not fit, inside ``nvext`` and outside (tried with ai-dynamo 1.6.1). Tool events go
-over ZeroMQ where an endpoint was named: ``dynamo_events.py``.
+Dynamo answers 400 to any body field it does not know and to any number that does not fit, inside ``nvext``
+and outside (tried with ai-dynamo 1.6.1). Tool events are sent over ZeroMQ if the user names an endpoint:
+``dynamo_events.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tool calls in the shape of Dynamo's request trace, pushed to the endpoint its frontend binds.
+"""Tool events as records of Dynamo's request trace, pushed to the ZeroMQ endpoint that its frontend binds.
 
 One ZeroMQ message per event: ``[topic, sequence number (u64, big-endian), msgpack record]``, schema
 ``dynamo.request.trace.v1`` (``lib/llm/src/request_trace`` of ai-dynamo/dynamo). Dynamo records the events for
@@ -45,7 +45,8 @@ _STATUS = {
 
 
 def load_zmq() -> Any:
-    """Return the ZeroMQ library. Raises ``ConfigError`` naming the extra where it is not installed."""
+    """Return the ZeroMQ library. Raises ``ConfigError``, which names the extra to install, if it is
+    missing."""
     try:
         import zmq
     except ImportError as error:

@@ -9,17 +9,17 @@ from sojourn.wire_events import Event, ProgramEnd, ProgramStart
 from .event_transport import UNSUPPORTED_STATUSES, DeliveryResult, PendingBatch, TransportContext
 
 MAX_PROGRAMS = 10_000
-"""Bound on open programs, and on ends not yet reported; the oldest are forgotten."""
+"""Maximum number of open programs, and of ends not yet reported; the oldest are forgotten."""
 _REFUSED = frozenset({400, 409, 410, 422})
 """Status codes that reject this program's end: a retry would get the same answer."""
 
 
 class EndNotifier:
-    """``POST path {field: program id}`` when a program ends, and at the close for those still open.
+    """``POST path {field: program id}`` when a program ends, and in ``close`` for all open programs.
 
     These servers have no leases: they keep a program until its end is reported. So, unlike other events, an
-    end that could not be sent is retried with the next one, unless the server refused it. The end of a
-    killed process is never reported.
+    end that could not be sent is retried together with the next end, unless the server refused it. The end of
+    a killed process is never reported.
     """
 
     kinds: frozenset[type[Event]] = frozenset({ProgramStart, ProgramEnd})
@@ -78,7 +78,7 @@ class EndNotifier:
         return DeliveryResult.TAKEN, reported
 
     def _post_end(self, program_id: str) -> int:
-        """Return the status of the answer; 0 without an answer."""
+        """Post the end of a program. Returns the status of the answer; 0 without an answer."""
         try:
             status = self._transport.post(self._path, encode({self._field: program_id})).status
         except Exception as error:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sojourn.http_transport import ServerTransport
 
 UNSUPPORTED_STATUSES = frozenset({404, 405, 501})
-"""Answers of a server that has no such endpoint."""
+"""Status codes of a server that has no endpoint for events."""
 
 
 class TransportContext(NamedTuple):
@@ -27,7 +27,7 @@ class TransportContext(NamedTuple):
     transport: ServerTransport
     counters: Counters
     tool_events: str | None = None
-    """ZeroMQ endpoint for tool events, where the server has one beside HTTP."""
+    """ZeroMQ endpoint for tool events, if the server has one beside HTTP."""
     unknown_graph: Callable[[PendingEvent], None] | None = None
     """Called with an ``AegReport`` whose graph the server does not know. Must not raise."""
 
@@ -53,7 +53,7 @@ class DeliveryResult(Enum):
     FAILED = "failed"
     """The server is unreachable or busy: wait before the next batch."""
     NO_PLACE = "no place"
-    """This server will never accept events this way."""
+    """The server has no endpoint for these events and will never accept them."""
 
 
 class EventTransport(Protocol):

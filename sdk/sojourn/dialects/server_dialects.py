@@ -29,14 +29,15 @@ Fields = tuple[dict[str, Any], dict[str, str]]
 
 
 def clip(value: int, most: int) -> int:
-    """Return ``value`` within ±``most``, so that its negation fits as well."""
+    """Return ``value`` clipped to ±``most``, a range in which its negation is valid too."""
     return max(-most, min(most, value))
 
 
 def header_text(id: str) -> str:
-    """Return ``id`` as a header's value. What HTTP cannot carry there is percent-encoded as UTF-8.
+    """Return ``id`` as the value of a header. Characters that HTTP does not allow there are percent-encoded
+    as UTF-8.
 
-    A plain id (visible ASCII) appears unchanged; in an encoded one ``%`` is encoded as well.
+    An id of visible ASCII stays unchanged; in an encoded id ``%`` is encoded as well.
     """
     if id.isascii() and id.isprintable() and " " not in id:
         return id
@@ -44,7 +45,7 @@ def header_text(id: str) -> str:
 
 
 def session_header(program_id: str) -> dict[str, str]:
-    """Return ``X-Session-ID``."""
+    """Return the header ``X-Session-ID`` with this program's id."""
     return {SESSION_HEADER: header_text(program_id)}
 
 

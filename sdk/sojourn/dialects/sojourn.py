@@ -31,7 +31,8 @@ _ENVELOPE_BYTES = 1024
 
 
 class SojournDialect:
-    """``vllm_xargs.agentic_context``: a JSON *string*, since vLLM allows only flat values there."""
+    """All hints in ``vllm_xargs.agentic_context``, as a JSON *string*, since vLLM allows only flat values
+    there."""
 
     name = "sojourn"
     carries_events = True
@@ -48,7 +49,8 @@ class SojournDialect:
 
 
 class SojournEventTransport:
-    """``POST /sojourn/v1/events``: every event, in batches, each answered with an outcome."""
+    """Sends every event by ``POST /sojourn/v1/events``, in batches. The answer has an outcome for each
+    event."""
 
     kinds: frozenset[type[Event]] = frozenset(get_args(AnyEvent))
 

@@ -1,6 +1,6 @@
 """vLLM Router (github.com/vllm-project/router) with program scheduling.
 
-Its parser (``src/program_scheduling/identity.rs``; tried with vllm-router 0.1.17) answers 400 to a known
+The router (``src/program_scheduling/identity.rs``; tried with vllm-router 0.1.17) answers 400 to a known
 field with a bad value. So values are converted to its types and bounds, and a value that does not fit is left
 out.
 """

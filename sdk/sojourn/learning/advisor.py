@@ -1,4 +1,4 @@
-"""The advisor: a listener that learns from the agents of this process, on a thread of its own.
+"""The advisor: learns tool durations and graphs from the agents of this process, on a thread of its own.
 
     agent's thread ── fact ──▶ queue ──▶ this thread, once a second: durations, transitions, graphs
           ▲                                     │ every five seconds and at the end
@@ -41,11 +41,11 @@ MAX_UNSAVED: Final = 5_000
 MAX_CACHED_ESTIMATES: Final = 4096
 """Maximum number of cached estimates of remaining turns."""
 CLOSE_GRACE_S: Final = 0.05
-"""Minimum seconds that ``close`` waits for saving, even where sending used up its whole time."""
+"""Minimum seconds that ``close`` waits for saving, even if sending has used up the whole time limit."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
 REPORT_EVERY_RUNS: Final = 30
-"""Number of runs after which a changed graph is reported again. Each version is sent in full once, which
-costs."""
+"""Number of runs after which a changed graph is reported again. Reports are rare, since each version is sent
+in full once."""
 REPORT_NEW_EDGE_AFTER_RUNS: Final = 4
 """Number of runs after which a graph with a new edge is reported again."""
 MOVED: Final = 0.05
@@ -61,7 +61,7 @@ Fact = tuple[Callable[[Any, Any], None] | None, Any, Any]
 
 
 class Advisor(ProgramListener):
-    """The advisor of one session. ``history=None`` learns in memory only."""
+    """The advisor of one session. With ``history=None`` it learns in memory only."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Advisor(ProgramListener):
         self._moved: dict[_Declared, None] = {}
         """Graphs whose agent type had new runs since the last check."""
         self._turns_left_cache: dict[tuple[str, int, str | None], float | None] = {}
-        """Estimates of remaining turns given since the last update."""
+        """Estimates of remaining turns that were computed since the last update."""
         self._fresh()
 
     def _fresh(self) -> None:
@@ -107,8 +107,8 @@ class Advisor(ProgramListener):
         return self.durations.expected(tool, tool_class)
 
     def turns_left(self, program: Program, node: str | None) -> float | None:
-        """Return the LLM requests expected after the current one, to two places; ``None`` where too few
-        programs of this type were seen to their end."""
+        """Return the number of LLM requests expected after the current one, rounded to two decimals; ``None``
+        if too few programs of this type were seen to their end."""
         trail = program.trail
         if trail is None:
             return None
@@ -210,7 +210,7 @@ class Advisor(ProgramListener):
             self._hurry.set()
 
     def close(self, timeout_s: float) -> None:
-        """Save within the bound, and stop. Repeating it is harmless. Never raises."""
+        """Save within ``timeout_s``, and stop. Repeating it is harmless. Never raises."""
         self.begin_shutdown()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -225,7 +225,7 @@ class Advisor(ProgramListener):
         return done.wait(timeout_s)
 
     def after_fork(self) -> None:
-        """Keep, in the child, what was learned; the parent saves what is unsaved."""
+        """In a forked child, keep what was learned; the parent saves what is unsaved."""
         self._fresh()
 
     # ---- the thread
@@ -248,7 +248,7 @@ class Advisor(ProgramListener):
                 return
 
     def _patience_s(self) -> float | None:
-        """Return the seconds until the next save is due; ``None`` without one."""
+        """Return the seconds until the next save is due; ``None`` if none is due."""
         return None if self._save_due_s is None else max(0.0, self._save_due_s - self._clock())
 
     def _fold(self, first: Fact) -> None:
@@ -404,7 +404,7 @@ def _differ(before: Aeg, after: Aeg) -> bool:
 
 
 def _has_new_edge(before: Aeg, after: Aeg) -> bool:
-    """Return whether ``after`` has a likely edge that ``before`` lacks."""
+    """Return whether ``after`` has an edge of at least ``LIKELY`` that ``before`` lacks."""
     return any((p is None or p >= LIKELY) and edge not in before.edges for edge, p in after.edges.items())
 
 

@@ -5,12 +5,13 @@
 
 It holds names and numbers only; no argument, output, id or time of day. Rows are only added and, the oldest
 first, removed, so that any number of processes can share a file. A file that is corrupt, of another version,
-not writable or not ours stays unchanged; the process logs that once, counts it and continues without it.
+not writable or not ours stays unchanged; the process logs that once, counts it and continues without a file.
 
 The journal is SQLite's default. Its write-ahead log needs shared memory, and home directories are often on a
 network, with agents on several hosts.
 
-A connection lives for one batch, and a fork waits for its end: SQLite forbids two processes to share one.
+A connection lives for one batch, and a fork waits until the batch ends: SQLite forbids that two processes
+share a connection.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MAX_DURATION_ROWS: Final = 20_000
 MAX_RUN_ROWS: Final = 2_000
 MAX_RUNS_A_KIND: Final = 100
 MAX_RUN_BYTES: Final = 16 * 1024
-"""Longer runs are used in this process but not saved."""
+"""Maximum size of a saved run. Longer runs are used in this process but not saved."""
 BUSY_TIMEOUT_S: Final = 0.25
 FORK_WAIT_S: Final = 1.0
 
@@ -95,7 +96,7 @@ _decode_run = msgspec.json.Decoder(_Stored).decode
 
 
 class HistoryStore:
-    """One file. Used by one thread at a time; no method raises."""
+    """A history file. Used by one thread at a time; no method raises."""
 
     def __init__(self, path: str | os.PathLike[str], counters: Counters) -> None:
         self.path = Path(path)
@@ -187,7 +188,7 @@ def _trim(
 
 @contextmanager
 def _connected(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a connection to a file of ours or an empty one."""
+    """Open a connection to a history file or an empty file."""
     import sqlite3
 
     with _open_connections:
@@ -230,7 +231,8 @@ def _text(run: ProgramRun) -> str:
 
 
 def _duration(tool: Any, tool_class: Any, duration_s: Any, status: Any) -> DurationSample | None:
-    """Return a checked row; ``None`` for values this module never writes, since SQLite takes any type."""
+    """Return a checked row; ``None`` for values that this module never writes, since SQLite accepts any
+    type."""
     if not (_is_name(tool) and (tool_class == "" or _is_name(tool_class)) and status in COUNTED):
         return None
     if not isinstance(duration_s, float) or not math.isfinite(duration_s) or duration_s < 0:
@@ -266,7 +268,7 @@ def _is_name(value: object) -> bool:
 _open_connections = threading.Lock()
 """Held while a connection is open; a fork waits for it."""
 _forking: set[int] = set()
-"""Threads that hold the lock for a fork."""
+"""Ids of the threads that hold the lock during a fork."""
 
 
 def _before_fork() -> None:

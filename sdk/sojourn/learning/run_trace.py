@@ -1,4 +1,4 @@
-"""The path of one program through its nodes, built from the facts reported while it runs."""
+"""The path of one program through the nodes of its graph, built from facts reported while it runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from sojourn.aeg import Aeg
 
 MAX_PATH = 256
-"""Visits kept of one run; a longer run is learned in pieces."""
+"""Maximum number of visits kept of one run; a longer run is learned in pieces."""
 MAX_TURNS = 512
-"""Turns whose node is kept; later turns are only counted."""
+"""Maximum number of turns whose node is kept; later turns are only counted."""
 MAX_SIBLINGS = 16
 MAX_RUN_TOOLS = 64
 
@@ -27,13 +27,14 @@ class ProgramRun(NamedTuple):
     turn_nodes: tuple[str | None, ...] = ()
     """The node of each LLM request, in order; ``None`` for a request without one."""
     turns: int = 0
-    """LLM requests of the whole program; may exceed the length of ``turn_nodes``, which is bounded."""
+    """Number of LLM requests of the whole program; may exceed the length of ``turn_nodes``, which is
+    bounded."""
     tools: tuple[tuple[str, str], ...] = ()
     """Pairs (node, tool): the tool was called at the node."""
     begins: bool = True
-    """True where ``path`` begins at the program's start."""
+    """True if ``path`` begins at the program's start."""
     ends: bool = True
-    """True where ``path`` reaches the program's end and ``turns`` is final; False for a cancelled run."""
+    """True if ``path`` reaches the program's end and ``turns`` is final; False for a cancelled run."""
 
 
 class RunTrace:

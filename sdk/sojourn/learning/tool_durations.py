@@ -20,7 +20,7 @@ MAX_KEYS = 1024
 COUNTED = frozenset({"ok", "nonzero", "error", "timeout"})
 
 Key = tuple[str, str | None]
-"""Tool and class; the class is ``None`` for the tool as a whole."""
+"""Tool and tool class; with ``None`` as class, the tool as a whole."""
 
 
 class DurationEstimate(NamedTuple):
@@ -31,7 +31,7 @@ class DurationEstimate(NamedTuple):
 
 
 class Durations:
-    """Samples by key. One writer at a time; ``expected`` may be called from any thread meanwhile."""
+    """Samples by key. One thread writes; any thread may call ``expected`` meanwhile."""
 
     def __init__(self) -> None:
         self._samples: OrderedDict[Key, deque[tuple[float, bool]]] = OrderedDict()
@@ -67,7 +67,8 @@ class Durations:
                 self._expected[key] = estimate(samples)
 
     def expected(self, tool: str, tool_class: str | None) -> DurationEstimate | None:
-        """Return the estimate for the tool's class where that has enough samples, else for the tool."""
+        """Return the estimate for the tool's class if that has enough samples, else for the tool as a
+        whole."""
         found = self._expected.get((tool, tool_class))
         return found if found is not None or tool_class is None else self._expected.get((tool, None))
 

@@ -75,13 +75,13 @@ class _Kind:
         self.left: OrderedDict[tuple[str | None, int | None], _TurnsLeft] = OrderedDict()
         self.tools: OrderedDict[str, dict[str, None]] = OrderedDict()
         self.weight = 1.0
-        """Weight of the next run."""
+        """Weight that the next run will have."""
         self.runs = 0
         self.finished = 0
 
 
 class Transitions:
-    """Counts by agent type, bounded and decayed; see the module for the rules on threads."""
+    """Counts by agent type, bounded and decayed; the module's docstring says which threads may call it."""
 
     def __init__(self) -> None:
         self._kinds: OrderedDict[str, _Kind] = OrderedDict()
@@ -186,7 +186,7 @@ class Transitions:
         return min(able, key=lambda each: each.spread).mean if able else None
 
     def snapshot(self) -> dict[str, Any]:
-        """Return everything as a JSON document, types and contexts oldest first."""
+        """Return all counts as a JSON document, types and contexts oldest first."""
         return {
             "version": SNAPSHOT_VERSION,
             "kinds": [

@@ -55,18 +55,18 @@ class LlmRequest(NamedTuple):
     """Headers with lower-case names."""
     body: dict[str, Any]
     batches_before: int = 0
-    """Event batches that had arrived before it."""
+    """Number of event batches that had arrived before this request."""
 
     @property
     def context(self) -> AgenticContext | None:
-        """The ``agentic_context``, decoded; ``None`` where there is none. Raises ``WireError``."""
+        """The decoded ``agentic_context``; ``None`` if the request has none. Raises ``WireError``."""
         xargs = self.body.get("vllm_xargs")
         text = xargs.get("agentic_context") if isinstance(xargs, dict) else None
         return None if text is None else decode_context(text)
 
     @property
     def emitter(self) -> str:
-        """Id of the emitter that numbered the carried events; empty without events."""
+        """Id of the emitter that numbered the carried events; empty if there are none."""
         context = self.context
         ours = context.sojourn if context is not None else None
         return (ours.emitter or "") if ours is not None else ""
@@ -97,16 +97,16 @@ class FakeServer:
         api_key: str | None = None,
     ) -> None:
         self.script = script
-        """The answers to LLM requests: a list, used in order with ``reply`` after its end, or a function of
-        the ``LlmRequest``, which several threads may call at once."""
+        """The answers to LLM requests: a list, used in order and followed by ``reply``, or a function of the
+        ``LlmRequest``, which several threads may call at once."""
         self.mode = mode
         """Behaviour of the events endpoint: one of ``MODES``."""
         self.sojourn = sojourn
-        """False: a stock server, which has neither capabilities nor events."""
+        """False: behave like a stock server, which has neither capabilities nor events."""
         self.api_key = api_key
-        """Answer 401 to the probe and to events without this bearer key."""
+        """Key without which the probe and events are answered with 401."""
         self.fail_next = 0
-        """Answer 500 to that many LLM requests."""
+        """Number of LLM requests to answer with 500."""
         self.reply = "hello from the fake"
         """Text of every answer without a script, streamed word by word."""
         self.verdict: Callable[[AnyEvent], Outcome] = lambda event: Outcome.APPLIED
@@ -117,12 +117,12 @@ class FakeServer:
         self.batches: list[EventBatch] = []
         self.requests: list[LlmRequest] = []
         self.authorizations: list[str | None] = []
-        """``Authorization`` of every events request."""
+        """The ``Authorization`` header of every request to the events endpoint."""
         self.probes = 0
         self.programs: dict[str, Any] = {}
         """Program id → what ``GET /sojourn/v1/programs/{id}`` answers; 404 for others."""
         self.program_lookups: list[str] = []
-        """Ids that were requested."""
+        """Program ids for which ``GET /sojourn/v1/programs/{id}`` was called."""
         self._script_lock = threading.Lock()
         self._released = threading.Event()
         self._http = _Http(("127.0.0.1", 0), _Handler)
@@ -145,13 +145,15 @@ class FakeServer:
         return f"{self.url}/v1"
 
     def events(self, *, piggybacked: bool = False) -> list[AnyEvent]:
-        """Events in the order of arrival, as they came in batches (or, on request, with LLM requests)."""
+        """Return the events that arrived in batches, in order of arrival; with ``piggybacked``, those that
+        LLM requests carried."""
         if piggybacked:
             return [event for request in list(self.requests) for event in request.events]
         return [decode_event(raw) for batch in list(self.batches) for raw in batch.events]
 
     def wait_for_events(self, count: int, timeout_s: float = 5.0) -> list[AnyEvent]:
-        """Wait for ``count`` events in batches and return all. Raises ``TimeoutError``."""
+        """Wait until ``count`` events have arrived in batches, and return all of them. Raises
+        ``TimeoutError``."""
         end_s = time.monotonic() + timeout_s
         while len(events := self.events()) < count:
             if time.monotonic() > end_s:
@@ -160,7 +162,8 @@ class FakeServer:
         return events
 
     def program_events(self) -> list[AnyEvent]:
-        """Return all events, from batches and requests: each once, in the order of its emitter."""
+        """Return all events, from batches and requests, each once and in the order in which they were
+        emitted."""
         seen: dict[tuple[str, str, int], AnyEvent] = {}
         for batch in list(self.batches):
             for raw in batch.events:
@@ -212,7 +215,7 @@ class _Http(ThreadingHTTPServer):
     fake: FakeServer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that disconnect during an answer; many tests do so."""
+        """Ignore clients that disconnect during an answer, as in many tests."""
 
 
 def _outcome(verdict: Callable[[AnyEvent], Outcome], raw: msgspec.Raw) -> EventOutcome:
@@ -229,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Http
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Silent."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         fake = self.server.fake

@@ -22,7 +22,7 @@ class ToolUse(NamedTuple):
     name: str
     arguments: Mapping[str, Any] = {}
     id: str | None = None
-    """Generated where not given."""
+    """Id of the call; generated if not given."""
 
 
 class Answer(NamedTuple):
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
     @classmethod
     def of(cls, reply: str | ToolUse | Sequence[ToolUse] | Answer) -> Answer:
-        """Return an entry of a script as an answer, with an id for every tool call."""
+        """Return an entry of a script as an ``Answer``, with an id for every tool call."""
         if isinstance(reply, str):
             return cls(reply)
         if isinstance(reply, ToolUse):
@@ -45,7 +45,7 @@ class Answer(NamedTuple):
 
 
 def answer_body(kind: str, request: dict[str, Any], answer: Answer) -> dict[str, Any]:
-    """Return the complete answer. ``kind`` is the path below ``/v1``."""
+    """Return the body of a complete answer. ``kind`` is the path below ``/v1``."""
     model = request.get("model", "fake")
     if kind == "/responses":
         return _response(model, answer)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from starlette.responses import JSONResponse
 
 RETRY_AFTER_S = 2
-"""``Retry-After`` of answers that a client may repeat."""
+"""``Retry-After`` in the answer to a request that may be sent again."""
 
 
 class ApiError(Exception):

@@ -1,4 +1,4 @@
-"""The check of a request's API key."""
+"""Checks the API key of a request."""
 
 from __future__ import annotations
 

@@ -50,13 +50,13 @@ class EngineRpc(Protocol):
 
 
 PERSIST_OPERATION = "persist"
-"""A query that also starts a write to disk."""
+"""The query that also starts a write to disk."""
 MAX_QUERIES_IN_FLIGHT = 2
 """Maximum number of unanswered queries per operation."""
 MAX_PERSISTS_IN_FLIGHT = 16
 """Maximum number of unanswered persist calls: a gateway that drains an engine sends many at once."""
 CACHE_TTL_S = 0.5
-"""Age up to which an answer is reused."""
+"""How long an answer is reused."""
 CACHEABLE_OPERATIONS = frozenset({"capabilities", "programs", "graphs", "stats"})
 """Operations that clients poll. Queries for the decision log or for one program are not cached."""
 MAX_CACHED_ANSWERS = 16
@@ -73,7 +73,7 @@ class EngineQueryLimiter:
         self._clock = clock
         self._in_flight: dict[str, set[asyncio.Task[list[str]]]] = {}
         self._asked: dict[_Query, asyncio.Task[list[str]]] = {}
-        """Cacheable queries in flight."""
+        """Cacheable queries that have not been answered yet."""
         self._cached_answers: dict[_Query, tuple[float, list[str]]] = {}
         """Time and texts of each cached answer, oldest first."""
 

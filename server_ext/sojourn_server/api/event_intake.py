@@ -48,7 +48,7 @@ MAX_LATE_CALLS = 4
 """Maximum number of calls without an answer after ``CALL_TIMEOUT_S``; with more, the engine counts as
 unavailable."""
 REFUSAL_DELAY_S = 1.0
-"""Time before a refusal is answered, so that a client that repeats at once does not keep the server busy."""
+"""Delay of a refusal, so that a client that retries at once does not keep the server busy."""
 MAX_BRACKETS = 32
 """Maximum number of brackets in a malformed event that the engine gets: deep nesting might make the whole
 call unreadable."""

@@ -5,8 +5,8 @@ metric objects wrote to ``PROMETHEUS_MULTIPROC_DIR``; it ignores custom collecto
 ``multiprocess_mode="mostrecent"``. So the bridge uses ordinary metric objects. Every increment reaches one
 API server only (``MetricsRecorder.drain``), and the scrape adds the servers.
 
-The bridge polls the engine once a second. A scrape never calls the engine: waiting for a step, it would time
-out on a busy engine.
+The bridge polls the engine once a second. A scrape never calls the engine, since it would time out while a
+busy engine computes a step.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ _bridges: weakref.WeakKeyDictionary[CollectorRegistry, PrometheusBridge] = weakr
 
 
 def bridge_for(registry: CollectorRegistry = REGISTRY) -> PrometheusBridge:
-    """The bridge of a registry; a registry rejects a second one, because metric names are unique."""
+    """The bridge of a registry. There is one per registry, since a registry rejects metrics of the same
+    names."""
     bridge = _bridges.get(registry)
     if bridge is None:
         bridge = _bridges[registry] = PrometheusBridge(registry)

@@ -39,16 +39,16 @@ def refusal_message(waited_s: float) -> str:
 
 
 def retry_after_s(request_id: str) -> int:
-    """Seconds until a rejected request should be sent again; a function of its id.
+    """Seconds until a rejected request should be sent again, computed from its id.
 
-    Requests that arrive together are rejected together; different delays keep them from returning together.
+    Requests that arrive together are rejected together. Different delays prevent that they return together.
     """
     first_s, last_s = REFUSAL_RETRY_RANGE_S
     return first_s + zlib.crc32(request_id.encode("utf-8", "replace")) % (last_s - first_s + 1)
 
 
 def rewrite_error(error_text: bytes, message: str) -> bytes | None:
-    """The JSON of an error with ``message`` as its text; ``None`` if ``error_text`` is no error."""
+    """The error's JSON with ``message`` as its text; ``None`` if ``error_text`` is no error in JSON."""
     try:
         document: Any = json.loads(error_text)
     except (ValueError, RecursionError):
@@ -185,10 +185,10 @@ class _ResponseFilter:
         """First message of an error answer, held back until the body is complete."""
         self._body = bytearray()
         self._streams = False
-        """The response is a stream of events without an error so far."""
+        """Whether the response is a stream of events, without an error so far."""
         self._events = 0
         self._is_responses_stream = False
-        """The response is an unfinished stream of the responses route."""
+        """Whether the response is an unfinished stream of the responses route."""
 
     async def send(self, message: Message) -> None:
         if self._failure is not None:

@@ -11,7 +11,7 @@ from sojourn.wire_codec import EventOutcome, Outcome, OutcomeBatch
 
 
 class EventAnswer(msgspec.Struct, frozen=True):
-    """An engine's answer to ``event_batches``."""
+    """An engine's answer to the operation ``event_batches``."""
 
     batches: list[OutcomeBatch]
     wait_s: float
@@ -86,8 +86,8 @@ def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
 
 
 def merge_capabilities(answers: Sequence[Any]) -> dict[str, Any]:
-    """Capabilities of the first engine, since all have the same options. Tiers that any engine has turned off
-    are listed."""
+    """The capabilities of the first engine, since all engines have the same options, plus the tiers that any
+    engine has turned off."""
     all_tiers = [answer.get("tiers") for answer in answers]
     off = next((tiers for tiers in all_tiers if isinstance(tiers, dict) and not tiers.get("on", True)), None)
     return {**answers[0], **({"tiers": off} if off is not None else {})}
@@ -104,10 +104,10 @@ def merge_stats(answers: Sequence[Any], engine_ids: Sequence[str]) -> dict[str, 
 
 
 def decode_json(answer: str) -> Any:
-    """Data of an engine's JSON text."""
+    """The data in an engine's JSON text."""
     return msgspec.json.decode(answer)
 
 
 def encode_json(document: Any) -> str:
-    """JSON text of ``document``."""
+    """``document`` as JSON text."""
     return json.dumps(document, separators=(",", ":"))

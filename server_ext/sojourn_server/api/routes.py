@@ -55,7 +55,7 @@ Status = Literal["reasoning", "acting", "gated", "ended", "expired"]
 
 
 def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
-    """All routes, each behind the key check."""
+    """The router with all routes, each of which checks the API key."""
     router = APIRouter(prefix=PREFIX, route_class=_authenticated_route_class(keys), tags=["sojourn"])
     ask = EngineQueryLimiter(engine)
     events = EventIntake(engine)
@@ -121,7 +121,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
 
     @router.get("/graphs/{graph_hash}")
     async def get_graph(graph_hash: str) -> JSONResponse:
-        """One graph with its nodes and edges; ``graph_hash`` is that of ``/programs/{id}``."""
+        """One graph with its nodes and edges. ``/programs/{id}`` shows the ``graph_hash`` of a program."""
         found = await query_id("graph", graph_hash=graph_hash)
         graph = next((known for known in found if known is not None), None)
         if graph is None:
@@ -135,7 +135,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
 
     @router.get("/stats")
     async def get_stats() -> JSONResponse:
-        """Current counters and gauges of the engine; for history scrape ``/metrics``."""
+        """Current counters and gauges of the engine. ``/metrics`` has them for a history."""
         found = await query("stats")
         return JSONResponse(merge_stats(found, engine.engine_ids()))
 

@@ -24,7 +24,8 @@ from .cli_error import CliError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 OPENAI_BASE_URL = "OPENAI_BASE_URL"
-"""URL to which agents send their requests; the server there need not be a sojourn server."""
+"""Name of the variable with the URL to which agents send requests. That server need not be a sojourn
+server."""
 NOT_FOUND = 127
 """A shell's exit code for a command that does not exist."""
 PROBE_TIMEOUT_S = 1.0
@@ -36,7 +37,7 @@ CHILDREN = "SOJOURN_RUN_CHILDREN"
 import this package."""
 
 Note = Callable[[str], None]
-"""Shows one line to the user."""
+"""A function that shows one line to the user."""
 
 
 def become(command: Sequence[str], url: str | None, *, children: bool, note: Note) -> NoReturn:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from .cli_error import CliError as CliError
 
 console = Console(stderr=True)
-"""Progress, tables and errors go to stderr, so that ``--json -`` can be piped."""
+"""Console on stderr for progress, tables and errors, so that the output of ``--json -`` can be piped."""
 
 
 @contextmanager

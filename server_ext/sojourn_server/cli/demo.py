@@ -36,7 +36,7 @@ ARMS = ("stock", "sojourn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DemoOptions:
-    """The options of the command, checked."""
+    """The checked options of the command."""
 
     arms: tuple[str, ...]
     programs: int | None
@@ -93,7 +93,7 @@ def demo(
         600.0, "--budget-s", min=1.0, help="Seconds for all arms; without --programs the demo sizes itself."
     ),
 ) -> None:
-    """Exit code 0 only if every program of every arm ended and fixed its repository."""
+    """Run the comparison. Exit code 0 only if every program of every arm ended and fixed its repository."""
     options = _DemoOptions(
         arms=_checked_arms(arms, url),
         programs=programs,

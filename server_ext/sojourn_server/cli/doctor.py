@@ -63,7 +63,7 @@ def doctor(
 
 
 def _key_source(context: typer.Context) -> str:
-    """Name of the option or variable that gave the key."""
+    """Name of the option or environment variable that the API key came from."""
     source = context.get_parameter_source("api_key")
     if source is None or source.name != "ENVIRONMENT":
         return "--api-key"
@@ -96,7 +96,7 @@ def _print(check: Check, report: Console) -> None:
 
 
 def environment_checks() -> Iterator[Check]:
-    """Checks of what is installed here."""
+    """Check what is installed in this environment."""
     yield Check("python", True, f"{platform.python_version()} at {sys.executable}")
     version = _version("sojourn")
     yield Check(
@@ -231,7 +231,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _import_error(statement: str) -> str | None:
-    """Last line of stderr if ``statement`` fails in a process of its own; else ``None``."""
+    """Run ``statement`` in a process of its own. The last line of stderr if it fails, else ``None``."""
     if util.find_spec("transformers") is None:
         return "transformers is not installed"
     try:

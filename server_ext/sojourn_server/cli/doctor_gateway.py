@@ -22,9 +22,9 @@ REPLICAS_PATH = "/sojourn/v1/replicas"
 
 
 def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]:
-    """Checks of a gateway, its replicas and their pairs; empty if the server is no gateway, or an older one.
+    """Check a gateway, its replicas and their pairs. Empty if the server is no gateway, or an older one.
 
-    ``goes_on``: True if the checks of a single server follow, which the gateway passes to its replicas.
+    ``goes_on``: True if checks of a single server follow; the gateway passes their requests to its replicas.
     """
     from sojourn.wire_codec import CAPABILITIES_PATH
 

@@ -40,7 +40,7 @@ def json_object(answer: httpx.Response) -> dict[str, Any]:
 
 
 def error_summary(answer: httpx.Response | str) -> str:
-    """Short text of an error answer."""
+    """A short text about an error answer."""
     if isinstance(answer, str):
         return answer
     error = json_object(answer).get("error")
@@ -59,12 +59,12 @@ def as_list(value: object) -> list[Any]:
 
 
 def as_text_mapping(value: object) -> dict[str, str]:
-    """``value`` with keys and values as texts if it is an object, else an empty one."""
+    """``value`` with keys and values converted to text if it is a mapping, else an empty mapping."""
     return {str(name): str(text) for name, text in value.items()} if isinstance(value, dict) else {}
 
 
 def as_text_list(value: object) -> list[str]:
-    """Elements of ``value`` as texts if it is a list, else an empty list."""
+    """The elements of ``value`` converted to text if it is a list, else an empty list."""
     return [str(one) for one in as_list(value)]
 
 

@@ -19,7 +19,7 @@ from .doctor_report import (
 )
 
 KEY_VARIABLES = ("VLLM_API_KEY", "SOJOURN_API_KEY")
-"""Variables with an API key: vLLM's first, then that of the SDK and the gateway."""
+"""Environment variables that may have the API key: vLLM's first, then that of the SDK and the gateway."""
 
 
 def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterator[Check]:

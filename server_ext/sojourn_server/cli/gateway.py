@@ -80,7 +80,7 @@ def gateway(
         help="YAML file for engines and gateways on a Ray cluster; it has all options (docs/ray.md)",
     ),
 ) -> None:
-    """Serve until stopped; running requests are finished first."""
+    """Serve until stopped. At the end, running requests are finished first."""
     import importlib.util
 
     needed = ("aiohttp", "starlette", "uvicorn", "prometheus_client")

@@ -24,7 +24,7 @@ _EXAMPLES = {
     "--compute-nic-gbit": "400", "--storage-nic-gbit": "400", "--dram-gbyte": "500", "--hit-tokens": "33147",
     "--new-tokens": "292", "--kv-bytes": "48068", "--new-tokens-per-s": "2160",
 }  # fmt: skip
-"""Examples of valid values, for error messages: the defaults."""
+"""Examples of valid values for error messages. They are the defaults."""
 
 
 def register(app: typer.Typer) -> None:
@@ -188,5 +188,5 @@ def _number_text(value: float | None, form: str, unit: str = "") -> str:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity."""
+    """``value`` if it is finite, else ``None``, since JSON has no infinity."""
     return value if math.isfinite(value) else None

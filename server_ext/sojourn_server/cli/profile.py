@@ -90,9 +90,10 @@ def profile(
     api_key: str | None = typer.Option(None, help="The server's key. Default: SOJOURN_API_KEY"),
     json: bool = typer.Option(False, "--json", help="Print the profile as JSON on stdout"),
 ) -> None:
-    """Print or write the profile; without ``-o`` and ``--json`` the TOML goes to stdout.
+    """Measure the server and print or write the profile. Without ``-o`` and ``--json`` the TOML goes to
+    stdout.
 
-    Interrupted by Ctrl-C or SIGTERM, it writes what it has measured, marked as incomplete.
+    Interrupted by Ctrl-C or SIGTERM, the command writes what it has measured, marked as incomplete.
     """
     from sojourn_server.policies.costs.engine_profile import EngineLimits
     from sojourn_server.profiling.compute_throughput import ComputeThroughput, measure_compute

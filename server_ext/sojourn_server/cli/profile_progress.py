@@ -18,7 +18,8 @@ LINE_EVERY_S = 10.0
 
 
 class ProfileProgress:
-    """A context manager around the measurement. ``clock`` returns seconds."""
+    """A ``with`` block around the measurement, with ``show`` to report progress. ``clock`` returns
+    seconds."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -66,7 +67,7 @@ class ProfileProgress:
 
 
 def duration_text(seconds: float) -> str:
-    """Estimated duration with about two digits."""
+    """An estimated duration as text, with about two digits."""
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min"

@@ -99,7 +99,7 @@ def serve(
     sojourn_option: list[str] = typer.Option([], help="Any other setting, key=value; value is JSON or text"),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command and environment; start nothing"),
 ) -> None:
-    """Start the server; does not return."""
+    """Replace this process by the server; does not return."""
     from sojourn_server.launch.kv_offload_options import KvOffloadOptions
     from sojourn_server.launch.launch_environment import detect_launch_environment
     from sojourn_server.launch.launch_errors import InvalidOption

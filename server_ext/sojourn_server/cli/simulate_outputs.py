@@ -22,9 +22,9 @@ class SimulateOutputs:
     """Output options of the command."""
 
     json: str | None
-    """A file, or ``-`` for stdout."""
+    """File for the figures, or ``-`` for stdout."""
     plot: Path | None
-    """A folder."""
+    """Folder for the plots."""
     save: Path | None
     explain: str | None
     """Name of the program to explain."""
@@ -95,7 +95,7 @@ class SimulateOutputs:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise ``CliError`` if ``folder`` can be neither used nor made."""
+    """Raise ``CliError`` if ``folder`` neither is a usable folder nor can be created."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise CliError(f"{folder} cannot be made: {existing} is a file", "name another folder")

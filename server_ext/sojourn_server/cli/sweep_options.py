@@ -54,8 +54,8 @@ def sweep_policies(sweep: ParameterSweep, asked_for: str, context: typer.Context
 
 
 def expand_specs(sweep: ParameterSweep, specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """``specs`` repeated at every value of the sweep. Raises ``CliError`` if their loads differ or the sweep
-    changes nothing."""
+    """One spec per value of the sweep for each of ``specs``. Raises ``CliError`` if their loads differ or the
+    sweep changes nothing."""
     from sojourn_server.simulator.parameter_sweep import SweepError
     from sojourn_server.simulator.simulator_policies import PolicyError
 

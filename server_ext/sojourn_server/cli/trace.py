@@ -35,7 +35,7 @@ def import_(
     ),
     output: Path = typer.Option(..., "-o", "--output", help="The trace, .jsonl or .jsonl.gz"),
 ) -> None:
-    """Read, convert, write; an unreadable file means that nothing is written."""
+    """Read the files, convert them and write the trace. If a file is unreadable, nothing is written."""
     from sojourn_server.traces.trace_schema import TraceError
     from sojourn_server.traces.trace_writer import write_trace
 

@@ -22,7 +22,8 @@ from types import TracebackType
 import httpx
 
 Progress = Callable[[float, str], None]
-"""Called about once a second while the server starts, with the seconds so far and the current stage."""
+"""Called about once a second while the server starts, with the seconds since the start and the current
+stage."""
 
 _POLL_S = 0.25
 _INTERRUPT_GRACE_S = 10.0
@@ -85,7 +86,7 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        """``http://127.0.0.1:PORT``, without ``/v1``."""
+        """Root of the server, ``http://127.0.0.1:PORT``, without ``/v1``."""
         return f"http://127.0.0.1:{self.port}"
 
     @property

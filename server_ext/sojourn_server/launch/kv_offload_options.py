@@ -30,7 +30,7 @@ class KvOffloadOptions:
 
     @property
     def any(self) -> bool:
-        """Whether any option is set."""
+        """Whether any of the options is set."""
         return self != KvOffloadOptions()
 
 

@@ -1,4 +1,4 @@
-"""Facts of this machine for ``build_command``, read without importing vLLM."""
+"""Collects the facts about this machine that ``build_command`` needs, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .serve_command import PLUGIN_NAME, LaunchEnvironment
 
 
 def detect_launch_environment() -> LaunchEnvironment:
-    """Facts of this interpreter and this machine."""
+    """The facts about this Python interpreter and this machine."""
     plugins = {
         entry.name for group in SELECTABLE_PLUGIN_GROUPS for entry in metadata.entry_points(group=group)
     }

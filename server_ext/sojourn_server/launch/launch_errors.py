@@ -6,7 +6,7 @@ from __future__ import annotations
 class InvalidOption(ValueError):
     """An unusable option; the text says what was expected.
 
-    ``next_step`` says what to do; "" if the text says it already.
+    ``next_step`` says what to do; empty if the text already says it.
     """
 
     def __init__(self, message: str, next_step: str = "") -> None:

@@ -77,7 +77,7 @@ def _loaded_commit(model: str, revision: str | None, cache: Path | None, since_s
 
 
 def _hub_folder(cache: Path, model: str) -> Path:
-    """Folder of a model in a hub's cache. A colon in ``model`` begins a selection of files."""
+    """Folder of a model in a hub's cache. In ``model``, what follows a colon selects files and is ignored."""
     return cache / f"models--{model.partition(':')[0].replace('/', '--')}"
 
 
@@ -102,7 +102,7 @@ def _commit_of(folder: Path) -> str | None:
 
 
 def _suffix_label(snapshot: Path) -> str:
-    """Label of the file type that an engine would read; empty for safetensors."""
+    """Label of the type of weight files that an engine would read; empty for safetensors."""
     kinds = {file.suffix for file in _weight_files(snapshot)}
     return next(
         (f" of {kind}" if at else "" for at, kind in enumerate(_SUFFIX_PRIORITY) if kind in kinds),

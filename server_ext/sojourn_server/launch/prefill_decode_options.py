@@ -43,7 +43,7 @@ class PrefillDecodeOptions:
     store_name: str | None = None
     """Name of this engine's part of the store: unique, and the same after a restart."""
     listen: str | None = None
-    """Address for the other engines."""
+    """Address on which the engine listens for the other engines."""
     node: str | None = None
     """Name of the machine whose storage link the engine uses."""
     buffer_gib: float | None = None
@@ -54,7 +54,7 @@ class PrefillDecodeOptions:
 
     @property
     def any(self) -> bool:
-        """Whether any option is set."""
+        """Whether any of the options is set."""
         return self != PrefillDecodeOptions()
 
     def named_store(self, hostname: str, port: int | None) -> str:

@@ -72,7 +72,7 @@ class ServeOptions:
     allow_policy_modules: str | None = None
     """Installed packages whose classes the policy file may name, separated by commas."""
     reads_hidden_states: bool = False
-    """The policy reads hidden states."""
+    """Whether the policy reads hidden states."""
     history_file: str | None = None
     network_file: str | None = None
     profile_file: str | None = None
@@ -97,7 +97,7 @@ class EngineCommand:
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    """Variables to set."""
+    """Environment variables to set."""
     unset: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """One line for each option that has no effect."""
@@ -117,7 +117,8 @@ class EngineCommand:
 def build_command(
     options: ServeOptions, facts: LaunchEnvironment, environ: Mapping[str, str]
 ) -> EngineCommand:
-    """The engine's command for ``options``. Raises ``InvalidOption``."""
+    """The engine's command for ``options``, on the machine described by ``facts``. Raises
+    ``InvalidOption``."""
     flags = EngineFlags(options.engine_args)
     env: dict[str, str] = {}
     added: list[str] = []
@@ -219,7 +220,7 @@ class EngineFlags:
     args: tuple[str, ...]
 
     def has(self, flag: str) -> bool:
-        """Whether the flag or its ``--no-`` form is present."""
+        """Whether the flag, or its ``--no-`` form, is on the command line."""
         negated = "--no-" + flag.removeprefix("--")
         return any(_flag_name(arg) in (flag, negated) for arg in self.args)
 

@@ -22,7 +22,7 @@ class Decision:
     """Inputs and results of the decision, e.g. ``ttl_s``, ``blocks``."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The decision as flat JSON data."""
+        """The decision as a flat JSON object."""
         return {
             "seq": self.seq,
             "at_s": round(self.at_s, 6),

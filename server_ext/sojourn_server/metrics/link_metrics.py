@@ -13,12 +13,12 @@ LINK_LABELS = {
     "storage write": ("storage", "write"),
     "compute network": ("compute", "sent"),
 }
-"""Link name → its labels ``link`` and ``direction``."""
+"""Link name → values of the labels ``link`` and ``direction``."""
 RECEIVED = ("compute", "received")
 
 
 class LinkMetrics:
-    """Counts the growth of an engine's totals into ``recorder``."""
+    """Counts the growth of an engine's link totals in ``recorder``."""
 
     def __init__(self, recorder: MetricsRecorder) -> None:
         self._recorder = recorder

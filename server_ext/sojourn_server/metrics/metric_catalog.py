@@ -24,12 +24,12 @@ from .turn_ledger import LossCause
 MAX_TOOLS = 32
 """Maximum number of tool names used as label values, per engine."""
 OTHER_TOOL = "other"
-"""The label of all other tools."""
+"""Value of the label for all tools beyond ``MAX_TOOLS``."""
 MAX_TEXT_CHARS = 64
-"""Maximum length of an open label's value; longer ones are cut."""
+"""Maximum length of an open label's value; longer values are cut."""
 ENGINE_LABEL = "engine"
 SERIES_BUDGET = 3000
-"""Maximum number of lines that one engine adds to the exposition, comments included."""
+"""Maximum number of lines that one engine adds to the ``/metrics`` page, comments included."""
 
 
 class MetricKind(str, Enum):
@@ -56,11 +56,11 @@ class MetricSpec:
     """One metric."""
 
     name: str
-    """The exposed name; counters end in ``_total``, units are spelled out."""
+    """Name on the ``/metrics`` page; counters end in ``_total``, units are spelled out."""
     kind: MetricKind
     help: str
     labels: Mapping[str, LabelValues] = field(default_factory=lambda: MappingProxyType({}))
-    """Label name → its allowed values; the order is that of storage."""
+    """Label name → its allowed values. Values are stored in this order."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, ascending, without +Inf."""
     shown_at_zero: frozenset[tuple[str, ...]] | None = None
@@ -108,7 +108,7 @@ LINK_DIRECTIONS = frozenset({"read", "write", "sent", "received"})
 LINK_LANES = frozenset(
     {("storage", "read"), ("storage", "write"), ("compute", "sent"), ("compute", "received")}
 )
-"""The links with their directions."""
+"""The links, each with a direction."""
 SLOT_STATES = frozenset({"used", "free"})
 PATH_OUTCOMES = frozenset(
     {"loads_whole", "loads_short", "loads_aborted"}
@@ -121,7 +121,7 @@ PATH_OUTCOMES = frozenset(
 PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
 TURN_OUTCOMES = frozenset({"stopped", "length", "aborted", "error"})
 PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
-"""Outcomes of programs as reported by clients; ``silent`` if the program was removed for inactivity."""
+"""Outcomes of programs that clients report, and ``silent`` for a program removed for inactivity."""
 PREEMPTION_MODES = frozenset(recovery.value for recovery in RecoveryMethod)
 KV_STATES = frozenset({"running", "leased", "cached", "free"})
 PREFETCH_OUTCOMES = frozenset({"in_place", "in_host", "from_disk", "no_tier"})
@@ -163,7 +163,7 @@ HOOKS = frozenset({"retention", "event"})
 DROP_REASONS = frozenset({"unknown_metric", "wrong_labels", "bad_value"})
 
 GAP_BUCKETS_S = tuple(0.05 * 2**k for k in range(16))
-"""0.05 s to 1,638 s, doubling: tools take milliseconds to half an hour."""
+"""0.05 s to 1,638 s, doubling. Gaps between turns take from milliseconds to half an hour."""
 PROGRAM_BUCKETS_S = tuple(float(2**k) for k in range(16))
 """1 s to 32,768 s."""
 CASCADE_BUCKETS = tuple(float(2**k) for k in range(9))
@@ -173,7 +173,7 @@ RATIO_BUCKETS = tuple(2.0**k for k in range(-6, 7))
 ATTENTION_BUCKETS_S = tuple(1e-3 * 2**k for k in range(13))
 """1 ms to 4.1 s."""
 QUOTA_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0, 1.1, 1.5, 2.0)
-"""Values above 1 are steps that compute one block although it does not fit."""
+"""Used attention ÷ quota of a step. Above 1, a step computed one block although it did not fit."""
 POLICY_BUCKETS_S = tuple(1e-6 * 4**k for k in range(11))
 """1 µs to 1.05 s, factor 4."""
 

@@ -16,8 +16,8 @@ class PreemptionCascades:
         self._at_step = 0
 
     def preempted(self, step: int) -> int:
-        """Record a preemption. Returns the length of the previous chain if this one starts a new chain, else
-        0."""
+        """Record a preemption at ``step``. Returns the length of the previous chain if this preemption starts
+        a new one, else 0."""
         if self.length and step - self._at_step <= CASCADE_STEPS:
             self.length += 1
             over = 0

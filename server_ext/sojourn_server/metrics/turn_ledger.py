@@ -29,7 +29,7 @@ class LossCause(str, Enum):
     CHANGED = "changed"
     """The prompt differs from the previous turn's context from some token on."""
     DROPPED = "dropped"
-    """Dropped at the program's end or by a cache reset."""
+    """The KV was dropped at the program's end or by a cache reset."""
     PREEMPTED = "preempted"
     """The request itself was preempted, and its blocks were taken before it resumed."""
     UNKNOWN = "unknown"
@@ -68,7 +68,7 @@ class EvictionLog:
             self._evicted_blocks.popitem(last=False)
 
     def find(self, block_hash: Any) -> EvictedBlock | None:
-        """The entry of this block; ``None`` if it is not in the log, or not any more."""
+        """The entry of this block; ``None`` if the log does not have it."""
         return self._evicted_blocks.get(block_hash)
 
 
@@ -184,7 +184,7 @@ class TurnRecord:
     gap_s: float | None = None
     """Seconds between the end of the previous turn and the arrival of this one."""
     leased: bool = False
-    """The program had a lease when the request arrived."""
+    """Whether the program had a lease when the request arrived."""
     client_request_id: str | None = None
     """The client's id of the logical request, by which the client finds its turn here."""
     lease_ttl_s: float | None = None

@@ -25,7 +25,8 @@ from sojourn.wire_codec import (
 from sojourn.wire_events import AegGraph
 
 TYPES_PER_GRAPH = 4
-"""Agent types remembered per graph of the limit ``max_graphs``: several types can share one graph."""
+"""The number of remembered agent types is at most this times ``max_graphs``: several types can share one
+graph."""
 
 
 class GraphError(ValueError):
@@ -93,13 +94,13 @@ class GraphStore:
         return known
 
     def current(self, agent_type: str) -> KnownGraph | None:
-        """The graph that the latest program of this agent type follows; ``None`` if it is not stored."""
+        """The graph that the latest program of this agent type follows; ``None`` if it is unknown or
+        forgotten."""
         graph_hash = self._current.get(agent_type)
         return None if graph_hash is None else self._graphs.get(graph_hash)
 
     def types(self) -> dict[str, list[str]]:
-        """Agent types by the hash of their current graph, for stored graphs. The types of a graph are
-        sorted."""
+        """Hash of each stored graph → the agent types, sorted, whose latest program follows it."""
         types: dict[str, list[str]] = {}
         for agent_type, graph_hash in sorted(self._current.items()):
             if graph_hash in self._graphs:

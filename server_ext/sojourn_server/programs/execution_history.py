@@ -19,7 +19,7 @@ HISTORY_VERSION = 1
 
 
 class ToolHistory:
-    """S and S[f]: durations of tool calls, in seconds (Continuum §4.2, §5.1).
+    """Durations of tool calls in seconds: S[f] of each tool f, and S of all tools (Continuum §4.2, §5.1).
 
     The history keeps the newest ``max_samples_per_tool`` durations of each of the ``max_tools`` most recently
     observed tools. S is the newest ``MAX_SAMPLES`` durations of any tool. With a flood of invented tool names
@@ -77,7 +77,8 @@ class ToolHistory:
         return bisect_right(ordered, tau_s) / len(ordered) if ordered else 0.0
 
     def probability_within_given(self, tau_s: float, elapsed_s: float, key: str | None = None) -> float:
-        """P(T ≤ t + τ | T > t): that a call running for ``elapsed_s`` ends in ``tau_s`` seconds more.
+        """P(T ≤ t + τ | T > t): probability that a call running for ``elapsed_s`` seconds ends within
+        ``tau_s`` more.
 
         0.0 if no recorded call lasted longer than ``elapsed_s``.
         """
@@ -171,7 +172,7 @@ class TurnHistory:
 
     @classmethod
     def restore(cls, document: Mapping[str, Any], max_programs: int = 1000) -> TurnHistory:
-        """Restore a ``snapshot``. Raises ``ValueError`` for anything else."""
+        """Restore a ``snapshot``, cut to ``max_programs``. Raises ``ValueError`` for anything else."""
         history = cls(max_programs)
         for turns in _checked(document, "turns", list)[-max_programs:]:
             if not isinstance(turns, int) or isinstance(turns, bool):
@@ -191,7 +192,7 @@ class TurnHistory:
 
 
 class SlidingMean:
-    """Mean of the newest ``window`` values, e.g. T̄: the queueing delays of evicted programs (Continuum
+    """Mean of the newest ``window`` values. One use is T̄, the queueing delay of evicted programs (Continuum
     §4.2)."""
 
     def __init__(self, window: int = 256) -> None:
@@ -308,7 +309,7 @@ class BranchReuseRate:
         self.changes = 0
 
     def observe(self, reused: int, evicted: int) -> None:
-        """Update by the total numbers of reused and of evicted blocks since the start."""
+        """Update the share. ``reused`` and ``evicted`` are total numbers of blocks since the start."""
         if (reused, evicted) == self._seen:
             return
         self._reused += reused - self._seen[0]

@@ -28,7 +28,7 @@ MAX_INTERVAL_S = 1e9
 
 
 class IdlenessPhase(str, Enum):
-    """What the time that passes now counts as."""
+    """What time counts as, at a given moment."""
 
     REASONING = "reasoning"
     ACTING = "acting"
@@ -52,8 +52,8 @@ class Idleness(NamedTuple):
     def at(self, now: float) -> float:
         """ι in [0, 1] at ``now`` seconds, the running interval included; never NaN, whatever ``now``.
 
-        0.0 where nothing was counted yet. The paper does not say, but a program is about to reason when first
-        seen, and eq. 1 gives 0 from its first moment on the device to the end of that inference.
+        0.0 if nothing was counted yet. The paper does not define this case; but a new program is about to
+        reason, and eq. 1 is 0 from its first moment on the device to the end of its first inference.
         """
         reasoning_s, acting_s = self.reasoning_s, self.acting_s
         if self.counting is IdlenessPhase.ACTING:
@@ -155,7 +155,7 @@ class IdlenessTracker:
         )
 
     def idleness(self, now: float) -> float:
-        """ι in [0, 1] at ``now`` seconds, as ``Idleness.at`` says; O(1)."""
+        """ι in [0, 1] at ``now`` seconds, as defined in ``Idleness.at``; O(1)."""
         return self.reading().at(now)
 
     def _pass_time(self, now: float) -> None:

@@ -40,7 +40,7 @@ class OutputLengthHistory:
         self._all = SortedWindow(max_samples)
 
     def observe(self, agent_type: str | None, tool: str | None, tokens: int) -> None:
-        """Add an output of ``tokens`` tokens. Raises ``ValueError`` for less than one."""
+        """Add an output of ``tokens`` tokens. Raises ``ValueError`` for less than one token."""
         _whole(tokens)
         self._all.add(tokens)
         if tool is not None:

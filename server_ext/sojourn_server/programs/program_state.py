@@ -1,4 +1,4 @@
-"""State of one program. ``ProgramTable`` and ``core`` change it."""
+"""State of one program. Only ``ProgramTable`` and ``core`` change it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sojourn.ids import CallId, EmitterId, ProgramId
 from .program_status import ProgramStatus
 
 SEQ_WINDOW = 1024
-"""Sequence numbers that lag further behind the newest count as seen."""
+"""Sequence numbers that are this far behind the newest one count as seen."""
 _FULL_MASK = (1 << SEQ_WINDOW) - 1
 HALF_LIFE = 20.0
 """Number of later outcomes that halve the weight of an outcome."""
@@ -19,9 +19,9 @@ MIN_OUTCOMES = 5.0
 MAX_ERROR_RATIO = 1.25
 """Maximum ratio of the hints' error to the error of a constant prediction."""
 ERROR_SLACK = 0.05
-"""Absolute slack of that comparison, for small sums."""
+"""Absolute slack of that comparison, which matters if both errors are small."""
 CHANCE_ERROR = 0.25
-"""Mean squared error of a coin toss."""
+"""Mean squared error of predicting by a coin toss."""
 
 _DECAY = 0.5 ** (1.0 / HALF_LIFE)
 
@@ -36,9 +36,9 @@ class RunningTool:
     """Start, on the engine's clock."""
     expected_s: float | None = None
     name: str = ""
-    """The framework's name, e.g. ``bash``."""
+    """The tool's name in the framework, e.g. ``bash``."""
     tool_class: str | None = None
-    """The client's finer class, e.g. ``pytest``."""
+    """The finer class that the client gave, e.g. ``pytest``."""
 
 
 @dataclass(slots=True)
@@ -76,8 +76,8 @@ class HintReliability:
         self.weight = self.came_back = self.declared = self.error = self.base_error = 0.0
 
     def observe(self, declared: float | None, came_back: bool) -> None:
-        """Record that a program returned after its turn (``came_back``) or ended. ``declared``: its hinted
-        probability of returning."""
+        """Record the outcome of a turn. ``came_back``: the program returned; else it ended. ``declared``: the
+        hinted probability of returning."""
         outcome = float(came_back)
         if declared is not None:
             share = (self.came_back + 0.5) / (self.weight + 1.0)
@@ -181,7 +181,7 @@ class ProgramState:
     gap_leased: bool = False
     """Whether the program has had a lease in this gap between turns: it gets no second one."""
     gap_reported: bool = False
-    """The client reported this gap's duration, so the inferred one is not recorded."""
+    """Whether the client reported this gap's duration; then the inferred duration is not recorded."""
     gap_started_s: float | None = None
     gap_inferred_s: float | None = None
     """Time at which a request last ended a gap that the client had not reported: later events of that gap are
@@ -197,13 +197,13 @@ class ProgramState:
     """``turns`` at the last end that the histories learned from, so that no end is learned twice."""
     last_contact_s: float = 0.0
     heartbeats: bool = False
-    """The client promised heartbeats."""
+    """Whether the client promised heartbeats."""
     seen: dict[EmitterId, SequenceWindow] = field(default_factory=dict)
 
     def reset_for_reuse(self) -> None:
         """Reset the state of an ended program whose id is used again.
 
-        What the client declared after the end stays, since it is about the new program. The length of the old
+        What the client declared since the end stays, since it is about the new program. The length of the old
         context stays too: the ledger compares it with the new prompt.
         """
         self.turns = self.first_prompt_tokens = self.peak_tokens = self.cached_blocks = 0

@@ -30,7 +30,8 @@ class ProgramTable:
         self._announced_only: OrderedDict[ProgramId, None] = OrderedDict()
         """Programs that sent events but no request yet, the oldest first."""
         self._acting: tuple[OrderedDict[ProgramId, None], ...] = (OrderedDict(), OrderedDict())
-        """Programs between turns, the longest silent first: without heartbeats, and with them."""
+        """Programs between turns, the longest silent first. The first table has those without heartbeats, the
+        second the others."""
         self._next_rank = 0
 
     def __len__(self) -> int:
@@ -73,7 +74,7 @@ class ProgramTable:
         return program, forgotten
 
     def signal(self, program: ProgramState, signal: ProgramSignal) -> bool:
-        """Apply ``signal``; True where the status changed."""
+        """Apply ``signal``; returns whether the status changed."""
         new = next_status(program.status, signal)
         if new is program.status:
             return False

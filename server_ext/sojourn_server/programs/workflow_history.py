@@ -45,7 +45,7 @@ class WorkflowHistory:
         self.gaps_s = SlidingMax()
         """τ_max: the longest time between two turns, seconds."""
         self.context_blocks = SlidingMax()
-        """size_max: the most blocks a program left behind at the end of a turn."""
+        """size_max: the largest number of blocks that a program had in the cache at the end of a turn."""
         self._credits: OrderedDict[str, HintReliability] = OrderedDict()
         self._unconfirmed_types: OrderedDict[str, None] = OrderedDict()
 
@@ -89,7 +89,7 @@ class WorkflowHistory:
         return tuple(self.transitions.predict(agent_type_name(program), past[-ORDER:]))
 
     def hints_reliable(self, program: ProgramState) -> bool:
-        """Whether hints of this program and of its type have been reliable so far."""
+        """Whether the hints of this program, and those of its agent type, have been reliable so far."""
         if program.credit is not None and not program.credit.no_worse_than_chance:
             return False
         credit = self._credits.get(agent_type_name(program))

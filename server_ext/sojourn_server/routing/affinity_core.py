@@ -147,7 +147,7 @@ class AffinityCore(RoutingCore):
         return sum(program.home is not None for program in self.programs)
 
     def suspect_all(self, now: float) -> None:
-        """Send new programs to no replica until it registers again."""
+        """Mark all replicas as suspect: a replica gets no new program until it registers again."""
         for replica in self.fleet:
             if replica.health is ReplicaHealth.UP:
                 replica.health = ReplicaHealth.SUSPECT
@@ -272,8 +272,8 @@ class AffinityCore(RoutingCore):
             self._reset_capacity_needs(program)
 
     def _is_at(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
-        """Whether a request was sent to this replica. If it was recalled from there too late, it counts there
-        again."""
+        """Whether a request is at this replica. A request that was recalled from there, but too late, counts
+        as sent there again."""
         if request.sent_s is not None and request.replica_id == replica_id:
             return True
         if request.recalled_from != replica_id:
@@ -323,7 +323,7 @@ class AffinityCore(RoutingCore):
             self._enqueue_for_any(request)
 
     def _give_up(self, request: RoutedRequest, now: float) -> None:
-        """Reject a request that is to be tried at no further replica."""
+        """Reject a request that has failed too often, or has no replica left to try."""
         self.requests.close(request, now)
         times = request.failures
         if request.failures_computing >= self.limits.most_failures_computing:
@@ -439,8 +439,8 @@ class AffinityCore(RoutingCore):
         return fitting(self.expected.size_tokens(program, context_tokens, most))
 
     def _reset_capacity_needs(self, program: RoutedProgram) -> None:
-        """Route a program's waiting requests again: the program has a home now, so they need no further
-        capacity."""
+        """Route a program's waiting requests again. The program has a home now, so its requests need no
+        further capacity."""
         if not program.waiting:
             return
         for request in self.requests.anywhere.of(program):

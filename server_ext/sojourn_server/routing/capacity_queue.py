@@ -26,8 +26,8 @@ MAX_FAILED_ROUTES = 512
 """Maximum number of routes without a replica in one pass. Only reached if the needs of waiting requests are
 unknown."""
 TENANT_REORDER_DIVISOR = 32
-"""The order of tenants is computed again after each 32nd part of the waiting tenants was served: with up to
-63 tenants, after each request. With more, no tenant is served twice before that."""
+"""The order of tenants is computed again after 1/32 of the waiting tenants were served: with up to 63
+tenants, after each request. With more, no tenant is served twice between two computations."""
 
 PlaceCallback = Callable[[RoutedRequest, "str | None", float], RoutingDecision]
 """Routes a request and sends it unless it has to wait. The second argument is a reserved replica that it must
@@ -59,7 +59,7 @@ class CapacityQueue:
         in turn."""
 
     def place(self, place: PlaceCallback, now: float) -> bool:
-        """Send the requests that fit. False: some requests have not been routed yet."""
+        """Send the waiting requests that fit. Returns False if some requests have not been routed yet."""
         self.reserved_replica, self.is_closed_to_new = None, False
         line, fleet = self._line, self._fleet
         if not line:
@@ -120,5 +120,6 @@ class CapacityQueue:
 
 
 def _max_fitting_tokens(replica: ReplicaView) -> float:
-    """The largest need that this replica may have capacity for; requests that need more are not routed."""
+    """The largest need for which this replica may have capacity. Requests that need more are not routed
+    now."""
     return max(0, replica.room_tokens) if replica.homed else math.inf

@@ -24,7 +24,7 @@ Home = tuple[str, str]
 
 
 class HomeChange(msgspec.Struct, frozen=True, array_like=True):
-    """A program has a new home, or none."""
+    """A program's new home; no replica means that it has none any more."""
 
     tenant: str
     program_id: str

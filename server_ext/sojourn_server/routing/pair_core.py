@@ -51,7 +51,7 @@ class PairCore(RoutingCore):
         super().__init__(limits, life)
         self._expects_engines = expects_engines
         self._missing_since_s: float | None = None
-        """Time at which a tick first found a role without engines."""
+        """Time of the first tick that found a role without engines."""
         self.pairs = pairs or PairScheduler()
         self.engines: dict[str, PairEngine] = {}
         self.flights: dict[str, PairRequest] = {}
@@ -104,7 +104,7 @@ class PairCore(RoutingCore):
         return sum(flight.is_at(replica_id) for flight in self.flights.values())
 
     def suspect_all(self, now: float) -> None:
-        """Nothing to do: engines are not restored."""
+        """Do nothing: a snapshot of this core has no engines."""
 
     def stored_tokens(self, tenant: str, program_id: str) -> int:
         """Tokens of a program's context that are in storage, as far as known."""
@@ -246,7 +246,8 @@ class PairCore(RoutingCore):
             self.pairs.report(node, event.queue_s, now)
 
     def _fleet(self) -> tuple[PairRole | None, int]:
-        """The role that has no engine outside of a drain, and the longest context that both roles can hold.
+        """The role without an engine that accepts requests, if any, and the longest context that both roles
+        can hold.
 
         Suspect engines count. Cached, because each request asks and there may be a thousand engines.
         """

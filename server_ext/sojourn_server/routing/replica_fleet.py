@@ -159,7 +159,7 @@ class ReplicaFleet:
         return self._views
 
     def view(self, replica_id: str | None) -> ReplicaView | None:
-        """View of one replica."""
+        """The view of one replica; ``None``: unknown."""
         replica = self._replicas.get(replica_id) if replica_id is not None else None
         if replica is None:
             return None
@@ -174,7 +174,7 @@ class ReplicaFleet:
         return self._full_load < math.inf and replica.sent_load >= self._full_load
 
     def missing(self, replica: Replica) -> tuple[int, int]:
-        """Tokens and requests in flight that have to end before a replica gets another request."""
+        """How many tokens and requests in flight have to end before a replica gets another request."""
         if math.isinf(self._full_load):
             return 0, 0
         tokens = replica.in_flight_tokens - math.ceil(self._full_load * replica.capacity_tokens) + 1
@@ -209,9 +209,10 @@ class ReplicaFleet:
         return min(tokens, self.longest_tokens) if self.longest_tokens else tokens
 
     def seen(self, event: ReplicaRegistered, now: float) -> bool:
-        """Process a registration. The caller has removed an earlier instance of the replica.
+        """Process a registration; the caller has removed an earlier instance of the replica. Returns whether
+        waiting requests are affected.
 
-        True if waiting requests are affected. Raises ``ValueError`` for a replica without KV memory.
+        Raises ``ValueError`` for a replica without KV memory.
         """
         if (
             event.capacity_tokens < 1

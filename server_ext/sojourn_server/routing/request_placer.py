@@ -24,10 +24,10 @@ MAX_PREFIX_PIECES = 200_000
 
 
 class PrefixIndex:
-    """Hashes of the prompt pieces sent to each replica, least recently used first.
+    """Hashes of the prompt pieces sent to each replica, bounded: the least recently used are dropped.
 
-    A hash covers its piece and all pieces before it, so a prompt matches up to its first unknown hash.
-    Raises ``ValueError`` for ``most_pieces`` below 1.
+    A hash covers its piece and all pieces before it, so a prompt matches up to its first unknown hash. Raises
+    ``ValueError`` for ``most_pieces`` below 1.
     """
 
     def __init__(self, most_pieces: int = MAX_PREFIX_PIECES) -> None:
@@ -60,7 +60,7 @@ class PrefixIndex:
         return found
 
     def forget(self, replica_id: str) -> None:
-        """Remove a replica."""
+        """Remove all hashes of a replica."""
         self._replicas.pop(replica_id, None)
 
 
@@ -150,8 +150,8 @@ class RequestPlacer:
         return route
 
     def route_away_from(self, request: RoutedRequest, replica_id: str, now: float) -> RoutingDecision | None:
-        """The route by which a request could be sent at once if it and its program left a replica; ``None``:
-        there is none."""
+        """The route of a request if it and its program left a replica; ``None`` if it could not be sent at
+        once."""
         route = self.route(request, now, replica_id, leaves=True)
         replica = self._fleet.get(route.replica_id)
         return None if replica is None or self._queues_at(replica) else route
@@ -218,8 +218,8 @@ class RequestStealer:
         self._requests = requests
 
     def each(self, now: float) -> Iterator[tuple[RoutedRequest, str, str]]:
-        """Yield the request, new replica and reason of each theft. The caller moves each request before it
-        takes the next. Raises ``PolicyCallError``; earlier thefts stay valid."""
+        """Yield request, new replica and reason of each request to move. The caller moves it before it takes
+        the next one. Raises ``PolicyCallError``; earlier moves stay valid."""
         if not self._policy.steals or not self._requests.queues:
             return
         if all(self._fleet.full(replica) for replica in self._fleet):
@@ -257,5 +257,5 @@ class RequestStealer:
 
 
 def steal_reason(reason: str) -> str:
-    """Reason of the ``SendRequest`` for a stolen request, made of the policy's ``reason``."""
+    """The reason in the ``SendRequest`` of a stolen request, made of the policy's ``reason``."""
     return f"stolen_{reason}"

@@ -43,7 +43,7 @@ ESTIMATOR_VERSION = 1
 
 @dataclass(slots=True)
 class RoutedProgram:
-    """A program. Sizes in tokens."""
+    """A program that the gateway routes. Sizes in tokens."""
 
     key: Key
     agent_type: str | None
@@ -128,8 +128,8 @@ class RoutedProgramTable:
         return program, forgotten
 
     def _oldest_idle(self, but: RoutedProgram) -> RoutedProgram | None:
-        """The longest silent program without requests. It is one of the tenant with the most programs, among
-        tenants with such a program. ``but`` is never returned."""
+        """The longest silent program without requests, of the tenant with the most programs that has such a
+        program. ``but`` is never returned."""
         for of_tenant in sorted(self._of.values(), key=len, reverse=True):
             for program in of_tenant.values():
                 if not program.in_flight and not program.waiting and program is not but:
@@ -137,7 +137,8 @@ class RoutedProgramTable:
         return None
 
     def add(self, program: RoutedProgram) -> None:
-        """Add a program restored from another core. Call it for the longest silent program first."""
+        """Add a program restored from another core. Programs must be added in the order of their silence, the
+        longest first."""
         self._programs[program.key] = program
         self._of.setdefault(program.tenant, OrderedDict())[program.key] = program
 
@@ -192,7 +193,8 @@ class ProgramEstimator:
             _note(self._life_s, program.agent_type, now - program.began_s)
 
     def observe_turn(self, program: RoutedProgram, seconds: float) -> None:
-        """Learn from a turn that was answered ``seconds`` after it was sent."""
+        """Learn from an answered turn; ``seconds``: time from sending the request to the end of its
+        answer."""
         _note(self._turn_s, program.agent_type, seconds)
 
     def size_tokens(self, program: RoutedProgram, context_tokens: int, most_tokens: int) -> int:
@@ -203,8 +205,8 @@ class ProgramEstimator:
         return context_tokens + (round(left) if left is not None else 0)
 
     def turns_left(self, program: RoutedProgram) -> float | None:
-        """Expected number of turns left; ``None``: unknown. It is unknown for a program without an agent
-        type, whose client may not announce the end either."""
+        """Expected number of turns left; ``None``: unknown, as for a program without an agent type, whose
+        client may not announce its end either."""
         if program.agent_type is None:
             return None
         return self._left(self._turns, program.agent_type, program.turns, 10_000)

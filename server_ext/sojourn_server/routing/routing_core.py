@@ -29,7 +29,7 @@ _UNSAVED_EVENTS = (
 
 
 class LeasedReplica(Protocol):
-    """A replica or engine that has to report regularly."""
+    """A replica or engine with a lease: it has to report regularly."""
 
     heard_s: float
     probed_s: float | None
@@ -84,8 +84,7 @@ class RoutingCore(ABC):
     def take(self, event: AnyRoutingEvent, now: float) -> list[AnyRoutingAction]:
         """Process an event; return the actions that it causes, in order.
 
-        Raises ``ValueError`` for the registration of an impossible replica. Ignores events that do not
-        concern this core.
+        Raises ``ValueError`` if a registration is invalid. Ignores events that do not concern this core.
         """
         handler = self._handlers.get(type(event))
         if handler is not None:
@@ -142,8 +141,8 @@ class RoutingCore(ABC):
         """Number of requests that a replica is working on."""
 
     def drain(self, replica_id: str, instance: str) -> routing_events.ReplicaDrainStarted | None:
-        """The event that drains a replica; ``None``: it is draining already, or will drain when it
-        registers."""
+        """The event to pass to ``take`` in order to drain a replica; ``None``: the replica drains already, or
+        will when it registers."""
         replica = self.replica(replica_id)
         if replica is None:
             # Set before it registers: no request may go there between its registration and its drain.
@@ -227,7 +226,7 @@ class RoutingCore(ABC):
             self._reject_unrouted(request_id, error)
 
     def _reject_early(self, event: routing_events.RequestReceived) -> bool:
-        """Reject a request that this core cannot serve. False: it can serve it."""
+        """Reject a request that this core cannot serve; returns whether it did."""
         return False
 
     def _is_queue_full(self, tenant: str) -> bool:
@@ -243,7 +242,7 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def _close_if_open(self, request_id: str, now: float) -> None:
-        """Forget a request, if it was accepted."""
+        """Forget a request if it is in progress."""
 
     @abstractmethod
     def _sent(self, event: routing_events.RequestSent, now: float) -> None: ...
@@ -258,7 +257,7 @@ class RoutingCore(ABC):
     def _failed(self, event: routing_events.RequestFailed, now: float) -> None: ...
 
     def _failed_too_often(self, request: FailedRequest) -> bool:
-        """Whether a request is to be tried at no further replica."""
+        """Whether a request has failed too often to be tried at another replica."""
         limits = self.limits
         return (
             request.failures >= limits.most_failures
@@ -267,7 +266,7 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def _dispatch(self, now: float, *, epoch: bool) -> None:
-        """Send eligible requests. ``epoch``: called by a tick, so the slower work is done too."""
+        """Send eligible requests. ``epoch``: True if a tick calls this; then the slower policies run too."""
 
     # -- replicas -----------------------------------------------------------------
 

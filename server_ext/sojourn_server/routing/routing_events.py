@@ -61,7 +61,7 @@ class PairEngineRegistered(RoutingEvent, frozen=True, tag="EngineSeen"):
 
 
 class NicQueueReported(RoutingEvent, frozen=True, tag="NicTold"):
-    """The queue of reads at a node's storage NIC, in seconds of reading."""
+    """How many seconds of reads are queued at a node's storage NIC."""
 
     node: str
     queue_s: float
@@ -83,7 +83,7 @@ class ReplicaDrainStarted(RoutingEvent, frozen=True, tag="ReplicaDrains"):
 
 
 class ReplicaDrainCancelled(RoutingEvent, frozen=True, tag="ReplicaStays"):
-    """A replica does not drain any more."""
+    """The drain of a replica was cancelled."""
 
     replica_id: str
 
@@ -270,7 +270,7 @@ class ReleaseProgramKv(RoutingAction, frozen=True, tag="Left"):
 
 
 class ProbeReplica(RoutingAction, frozen=True, tag="Probe"):
-    """Check whether a replica is alive that has been silent for too long."""
+    """Check whether a replica is alive. It has been silent for too long."""
 
     replica_id: str
     instance: str

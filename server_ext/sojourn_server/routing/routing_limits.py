@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 MAX_ERROR_CHARS = 200
-"""Characters kept of a policy's error message."""
+"""Maximum length kept of a policy's error message."""
 
 
 class PolicyCallError(RuntimeError):
@@ -31,7 +31,7 @@ class RoutingLimits:
     line_patience_requests: int = 32
     """How many requests may pass a tenant's first request in that time."""
     lease_s: float = 10.0
-    """A replica that is silent for this long is probed; only the prober may declare it gone."""
+    """After this long without a report a replica is probed. Only the prober may declare it dead."""
     most_failures: int = 3
     """At how many replicas one request may fail; it is sent to none of them twice."""
     most_failures_computing: int = 2

@@ -28,7 +28,7 @@ from .routing_queue import RoutedRequest, can_move
 from .routing_tables import RoutingTables
 
 MAX_BLOCKED_REQUESTS = 16
-"""Maximum number of requests per epoch for which others may make way."""
+"""Maximum number of waiting requests per epoch for which other requests may be preempted."""
 MAX_VICTIM_CANDIDATES = 64
 """Maximum number of requests of one replica that are examined to free KV capacity."""
 MAX_VICTIM_REPLICAS = 4
@@ -63,7 +63,7 @@ class RoutingPreemption:
 
     def preempt_less_urgent(self, now: float) -> int:
         """Preempt requests; returns how many were recalled from a replica. Raises ``PolicyCallError``; even
-        then every request is queued or sent."""
+        then no request is left outside of queues and replicas."""
         if not self._policy.yields or not self._requests.waiting or len(self._tenants.shares) < 2:
             return 0
         recalled = 0
@@ -116,8 +116,7 @@ class RoutingPreemption:
         return recalled
 
     def _take_back(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
-        """Take a request back from its replica or queue, so that it is in no queue. True if it had been
-        sent."""
+        """Remove a request from its replica or queue. Returns whether it had been sent."""
         if request.sent_s is None:
             self._requests.take_out(request)
             return False

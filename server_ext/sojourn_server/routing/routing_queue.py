@@ -13,7 +13,8 @@ from operator import attrgetter
 from .routed_programs import Key, RoutedProgram
 
 CHUNK = 128
-"""Number of requests in a chunk, which are searched one by one; a queue of 10,000 has 80 to 160 chunks."""
+"""Number of requests in a chunk. A search examines the requests of one chunk; a queue of 10,000 has 80 to 160
+chunks."""
 
 _NUMBER = attrgetter("number")
 
@@ -44,8 +45,8 @@ class RoutedRequest:
     failed_at_gone: tuple[tuple[str, str], ...] = ()
     """Ids and instances of these replicas that are gone: an instance may turn out to be alive."""
     lost_with: str | None = None
-    """The last replica that disappeared while it had the request, until it is known whether it had accepted
-    it."""
+    """The last replica that disappeared while it had the request. ``None`` again once it is known whether that
+    replica had accepted it."""
     reason: str = ""
     moved_from: str | None = None
     left_because: str = ""
@@ -151,8 +152,8 @@ class TenantQueue:
 
 
 class WaitingQueue:
-    """Requests that wait for the same replica, or for any, in order of arrival; by tenant if tenants share
-    capacity."""
+    """Requests that wait for the same replica, or for any replica, in order of arrival. If tenants share
+    capacity, each tenant has a queue."""
 
     def __init__(self, *, by_tenant: bool) -> None:
         self._by_tenant = by_tenant
@@ -169,12 +170,12 @@ class WaitingQueue:
 
     @property
     def rows(self) -> dict[str, TenantQueue]:
-        """The non-empty queues by tenant. If tenants do not share capacity, one queue under ``""`` for
-        all."""
+        """The non-empty queues by tenant. If tenants do not share capacity, there is one queue for all, under
+        ``""``."""
         return self._rows
 
     def of(self, program: RoutedProgram) -> list[RoutedRequest]:
-        """Requests of one program."""
+        """The waiting requests of one program."""
         return list(self._programs.get(program.key, {}).values())
 
     def oldest(self, count: int) -> list[RoutedRequest]:

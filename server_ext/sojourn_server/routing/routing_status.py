@@ -12,7 +12,7 @@ class LinkStats(msgspec.Struct, frozen=True):
 
     queued_bytes: int
     queued_s: float | None
-    """Duration of the link's queue; ``None``: there is a queue of unknown duration."""
+    """Seconds that the link's queue takes; ``None``: there is a queue of unknown duration."""
     moved_bytes: int
 
 

@@ -1,4 +1,5 @@
-"""The tables of an affinity core: homes of programs, states of requests, and all of them together."""
+"""The tables of an affinity core: homes of programs, states of requests, and ``RoutingTables`` with all
+tables."""
 
 from __future__ import annotations
 
@@ -79,8 +80,7 @@ class ProgramAffinity:
 
 
 class RoutedRequestTable:
-    """Moves requests between queues and replicas, and keeps the sums of programs, replicas and tenants
-    right."""
+    """Moves requests between queues and replicas, and updates the sums of programs, replicas and tenants."""
 
     def __init__(self, fleet: ReplicaFleet, tenants: TenantAccounting, residents: ResidentPrograms) -> None:
         self._fleet = fleet
@@ -160,7 +160,7 @@ class RoutedRequestTable:
         request.replica_id = None
 
     def send(self, request: RoutedRequest, replica_id: str, now: float) -> None:
-        """Count a request that is in no queue as sent."""
+        """Record that a request, which is in no queue, is sent to a replica."""
         request.replica_id, request.sent_s = replica_id, now
         self._count(request, -1)
         if request.program is not None:
@@ -204,7 +204,7 @@ class RoutedRequestTable:
         ]
 
     def lines(self) -> list[WaitingQueue]:
-        """All queues."""
+        """All queues of waiting requests."""
         return [self.anywhere, self.failed, *self.queues.values()]
 
     def replica_gone(self, replica: Replica) -> None:
@@ -241,8 +241,8 @@ class RoutedRequestTable:
             del self.waiting_of[request.tenant]
 
     def waiting_since(self, before_s: float, most: int) -> list[RoutedRequest]:
-        """Up to ``most`` requests that have waited since before ``before_s``. Queues are in order of arrival,
-        so the search stops at the first younger request."""
+        """Up to ``most`` requests that have waited since ``before_s`` or longer. Queues are in order of
+        arrival, so the search of a queue stops at the first younger request."""
         found: list[RoutedRequest] = []
         for line in self.lines():
             for row in line.rows.values():
@@ -284,7 +284,7 @@ def build_routing_tables(
     counts: RoutingCounters,
     journal: HomeChangeLog,
 ) -> RoutingTables:
-    """Empty tables."""
+    """Create the tables, which are empty."""
     fleet = ReplicaFleet(limits.send_below_load)
     tenants = TenantAccounting(sharing, fleet, expected, limits.slo_factor, limits.usual_life_s, counts)
     residents = build_resident_programs(routing)

@@ -74,12 +74,12 @@ class TenantAccounting:
 
     @property
     def in_flight_tokens(self) -> Mapping[str, int]:
-        """Context lengths of requests in flight, by tenant without zeros."""
+        """Context lengths of requests in flight, by tenant; only tenants with such requests."""
         return self._tokens
 
     @property
     def homed_tokens(self) -> Mapping[str, int]:
-        """Sizes of programs at their homes, by tenant without zeros."""
+        """Sizes of programs at their homes, by tenant; only tenants with such programs."""
         return self._homed
 
     # -- usage ------------------------------------------------------------------
@@ -92,7 +92,7 @@ class TenantAccounting:
             self._needs_estimate[program.key] = program
 
     def over(self, tenant: str, program: RoutedProgram | None) -> None:
-        """Record that a request of the tenant ended."""
+        """Record that a request of the tenant, and of ``program`` if it has one, ended."""
         left = self._open[tenant] - 1
         if left:
             self._open[tenant] = left
@@ -139,8 +139,8 @@ class TenantAccounting:
             self._counts.policy_failed(error)  # shares stay as they were
 
     def _counting(self, tenant: str, now: float) -> list[RunningTaskView]:
-        """The tenant's programs that count, with possible deadlines. Depends on ``now``, so it is not part of
-        the estimate."""
+        """The tenant's programs that count, each with the earliest possible deadline. Depends on ``now``, so
+        it is not part of the estimate."""
         tasks = islice(self._tasks.get(tenant, {}).values(), self._fleet.max_running or DEFAULT_MAX_RUNNING)
         return [
             RunningTaskView(task.work_s, now + task.work_s)
@@ -159,8 +159,8 @@ class TenantAccounting:
         return used
 
     def order(self, rows: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
-        """Tenants with waiting requests, in the order of service. ``room``: the requests wait for KV
-        capacity, not for a replica's time."""
+        """Tenants with waiting requests, in the order of service. ``room``: their requests wait for KV
+        capacity, not for a busy replica."""
         if len(rows) == 1:
             return [tenant for tenant, _ in rows]
         turns = [

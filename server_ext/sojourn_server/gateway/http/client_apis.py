@@ -46,7 +46,7 @@ def error_body(api: ClientApi | None, status: int, code: str, message: str) -> b
 
 
 def error_event(api: ClientApi, code: str, message: str) -> bytes:
-    """Events that end a broken stream with an error. Send them after a complete event."""
+    """Server-sent events that end a broken stream with an error. They must follow a complete event."""
     if api is ClientApi.RESPONSES:
         told = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
         return b"event: error\ndata: " + _json(told) + b"\n\n"
@@ -132,7 +132,7 @@ async def send_rejection(send: AsgiSend, api: ClientApi | None, refused: Request
 
 
 async def unknown_route_response(request: Request, error: Exception) -> Response:
-    """The answer to an unknown route or method."""
+    """Answer a request for an unknown route or method."""
     status, headers = 500, {}
     if isinstance(error, HTTPException):
         status, headers = error.status_code, dict(error.headers or {})
@@ -146,6 +146,6 @@ async def unknown_route_response(request: Request, error: Exception) -> Response
 
 
 async def internal_error_response(request: Request, error: Exception) -> Response:
-    """The answer after an internal error."""
+    """Answer a request that failed with an internal error."""
     body = error_body(None, 500, "gateway_failed", "the gateway failed; see its log")
     return Response(body, 500, {proxy_headers.GATEWAY: "1"}, media_type="application/json")

@@ -41,7 +41,7 @@ class ReplicaRequestError(Exception):
         super().__init__(how)
         self.computing = computing
         self.replica_id: str | None = None
-        """The replica that failed; ``None``: the one that was to answer."""
+        """The replica that failed; ``None``: the replica to which the request was sent."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class EngineReply(NamedTuple):
 
     @property
     def document(self) -> dict[str, Any] | None:
-        """The JSON object in a successful answer; ``None``: it has none."""
+        """The JSON object in a successful answer; ``None`` for any other answer."""
         if self.status != 200:
             return None
         try:
@@ -83,7 +83,7 @@ async def ask_engine(
     headers: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> EngineReply | None:
-    """Send an engine a query of the gateway itself; ``None``: no complete answer in time."""
+    """Send a query of the gateway itself to an engine; ``None``: no complete answer within ``timeout_s``."""
     sent = {**(headers or {}), **({"Authorization": authorization} if authorization is not None else {})}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
@@ -132,7 +132,7 @@ class _TrackedConnector(aiohttp.TCPConnector):
         self._released_s: WeakKeyDictionary[object, float] = WeakKeyDictionary()
 
     async def connect(self, *args: Any, **more: Any) -> Connection:
-        """A new or an idle connection."""
+        """Return a new or an idle connection, and record how long it was idle."""
         connection = await super().connect(*args, **more)
         attempt = _current_attempt.get(None)
         now = time.monotonic()
@@ -247,8 +247,8 @@ def _url(text: str) -> URL:
 
 
 def _error_event(first: bytes) -> bytes | None:
-    """The data of a stream's first event if that is an error, else ``None``. Text of an answer cannot be
-    mistaken for it."""
+    """The data of a stream's first event if that is an error, else ``None``. An answer's text cannot look
+    like an error event."""
     if not first.startswith((b'data: {"error"', b"event: error")):
         return None
     for line in first.splitlines():

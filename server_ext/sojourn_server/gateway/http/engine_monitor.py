@@ -31,7 +31,7 @@ _LOSS_TEXTS = {
 
 @dataclass(slots=True)
 class MonitoredEngine:
-    """An address, and the engine there, if any."""
+    """A configured address, and the engine there, if any."""
 
     probe: EngineProbe
     polls: int = 0
@@ -48,7 +48,7 @@ class MonitoredEngine:
 
     @property
     def description(self) -> EngineDescription | None:
-        """The last complete description; ``None``: no engine answers there."""
+        """The engine's last complete description; ``None``: no engine answers at the address."""
         return self.probe.described
 
 
@@ -96,7 +96,7 @@ class EngineMonitor(EngineMonitorProtocol):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Poll all engines, until cancelled."""
+        """Poll all engines regularly, until cancelled."""
         await asyncio.gather(*(self._look_after(watched) for watched in self._watched.values()))
 
     async def poll_all(self) -> None:
@@ -222,7 +222,7 @@ class EngineMonitor(EngineMonitorProtocol):
         watched.polls = watched.probes_lost = 0
 
     def _without(self, watched: MonitoredEngine) -> str:
-        """What the loss of this engine means for the gateway, for the log."""
+        """Text for the log: what the loss of this engine means for the gateway."""
         unused = all(other is watched or other.description is None for other in self._watched.values())
         return "no engine is left, requests wait for one" if unused else "its programs go on elsewhere"
 

@@ -60,7 +60,8 @@ class EngineProbe:
         self._partial = 0
         """Number of consecutive incomplete descriptions."""
         self._answered: frozenset[str] = frozenset()
-        """Paths that the engine has answered for a description; it has to answer all of them again."""
+        """Paths that were answered for the engine's description. Later descriptions need answers to all of
+        them."""
 
     def mark_lost(self) -> None:
         """Record that the engine is gone; the next one at this address is another engine."""
@@ -90,8 +91,8 @@ class EngineProbe:
             return None
 
     async def describe(self) -> EngineDescription | None:
-        """Request the engine's description. ``None``: there is none that can be used now. An incomplete
-        description never replaces that of a known engine, since it would look like another engine."""
+        """Request the engine's description. ``None``: no description that can be used now. An incomplete one
+        never replaces that of a known engine, since it would look like another engine."""
         found = await asyncio.gather(*(self.get(path) for path in _DESCRIPTION_PATHS))
         statuses = {status for status, _ in found}
         self.asks_for_key = 401 in statuses

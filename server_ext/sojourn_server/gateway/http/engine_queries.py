@@ -20,7 +20,7 @@ from .routing_backend import RoutingBackend
 
 QUERY_TIMEOUT_S = 15.0
 RESIDENCY_POLL_S = 5.0
-"""Interval of these polls, equal to MORI's control interval."""
+"""Interval of ``ResidencyTracker``'s polls, equal to MORI's control interval."""
 MAX_PROGRAMS_PER_POLL = 1000
 STRAGGLER_WAIT_S = 0.5
 """How long further answers are awaited after the first, if one is enough: clients of these routes give up
@@ -38,7 +38,7 @@ class EngineReplies(NamedTuple):
 
 
 class EngineQueries:
-    """Queries engines. An engine that does not answer is left out of the result, which names it."""
+    """Queries engines. The result names the engines that did not answer."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class EngineQueries:
     ) -> EngineReplies:
         """Send a GET to the engines for which ``of`` is true, and return their answers.
 
-        ``others_s``: how long the other engines are awaited after the first answer; ``None``: until all have
+        ``others_s``: how long to wait for the other engines after the first answer; ``None``: until all have
         answered.
         """
         engines = [engine for engine in self._replicas.engines() if of(engine)]
@@ -120,8 +120,8 @@ class EngineQueries:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> EngineReply | None:
-        """The answer of one replica, unchanged; ``None``: it gives none. ``headers`` are added to the
-        query."""
+        """The answer of one replica, unchanged; ``None``: the replica gives none. ``headers`` are added to
+        the query."""
         address = self._replicas.get(replica_id)
         return await self._get(address, path, authorization, headers) if address is not None else None
 
@@ -170,7 +170,7 @@ class ResidencyTracker:
         self._speaks = speaks
 
     async def run(self) -> None:
-        """Poll until cancelled."""
+        """Poll the engines regularly, until cancelled."""
         while True:
             await asyncio.sleep(RESIDENCY_POLL_S)
             await self.poll_all()

@@ -19,7 +19,8 @@ from ...routing.routing_events import NicQueueReported, PairEngineRegistered, Pa
 from ...routing.routing_status import LinkStats
 
 DEFAULT_CAPACITY_TOKENS = 1 << 20
-"""Assumed KV capacity of an engine that reports none; loads then differ by their requests alone."""
+"""Assumed KV capacity of an engine that reports none. Loads of such engines differ by their requests
+alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def describe_engine(
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
-    """A JSON object; empty for anything else."""
+    """The JSON object in ``text``; empty if there is none."""
     try:
         found = msgspec.json.decode(text) if text else {}
     except msgspec.DecodeError:
@@ -204,11 +205,11 @@ class PairEngineDescription(EngineDescription):
 
     paths: PairCapabilities | None = None
     unfit: str = ""
-    """Why the engine cannot be part of any pair; empty: it can."""
+    """Why the engine cannot be part of any pair; empty: it can be."""
 
     @property
     def kind(self) -> EngineCompatibility | None:
-        """What a partner must share with the engine; ``None``: it cannot be part of any pair."""
+        """What a partner must share with the engine; ``None``: the engine cannot be part of any pair."""
         return engine_compatibility(self, self.paths) if self.paths is not None else None
 
 
@@ -234,7 +235,7 @@ def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -
 
 
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
-    """Why an engine of ``kind`` cannot form a pair with an engine of ``ours``; empty: it can."""
+    """Why an engine of ``kind`` cannot form a pair with an engine of ``ours``; empty if it can."""
     (model, size, tokens, kv), (our_model, our_size, our_tokens, our_kv) = kind, ours
     if kind[:3] == ours[:3]:
         if kv == our_kv or not kv or not our_kv:
@@ -257,8 +258,8 @@ def dominant_compatibility(
 ) -> EngineCompatibility | None:
     """The kind of engine that is to be served; ``None``: there are no engines.
 
-    It is the kind with most engines, among kinds that have both roles. ``ours`` is the kind served now: it
-    wins a tie, and stays if no kind has both roles.
+    It is the kind with most engines, among kinds that have both roles. ``ours``, the kind served now, wins a
+    tie, and stays if no kind has both roles.
     """
     roles: dict[EngineCompatibility, list[PairRole]] = {}
     for kind, role in engines:
@@ -291,8 +292,9 @@ def registration_event(
 
 
 def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:
-    """The queue of a node's storage NIC: the sum over its engines, which share the NIC. ``None``: an engine
-    does not know its queue, or none reports one; then the core's own estimate stays valid."""
+    """The event with the queue of a node's storage NIC: the sum over its engines, which share the NIC.
+    ``None`` if an engine does not know its queue, or none reports one; then the core's own estimate stays
+    valid."""
     reported = [links[STORAGE_READ].queued_s for links in engines if STORAGE_READ in links]
     known = [seconds for seconds in reported if seconds is not None]
     return NicQueueReported(node, sum(known)) if reported and len(known) == len(reported) else None

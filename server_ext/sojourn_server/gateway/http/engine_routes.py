@@ -59,7 +59,7 @@ class DisconnectWatcher:
 
 
 class GenerationRoutes:
-    """All generation routes of a gateway, in one event loop."""
+    """All generation routes of a gateway. Used in one event loop."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class GenerationRoutes:
         self.bodies = bodies or BodyBudget()
 
     def route(self, api: ClientApi) -> Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]:
-        """The ASGI application of one API."""
+        """The ASGI application for the generation route of one API."""
 
         async def app(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
             await self._serve(api, scope, receive, send)

@@ -82,7 +82,8 @@ class EventForwarder:
     # -- events from clients -----------------------------------------------------------
 
     async def came(self, batch: EventBatch, tenant: str, authorization: str | None) -> list[EventOutcome]:
-        """Forward a batch that a client sent; returns one outcome per event, in order."""
+        """Forward a batch from a client, after recording its events; returns one outcome per event, in
+        order."""
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
         onwards: dict[str, _EngineBatch] = {}
         over: list[tuple[int, ProgramEnd]] = []
@@ -389,7 +390,7 @@ class _EngineBatch:
         """Events, each with its position in the client's batch."""
 
     def add(self, place: int, event: AnyEvent, raw: msgspec.Raw) -> None:
-        """Append an event."""
+        """Append an event; ``place``: its position in the client's batch."""
         self.events.append((place, event, raw))
 
 

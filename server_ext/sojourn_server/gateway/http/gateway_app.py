@@ -64,8 +64,8 @@ class GatewayOptions:
     engine_key: str | None = None
     """Key sent to engines instead of a client's own."""
     admin_key: str | None = None
-    """Key that allows to drain replicas and to see all tenants' programs. Without one, replicas cannot be
-    drained."""
+    """Key with which clients may drain replicas and see all tenants' programs. Without one, replicas cannot
+    be drained."""
     max_body_bytes: int = MAX_BODY_BYTES
     max_held_bytes: int = MAX_HELD_BYTES
     reads_prefixes: bool = False
@@ -126,7 +126,7 @@ class Gateway:
         routing_backend.on_control_action = self._told
 
     def session(self) -> aiohttp.ClientSession:
-        """Connections to engines; they belong to the running event loop."""
+        """The pool of connections to engines, which belongs to the running event loop."""
         if self._open is None:
             self._open = open_session()
         return self._open
@@ -240,7 +240,7 @@ class Gateway:
         return tenant if tenant is not None else "admin"
 
     def _shown(self, request: Request) -> str | None:
-        """The client's key as it is sent to engines; an operator's key is never sent."""
+        """The client's key if it may be sent to engines; an operator's key is never sent."""
         return request.headers.get("authorization") if request.state.tenant is not None else None
 
     # -- routes of engines ------------------------------------------------------------
@@ -252,13 +252,13 @@ class Gateway:
         return Response(found.body, media_type="application/json")
 
     async def _anywhere(self, request: Request) -> Response:
-        """Answer a route that any engine can answer."""
+        """Route that any engine can answer."""
         keeps_key = request.state.tenant is not None
         return await self._any.answer(request, self._tenant(request), keeps_key=keeps_key)
 
     async def _health(self, request: Request) -> Response:
-        """Answer 200 if a replica is healthy, or with pairs if each role has an engine that accepts
-        requests."""
+        """Route that answers 200 if a replica is healthy, or with pairs if each role has an engine that
+        accepts requests."""
         states = await self.routing_backend.replicas()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
@@ -407,7 +407,7 @@ class Gateway:
         return await self._say_of(request, routing_events.ReplicaDrainStarted)
 
     async def _stay(self, request: Request) -> Response:
-        """Cancel a drain."""
+        """Route that cancels a drain."""
         return await self._say_of(request, routing_events.ReplicaDrainCancelled)
 
     async def _say_of(

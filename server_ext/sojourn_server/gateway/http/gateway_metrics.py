@@ -40,7 +40,7 @@ class ProgramMove(msgspec.Struct, frozen=True):
 
 
 class GatewayMetrics:
-    """Metrics of one gateway. Names and labels as in ``docs/metrics.md``; ids are never labels."""
+    """Metrics of one gateway. ``docs/metrics.md`` lists their names and labels; ids are never labels."""
 
     def __init__(self, reasons: Iterable[str] = (), clock: Callable[[], float] = time.time) -> None:
         """``reasons``: all known reasons of a ``SendRequest``; their counters start at 0, so that ``rate()``
@@ -118,7 +118,7 @@ class GatewayMetrics:
         self._waits.observe(waited_s)
 
     def refused(self, code: str) -> None:
-        """Count a request that the gateway itself rejected."""
+        """Count a request that the gateway itself rejected, by its error code."""
         self._refused.labels(code).inc()
 
     def decided(self, action: routing_events.AnyRoutingAction) -> None:
@@ -151,7 +151,7 @@ class GatewayMetrics:
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[None]:
-        """Count a request as waiting for a decision."""
+        """Count a request as waiting for a decision, during the block."""
         self.waiting += 1
         try:
             yield

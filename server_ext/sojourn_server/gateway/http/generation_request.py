@@ -68,7 +68,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     has_bad_hint: bool = False
     """Whether the request has a hint that cannot be read."""
     names_session: bool = False
-    """Whether the body names its program outside the hint."""
+    """Whether the body names the request's program outside the hint."""
     is_batch: bool = False
     """Whether the request has several prompts; ``prompt_tokens`` is their sum."""
 
@@ -151,8 +151,8 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
 
 
 def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """The fields of a JSON object. Raises ``InvalidGenerationRequest``: names that the parser skipped may be
-    invalid text."""
+    """The fields of a JSON object. Raises ``InvalidGenerationRequest``, since fields that the parser skipped
+    before may have invalid names."""
     try:
         return _members.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -238,7 +238,7 @@ def _count_ids(prompt: bytes) -> int | None:
 INITIAL_TOKENS_PER_BYTE = 0.25
 """Tokens per byte of JSON before any count: English has about four characters per token."""
 MIN_TOKENS_PER_BYTE, MAX_TOKENS_PER_BYTE = 0.05, 1.0
-"""Bounds for any tokenizer."""
+"""Bounds of the ratio, valid for any tokenizer."""
 MEAN_WEIGHT = 0.1
 """Weight of the newest answer in the moving mean."""
 MIN_SAMPLE_BYTES = 2_000
@@ -283,7 +283,7 @@ def _has_more_than_text(question: GenerationRequest) -> bool:
 
 
 def _text_bytes(question: GenerationRequest) -> int:
-    """Length of the prompt without embedded files."""
+    """Length of the prompt's text, without files embedded in the prompt."""
     left_out = 0
     for part in question.prompt:
         text = bytes(part)

@@ -23,7 +23,7 @@ ANSWER_TIMEOUT_S = 5.0
 MAX_QUEUED_EVENTS = 4096
 """Maximum number of queued events per engine; further events are dropped."""
 STALE_S = 2 * ANSWER_TIMEOUT_S
-"""Events that waited longer are dropped: the engine accepts no events now."""
+"""Events that have waited longer are dropped, since the engine accepts none at present."""
 _ENVELOPE_BYTES = 64
 
 PostEvents = Callable[[str, EventBatch, str | None], Awaitable[Sequence[EventOutcome] | None]]
@@ -89,7 +89,7 @@ class OrderedSender:
         return self._task is None
 
     def say(self, events: list[msgspec.Raw], authorization: str | None) -> asyncio.Future[bool]:
-        """Queue events. The returned future's result is whether the engine accepted them."""
+        """Queue events for sending. The returned future tells whether the engine accepted them."""
         said: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if len(self._queue) >= MAX_QUEUED_EVENTS:
             said.set_result(False)

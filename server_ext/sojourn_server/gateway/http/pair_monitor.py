@@ -92,7 +92,7 @@ class PairMonitor(EngineMonitor):
         self._log_pairs()
 
     def _log_pairs(self) -> None:
-        """Log the number of accepted engines, if it changed."""
+        """Log the number of accepted engines if it has changed."""
         found = Counter(self._roles[url] for url in self._taken())
         named = Counter(self._roles.values())
         counts = found[PairRole.PREFILL], found[PairRole.DECODE]
@@ -108,7 +108,7 @@ class PairMonitor(EngineMonitor):
         )
 
     def refused(self) -> Mapping[str, str]:
-        """Addresses of engines that answer and are sent nothing, with the reasons."""
+        """Addresses of engines that answer but get no requests, with the reasons."""
         return dict(self._refused)
 
     def links_of(self, replica_id: str) -> Mapping[str, LinkStats]:
@@ -200,8 +200,8 @@ class PairMonitor(EngineMonitor):
         return incompatibility(described.kind, self._kind)
 
     def _most_common(self) -> EngineCompatibility | None:
-        """The dominant kind among engines that can form pairs, in the configured order; ``None``: there is
-        none."""
+        """The dominant kind among engines that can form pairs; ``None``: there are no such engines. Ties go
+        by the configured order."""
         fit = [
             (kind, role)
             for url, role in self._roles.items()

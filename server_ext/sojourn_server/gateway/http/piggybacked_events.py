@@ -29,8 +29,8 @@ class PiggybackedEvents:
         fits: bool = True,
     ) -> None:
         """``context``: the client's hint. ``tenant``, ``authorization``: those of the client. ``program_id``:
-        the request's program; ``None``: it has none, whatever the hint says. ``fits``: whether the events fit
-        into the hint with the engines' names; if not, all of them are forwarded."""
+        the request's program; ``None``: it has none, even if its hint names one. ``fits``: whether the events
+        fit into the hint with the engines' names; if not, all of them are forwarded."""
         self._forwarder = forwarder
         self._tenant = tenant
         self._authorization = authorization

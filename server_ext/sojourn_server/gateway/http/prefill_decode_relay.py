@@ -52,7 +52,7 @@ _ABSENT = (b"", b"null")
 
 
 def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
-    """The body for the decode engine if the request has no first stage; ``None``: it has one.
+    """The body for the decode engine if the request has no prefill stage; ``None`` if it has one.
 
     ``body`` has been parsed before. Raises ``InvalidGenerationRequest``.
     """
@@ -76,7 +76,7 @@ def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
 
 
 def _has_several_prompts(prompt: memoryview) -> bool:
-    """Whether a prompt is several texts or lists of token ids."""
+    """Whether a prompt consists of several texts or lists of token ids."""
     start = bytes(prompt[:64])
     inner = start[1:].lstrip() if start.startswith(b"[") else b""
     return inner[:1] in (b'"', b"[", b"{") and len(_several.decode(prompt)) > 1
@@ -113,8 +113,8 @@ def prefill_body(
 
 
 def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
-    """Where the KV is, from the prefill engine's answer; ``None``: the answer does not say, so the engine is
-    no prefill engine."""
+    """Where the KV is, from the prefill engine's answer; ``None``: the answer does not say, so the engine
+    does not prefill for others."""
     try:
         found = _members.decode(answer).get(TRANSFER)
         params = msgspec.json.decode(found) if found is not None else None
@@ -124,8 +124,8 @@ def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
 
 
 def decode_body(body: bytes, params: dict[str, Any]) -> bytes:
-    """The body for the decode engine: the client's body, with the place of its KV. The client's own value of
-    that field is removed, since it could name another request's memory. Raises
+    """The body for the decode engine: the client's body, with ``params``, which say where the KV is. A value
+    that the client gave for them is removed, since it could name another request's memory. Raises
     ``InvalidGenerationRequest``."""
     return _without_transfer(members_of(body), params)
 

@@ -24,7 +24,7 @@ EVENTS_PER_PROGRAM = 4
 Key = tuple[str, str]
 """Tenant and program id."""
 ReplicaInstance = tuple[str, str]
-"""A replica and its instance."""
+"""Replica id and instance."""
 
 Value = TypeVar("Value")
 
@@ -43,7 +43,7 @@ class TenantBoundedCache(Generic[Value]):
         return sum(map(len, self._of.values()))
 
     def get(self, key: Key) -> Value | None:
-        """The value; ``None``: not in the cache."""
+        """The value under ``key``; ``None``: not in the cache."""
         of_tenant = self._of.get(key[0])
         held = of_tenant.get(key[1]) if of_tenant is not None else None
         return held[0] if held is not None else None
@@ -101,17 +101,17 @@ class ProgramEventRecord:
     telling: tuple[ReplicaInstance, asyncio.Future[bool]] | None = None
     """The replica to which the events are being sent, and the result of that."""
     again_s: float = 0.0
-    """Time before which the events are not sent again: an engine has just not accepted them."""
+    """Time before which the events are not sent again, after an engine did not accept them."""
 
     def has_unsent(self, place: ReplicaInstance | None = None) -> None:
-        """Mark the record as incomplete at all engines, or at one."""
+        """Mark the record as incomplete at the replica ``place``, or without one at all replicas."""
         if place is None or place == self.place:
             self.place = None
             self.missed += 1
 
     def events_to_send(self, riding: Container[RecordedEvent] = ()) -> list[RecordedEvent]:
-        """Events to send to an engine that has none. ``riding``: events that the engine receives inside a
-        request."""
+        """Events to send to an engine that has received none of them. ``riding``: events that the engine
+        receives inside a request."""
         later = set(self.undelivered)
         tools = [one for one in self.tools.values() if one not in later]
         every = (self.start, self.graph, *tools, *self.undelivered)

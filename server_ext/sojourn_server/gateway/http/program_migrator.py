@@ -25,7 +25,8 @@ LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
 """Shortest and longest wait until KV is written to the shared disk. The lower bound is a few steps of the old
 engine; after the upper bound the new replica computes the KV."""
 RELEASE_DELAY_S = 30.0
-"""After this delay a program is released at its old engine, if no request of it goes to its new home."""
+"""Delay after which a program is released at its old engine, if no request of the program goes to its new
+home."""
 MAX_RELEASE_ATTEMPTS = 4
 """Number of such delays for a program whose new home is gone."""
 STORE_POLL_S = 0.02
@@ -81,7 +82,8 @@ class ProgramMigrator:
 
     @contextlib.contextmanager
     def waits(self, key: Key) -> Iterator[None]:
-        """Keep the program's KV at its old replicas while a request of the program waits for its replica."""
+        """During the block a request of the program waits for its replica: keep the program's KV at its old
+        replicas."""
         self._waiting[key] += 1
         try:
             yield
@@ -150,7 +152,7 @@ class ProgramMigrator:
         one.timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._late, key, one)
 
     def _late(self, key: Key, one: _PendingRelease) -> None:
-        """Handle a delay that passed without a request of the program."""
+        """Handle a release whose delay has passed without a request of the program."""
         one.times += 1
         # A program without a home may have lost it with a replica, and return to where its KV is.
         is_homeless = self._forwarder.home(*key) is None and one.times < MAX_RELEASE_ATTEMPTS
@@ -189,7 +191,8 @@ class ProgramMigrator:
             self._leaving.pop(key, None)
 
     async def _written_out(self, key: Key, moved_from: str, authorization: str | None) -> bool:
-        """Wait, as long as that pays, until most of a program's KV is on the shared disk. True: it is."""
+        """Wait, as long as that pays, until most of a program's KV is on the shared disk. Returns whether it
+        is."""
         address = self._replicas.get(moved_from)
         if address is None:
             return False

@@ -64,7 +64,7 @@ def client_response_headers(headers: RawHeaders, replica_id: str) -> list[tuple[
 
 
 def _utf8_roundtrip(value: bytes) -> str:
-    """Text that encodes to the same bytes in UTF-8."""
+    """Text that gives the same bytes when it is encoded as UTF-8."""
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError:
@@ -89,5 +89,5 @@ def _connection_headers(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[byt
 
 
 def decoded_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Return headers in ASGI's form."""
+    """Return headers in the form of ASGI: pairs of bytes."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

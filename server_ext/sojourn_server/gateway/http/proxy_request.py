@@ -84,7 +84,7 @@ class ProxyContext:
         self.clock = clock
         self.sizes = PromptSizeEstimator()
         self.conversations: OrderedDict[tuple[str, str], str] = OrderedDict()
-        """Program that got each answer of the responses API, by tenant and answer id."""
+        """(tenant, answer id) of the responses API → the program whose request got that answer."""
 
     async def refuse(self, send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
         """Answer with the error ``refused``, and count it."""
@@ -159,7 +159,7 @@ class ProxyRequest:
         """Whether the client has received something."""
         self._sent_to: str | None = None
         self._is_of_pair = False
-        """Whether it was sent to a prefill and a decode engine."""
+        """Whether the request was sent to a prefill and a decode engine."""
         self._prefill_attempts = 0
         """Number of attempts of the prefill stage."""
         self._prefilled_tokens: int | None = None
@@ -244,7 +244,8 @@ class ProxyRequest:
         return self._shared.migrator.waits((self._tenant, self._program_id))
 
     async def _at(self, decision: routing_events.SendRequest) -> bool:
-        """Get the answer from the chosen replica. False: it failed, and another replica will be chosen."""
+        """Get the answer from the chosen replica. Returns False if that failed and another replica will be
+        chosen."""
         shared = self._shared
         self._sent_to = decision.replica_id
         address = shared.replicas.get(decision.replica_id)
@@ -405,7 +406,7 @@ class ProxyRequest:
         self._learn(response.status)
 
     async def _pass_stream(self, answer: EngineAnswer, replica_id: str) -> bool:
-        """Pass a stream on to the client. True: the stream ended regularly."""
+        """Pass a stream on to the client. Returns whether the stream ended regularly."""
         events = SseEventBuffer()
         request_state, response = self.request_state, answer.response
         loop = asyncio.get_running_loop()

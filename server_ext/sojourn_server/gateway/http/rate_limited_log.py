@@ -15,9 +15,9 @@ LOG_INTERVAL_S = 10.0
 
 
 class RateLimitedLog:
-    """Logs the same message once per ``every_s``, with the number of suppressed ones.
+    """Logs the same message at most once per ``every_s``, with the number of suppressed repetitions.
 
-    Messages are the same if they have the same text before formatting.
+    Messages are the same if their texts are equal before formatting.
     """
 
     def __init__(

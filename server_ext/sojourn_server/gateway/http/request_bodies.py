@@ -87,8 +87,8 @@ class RequestBody:
         self._held_bytes = 0
 
     async def read(self, declared: str | None, receive: AsgiReceive) -> bytes | None:
-        """Read the body; ``None``: the client disconnected. ``declared``: its ``Content-Length``, if any.
-        Raises ``BodyRejected``."""
+        """Read the body; ``None``: the client disconnected. ``declared``: value of ``Content-Length``, if
+        any. Raises ``BodyRejected``."""
         if declared is not None and declared.isascii() and declared.isdigit():
             # Rejected early for clients that wait with the body; what arrives is counted anyway.
             self._check(int(declared[:20]))

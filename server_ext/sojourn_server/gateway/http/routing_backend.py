@@ -51,7 +51,7 @@ class GatewayRequestState:
         self._wake()
 
     def answered(self) -> None:
-        """Drop the pending decisions: the first byte arrived, so they came too late."""
+        """Drop the pending decisions, which came too late: the first byte of the answer has arrived."""
         self._answered = True
         late, self._decisions = self._decisions, deque()
         for decision in late:
@@ -78,8 +78,8 @@ class GatewayRequestState:
             await self._waiter
 
     async def run_unless_decided(self, doing: Coroutine[Any, Any, T]) -> T | None:
-        """Await ``doing`` and return its result; ``None``: a decision came first and cancelled it. Its
-        exceptions pass."""
+        """Await ``doing`` and return its result; ``None``: a decision came first, and ``doing`` was
+        cancelled. Exceptions of ``doing`` pass."""
         if self.has_decision:
             doing.close()
             return None

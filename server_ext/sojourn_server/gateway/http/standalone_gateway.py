@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 SAVE_INTERVAL_S = 2.0
 MAX_STATE_AGE_S = 3600.0
-"""A state file older than this is ignored, since engines' KV has changed too much."""
+"""An older state file is ignored, since the engines' KV has probably changed."""
 
 
 class _SavedState(msgspec.Struct):

@@ -26,7 +26,7 @@ class TenantKeys:
     """Maps keys to tenants. Without keys all clients are one tenant, and the engines check keys."""
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        """``keys``: tenant by key."""
+        """``keys`` maps each key to its tenant."""
         self._digests = tuple((_digest(key), tenant) for key, tenant in (keys or {}).items())
         self.names: tuple[str, ...] = tuple(sorted({*keys.values()})) if keys else (DEFAULT_TENANT,)
 

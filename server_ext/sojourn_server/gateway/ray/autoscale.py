@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaleLimits:
-    """Bounds of the number of engines, and how fast it shrinks. Raises ``ValueError`` for invalid bounds."""
+    """Limits of the number of engines, and how fast the number falls. Raises ``ValueError`` for invalid
+    limits."""
 
     min_engines: int = 1
     max_engines: int = 1
@@ -17,7 +18,8 @@ class AutoscaleLimits:
     shrink_below_use: float = 0.6
     """An engine is removed only if the other engines would be used less than this fraction."""
     shrink_after_s: float = 300.0
-    """How long that has to be so: engines take minutes to start, and lose their KV when they stop."""
+    """How long this must hold before an engine is removed: engines take minutes to start, and lose their KV
+    when they stop."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_engines <= self.max_engines:

@@ -276,7 +276,8 @@ class CoordinatedRoutingBackend:
     def _encodable_events(
         self, said: Sequence[routing_events.AnyRoutingEvent]
     ) -> tuple[routing_events.AnyRoutingEvent, ...]:
-        """The events that can be encoded. Fields of a request's end are left out until it can be encoded."""
+        """The events that can be encoded. If the end of a request cannot, fields of it are left out until it
+        can."""
         found: list[routing_events.AnyRoutingEvent] = []
         for event in said:
             try:

@@ -144,8 +144,8 @@ class Coordinator:
     # -- gateways -----------------------------------------------------------------
 
     async def join(self, join: JoinRequest) -> CoordinatorResponse:
-        """A gateway starts or reconnects and reports all of its requests. Earlier requests of it that are
-        missing have ended."""
+        """A gateway starts or reconnects and reports all of its requests. Earlier requests of the gateway
+        that it does not report have ended."""
         if self._is_superseded_by(join.seen_epoch):
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
         before = self.post.box(join.gateway_id)
@@ -231,7 +231,7 @@ class Coordinator:
         return outbox
 
     def _left(self, said: ReportRequest | PollRequest, outbox: Outbox) -> CoordinatorResponse | None:
-        """The response to a gateway that does not use ``outbox`` any more; ``None``: it still does."""
+        """The response to a gateway that does not use ``outbox`` any more; ``None`` if it still uses it."""
         now = self._outbox_of(said)
         if now is outbox:
             return None
@@ -266,7 +266,7 @@ class Coordinator:
     # -- engines ------------------------------------------------------------------
 
     async def register(self, registration: EngineRegistration) -> RegistrationResponse:
-        """An engine registers or renews its registration; due about once a second."""
+        """Register an engine, or renew its registration. Engines call this about once a second."""
         if self._is_superseded_by(registration.seen_epoch):
             return RegistrationResponse(self.epoch, ResponseStatus.DEPOSED)
         why = ""
@@ -293,7 +293,7 @@ class Coordinator:
         return RegistrationResponse(self.epoch, wanted_engines=self._wanted.engines)
 
     async def gone(self, gone: EngineStopped) -> RegistrationResponse:
-        """An engine's process has ended; its supervisor reports this."""
+        """Process a supervisor's report that an engine's process has ended."""
         places = self.engines.of(gone.engine_id)
         if not self.deposed and places and places[0].instance == gone.instance:
             self._forget(gone.engine_id, gone.reason)

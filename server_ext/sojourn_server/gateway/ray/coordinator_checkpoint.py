@@ -1,4 +1,4 @@
-"""The coordinator's checkpoint for its successor: a file that is replaced as a whole."""
+"""The coordinator's checkpoint for its successor, in a file that is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_COPY_TIME_FRACTION = 0.02
 
 
 class CoordinatorCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one coordinator."""
+    """The state of one coordinator that its successor needs."""
 
     version: int = VERSION
     epoch: int

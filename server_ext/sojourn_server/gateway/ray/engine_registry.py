@@ -68,7 +68,7 @@ class EngineRegistry:
         return engine_id in self._heard
 
     def put(self, registration: EngineRegistration) -> RegistrationResult:
-        """Register an engine. A restarted engine is not drained any more."""
+        """Register an engine. A restarted engine does not drain any more."""
         before = self.of(registration.engine_id)
         was = {place.replica_id: place for place in before}
         of, paths = registration.description, registration.paths
@@ -107,7 +107,7 @@ class EngineRegistry:
         return self._engines.pop(engine_id, [])
 
     def drain(self, engine_id: str) -> bool:
-        """Begin to drain an engine, even before it registers. False: it drains already."""
+        """Begin to drain an engine, even before it registers. Returns False if it drains already."""
         if engine_id in self._drains:
             return False
         places = self.of(engine_id)
@@ -119,8 +119,8 @@ class EngineRegistry:
         return engine_id in self._drains
 
     def refresh_shown(self, core: RoutingCore, routing: RoutingPolicy | None, now: float) -> bool:
-        """Update ``shown``; True if it changed. ``routing``: the policy of an affinity core, ``None`` for a
-        pair core."""
+        """Update ``shown``; returns whether it changed. ``routing``: the policy of an affinity core, ``None``
+        for a pair core."""
         each = (
             self._shown(place, core, routing, now) for places in self._engines.values() for place in places
         )
@@ -134,7 +134,7 @@ class EngineRegistry:
     def _shown(
         self, place: ReplicaInfo, core: RoutingCore, routing: RoutingPolicy | None, now: float
     ) -> ReplicaInfo | None:
-        """A replica as gateways are told about it; ``None``: it gets no requests."""
+        """A replica as gateways are told about it; ``None`` if it gets no requests."""
         health = core.health(place.replica_id)
         if health is None:
             return None
@@ -204,7 +204,7 @@ class LivenessQuorum:
         self._liveness_votes: dict[str, _LivenessVote] = {}
 
     def begin(self, replica_id: str, instance: str, gateways: Collection[str], now: float) -> bool:
-        """Start a vote. False: one is running already, or there is no gateway."""
+        """Start a vote. Returns False if one is running already, or if there is no gateway."""
         trial = self._liveness_votes.get(replica_id)
         if not gateways or (
             trial is not None and trial.instance == instance and now - trial.began_s < VOTE_TIMEOUT_S
@@ -224,12 +224,12 @@ class LivenessQuorum:
             trial.failed.add(gateway_id)
 
     def over(self, replica_id: str) -> None:
-        """Cancel a vote: the replica's state is known otherwise."""
+        """Cancel a vote, because the replica's state became known otherwise."""
         self._liveness_votes.pop(replica_id, None)
 
     def unreachable(self, gateways: Collection[str], now: float) -> list[tuple[str, str]]:
-        """Ids and instances of the replicas that, by all votes, no gateway reaches. ``gateways``: those that
-        still exist."""
+        """Ids and instances of the replicas that no gateway reaches, according to all votes. ``gateways``:
+        those that still exist."""
         found = []
         for replica_id, trial in list(self._liveness_votes.items()):
             still_there = trial.asked & set(gateways)

@@ -43,8 +43,8 @@ class Outbox:
         return self._first, tuple(self._mail)
 
     async def turn(self, number: int) -> bool:
-        """Wait until all batches before number ``number`` are processed. False: that batch itself was
-        processed already.
+        """Wait until all batches before ``number`` are processed. Returns False if the batch ``number``
+        itself was processed already.
 
         The gateway may join again meanwhile, and then has another outbox.
         """

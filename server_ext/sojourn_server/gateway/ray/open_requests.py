@@ -34,8 +34,8 @@ class OpenRequest:
     """Id of the prefill engine while it computes the prompt."""
     began: bool = False
     placed_locally: bool = False
-    """Whether this gateway decided without the coordinator: a later decision of the coordinator rests on an
-    outdated state."""
+    """Whether this gateway decided without the coordinator. If so, a later decision of the coordinator rests
+    on outdated state."""
     refused: bool = False
     """Whether this gateway has rejected the request: nothing more is to be decided."""
     failed_at: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class OpenRequest:
 
     @property
     def state(self) -> tuple[str | None, str | None, bool]:
-        """Where the request is, and whether its answer has begun."""
+        """Replica and prefill engine of the request, and whether its answer has begun."""
         return self.sent_to, self.prefill_id, self.began
 
     def is_at(self, replica_id: str) -> bool:
@@ -105,10 +105,10 @@ class OpenRequests(Mapping[str, OpenRequest]):
     def decide(
         self, one: OpenRequest, places: Mapping[str, ReplicaInfo], home: str | None, now: float
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
-        """Decide about a request without the coordinator; ``None``: it keeps waiting.
+        """Decide about a request without the coordinator; ``None``: the request keeps waiting.
 
-        It is sent to its program's home if possible, else to the replica that this gateway has sent the
-        fewest requests; never to a replica where it failed.
+        The request is sent to its program's home if possible, else to the replica that this gateway has sent
+        the fewest requests; never to a replica where it failed.
         """
         request_id = one.asked.request_id
         if len(one.failed_at) >= MAX_FAILURES:

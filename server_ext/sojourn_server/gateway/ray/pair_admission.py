@@ -70,7 +70,7 @@ class PairAdmission:
         return self._links.get(replica_id, {})
 
     def why_not(self, registration: EngineRegistration) -> str:
-        """Why an engine gets no requests; empty: it is admitted."""
+        """Why an engine gets no requests; empty if it is admitted."""
         why = self._why_not(registration)
         if not why:
             self._logged_rejections.pop(registration.engine_id, None)
