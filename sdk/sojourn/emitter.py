@@ -131,7 +131,8 @@ class Emitter:
     # ---- the agent's side
 
     def put(self, source: EventSource, kind: type[Event], **fields: Any) -> bool:
-        """Queue an event that happened now. Returns False if it was dropped."""
+        """Queue an event of the class ``kind`` with these fields, which happened to the program ``source``
+        now. Returns False if it was dropped."""
         try:
             if kind not in self._kinds:
                 closed = self._closed and self._supported
@@ -180,7 +181,7 @@ class Emitter:
         return taken
 
     def undo_take(self, taken: list[PendingEvent]) -> None:
-        """Undo a ``take`` whose events were not sent."""
+        """Return events to the front of the queue that ``take`` removed and that were not sent."""
         with self._lock:
             self._take_in()
             lost = self._pending.put_back(taken)
@@ -331,8 +332,8 @@ class Emitter:
             self._transport.close()
 
     def _back_off(self, longest_s: float) -> None:
-        """Wait with the lock held. ``flush``, ``close`` and an answer of the server end the wait early;
-        ``put`` does not, since it only wakes an idle thread."""
+        """Wait up to ``longest_s`` with the lock held. ``flush``, ``close`` and an answer of the server end
+        the wait early; ``put`` does not, since it only wakes an idle thread."""
         started_s = time.monotonic()
         self.backing_off = True
         while self.backing_off and not self._closed and not self._hurry:

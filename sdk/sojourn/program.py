@@ -71,7 +71,8 @@ class Program:
         aeg: Aeg | None = None,
         resume: ResumeFile | None = None,
     ) -> None:
-        """``ends=False``: another process reports the end. ``resume``: the file that the id comes from."""
+        """``heartbeat``: send heartbeats. ``implicit``: the program stands for the whole process.
+        ``ends=False``: another process reports the end. ``resume``: the file that the id comes from."""
         self.id = id
         self.name = name
         self.agent_type = agent_type

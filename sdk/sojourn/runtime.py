@@ -142,7 +142,8 @@ class Session:
         return nullcontext() if self.emitter is None else self.emitter.lock
 
     def emit(self, program: EventSource, kind: type[Event], **fields: Any) -> None:
-        """Queue an event. Never blocks, never raises."""
+        """Queue an event of ``program``, of the class ``kind`` with these fields. Never blocks, never
+        raises."""
         if self.emitter is not None:
             self.emitter.put(program, kind, **fields)
 

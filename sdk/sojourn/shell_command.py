@@ -152,7 +152,8 @@ def _simple_commands(text: str) -> list[Command]:
 
 
 def _finish(words: list[str], piped: bool, commands: list[Command]) -> None:
-    """Strip keywords, assignments and prefixes from ``words`` and append the command, if any."""
+    """Strip keywords, assignments and prefixes from ``words`` and append the command, if any, to
+    ``commands``. ``piped``: it reads another command's output."""
     start = 0
     while start < len(words) and (words[start] in _LEADING_WORDS or _ASSIGNMENT.match(words[start])):
         start += 1

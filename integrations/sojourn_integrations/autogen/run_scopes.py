@@ -209,7 +209,8 @@ def _run(
     inside_tool: bool,
     graph: Callable[[Any], Aeg | None],
 ) -> tuple[TeamRun, TeamRun | None, ExecutionContext]:
-    """Return the run, the same run again if it begins here (else ``None``), and the context inside it."""
+    """Return the run of ``runner``, the same run again if it begins here (else ``None``), and the context
+    inside it. ``here``, ``frame`` and ``inside_tool`` are the result of ``_around``."""
     if frame is not None:
         return frame.run, None, here
     name = str(runner.name)

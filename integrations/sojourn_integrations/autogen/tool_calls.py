@@ -1,8 +1,8 @@
 """Wrappers of the AutoGen 0.7 functions that run tools.
 
-Each function here returns a wrapper of an AutoGen function. The wrapper reports calls only while ``active()``
-is true. An exception out of ``_execute_tool_call`` makes the agent wait for ever, so all code of ours is
-guarded, and the original is called exactly once, outside of the guards.
+Each function here returns a wrapper of an AutoGen function, ``original``. The wrapper reports calls only
+while ``active()`` is true. An exception out of ``_execute_tool_call`` makes the agent wait for ever, so all
+code of ours is guarded, and the original is called exactly once, outside of the guards.
 """
 
 from __future__ import annotations

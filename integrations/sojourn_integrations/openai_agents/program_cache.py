@@ -95,9 +95,9 @@ class ProgramCache:
             self._end(kept)
 
     def add_holder(self, key: Hashable, holder: object, *, ends: bool) -> None:
-        """Tie the program to ``holder``. When its last holder is garbage-collected, the program ends
-        (``ends``) or only stops its heartbeats. Raises ``TypeError`` for an object that is not weakly
-        referable."""
+        """Tie the program under ``key`` to ``holder``. When its last holder is garbage-collected, the program
+        ends (``ends=True``) or only stops its heartbeats. Raises ``TypeError`` for an object that is not
+        weakly referable."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is None or id(holder) in kept.holders:
@@ -108,7 +108,7 @@ class ProgramCache:
             kept.holders.add(id(holder))
 
     def note(self, key: Hashable, status: str) -> None:
-        """Record the end of a run, with its status."""
+        """Record that a run of the program under ``key`` ended, with its status."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:

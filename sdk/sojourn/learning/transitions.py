@@ -81,7 +81,8 @@ class _Kind:
 
 
 class Transitions:
-    """Counts by agent type, bounded and decayed; the module's docstring says which threads may call it."""
+    """Counts by agent type, called ``kind`` here; bounded and decayed. The module's docstring says which
+    threads may call it."""
 
     def __init__(self) -> None:
         self._kinds: OrderedDict[str, _Kind] = OrderedDict()
@@ -109,12 +110,12 @@ class Transitions:
         return tuple(self._kinds)
 
     def runs(self, kind: str) -> int:
-        """Return the number of runs of an agent type, without decay; 0 for an unknown type."""
+        """Return the number of runs of the agent type ``kind``, without decay; 0 for an unknown type."""
         known = self._kinds.get(kind)
         return 0 if known is None else known.runs
 
     def finished(self, kind: str) -> int:
-        """Return the number of ``runs`` whose end was seen."""
+        """Return how many of the ``runs`` of the agent type ``kind`` were seen to their end."""
         known = self._kinds.get(kind)
         return 0 if known is None else known.finished
 
@@ -146,7 +147,8 @@ class Transitions:
         return sorted(blend.items(), key=lambda item: (-item[1], item[0]))
 
     def edges(self, kind: str) -> dict[tuple[str, str], float]:
-        """Return how often each edge (source, target) was taken; older runs count less."""
+        """Return how often programs of the type ``kind`` took each edge (source, target); older runs count
+        less."""
         known = self._kinds.get(kind)
         if known is None:
             return {}
@@ -160,7 +162,7 @@ class Transitions:
         }
 
     def tools(self, kind: str) -> dict[str, tuple[str, ...]]:
-        """Return the tools seen at each node (SAGA's φ)."""
+        """Return the tools that programs of the type ``kind`` called at each node (SAGA's φ)."""
         known = self._kinds.get(kind)
         return {} if known is None else {node: tuple(tools) for node, tools in known.tools.copy().items()}
 
@@ -316,7 +318,8 @@ def _learn_tool(kind: _Kind, node: str, tool: str) -> None:
 
 
 def _rescale(kind: _Kind) -> None:
-    """Scale the weights back to one and drop decayed counts; due about every 800 runs."""
+    """Scale an agent type's weights so that the next run weighs one, and drop decayed counts; due about every
+    800 runs."""
     scale, kind.weight = 1 / kind.weight, 1.0
     contexts: OrderedDict[Context, dict[str, float]] = OrderedDict()
     for context, counts in kind.contexts.items():

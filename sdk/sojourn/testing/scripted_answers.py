@@ -69,7 +69,8 @@ def answer_body(kind: str, request: dict[str, Any], answer: Answer) -> dict[str,
 
 
 def answer_stream(kind: str, request: dict[str, Any], answer: Answer) -> Iterator[str]:
-    """Yield server-sent events, one per word and tool call."""
+    """Yield the server-sent events of an answer, one per word and tool call. ``kind`` is the path below
+    ``/v1``."""
     model = request.get("model", "fake")
     if kind == "/responses":
         yield from _response_stream(model, answer)

@@ -100,7 +100,8 @@ def find_command(name: str) -> str:
 
 
 def child_environment(environment: Mapping[str, str], url: str, *, children: bool = False) -> dict[str, str]:
-    """Return ``environment`` with the server's URL added, and our folder first on ``PYTHONPATH``."""
+    """Return ``environment`` with the server's URL added, and our folder first on ``PYTHONPATH``.
+    ``children``: ask for Python child processes of the agent to be instrumented too."""
     folder = autostart_directory()
     given = environment.get("PYTHONPATH")
     # An empty entry means the current directory, but an empty variable means none.

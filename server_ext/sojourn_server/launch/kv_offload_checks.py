@@ -93,8 +93,8 @@ def find_usable_stores(
     name: str | None,
     flag: str = DISK_FLAG,
 ) -> list[FoundStore]:
-    """Stores in the directory ``disk``, the value of ``flag``. Raises ``InvalidOption`` if the engine would
-    reject the directory."""
+    """Stores in the directory ``root``, which the user wrote as ``disk``. Raises ``InvalidOption``, which
+    names ``flag``, if the engine would reject the directory."""
     # Of a KvIdentity the release is known here and, for most directories, the weights. The rest is not:
     # vLLM may override block_tokens (MLA on the CPU); block_bytes, layers, kv_dtype and the rest of model
     # come from the model's configuration as vLLM reads it; hash_scheme's default algorithm is vLLM's.
@@ -113,8 +113,12 @@ def find_usable_stores(
 def writable_directory(
     disk: str, root: Path, *, allow_full: bool, probe_system: bool, flag: str = DISK_FLAG
 ) -> Path:
-    """The directory ``disk``, or its nearest existing parent. Raises ``InvalidOption`` if that is not
-    writable."""
+    """The directory ``root``, which the user wrote as ``disk``, or its nearest existing parent. Raises
+    ``InvalidOption``, which names ``flag``, if that is not writable.
+
+    ``allow_full``: a full disk is no error. ``probe_system``: try to write; without it only permissions are
+    read.
+    """
     there, mode = _nearest_existing(disk, root, flag)
     failed = f"{flag} {disk} cannot be " + ("written" if there == root else f"made in {there}")
     if not stat.S_ISDIR(mode):

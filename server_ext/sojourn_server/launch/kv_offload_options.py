@@ -102,6 +102,6 @@ def hash_seed_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_size(flag: str, gib: float) -> None:
-    """Raise ``InvalidOption`` unless ``gib`` is positive and finite."""
+    """Raise ``InvalidOption``, which names ``flag``, unless ``gib`` is positive and finite."""
     if not 0 < gib < math.inf:
         raise InvalidOption(f"{flag} is {gib}; expected a size in GiB above 0")

@@ -89,7 +89,8 @@ def _block_size_notes(
     option.
 
     All engines of a store need the same block size, because the names of stored KV depend on it. The engine
-    reports a difference after a minute, without the name of the option.
+    reports a difference after a minute, without the name of the option. ``certain``: the engine surely uses
+    ``block_tokens``.
     """
     if block_tokens is None:
         return []

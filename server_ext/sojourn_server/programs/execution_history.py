@@ -69,7 +69,8 @@ class ToolHistory:
         return samples.ordered if samples is not None else ()
 
     def probability_within(self, tau_s: float, key: str | None = None) -> float:
-        """P(τ, f): the share of recorded calls that took at most ``tau_s`` seconds (Continuum §4.2).
+        """P(τ, f): the share of recorded calls of the tool ``key`` (``None``: of all tools) that took at most
+        ``tau_s`` seconds (Continuum §4.2).
 
         0.0 without recorded calls.
         """
@@ -77,8 +78,8 @@ class ToolHistory:
         return bisect_right(ordered, tau_s) / len(ordered) if ordered else 0.0
 
     def probability_within_given(self, tau_s: float, elapsed_s: float, key: str | None = None) -> float:
-        """P(T ≤ t + τ | T > t): probability that a call running for ``elapsed_s`` seconds ends within
-        ``tau_s`` more.
+        """P(T ≤ t + τ | T > t): probability that a call of the tool ``key`` that has run for ``elapsed_s``
+        seconds ends within ``tau_s`` more.
 
         0.0 if no recorded call lasted longer than ``elapsed_s``.
         """

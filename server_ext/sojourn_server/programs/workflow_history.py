@@ -141,7 +141,8 @@ class WorkflowHistory:
     # -- inside --------------------------------------------------------------------
 
     def _judge(self, program: ProgramState, *, came_back: bool) -> None:
-        """Compare the hinted probability with the outcome, for the agent type that the hint was given for."""
+        """Compare the hinted probability with the outcome (``came_back``: the program returned), for the
+        agent type that the hint was given for."""
         name, declared = (
             program.pending_declaration
             if program.pending_declaration is not None

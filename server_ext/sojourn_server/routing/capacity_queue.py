@@ -59,7 +59,8 @@ class CapacityQueue:
         in turn."""
 
     def place(self, place: PlaceCallback, now: float) -> bool:
-        """Send the waiting requests that fit. Returns False if some requests have not been routed yet."""
+        """Route the waiting requests that may fit, by calling ``place``. Returns False if some requests have
+        not been routed yet."""
         self.reserved_replica, self.is_closed_to_new = None, False
         line, fleet = self._line, self._fleet
         if not line:

@@ -285,13 +285,14 @@ class ReplicaFleet:
         self.changed(replica, now)
 
     def queued(self, replica: Replica, tokens: int, requests: int) -> None:
-        """Add to the tokens and number of requests that wait for the replica at the gateway."""
+        """Change the total size (``tokens``) and number of the requests that wait for the replica at the
+        gateway."""
         replica.queued += requests
         replica.queued_tokens += tokens
         self._stale.add(replica.replica_id)
 
     def homed(self, replica: Replica, tokens: int, programs: int = 0) -> None:
-        """Add to the size and number of the programs whose home is the replica."""
+        """Change the total size (``tokens``) and number of the programs whose home is the replica."""
         replica.homed += programs
         replica.homed_tokens += tokens
         self._stale.add(replica.replica_id)

@@ -37,7 +37,7 @@ class PrefixIndex:
         self._replicas: dict[str, OrderedDict[int, None]] = {}
 
     def computed(self, replica_id: str, prefix: Sequence[int]) -> None:
-        """Record that a prompt with these piece hashes is sent to a replica."""
+        """Record that a prompt is sent to a replica. ``prefix``: hashes of the prompt's pieces."""
         known = self._replicas.setdefault(replica_id, OrderedDict())
         # Last piece first, so that the end of a prompt is forgotten before its beginning.
         for piece in reversed(prefix):
@@ -47,7 +47,8 @@ class PrefixIndex:
             known.popitem(last=False)
 
     def matches(self, prefix: Sequence[int], context_tokens: int) -> dict[str, int]:
-        """Tokens of the prompt that each replica has computed; replicas with none are left out."""
+        """Tokens of a prompt that each replica has computed; replicas with none are left out. ``prefix``:
+        hashes of the prompt's pieces."""
         if not prefix:
             return {}
         found: dict[str, int] = {}
@@ -171,7 +172,8 @@ class RequestPlacer:
         )
 
     def settle(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
-        """Make a replica the program's home; returns the id of the former home."""
+        """Make a replica the program's home, where it counts with ``size_tokens``; returns the id of the
+        former home."""
         before = self._tables.homes.settle(program, replica, size_tokens, now)
         if before is not None:
             self._tables.counts.moves += 1

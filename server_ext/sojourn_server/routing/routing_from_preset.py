@@ -75,8 +75,8 @@ def build_routing_core(
 def build_pair_core(
     read_side: str, limits: RoutingLimits | None = None, *, expects_engines: bool = False, life: str = ""
 ) -> PairCore:
-    """Build a core for pairs. ``read_side``: a key of ``READ_SIDE_POLICIES``. Raises ``ValueError`` for any
-    other."""
+    """Build a core for pairs. ``read_side``: a key of ``READ_SIDE_POLICIES``. ``expects_engines``: as in
+    ``PairCore``. Raises ``ValueError`` for another ``read_side``."""
     if read_side not in READ_SIDE_POLICIES:
         raise ValueError(f"read_side is {read_side!r}; expected {', '.join(READ_SIDE_POLICIES)}")
     pairs = PairScheduler(side=READ_SIDE_POLICIES[read_side]())

@@ -45,7 +45,7 @@ class RoutedRequest:
     failed_at_gone: tuple[tuple[str, str], ...] = ()
     """Ids and instances of these replicas that are gone: an instance may turn out to be alive."""
     lost_with: str | None = None
-    """The last replica that disappeared while it had the request. ``None`` again once it is known whether that
+    """The last replica that disappeared while it had the request. ``None`` once it is known whether that
     replica had accepted it."""
     reason: str = ""
     moved_from: str | None = None

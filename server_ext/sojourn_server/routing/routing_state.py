@@ -71,7 +71,7 @@ class RoutingState(msgspec.Struct, frozen=True, kw_only=True):
 def snapshot_routing_state(
     fleet: ReplicaFleet, programs: RoutedProgramTable, expected: ProgramEstimator, number: int, now: float
 ) -> RoutingState:
-    """The current state of these tables."""
+    """Take a snapshot of these tables."""
     return RoutingState(
         taken_s=now,
         number=number,

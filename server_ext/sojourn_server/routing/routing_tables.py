@@ -52,7 +52,8 @@ class ProgramAffinity:
         program.home, program.cached, program.size_tokens = None, False, 0
 
     def settle(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
-        """Make a replica a program's home; returns the id of the former home if it was another replica."""
+        """Make a replica a program's home, where the program counts with ``size_tokens``. Returns the id of
+        the former home if it was another replica."""
         before = program.home
         if before == replica.replica_id:
             self.resize(program, size_tokens)
@@ -208,7 +209,7 @@ class RoutedRequestTable:
         return [self.anywhere, self.failed, *self.queues.values()]
 
     def replica_gone(self, replica: Replica) -> None:
-        """Allow the requests that failed at a replica to use a successor with its id, but not the same
+        """Allow the requests that failed at a replica to use a new replica with the same id, but not the same
         instance."""
         for request in self.by_id.values():
             if replica.replica_id not in request.failed_at:
@@ -284,7 +285,7 @@ def build_routing_tables(
     counts: RoutingCounters,
     journal: HomeChangeLog,
 ) -> RoutingTables:
-    """Create the tables, which are empty."""
+    """Create empty tables for a core with these policies, limits and counters."""
     fleet = ReplicaFleet(limits.send_below_load)
     tenants = TenantAccounting(sharing, fleet, expected, limits.slo_factor, limits.usual_life_s, counts)
     residents = build_resident_programs(routing)

@@ -38,7 +38,8 @@ _TYPES = {
 
 
 def error_body(api: ClientApi | None, status: int, code: str, message: str) -> bytes:
-    """An error as JSON in the format of ``api``; ``None``: OpenAI's format."""
+    """An error as JSON in the format of ``api`` (``None``: OpenAI's), with HTTP status, error code and
+    message."""
     kind = _TYPES.get(status, "api_error")
     if api is ClientApi.MESSAGES:
         return _json({"type": "error", "error": {"type": kind, "message": message}})

@@ -38,7 +38,8 @@ class EngineReplies(NamedTuple):
 
 
 class EngineQueries:
-    """Queries engines. The result names the engines that did not answer."""
+    """Queries engines. The result names the engines that did not answer. ``authorization`` is the client's
+    header, which engines get unless the gateway has a key of its own for them."""
 
     def __init__(
         self,

@@ -230,7 +230,8 @@ def describe_pair(
 
 
 def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -> EngineCompatibility:
-    """What a partner must share with the engine: model, size of Full Blocks, identity of the KV."""
+    """What a partner must share with an engine that gave these reports: model, size of Full Blocks, identity
+    of the KV."""
     return reported.model, paths.block_bytes, paths.block_tokens, paths.kv
 
 
@@ -276,7 +277,8 @@ def dominant_compatibility(
 def registration_event(
     replica_id: str, reported: EngineDescription, paths: PairCapabilities
 ) -> PairEngineRegistered:
-    """The event that registers a prefill or decode engine."""
+    """The event that registers a prefill or decode engine, made of its description and its capabilities for
+    pairs."""
     return PairEngineRegistered(
         replica_id,
         reported.instance,

@@ -49,7 +49,8 @@ MAX_GRAPHS_SENT = 1024
 
 
 class EventForwarder:
-    """Forwards events. If an engine does not answer, only events are lost."""
+    """Forwards events. If an engine does not answer, only events are lost. ``key`` is a program's tenant and
+    id; ``authorization`` is the client's header."""
 
     def __init__(
         self,
@@ -174,8 +175,8 @@ class EventForwarder:
         self._catch_up(key, replica_id)
 
     def left(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
-        """Tell a program's former replica to release the program. ``authorization``: that of the program's
-        last request."""
+        """Tell the replica that a program has left to release the program. ``authorization``: that of the
+        program's last request."""
         event = {"type": "program_end", "program_id": left.program_id, "status": "cancelled"}
         record = self.known.get((left.tenant, left.program_id))
         if record is not None:
@@ -206,7 +207,7 @@ class EventForwarder:
         piggyback: bool = False,
     ) -> RecordedEvent | None:
         """Record an event. ``home``: the replica that receives it now; ``None``: none does, or the replica of
-        the request that carries the event is not known yet."""
+        the request that carries the event is not known yet. ``piggyback``: a request carries it."""
         is_new = self.known.get(key) is None
         shown = authorization if self._engine_key is None else None
         kept = self.known.note(key, event, shown, self._clock(), delivered=piggyback or home is not None)

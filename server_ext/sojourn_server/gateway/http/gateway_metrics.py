@@ -113,7 +113,8 @@ class GatewayMetrics:
     # -- events ---------------------------------------------------------------------
 
     def sent(self, reason: str, waited_s: float) -> None:
-        """Count a request that a replica answers."""
+        """Count a request that a replica answers. ``reason``: why it was sent there. ``waited_s``: how long
+        it waited."""
         self._requests.labels(reason).inc()
         self._waits.observe(waited_s)
 
@@ -139,7 +140,8 @@ class GatewayMetrics:
         waited_s: float,
         left_because: str = "",
     ) -> None:
-        """Record a change of home, when the first request to the new home is sent."""
+        """Record a change of home, when the first request to the new home is sent. The arguments are the
+        fields of ``ProgramMove``."""
         self._moved.labels(reason).inc()
         self._moves.append(
             ProgramMove(

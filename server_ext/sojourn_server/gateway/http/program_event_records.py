@@ -119,7 +119,7 @@ class ProgramEventRecord:
 
 
 class ProgramEventRecords:
-    """Records of all programs."""
+    """The records of all programs, by tenant and program id (``key``)."""
 
     def __init__(
         self, *, most_programs: int = MAX_RECORDED_PROGRAMS, most_graphs_bytes: int = MAX_TOTAL_GRAPH_BYTES

@@ -56,7 +56,8 @@ _decoder = msgspec.json.Decoder(_StoredKv)
 
 
 class ProgramMigrator:
-    """Carries out programs' moves. A move cannot fail: missing KV is computed again."""
+    """Carries out programs' moves. A move cannot fail: missing KV is computed again. ``key`` is a program's
+    tenant and id."""
 
     def __init__(
         self,
@@ -141,7 +142,8 @@ class ProgramMigrator:
         self._metrics.moved(key[0], key[1], moved_from, moved_to, reason, kv, waited_s, left_because)
 
     def left(self, left: routing_events.ReleaseProgramKv) -> None:
-        """Release a program's KV at its former replica, once the KV that moves along is written."""
+        """Release a program's KV at the replica that the program has left, once the KV that moves along is
+        written."""
         key = (left.tenant, left.program_id)
         self._stay(key, left.replica_id)
         one = _PendingRelease(left)
@@ -152,7 +154,7 @@ class ProgramMigrator:
         one.timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._late, key, one)
 
     def _late(self, key: Key, one: _PendingRelease) -> None:
-        """Handle a release whose delay has passed without a request of the program."""
+        """Handle a release, ``one``, whose delay has passed without a request of the program."""
         one.times += 1
         # A program without a home may have lost it with a replica, and return to where its KV is.
         is_homeless = self._forwarder.home(*key) is None and one.times < MAX_RELEASE_ATTEMPTS
@@ -191,8 +193,8 @@ class ProgramMigrator:
             self._leaving.pop(key, None)
 
     async def _written_out(self, key: Key, moved_from: str, authorization: str | None) -> bool:
-        """Wait, as long as that pays, until most of a program's KV is on the shared disk. Returns whether it
-        is."""
+        """Wait, as long as that pays, until most of a program's KV at ``moved_from`` is on the shared disk.
+        Returns whether it is."""
         address = self._replicas.get(moved_from)
         if address is None:
             return False

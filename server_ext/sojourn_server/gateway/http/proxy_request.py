@@ -462,7 +462,8 @@ class ProxyRequest:
             raise ClientDisconnected from None
 
     def _learn(self, status: int) -> None:
-        """Remember the engine's count of the prompt, and the id of the answer."""
+        """After a complete answer with this HTTP status, remember the engine's count of the prompt, and the
+        answer's id."""
         if status != 200:
             return
         counted = self._prompt_tokens

@@ -33,7 +33,7 @@ class BodyRejected(Exception):
 
 
 class BodyBudget:
-    """Accounts for the bodies that a gateway holds. Used in one event loop."""
+    """Counts the bytes of all bodies that a gateway holds. Used in one event loop."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class BodyBudget:
         *,
         several_tenants: bool = False,
     ) -> None:
-        """Raises ``ValueError`` for limits that admit no body."""
+        """``several_tenants``: limit each tenant too. Raises ``ValueError`` for limits that admit no body."""
         self._max_body_bytes = max_body_bytes
         self._max_held_bytes = max_held_bytes
         share = MAX_TENANT_SHARE if several_tenants else 1.0
@@ -78,7 +78,7 @@ class BodyBudget:
 
 
 class RequestBody:
-    """The body of one request, accounted for from its first byte until ``free``."""
+    """The body of one request. It counts towards the limits from its first byte until ``free``."""
 
     def __init__(self, bodies: BodyBudget, tenant: str, max_bytes: int) -> None:
         self._bodies = bodies
@@ -120,13 +120,13 @@ class RequestBody:
         self._bodies.check(self._tenant, more_bytes)
 
     def becomes(self, body_bytes: int) -> None:
-        """Account for a body of another size that replaces this one. Never rejected."""
+        """Count a body of another size in place of this one. Never rejected."""
         self._bodies.add(self._tenant, body_bytes - self._held_bytes)
         self._held_bytes = body_bytes
 
     @contextlib.contextmanager
     def beside(self, body_bytes: int) -> Iterator[None]:
-        """Account for a second body made from this one, during the block. Never rejected."""
+        """Count a second body, made from this one, during the block. Never rejected."""
         self._bodies.add(self._tenant, body_bytes)
         try:
             yield
@@ -134,5 +134,5 @@ class RequestBody:
             self._bodies.add(self._tenant, -body_bytes)
 
     def free(self) -> None:
-        """Stop accounting for the body."""
+        """Stop counting the body."""
         self.becomes(0)

@@ -186,7 +186,7 @@ class CoordinatedRoutingBackend:
         return self._uses
 
     def probed(self, replica_id: str, instance: str, alive: bool) -> None:
-        """Report the result of this gateway's probe."""
+        """Report the result of this gateway's probe: whether this instance of a replica is alive."""
         self._probes.append(ReplicaProbeResult(replica_id, instance, alive))
         self._flush()
 

@@ -37,8 +37,8 @@ def routing_rules(config: RayConfig) -> RoutingRules:
 
 
 class CoordinatorActor:
-    """The coordinator as an actor: encoded messages in and out. A deposed coordinator ends its actor, so that
-    clients find the later one."""
+    """The coordinator as an actor: encoded messages in and out. When a later coordinator exists, this actor
+    ends itself, so that clients find the later one."""
 
     def __init__(self, config: RayConfig) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -214,7 +214,7 @@ class LivenessQuorum:
         return True
 
     def heard(self, replica_id: str, instance: str, gateway_id: str, alive: bool) -> None:
-        """Record a gateway's vote."""
+        """Record a gateway's vote whether this instance of a replica is alive."""
         trial = self._liveness_votes.get(replica_id)
         if trial is None or trial.instance != instance:
             return

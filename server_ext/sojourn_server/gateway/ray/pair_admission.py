@@ -127,7 +127,7 @@ class PairAdmission:
             self._kind = kind
 
     def drain_events(self) -> Sequence[DrainEvent]:
-        """Drains that start or end because the served kind has changed since the last call."""
+        """Events that start or end drains, because another kind of engine is served than at the last call."""
         if not self._kind_changed or self._kind is None:
             return ()
         self._kind_changed = False

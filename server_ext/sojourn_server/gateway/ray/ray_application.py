@@ -82,6 +82,7 @@ def report_progress(
     poll_s: float = STATUS_POLL_S,
 ) -> Iterator[None]:
     """Report progress in a thread until the block ends, since Ray waits silently in the caller's thread.
+    ``say`` gets each line.
 
     If ``read`` raises, the last line is repeated at the usual interval.
     """

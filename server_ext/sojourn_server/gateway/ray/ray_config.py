@@ -211,7 +211,8 @@ def read_config(path: Path) -> RayConfig:
 
 
 def parse_config(document: object, *, source: str) -> RayConfig:
-    """Build a configuration from a parsed YAML document. Raises ``RayConfigError``."""
+    """Build a configuration from a parsed YAML document. ``source`` names the document in errors. Raises
+    ``RayConfigError``."""
     if isinstance(document, Mapping):
         _check_groups(document, source)
     config = _section(RayConfig, document, source, "")
