@@ -118,7 +118,7 @@ class OutgoingRequest:
 
 
 class RetryScope:
-    """``with RetryScope():`` around a call that retries: the attempts inside are one logical request, until
+    """``with RetryScope():`` around a call that retries makes all attempts inside one logical request, until
     an attempt is answered. A nested scope does nothing. Never raises."""
 
     __slots__ = ("_token", "open", "over")

@@ -97,7 +97,7 @@ def _resolve() -> ResolvedContext | None:
 
 @functools.cache
 def handler_class() -> Any:
-    """Return the class ``Handler``, made at first use, since that imports LangChain."""
+    """Return the class ``Handler``. It is made at first use, since making it imports LangChain."""
     from langchain_core.callbacks import BaseCallbackHandler
 
     class Handler(BaseCallbackHandler):

@@ -14,7 +14,7 @@ from .run_outcomes import result_status, tool_status
 
 @functools.cache
 def middleware_class() -> Any:
-    """Return the class ``Middleware``, made at first use, since that imports LangChain."""
+    """Return the class ``Middleware``. It is made at first use, since making it imports LangChain."""
     from langchain.agents.middleware import AgentMiddleware
 
     class Middleware(AgentMiddleware):

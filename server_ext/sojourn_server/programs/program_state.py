@@ -19,7 +19,7 @@ MIN_OUTCOMES = 5.0
 MAX_ERROR_RATIO = 1.25
 """Maximum ratio of the hints' error to the error of a constant prediction."""
 ERROR_SLACK = 0.05
-"""Absolute slack of that comparison, which matters if both errors are small."""
+"""Absolute slack in the comparison by ``MAX_ERROR_RATIO``, which matters if both errors are small."""
 CHANCE_ERROR = 0.25
 """Mean squared error of predicting by a coin toss."""
 

@@ -226,7 +226,7 @@ class SendRequestToPair(SendRequest, frozen=True, tag="SendPair", kw_only=True):
     peer: str
     """Address of the decode engine's KV transfer manager, to which the prefill engine sends KV."""
     epoch: str = ""
-    """Expected instance of that transfer manager; empty: any."""
+    """Expected instance of the decode engine's KV transfer manager; empty: any."""
     decode_share: float = 0.0
     """Fraction of the stored prompt that the decode engine's node reads from storage."""
 

@@ -104,10 +104,10 @@ class ProgramMigrator:
         *,
         left_because: str = "",
     ) -> None:
-        """Prepare a replica for a program's next request. Returns when the request may be sent.
+        """Prepare a replica for a program's next request, and wait until the request may be sent.
 
-        ``moved_from``: the former home if the program moves, else ``None``. ``authorization``: for requests
-        to engines. ``riding``: events inside the request. ``left_because``: why the program had to leave.
+        ``moved_from``: the former home if the program moves, else ``None``. ``reason``, ``left_because``: as
+        in ``SendRequest``. ``authorization``: for requests to engines. ``riding``: events inside the request.
         """
         self._stay(key, replica_id)
         # After two moves without a request in between, its KV is still at the first home.

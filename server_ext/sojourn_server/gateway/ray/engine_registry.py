@@ -40,7 +40,8 @@ class EngineRegistry:
     def __init__(self, engines: Mapping[str, list[ReplicaInfo]] | None = None) -> None:
         self._engines = {engine: list(places) for engine, places in (engines or {}).items()}
         self._drains: dict[str, str | None] = {}
-        """Instance of each drained engine, by engine id; ``None``: not registered yet."""
+        """Instance of each drained engine, by engine id; ``None`` for an engine that has not registered
+        yet."""
         self._heard: set[str] = set()
         """Ids of the engines that have registered here; the others come from the checkpoint."""
         self.shown: tuple[ReplicaInfo, ...] = ()

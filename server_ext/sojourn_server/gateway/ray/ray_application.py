@@ -152,7 +152,7 @@ def connect(config: RayConfig, **options: Any) -> None:
 
 
 def needed_cpus(config: RayConfig, *, most: bool = False) -> float:
-    """CPUs that all engines and gateways reserve, at least; with ``most``, at most."""
+    """CPUs that all engines and gateways together reserve: the minimum, or with ``most`` the maximum."""
     engines = sum(
         (one.max if most and one.max is not None else one.min) * one.num_cpus
         for one in (group.engines for group in config.groups)
