@@ -10,6 +10,7 @@ import pytest
 from sojourn.ids import ProgramId
 from sojourn_server.policies.eviction.block_labels import BlockLabel, device_eviction_rank, label_of_tier
 from sojourn_server.policies.eviction.eviction_policies import TypedLabelEviction
+from sojourn_server.policies.placement.placement_plan import LOOKAHEAD
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, NoPlacement, TierMove
 from sojourn_server.policies.placement.placement_views import (
     PlacementTrigger,
@@ -19,7 +20,7 @@ from sojourn_server.policies.placement.placement_views import (
     Tier,
     TierCapacity,
 )
-from sojourn_server.policies.placement.relative_idleness import LOOKAHEAD, RelativeIdlenessPlacement
+from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
 from sojourn_server.policies.policy_views import EvictionCandidateView, EvictionScoreScale
 from sojourn_server.programs.idleness import Idleness, IdlenessPhase
 

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sojourn.ids import ProgramId
+from sojourn_server.policies.placement.placement_plan import has_elapsed
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import (
     PlacementTrigger,
@@ -22,7 +23,7 @@ from sojourn_server.policies.placement.placement_views import (
     Tier,
     TierCapacity,
 )
-from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement, has_elapsed
+from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
 from sojourn_server.programs.idleness import IdlenessTracker
 
 DEVICE, HOST, DISK, WAITING = Tier

@@ -16,9 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..kv_offload.block_file import OffloadError
 from ..kv_offload.block_store import BlockStore
-from ..kv_offload.transfer_thread import TransferThread
 from .load_table import ReadingPeer
 from .peer_transport import (
     ByteStream,
@@ -29,6 +27,7 @@ from .peer_transport import (
     builtin_transports,
     transport_for,
 )
+from .store_threads import StoreThreads
 from .transfer_actions import (
     BlockStoreEnded,
     CloseConnection,
@@ -92,7 +91,6 @@ class TransferManager:
         self.changed = threading.Condition(threading.Lock())
         self._patience_s = limits.patience_s
         self._max_payload_bytes = max(limits.chunk_bytes, self.core.ctx.memory.layer_bytes, MIN_PAYLOAD_BYTES)
-        self._store = store
         self._on_stored = on_stored
         self._clock = clock
         self._transports = dict(builtin_transports() if transports is None else transports)
@@ -106,9 +104,12 @@ class TransferManager:
         self._numbers = 0
         self._listeners: list[TransportListener] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._readers = [TransferThread(f"kv-read-{index}") for index in range(limits.read_width)]
-        self._idle_readers = list(self._readers)
-        self._writer = TransferThread("kv-write")
+        self._store_threads = StoreThreads(
+            store,
+            limits.read_width,
+            read_done=lambda item, why: self.do(self.core.read_done, item, why),
+            write_done=lambda item, outcome: self.do(self.core.write_done, item, outcome),
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over: asyncio.Event | None = None
         self._started = threading.Event()
@@ -118,7 +119,7 @@ class TransferManager:
         self._thread.start()
         self._started.wait(START_TIMEOUT_S)
         if self._failed is not None or not self._started.is_set():
-            self._close_lanes()
+            self._store_threads.close()
             raise self._failed or TimeoutError("the transfer manager has not started")
 
     def __enter__(self) -> TransferManager:
@@ -208,7 +209,7 @@ class TransferManager:
         with contextlib.suppress(RuntimeError):  # its loop has ended by itself
             self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(timeout_s)
-        return self._close_lanes() and not self._thread.is_alive()
+        return self._store_threads.close() and not self._thread.is_alive()
 
     # -- for handles ----------------------------------------------------------------
 
@@ -261,9 +262,9 @@ class TransferManager:
                     del self._handles[_event_target(event)]
         for action in self.core.take_actions():
             if isinstance(action, ReadBlock):  # directly to a store thread, not through the loop
-                self._give_read(action)
+                self._store_threads.read(action)
             elif isinstance(action, WriteBlock):
-                self._give_write(action)
+                self._store_threads.write(action)
             else:
                 self._actions.append(action)
         if len(self.core.peers.refusals) > len(self._refusals_logged):
@@ -365,42 +366,6 @@ class TransferManager:
     def _tick(self) -> None:
         self._timer = None
         self.do(self.core.tick)
-
-    # -- storage ----------------------------------------------------------------------
-
-    def _give_read(self, action: ReadBlock) -> None:
-        lane = self._idle_readers.pop()  # the link's width is the number of readers
-        lane.submit(lambda: self._read(lane, action))
-
-    def _give_write(self, action: WriteBlock) -> None:
-        self._writer.submit(lambda: self._write(action.item, action.key, action.parent, action.content))
-
-    def _read(self, lane: TransferThread, action: ReadBlock) -> int:
-        why: str | None = None
-        try:
-            self._store.get_into(action.key, action.into)
-        except OffloadError as error:
-            why = str(error)
-        except Exception as error:  # the core needs an answer whatever a store raises
-            why = f"{type(error).__name__}: {error}"
-        with self.changed:
-            self._idle_readers.append(lane)
-        self.do(self.core.read_done, action.item, why)
-        return sum(part.nbytes for part in action.into)
-
-    def _write(self, item: int, key: bytes, parent: bytes, content: Sequence[memoryview]) -> int:
-        try:
-            outcome = self._store.put(key, content, parent=parent).value
-        except Exception:
-            outcome = "failed"
-        self.do(self.core.write_done, item, outcome)
-        return sum(part.nbytes for part in content)
-
-    def _close_lanes(self) -> bool:
-        lanes = [*self._readers, self._writer]
-        for lane in lanes:
-            lane.close()
-        return not any(lane.is_alive for lane in lanes)
 
     # -- connections ------------------------------------------------------------------
 

@@ -117,7 +117,8 @@ PATH_OUTCOMES = frozenset(
     | {"write_stored", "write_already", "write_full", "write_disk_full", "write_failed", "write_stalled"}
     | {"writes_refused", "leases_expired", "stalls", "refused", "stale", "too_large", "errors"}
 )
-"""Results of loads, pushes, contexts and blocks between engines (``docs/kv-transfer.md``)."""
+"""Results of loads, pushes, contexts and blocks between engines (``docs/kv-transfer.md``). ``leases_expired``
+counts leases on transfer buffers; leases of programs are in other metrics."""
 PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
 TURN_OUTCOMES = frozenset({"stopped", "length", "aborted", "error"})
 PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
@@ -249,7 +250,8 @@ _ALL = (
     _gauge("sojourn_path_slots", "Full Blocks in this engine's buffers, by state.", state=SLOT_STATES),
     _counter(
         "sojourn_path_outcomes_total",
-        "Loads, pushes, contexts and blocks between engines and storage, by result.",
+        "Loads, pushes, contexts and blocks between engines and storage, by result; leases_expired: leases on "
+        "transfer buffers.",
         what=PATH_OUTCOMES,
     ),
     _counter(
