@@ -250,8 +250,8 @@ _ALL = (
     _gauge("sojourn_path_slots", "Full Blocks in this engine's buffers, by state.", state=SLOT_STATES),
     _counter(
         "sojourn_path_outcomes_total",
-        "Loads, pushes, contexts and blocks between engines and storage, by result; leases_expired: leases on "
-        "transfer buffers.",
+        "Loads, pushes, contexts and blocks between engines and storage, by result; leases_expired: leases "
+        "on transfer buffers.",
         what=PATH_OUTCOMES,
     ),
     _counter(
