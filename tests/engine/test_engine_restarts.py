@@ -1,7 +1,7 @@
 """Engines and gateways that are stopped, killed and restarted under load: no client waits without end.
 
-Streams held over a restart end with an error or with their whole answer, every count of requests comes back,
-and an agent with the SDK goes on.
+Streams held over a restart end with their whole answer or an error, every count of requests comes back, and
+an agent with the SDK goes on. One engine, which keeps its port.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Any
 
 import httpx
 import pytest
+import sojourn
 from engine_tools import SMALL_SERVER
+from gateway_process import GatewayProcess
 from sojourn_server.launch.engine_server import EngineServer
 from waiting import wait_until
 
@@ -27,30 +30,70 @@ FLAGS = ("--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-ove
 STREAMS = 6
 ENDS_WITHIN_S = 45.0
 """Longest time from a server's end to the end of each stream from it, beside other work."""
+WHOLE_WITHIN_S = 120.0
+"""The same for streams that are written to their end, by an engine beside other work."""
+CALL_WITHIN_S = 5.0
+"""Longest call of the SDK, beside other work; a call that waited for the server would take a minute."""
 STREAM = {
     "model": "tiny", "prompt": list(range(1000, 1100)), "max_tokens": 1900, "ignore_eos": True,
     "stream": True,
 }  # fmt: skip
 
 
+class Engine:
+    """A server that is started again at its port."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lives: list[EngineServer] = []
+
+    @property
+    def server(self) -> EngineServer:
+        """Started where it does not run."""
+        if not self._lives or self._lives[-1].pid is None:
+            port = self._lives[0].port if self._lives else 0
+            log = self._folder / f"{len(self._lives)}.log"
+            server = EngineServer("tiny", serve_args=FLAGS, env=SMALL_SERVER, log_path=log, port=port)
+            self._lives.append(server)
+            server.start()
+        return self._lives[-1]
+
+    def send(self, number: signal.Signals) -> None:
+        """SIGTERM goes to the API server, as from a supervisor; SIGKILL to all processes."""
+        assert self.server.pid is not None
+        if number is signal.SIGKILL:
+            os.killpg(os.getpgid(self.server.pid), number)
+        else:
+            os.kill(self.server.pid, number)
+
+    def wait_for_end(self) -> None:
+        """Wait until its process has ended by itself."""
+        pid = self.server.pid
+        assert pid is not None
+        wait_until(lambda: ended(pid), lambda: self._lives[-1].log_tail(), ENDS_WITHIN_S)
+        self.stop()
+
+    def stop(self) -> None:
+        for server in self._lives:
+            server.stop()
+
+
 class Holder(threading.Thread):
     """A client that holds a stream, and how the stream ended."""
 
-    def __init__(self, url: str, **more: Any) -> None:
+    def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
         self.parts = 0
         self.end: str | None = None
         """``whole``, ``error`` (inside the stream, or the connection's), or ``cut`` (neither)."""
         self._url = url
-        self._body = {**STREAM, **more}
         self.start()
 
     def run(self) -> None:
         end = "cut"
         try:
-            timeout = httpx.Timeout(300.0)
             with httpx.stream(
-                "POST", f"{self._url}/v1/completions", json=self._body, timeout=timeout, trust_env=False
+                "POST", f"{self._url}/v1/completions", json=STREAM, timeout=300.0, trust_env=False
             ) as answer:
                 if answer.status_code != 200:
                     end = "error"
@@ -67,17 +110,64 @@ class Holder(threading.Thread):
             self.end = end
 
 
-def hold_streams(url: str, **more: Any) -> list[Holder]:
+class Agent(threading.Thread):
+    """An agent with the SDK: turns with tools between them, whatever its server does."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.longest_call_s = 0.0
+        self.answered = self.failed = 0
+        self.failure: BaseException | None = None
+        self._url, self._go_on = url, True
+        self.start()
+
+    def stop(self) -> None:
+        self._go_on = False
+        self.join(60)
+        assert not self.is_alive(), "the agent hangs"
+        assert self.failure is None, repr(self.failure)
+
+    def run(self) -> None:
+        try:
+            with sojourn.program("survivor"), httpx.Client(base_url=self._url, trust_env=False) as http:
+                while self._go_on:
+                    self._take_turn(http)
+        except BaseException as error:
+            self.failure = error
+
+    def _take_turn(self, http: httpx.Client) -> None:
+        fields, headers = self._timed(sojourn.request_parts)
+        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, **fields}
+        try:
+            http.post("/v1/completions", json=body, headers=headers, timeout=60.0).raise_for_status()
+            self.answered += 1
+        except httpx.HTTPError:
+            self.failed += 1
+        call = sojourn.tool_call("bash")
+        self._timed(call.__enter__)
+        time.sleep(0.05)
+        self._timed(lambda: call.__exit__(None, None, None))
+        self._timed(lambda: sojourn.flush(0.1))
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        begin = time.monotonic()
+        try:
+            return call()
+        finally:
+            self.longest_call_s = max(self.longest_call_s, time.monotonic() - begin)
+
+
+def hold_streams(url: str) -> list[Holder]:
     """Streams of which each has begun."""
-    held = [Holder(url, **more) for _ in range(STREAMS)]
+    held = [Holder(url) for _ in range(STREAMS)]
     wait_until(lambda: all(one.parts > 2 for one in held), lambda: [one.parts for one in held], 60.0)
     return held
 
 
-def assert_ended(held: list[Holder]) -> None:
-    """Each stream ended within its time, with its whole answer or an error."""
-    wait_until(lambda: all(one.end for one in held), lambda: [one.end for one in held], ENDS_WITHIN_S)
-    assert {one.end for one in held} <= {"whole", "error"}
+def assert_ended(held: list[Holder], *allowed: str, within_s: float = ENDS_WITHIN_S) -> None:
+    """Each stream ended in one of these ways, within its time."""
+    wait_until(lambda: all(one.end for one in held), lambda: [one.end for one in held], within_s)
+    assert {one.end for one in held} <= set(allowed)
 
 
 def ended(pid: int) -> bool:
@@ -87,32 +177,113 @@ def ended(pid: int) -> bool:
     return True
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., EngineServer]]:
-    """Start engines that are ended with the test."""
-    started: list[EngineServer] = []
-
-    def one(port: int = 0) -> EngineServer:
-        log = tmp_path / f"engine-{len(started)}.log"
-        server = EngineServer("tiny", serve_args=FLAGS, env=SMALL_SERVER, log_path=log, port=port)
-        started.append(server)
-        return server.start()
-
-    yield one
-    for server in started:
-        server.stop()
+def stats(url: str) -> Any:
+    return httpx.get(f"{url}/sojourn/v1/stats", timeout=30, trust_env=False).json()
 
 
-def test_streams_of_an_engine_that_gets_sigterm_end_and_so_does_the_engine(
-    start: Callable[..., EngineServer],
+def assert_nothing_runs(url: str) -> None:
+    """Requests, leases and blocks of an engine are back."""
+
+    def left() -> dict[str, int]:
+        told = stats(url)
+        pool = told["pool"]
+        return {
+            "requests": told["requests"],
+            "running": pool["running"],
+            "blocks": pool["total"] - pool["cached"] - pool["free"] - pool["leased"],
+        }
+
+    wait_until(lambda: not any(left().values()), left)
+
+
+def in_flight(gateway: GatewayProcess) -> int:
+    replicas = httpx.get(f"{gateway.url}/sojourn/v1/replicas", timeout=30, trust_env=False).json()["replicas"]
+    return sum(one["in_flight"] + one["queued"] for one in replicas)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    made = Engine(tmp_path_factory.mktemp("engine"))
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+def test_clients_of_an_engine_that_is_ended_do_not_sit_silent_and_agents_go_on(
+    engine: Engine, how: signal.Signals
 ) -> None:
-    """vLLM alone left them silent for as long as they cared to wait. Two more connections are idle."""
-    server = start()
-    with socket.create_connection(("127.0.0.1", server.port)), httpx.Client(trust_env=False) as idle:
-        assert idle.get(f"{server.url}/health").status_code == 200
-        held = hold_streams(server.url)
-        assert server.pid is not None
-        os.kill(server.pid, signal.SIGTERM)
-        assert_ended(held)
-        pid = server.pid
-        wait_until(lambda: ended(pid), lambda: server.log_tail(), ENDS_WITHIN_S)
+    """After SIGTERM vLLM alone left streams silent for as long as their clients cared to wait, and ran on.
+    Two more connections are idle."""
+    url = engine.server.url
+    sojourn.init(url, probe_timeout_s=10.0, instrument=False, history=False)
+    agent = Agent(url)
+    try:
+        with (
+            socket.create_connection(("127.0.0.1", engine.server.port)),
+            httpx.Client(trust_env=False) as idle,
+        ):
+            assert idle.get(f"{url}/health").status_code == 200
+            held = hold_streams(url)
+            wait_until(lambda: agent.answered > 2, lambda: agent.failed)
+            engine.send(how)
+            assert_ended(held, "whole", "error")
+            engine.wait_for_end()
+        failed = agent.failed
+        wait_until(lambda: agent.failed > failed + 3, lambda: agent.failed)
+        assert engine.server.url == url
+        answered, applied = agent.answered, sojourn.stats()["outcome_applied"]
+        wait_until(lambda: agent.answered > answered + 3, lambda: agent.answered)
+        # The SDK pauses after failures, for half a minute at most.
+        wait_until(lambda: sojourn.stats()["outcome_applied"] > applied + 3, sojourn.stats, 90.0)
+        agent.stop()
+        assert agent.longest_call_s < CALL_WITHIN_S
+        assert_nothing_runs(url)
+    finally:
+        agent._go_on = False
+        sojourn.shutdown()
+
+
+def test_a_gateway_that_gets_sigterm_finishes_its_streams(engine: Engine, tmp_path: Path) -> None:
+    with GatewayProcess([engine.server.url], tmp_path / "gateway.log") as gateway:
+        held = hold_streams(gateway.url)
+        begin = time.monotonic()
+        os.kill(gateway.pid, signal.SIGTERM)
+        with pytest.raises(httpx.TransportError):
+            wait_until(lambda: httpx.get(f"{gateway.url}/health", trust_env=False).status_code != 200)
+        assert_ended(held, "whole", "error", within_s=WHOLE_WITHIN_S)
+        if time.monotonic() - begin < 55:  # it gives streams a minute
+            assert {one.end for one in held} == {"whole"}
+        pid = gateway.pid
+        wait_until(lambda: ended(pid), within_s=75.0)
+    assert_nothing_runs(engine.server.url)
+
+
+def test_a_gateway_that_is_killed_ends_its_streams_and_leaves_nothing_running(
+    engine: Engine, tmp_path: Path
+) -> None:
+    with GatewayProcess([engine.server.url], tmp_path / "gateway.log") as gateway:
+        held = hold_streams(gateway.url)
+        os.kill(gateway.pid, signal.SIGKILL)
+        assert_ended(held, "error")
+    assert_nothing_runs(engine.server.url)
+    with GatewayProcess([engine.server.url], tmp_path / "later.log") as gateway:
+        body = {"model": "tiny", "prompt": "again", "max_tokens": 2}
+        answer = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=60, trust_env=False)
+        assert answer.status_code == 200
+
+
+def test_streams_through_a_gateway_end_with_their_engine_and_the_next_ones_wait_for_it(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """With SIGTERM; ``test_engine_gateway.py`` kills an engine of two."""
+    with GatewayProcess([engine.server.url], tmp_path / "gateway.log") as gateway:
+        held = hold_streams(gateway.url)
+        engine.send(signal.SIGTERM)
+        assert_ended(held, "whole", "error")
+        engine.wait_for_end()
+        # It comes while there is no engine, and is answered by the next one.
+        waiting = Holder(gateway.url)
+        assert engine.server.pid is not None
+        assert_ended([waiting], "whole", within_s=WHOLE_WITHIN_S)
+        wait_until(lambda: in_flight(gateway) == 0, lambda: in_flight(gateway))
+    assert_nothing_runs(engine.server.url)

@@ -31,6 +31,8 @@ class FakeEngine:
         self.dead_core = False
         self.cut_after: int | None = None
         """Events after which a stream breaks off."""
+        self.hang_after: int | None = None
+        """Events after which a stream stays silent."""
         self.break_before_first_byte = 0
         """Requests whose connection closes before any answer."""
         self.hold: asyncio.Event | None = None
@@ -235,6 +237,8 @@ class FakeEngine:
             yield b"data: [DONE]\n\n"
             return
         for number in range(5):
+            if number == self.hang_after:
+                await asyncio.sleep(3600)
             if self.cut_after is not None and number == self.cut_after:
                 # Half an event, and then nothing.
                 yield b'data: {"half'

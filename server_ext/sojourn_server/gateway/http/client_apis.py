@@ -75,8 +75,9 @@ GATEWAY_ERROR_CODES = (
 )
 """Error codes of requests that are rejected before they reach the core."""
 GATEWAY_FAILED = "gateway_failed"
+GATEWAY_STOPPING = "gateway_stopping"
 REPLICA_LOST = "replica_lost"
-LATE_ERROR_CODES = (GATEWAY_FAILED, REPLICA_LOST)
+LATE_ERROR_CODES = (GATEWAY_FAILED, GATEWAY_STOPPING, REPLICA_LOST)
 """Error codes of requests that the gateway rejects after they reached the core."""
 
 AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]

@@ -23,6 +23,7 @@ from ...routing.routing_events import RequestFinished, SendRequestToPair
 from . import proxy_headers
 from .client_apis import (
     GATEWAY_FAILED,
+    GATEWAY_STOPPING,
     REPLICA_LOST,
     AsgiSend,
     ClientApi,
@@ -53,6 +54,8 @@ LARGE_BODY_BYTES = 1 << 20
 """Larger bodies are processed in a thread, so that other requests do not wait."""
 SILENT_ENGINE_S = 5.0
 """If a replica counts as dead, its answer is given up after this silence."""
+STOPPING_RETRY_S = 5.0
+"""When a client should come back to a gateway that stops: a restart takes a few seconds."""
 MAX_RESPONSE_IDS = 100_000
 """Maximum number of remembered answers that a conversation may continue by id."""
 SESSION = proxy_headers.SESSION.lower().encode()
@@ -157,6 +160,8 @@ class ProxyRequest:
         """Whether the answer is complete."""
         self.has_begun = False
         """Whether the client has received something."""
+        self._is_streaming = False
+        """Whether the client reads a stream that has not ended."""
         self._sent_to: str | None = None
         self._is_of_pair = False
         """Whether the request was sent to a prefill and a decode engine."""
@@ -196,6 +201,9 @@ class ProxyRequest:
             pass
         except OSError:
             pass  # the client disconnected: the server raises this on write
+        except asyncio.CancelledError:
+            # The server stops, and the time that it grants running requests has passed. The task ends here.
+            await self._end_with_gateway()
         finally:
             # After a newer decision the answering replica is not the core's: it ended wherever it is.
             where = (
@@ -206,6 +214,17 @@ class ProxyRequest:
         if self._program_id is not None and self.question.is_last and self._is_answered:
             self._shared.forwarder.forget((self._tenant, self._program_id))
             routing_backend.tell(routing_events.ProgramEnded(self._program_id, self._tenant))
+
+    async def _end_with_gateway(self) -> None:
+        message = "the gateway stops; send the request again"
+        if not self.has_begun:
+            refused = RequestRejected(503, GATEWAY_STOPPING, message, STOPPING_RETRY_S)
+            await self._shared.refuse(self._to_client, self._api, refused)
+        elif self._is_streaming:
+            self._shared.metrics.cut()
+            event = error_event(self._api, GATEWAY_STOPPING, message)
+            with contextlib.suppress(OSError):
+                await self._to_client({"type": "http.response.body", "body": event})
 
     def _ended(self, where: str | None) -> routing_events.RequestFinished:
         name, written, answered = (
@@ -394,7 +413,9 @@ class ProxyRequest:
             )
             is_whole = True
             if answer.is_stream:
+                self._is_streaming = True
                 is_whole = await self._pass_stream(answer, replica_id)
+                self._is_streaming = False
             else:
                 await self._to_client({"type": "http.response.body", "body": answer.first})
             self._is_answered = self._is_given_answer and is_whole
