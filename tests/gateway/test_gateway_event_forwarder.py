@@ -255,7 +255,7 @@ class _Late:
 
     def left(self, fake: FakeEngine, home: FakeEngine | None) -> None:
         self.home = home.name if home is not None else None
-        self.migrator.left(routing_events.ReleaseProgramKv("p", fake.name, "default"))
+        self.migrator.release(routing_events.ReleaseProgramKv("p", fake.name, "default"))
 
 
 async def test_a_program_that_is_back_is_not_ended_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ async def test_a_home_that_died_meanwhile_does_not_end_a_program_where_it_goes_b
         one = late.migrator._leaving[late.key][0]
         await until(lambda: one.times >= 2)
         late.home = fakes[0].name
-        await late.migrator.goes(late.key, fakes[0].name, None, "moved", None)
+        await late.migrator.prepare(late.key, fakes[0].name, None, "moved", None)
         assert not late.migrator._leaving
         assert fakes[0].of("p") == []
 
@@ -291,13 +291,13 @@ async def test_an_old_replica_keeps_kv_while_a_request_waits_to_go_on(
     monkeypatch.setattr(program_migrator, "RELEASE_DELAY_S", 0.02)
     async with engines(2, shared_disk=True) as fakes, world(fakes) as it:
         late = _Late(it, monkeypatch)
-        with late.migrator.waits(late.key):
+        with late.migrator.while_waiting(late.key):
             late.left(fakes[0], fakes[1])
             one = late.migrator._leaving[late.key][0]
             await until(lambda: one.times >= 3)
             assert fakes[0].of("p") == []
         # It went to its second home only after the first was gone: the KV is where it was before both.
-        await late.migrator.goes(late.key, fakes[1].name, None, "lost", None)
+        await late.migrator.prepare(late.key, fakes[1].name, None, "lost", None)
         assert fakes[0].persisted == ["p"]
         await until(lambda: fakes[0].of("p") == ["program_end"])
 
@@ -416,7 +416,7 @@ async def test_the_gateways_events_arrive_in_order_at_a_slow_engine() -> None:
         return [EventOutcome(outcome=Outcome.APPLIED)] * len(batch.events)
 
     speaker = OrderedSender("http://e", "g", post)
-    said = [speaker.say([msgspec.Raw(b"%d" % number)], None) for number in range(5)]
+    said = [speaker.send([msgspec.Raw(b"%d" % number)], None) for number in range(5)]
     for _ in range(5):
         await asyncio.sleep(0)
     assert heard == []
@@ -435,6 +435,6 @@ async def test_an_engine_that_does_not_listen_is_not_talked_to_for_ever() -> Non
         now[0] += 6.0
 
     speaker = OrderedSender("http://e", "g", post, lambda: now[0])
-    said = [speaker.say([msgspec.Raw(b"1")], None) for _ in range(50)]
+    said = [speaker.send([msgspec.Raw(b"1")], None) for _ in range(50)]
     assert await asyncio.gather(*said) == [False] * 50
     assert len(asked) == 2

@@ -181,8 +181,8 @@ def test_a_repeated_line_is_logged_at_intervals_with_its_count(caplog: Any, exc_
         try:
             raise KeyError("x")
         except KeyError:
-            seldom.say(logging.ERROR, "it failed at %d", at, exc_info=exc_info)
-        seldom.say(logging.ERROR, "something else")
+            seldom.log(logging.ERROR, "it failed at %d", at, exc_info=exc_info)
+        seldom.log(logging.ERROR, "something else")
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("it")]
     more = " (9 more since the last one)"
     assert lines == ["it failed at 0", f"it failed at 10{more}", f"it failed at 20{more}"]

@@ -82,7 +82,9 @@ class EventForwarder:
 
     # -- events from clients -----------------------------------------------------------
 
-    async def came(self, batch: EventBatch, tenant: str, authorization: str | None) -> list[EventOutcome]:
+    async def forward_batch(
+        self, batch: EventBatch, tenant: str, authorization: str | None
+    ) -> list[EventOutcome]:
         """Forward a batch from a client, after recording its events; returns one outcome per event, in
         order."""
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
@@ -157,24 +159,26 @@ class EventForwarder:
 
     def forward(self, batch: EventBatch, tenant: str, authorization: str | None) -> None:
         """Forward events found in a request that goes to another replica than their program's home."""
-        task = asyncio.ensure_future(self.came(batch, tenant, authorization))
+        task = asyncio.ensure_future(self.forward_batch(batch, tenant, authorization))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     # -- events of the gateway ---------------------------------------------------------
 
-    async def before(self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()) -> None:
+    async def replay_before_request(
+        self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()
+    ) -> None:
         """Before a request goes to a replica, send the replica the events that it lacks, and wait a while for
         its answer. ``riding``: events that the request itself carries."""
         telling = self._catch_up(key, replica_id, riding)
         if telling is not None:
             await asyncio.wait({telling}, timeout=REPLAY_WAIT_S)
 
-    def settled(self, key: Key, replica_id: str) -> None:
+    def replay_to_home(self, key: Key, replica_id: str) -> None:
         """A program has a new home: send that replica the program's start, graph and running tools."""
         self._catch_up(key, replica_id)
 
-    def left(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
+    def release(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
         """Tell the replica that a program has left to release the program. ``authorization``: that of the
         program's last request."""
         event = {"type": "program_end", "program_id": left.program_id, "status": "cancelled"}
@@ -185,7 +189,7 @@ class EventForwarder:
                 record.has_unsent()
         address = self._replicas.get(left.replica_id)
         if address is not None:
-            self._sender_for(address.url).say([self._numbered(left.tenant, event)], authorization)
+            self._sender_for(address.url).send([self._numbered(left.tenant, event)], authorization)
 
     def forget(self, key: Key) -> None:
         """Drop the records of a program that ended."""
@@ -248,7 +252,7 @@ class EventForwarder:
             return None
         if self._clock() < record.again_s:
             return None
-        said = self._sender_for(address.url).say(
+        said = self._sender_for(address.url).send(
             [self._aged(key[0], one) for one in kept], record.authorization
         )
         record.telling = (place, said)
@@ -335,7 +339,7 @@ class EventForwarder:
     ) -> None:
         sender = self._senders.get(url)
         if sender is not None:
-            await sender.silence()  # earlier events of these programs arrive first
+            await sender.wait_until_sent()  # earlier events of these programs arrive first
         events = [self._renamed(tenant, raw) for _, _, raw in to.events]
         onwards = EventBatch(v=batch.v, emitter=batch.emitter, events=events, dropped=batch.dropped)
         answered = await post_all(self._post, url, onwards, authorization)

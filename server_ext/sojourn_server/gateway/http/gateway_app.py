@@ -290,7 +290,7 @@ class Gateway:
             batch = decode_batch(body)
         except WireError as error:
             raise ApiError(400, str(error), f"{PREFIX}/capabilities lists what is understood") from None
-        outcomes = await self.forwarder.came(batch, self._tenant(request), self._shown(request))
+        outcomes = await self.forwarder.forward_batch(batch, self._tenant(request), self._shown(request))
         return Response(encode(OutcomeBatch(outcomes=outcomes)), media_type="application/json")
 
     async def _capabilities(self, request: Request) -> Response:
@@ -438,7 +438,7 @@ class Gateway:
 
     def _told(self, told: ControlAction) -> None:
         if isinstance(told, routing_events.ReleaseProgramKv):
-            self._migrator.left(told)
+            self._migrator.release(told)
         elif self.monitor is not None:
             self.monitor.probe(told)
 

@@ -88,7 +88,7 @@ class OrderedSender:
         """Whether the queue is empty."""
         return self._task is None
 
-    def say(self, events: list[msgspec.Raw], authorization: str | None) -> asyncio.Future[bool]:
+    def send(self, events: list[msgspec.Raw], authorization: str | None) -> asyncio.Future[bool]:
         """Queue events for sending. The returned future tells whether the engine accepted them."""
         said: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if len(self._queue) >= MAX_QUEUED_EVENTS:
@@ -100,7 +100,7 @@ class OrderedSender:
             self._task = asyncio.ensure_future(self._run())
         return said
 
-    async def silence(self) -> None:
+    async def wait_until_sent(self) -> None:
         """Wait until all queued events were sent, or until the engine accepts no events."""
         if self._last is not None and not self._last.done():
             await asyncio.wait({self._last}, timeout=ANSWER_TIMEOUT_S)

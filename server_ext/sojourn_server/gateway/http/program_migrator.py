@@ -82,7 +82,7 @@ class ProgramMigrator:
         forwarder.description_of = description_of
 
     @contextlib.contextmanager
-    def waits(self, key: Key) -> Iterator[None]:
+    def while_waiting(self, key: Key) -> Iterator[None]:
         """During the block a request of the program waits for its replica: keep the program's KV at its old
         replicas."""
         self._waiting[key] += 1
@@ -93,7 +93,7 @@ class ProgramMigrator:
             if not self._waiting[key]:
                 del self._waiting[key]
 
-    async def goes(
+    async def prepare(
         self,
         key: Key,
         replica_id: str,
@@ -114,7 +114,7 @@ class ProgramMigrator:
         leaving = self._leaving.get(key)
         moved_from = leaving[0].left.replica_id if leaving else moved_from
         try:
-            telling = self._forwarder.before(key, replica_id, riding)
+            telling = self._forwarder.replay_before_request(key, replica_id, riding)
             if moved_from is None or moved_from == replica_id:
                 await telling
             else:
@@ -141,7 +141,7 @@ class ProgramMigrator:
         kv = "shared" if stored else "recomputed"
         self._metrics.moved(key[0], key[1], moved_from, moved_to, reason, kv, waited_s, left_because)
 
-    def left(self, left: routing_events.ReleaseProgramKv) -> None:
+    def release(self, left: routing_events.ReleaseProgramKv) -> None:
         """Release a program's KV at the replica that the program has left, once the KV that moves along is
         written."""
         key = (left.tenant, left.program_id)
@@ -175,7 +175,7 @@ class ProgramMigrator:
         old, home = self._replicas.get(one.left.replica_id), self._replicas.get(home_id)
         if old is not None and home is not None and old.url == home.url:
             return  # all ranks of an engine get the same message
-        self._forwarder.left(one.left, authorization)
+        self._forwarder.release(one.left, authorization)
 
     def _stay(self, key: Key, replica_id: str) -> None:
         """Cancel a release: the program has returned to that replica."""

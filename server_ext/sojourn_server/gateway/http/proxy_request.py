@@ -260,7 +260,7 @@ class ProxyRequest:
     def _waits(self) -> contextlib.AbstractContextManager[None]:
         if self._program_id is None:
             return contextlib.nullcontext()
-        return self._shared.migrator.waits((self._tenant, self._program_id))
+        return self._shared.migrator.while_waiting((self._tenant, self._program_id))
 
     async def _at(self, decision: routing_events.SendRequest) -> bool:
         """Get the answer from the chosen replica. Returns False if that failed and another replica will be
@@ -276,7 +276,7 @@ class ProxyRequest:
             self._scope["headers"], key=shared.engine_key, rank=address.rank, session=self._session_header
         )
         if self._program_id is not None:
-            await shared.migrator.goes(
+            await shared.migrator.prepare(
                 (self._tenant, self._program_id),
                 decision.replica_id,
                 decision.moved_from,

@@ -32,7 +32,7 @@ class RateLimitedLog:
         self._said_s: dict[str, float] = {}
         self._unsaid: dict[str, int] = {}
 
-    def say(self, level: int, message: str, *arguments: object, exc_info: bool = False) -> None:
+    def log(self, level: int, message: str, *arguments: object, exc_info: bool = False) -> None:
         """Log a message at a level of ``logging``. ``exc_info``: with the current exception."""
         now = self._clock()
         if now - self._said_s.get(message, -math.inf) < self._every_s:

@@ -242,7 +242,7 @@ def take_event(
         return core.take(event, now)
     except Exception:
         what = type(event).__name__
-        log.say(logging.ERROR, f"the routing core failed at {what}; please report this", exc_info=True)
+        log.log(logging.ERROR, f"the routing core failed at {what}; please report this", exc_info=True)
     if not isinstance(event, (routing_events.RequestReceived, routing_events.RequestFailed)):
         return []
     message = "the gateway failed; see its log"

@@ -284,7 +284,7 @@ class CoordinatedRoutingBackend:
                 encode_message(event)
             except MessageEncodingError as error:
                 what = type(event).__name__
-                self._rate_limited_log.say(logging.ERROR, f"{what} cannot be encoded as it is: %s", error)
+                self._rate_limited_log.log(logging.ERROR, f"{what} cannot be encoded as it is: %s", error)
                 if isinstance(event, routing_events.RequestFinished):
                     found.append(
                         routing_events.RequestFinished(event.request_id, 0, event.replica_id, event.answered)
@@ -307,7 +307,7 @@ class CoordinatedRoutingBackend:
         except CoordinatorUnavailable:
             pass
         except Exception:
-            self._rate_limited_log.say(logging.ERROR, UNEXPECTED_RESPONSE, exc_info=True)
+            self._rate_limited_log.log(logging.ERROR, UNEXPECTED_RESPONSE, exc_info=True)
         if tell.join == self._join_number:
             self._mark_disconnected()
 
@@ -331,7 +331,7 @@ class CoordinatedRoutingBackend:
                 except CoordinatorUnavailable:
                     self._mark_disconnected()
                 except Exception:
-                    self._rate_limited_log.say(logging.ERROR, UNEXPECTED_RESPONSE, exc_info=True)
+                    self._rate_limited_log.log(logging.ERROR, UNEXPECTED_RESPONSE, exc_info=True)
                     self._mark_disconnected()
                 if not self.joined:
                     await asyncio.sleep(RETRY_S)
@@ -360,7 +360,7 @@ class CoordinatedRoutingBackend:
         self.epoch, self.joined = answer.epoch, True
         self._last_mail_number = self._number = 0
         self._unavailable_since_s = None
-        self._rate_limited_log.say(
+        self._rate_limited_log.log(
             logging.INFO, "gateway %s has joined coordinator %d", self.gateway_id, self.epoch
         )
         # Changes while the join was on its way.
@@ -398,7 +398,7 @@ class CoordinatedRoutingBackend:
     def _mark_disconnected(self) -> None:
         """Record that this gateway has to join again."""
         if self.joined:
-            self._rate_limited_log.say(logging.WARNING, "the coordinator is away; known homes go on")
+            self._rate_limited_log.log(logging.WARNING, "the coordinator is away; known homes go on")
         self.joined = False
         # Their results are useless, and calls to the next coordinator would wait for them.
         for task in self._sends - {asyncio.current_task()}:

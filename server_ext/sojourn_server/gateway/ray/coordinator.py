@@ -451,7 +451,7 @@ class Coordinator:
                 try:
                     self.tick()
                 except Exception:
-                    self._rate_limited_log.say(
+                    self._rate_limited_log.log(
                         logging.ERROR, "a tick failed; please report this", exc_info=True
                     )
         finally:

@@ -142,6 +142,6 @@ class CheckpointWriter:
                     self._written = changes
             except Exception:
                 # A value that cannot be written, such as a number beyond 64 bits, may be gone by then.
-                self._rate_limited_log.say(
+                self._rate_limited_log.log(
                     logging.ERROR, "no checkpoint can be made; please report this", exc_info=True
                 )

@@ -247,7 +247,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
     gateway = Gateway(routing_backend, replicas, load_tenants(config), options, metrics)
     gateway.monitor = RayEngineMonitor(routing_backend, gateway.session, options.engine_key)
     # Another gateway sent the program there; its events at this gateway follow.
-    routing_backend.on_affinity_change = lambda key, home: gateway.forwarder.settled(key, home[0])
+    routing_backend.on_affinity_change = lambda key, home: gateway.forwarder.replay_to_home(key, home[0])
 
     def beside() -> list[Awaitable[Any]]:
         running: list[Awaitable[Any]] = [routing_backend.run()]
