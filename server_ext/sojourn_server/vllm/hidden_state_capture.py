@@ -158,7 +158,7 @@ class _AsyncOutputWithRows(AsyncModelRunnerOutput):
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
         """Since vLLM 0.33: what the connector reported, asked for if ``get_output`` fails."""
-        return self._output.get_kv_connector_output()  # type: ignore[attr-defined, no-any-return]
+        return self._output.get_kv_connector_output()
 
 
 def _attach_rows(output: Any, capture: HiddenStateCapture) -> Any:
