@@ -70,6 +70,11 @@ class Life:
         begin, end = (line.slope * at + line.intercept for at in (times[0], times[-1]))
         return sizes[-1] / sizes[0] - 1, end / begin - 1
 
+    def late_growth(self, settle_min: float) -> tuple[float, float] | None:
+        """The same for the second half of the time after ``settle_min``. Bounded tables fill up in the first;
+        a leak goes on."""
+        return self.growth((settle_min + self.minutes[-1]) / 2) if self.minutes else None
+
 
 @dataclass
 class Record:
@@ -99,12 +104,12 @@ class Record:
 
     def verdict(self) -> dict[str, Any]:
         """What leaked, what grew, and whether that is what was promised."""
-        judged = [life for life in self.lives.values() if life.growth(self.settle_min) is not None]
-        growth = {
-            f"{life.server}, {life.role}": max(life.growth(self.settle_min) or (0.0,)) for life in judged
-        }
+        growths = [life.growth(self.settle_min) for life in self.lives.values()]
+        late = [life.late_growth(self.settle_min) for life in self.lives.values()]
         left = [problem for one in self.rounds for problem in one["left"]]
-        most = max(growth.values(), default=None)
+        most, most_late = (
+            max((max(pair) for pair in pairs if pair is not None), default=None) for pairs in (growths, late)
+        )
         flat = most is None or most <= MOST_GROWTH
         return {
             "rounds": len(self.rounds),
@@ -113,6 +118,7 @@ class Record:
             "other_leaks": sum("blocks not back" not in one and "lease" not in one for one in left),
             "failures": len(self.failures),
             "largest_rss_growth": None if most is None else round(most, 4),
+            "largest_late_rss_growth": None if most_late is None else round(most_late, 4),
             "holds": bool(self.rounds) and not left and not self.failures and flat,
         }
 
@@ -122,12 +128,17 @@ def percent(share: float) -> str:
     return f"{100 * share:+.1f} %"
 
 
+def told(share: float | None) -> str:
+    """A growth in words."""
+    return "too short to say" if share is None else percent(share)
+
+
 def page(record: Record, made: Any, wall_s: float, policy: str, drawn: bool) -> str:
     """The result in Markdown."""
     verdict = record.verdict()
     loads = [row["load_average"] for row in record.rounds] or [0.0]
     silences = [row["silence_s"] for row in record.rounds if "silence_s" in row] or [0.0]
-    most = verdict["largest_rss_growth"]
+    most, late = verdict["largest_rss_growth"], verdict["largest_late_rss_growth"]
     lives = [
         [
             f"{life.server}, {life.role}",
@@ -135,18 +146,15 @@ def page(record: Record, made: Any, wall_s: float, policy: str, drawn: bool) -> 
             f"{life.rss_mib[bisect_left(life.minutes, record.settle_min)]:.1f}",
             f"{life.rss_mib[-1]:.1f}",
             *map(percent, growth),
+            *map(told, life.late_growth(record.settle_min) or (None, None)),
         ]
         for life in record.lives.values()
         if (growth := life.growth(record.settle_min)) is not None
     ]
     head = (
-        "process",
-        "minutes",
-        f"MiB at minute {record.settle_min:g}",
-        "MiB at the end",
-        "growth",
-        "of the line",
-    )
+        "process", "minutes", f"MiB at minute {record.settle_min:g}", "MiB at the end",
+        "growth", "of the line", "in the second half", "of its line",
+    )  # fmt: skip
     others = sum(life.growth(record.settle_min) is None for life in record.lives.values())
     parts = [
         "# Soak: agents, floods, kills and restarts",
@@ -160,7 +168,7 @@ def page(record: Record, made: Any, wall_s: float, policy: str, drawn: bool) -> 
         f"{verdict['leaked_leases']}, with other leaks: {verdict['other_leaks']}. "
         f"Failures: {verdict['failures']}. "
         f"Largest growth of memory after minute {record.settle_min:g}: "
-        f"{percent(most) if most is not None else 'too short to say'} (bound: {percent(MOST_GROWTH)}).",
+        f"{told(most)} (bound: {percent(MOST_GROWTH)}), in the second half of that time: {told(late)}.",
         "## Memory",
         marked(head, lives),
         f"Resident memory at the silences of processes with at least three of them after minute "

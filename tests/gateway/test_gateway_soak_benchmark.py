@@ -78,6 +78,11 @@ def test_growth_counts_from_the_settling_on(report: Any) -> None:
     assert life.growth(10.0) == (pytest.approx(0.02), pytest.approx(0.02))
     assert life.growth(0.0)[0] == pytest.approx(1.04)
     assert life.growth(20.0) is None, "two silences are no line"
+    assert life.late_growth(10.0) is None, "neither are two in the second half"
+    filled = [100.0, 110.0, 111.0, 111.0, 111.0]
+    table = report.Life("gateway a", "gateway", 1, [10.0, 20.0, 30.0, 40.0, 50.0], filled)
+    assert table.growth(10.0)[0] == pytest.approx(0.11)
+    assert table.late_growth(10.0) == (pytest.approx(0.0), pytest.approx(0.0))
     noisy = report.Life("engine a", "worker", 1, [10.0, 20.0, 30.0, 40.0], [100.0, 104.0, 96.0, 100.0])
     assert noisy.growth(10.0)[0] == 0.0
 
