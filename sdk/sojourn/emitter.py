@@ -143,7 +143,7 @@ class Emitter:
                 self.counters.add("dropped_full")
                 return False
             inbox.append(PendingEvent(source.id, kind, -1, self._clock(), fields))
-            # Read after the append; the thread sets it before its last look at the inbox.
+            # Read ``_asleep`` after the append: the thread sets it before it checks the inbox once more.
             if self._asleep:
                 self._ring()
             return True

@@ -1,9 +1,8 @@
 """The events that an agent reports about its program and tools. Never arguments, never outputs.
 
-Every event names its program and carries a sequence number that grows within
-(emitter, program). ``age_s`` is how long ago it happened, on the client's
-monotonic clock at the moment of sending, so that the server can place it on
-its own clock without the two agreeing on the time of day.
+Every event names its program and carries a sequence number that grows within (emitter, program). ``age_s`` is
+how long ago it happened, on the client's monotonic clock at the moment of sending, so that the server can
+place the event on its own clock: the two clocks need not agree on the time of day.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ WORKERS = ("--multiprocessing-fork", "from multiprocessing.forkserver import mai
 
 
 class WhenImported:
-    """A meta path finder that lets other finders find one module, and runs ``action`` after the module's
-    body.
+    """A meta path finder that runs ``action`` after the body of one module. Other finders find the module.
 
     It stays installed until then: a module that is found is not yet imported, and an import may fail.
     """

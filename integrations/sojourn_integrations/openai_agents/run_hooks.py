@@ -101,7 +101,7 @@ class Call:
     def task_done(self, task: asyncio.Task[Any]) -> None:
         """End the call with its task: a tool that raises or is cancelled has no ``on_tool_end``."""
         try:
-            # Not task.exception(), which would tell asyncio that somebody dealt with it.
+            # Not task.exception(), which would tell asyncio that the exception was handled.
             error = None if task.cancelled() else getattr(task, "_exception", None)
             if task.cancelled():
                 status = "cancelled"

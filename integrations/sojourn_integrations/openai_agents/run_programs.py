@@ -146,8 +146,8 @@ def _keep_interrupted(run: Run, result: Any) -> bool:
     ids = _waits_for(getattr(result, "interruptions", None))
     asked = _digest(getattr(result, "input", None)) if ids else b""
     for id in ids:
-        # By the agent too: a nested run and the one around it wait for the same approval. And by what it was
-        # asked, since some models count their calls, so that one id is many calls'.
+        # The key names the agent, since a nested run and the run around it wait for the same approval, and
+        # the input, since models that number their calls use the same call ids in every run.
         _interrupted.keep((run.agent, id, asked), run.program)
     return bool(ids)
 

@@ -30,7 +30,7 @@ class DynamoDialect:
     def fields(self, context: AgenticContext) -> tuple[dict[str, Any], dict[str, str]]:
         ours = context.sojourn
         headers: dict[str, str] = {}
-        # A router with session affinity would pin all of a process to one worker.
+        # An implicit program is a whole process: session affinity would pin all its requests to one worker.
         if ours is None or not ours.implicit:
             headers[SESSION_HEADER] = header_text(context.program_id)
             if context.parent_program_id:

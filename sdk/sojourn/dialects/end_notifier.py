@@ -73,7 +73,7 @@ class EndNotifier:
             elif status in UNSUPPORTED_STATUSES:
                 return DeliveryResult.NO_PLACE, reported
             elif status not in _REFUSED:
-                self._unreported[program_id] = None  # last, since this id may be what the server fails on
+                self._unreported[program_id] = None  # last: this id may make the server fail
                 return DeliveryResult.FAILED, reported
         return DeliveryResult.TAKEN, reported
 

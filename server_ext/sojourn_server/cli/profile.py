@@ -335,7 +335,7 @@ def _save_partial(
     local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
     result = _profile_of(measured, CopyBandwidth(None, None), hardware, local)
     has = f"prefill of {lengths} tokens, {len(result.step_samples)} samples of steps"
-    # An earlier one may be whole.
+    # An earlier profile may be complete.
     path = output.with_name(f"{output.stem}.incomplete{output.suffix}") if output.exists() else output
     write_atomically({path: f"# incomplete: {has}, no copies\n{result.to_toml()}".encode()})
     return CliError(

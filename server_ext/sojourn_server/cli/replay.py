@@ -103,7 +103,7 @@ def replay(
     for note in tally.notes():
         console.print(f"[yellow]note:[/] {note}", soft_wrap=True)
     if tally.finished and tally.first_error is not None:
-        # The table has the reasons; this is the server's text of one.
+        # The table counts the reasons; this is the server's message for the first failure.
         console.print(
             f"first failed request: {tally.first_error}", markup=False, highlight=False, soft_wrap=True
         )

@@ -139,7 +139,7 @@ class GraphStore:
 
 def _checked(graph_hash: str, graph: AegGraph) -> KnownGraph:
     """The graph, if it is valid and has this hash. Raises ``GraphError``."""
-    _check_bounds(graph)  # before anything is built of it
+    _check_bounds(graph)  # before anything is built from the graph
     nodes = {node.id: node.tools for node in graph.nodes}
     edges = [(edge.source, edge.target, edge.probability) for edge in graph.edges]
     if len(nodes) < len(graph.nodes):

@@ -169,7 +169,7 @@ class IdlenessTracker:
         if self._running:
             self._counting = IdlenessPhase.REASONING
         elif self._live or not self._ran:
-            # What went before a program's first inference is no gap of it.
+            # The time before a program's first inference is not a gap.
             self._counting = IdlenessPhase.NOTHING
         else:
             self._counting, self._in_gap = IdlenessPhase.ACTING, True

@@ -187,7 +187,7 @@ class AffinityCore(RoutingCore):
             request.needs_tokens = route.needs_tokens
             self._capacity_queue.is_closed_to_new |= not route.needs_tokens
             self.requests.enqueue_for_any(request)
-            # Whether a replica is reserved against this request too depends on whose turn it is.
+            # The order of the queue also decides whether a replica is reserved against this request.
             self._capacity_changed |= reserved is not None
 
     def _close_if_open(self, request_id: str, now: float) -> None:
@@ -294,7 +294,8 @@ class AffinityCore(RoutingCore):
         if request is None:
             return
         if request.replica_id != event.replica_id or request.sent_s is None:
-            # It waits or was sent elsewhere since. Of a replica that is gone this tells how the request end
+            # The request waits or was sent elsewhere since. If the replica is gone, this event tells whether
+            # the replica was computing the request.
             if event.computing and request.lost_with == event.replica_id:
                 request.lost_with = None
                 request.failures_computing += 1

@@ -225,7 +225,7 @@ class RequestStealer:
         if not self._policy.steals or not self._requests.queues:
             return
         if all(self._fleet.full(replica) for replica in self._fleet):
-            return  # a request that waits for the thief instead gains nothing
+            return  # no replica has room: a stolen request would wait as well
         views = {replica.replica_id: self._view(replica, now) for replica in self._fleet}
         for _ in range(MAX_STEALS_PER_ROUND):
             try:

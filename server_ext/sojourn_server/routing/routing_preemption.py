@@ -96,7 +96,7 @@ class RoutingPreemption:
             program = request.program
             route = self._placer.route_away_from(request, plan.replica_id, now)
             if plan.for_capacity and route is None and program is not None and program.cached:
-                continue  # an earlier one took the room elsewhere: its KV stays, and so does it
+                continue  # an earlier request took the room elsewhere: this one stays with its cached KV
             recalled += self._take_back(request, plan.replica_id, now)
             if not can_move(request):
                 self._requests.enqueue_for_replica(request, plan.replica_id)

@@ -88,7 +88,7 @@ class EngineQueries:
             return {}
         merged = response_merging.merge_capabilities(list(ours.values()))
         if merged.pop("paths", None) is not None:
-            # These belong to one engine; a fleet reports how many there are of each.
+            # ``paths`` describes one engine; for a fleet, ``pairs`` counts the engines of each role.
             roles = Counter(str(paths.get("role")) for paths in map(_paths, ours.values()) if paths)
             merged["pairs"] = dict(sorted(roles.items()))
         engines = sum(count if isinstance(count := one.get("engines"), int) else 1 for one in ours.values())

@@ -177,7 +177,7 @@ class ProgramEventRecords:
             record.tools.pop(call, None)
         elif call in record.tools or len(record.tools) < MAX_RUNNING_TOOLS:
             record.tools[call] = kept
-        # Repeated, or a start whose stop an engine receives now: sent later, the tool would run for ever.
+        # Drop repetitions, and a start whose stop an engine receives now: a start sent later would never end.
         record.undelivered = [
             one
             for one in record.undelivered

@@ -122,7 +122,7 @@ class RoutingBackend(Protocol):
         ...
 
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
-        """Report an event."""
+        """Report an event to the routing core."""
         ...
 
     def home(self, tenant: str, program_id: str) -> str | None:

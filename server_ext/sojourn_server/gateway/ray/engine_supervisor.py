@@ -84,7 +84,7 @@ class EngineSupervisor:
             if self.process.code is None and self._failure is None:
                 await self._drained()
             if self._looking is not None:
-                # It must not register again after its end.
+                # The engine must not register again after its end.
                 self._looking.cancel()
                 await asyncio.gather(self._looking, return_exceptions=True)
             await self._report_stopped("stopped")
