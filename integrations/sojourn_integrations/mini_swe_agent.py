@@ -41,7 +41,7 @@ _patches = Patches()
 def attach(agent: Any) -> Any:
     """Wrap the agent's ``run``, its model's ``query`` and its environment's ``execute``; returns the agent.
 
-    Repeating it is harmless. Objects that refuse another class stay unchanged. Copies of the agent are
+    Repeating it is harmless. Objects whose class cannot be replaced stay unchanged. Copies of the agent are
     attached too. An unpickled agent is attached only if the process that runs it called ``instrument``.
     """
     _lay(agent, "run", _in_program)

@@ -20,4 +20,4 @@ class ConfigError(SojournError, ValueError):
 
 
 class ArgumentError(SojournError, ValueError):
-    """An argument that names or bounds a program, or an object that cannot be wrapped."""
+    """An invalid argument, such as a program's id or limit, or an object that cannot be wrapped."""

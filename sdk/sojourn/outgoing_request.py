@@ -105,7 +105,7 @@ class OutgoingRequest:
             emitter.server_answered()
 
     def fail(self, error: BaseException) -> None:
-        """Record an exception. Never raises."""
+        """Record that the request failed with ``error``. Never raises."""
         self.turn.failed()
         self._busy = False
         if self._around is None or self._around.open is not self:

@@ -1,8 +1,8 @@
 """The program and turn around the running code of an AutoGen team or agent.
 
 AutoGen 0.7 hands messages to agents in tasks of a runtime. A runtime that the team makes starts inside the
-run, so its tasks have our context. A runtime from outside does not; there AutoGen's ``MessageHandlerContext``
-names the agent whose message is handled.
+run, so its tasks have the run's context. The tasks of a runtime that the user passes in do not; there
+AutoGen's ``MessageHandlerContext`` names the agent that handles the message.
 
     team.run ──▶ Run (one program) ──▶ turn of "alice" ──▶ tool call ──▶ another Run, its child
                       │
@@ -100,7 +100,8 @@ def _handled() -> RunFrame | None:
 
 
 def _around() -> tuple[ExecutionContext, RunFrame | None, bool]:
-    """Return the context, the frame if there is one, and whether the code is inside a tool call."""
+    """Return the current context, the frame of the run around the code, if any, and whether the code is
+    inside a tool call."""
     here, _ = find_context(session().counters)
     inside_tool = here.tool_call is not None and here.tool_call.program is here.program
     if inside_tool or here.program is None:

@@ -45,7 +45,7 @@ MAX_ROOTS = 10_000
 """Maximum number of open top-level runs; beyond it the oldest is dropped as never finished."""
 
 _INTERNAL_PREFIX = "Runnable"
-"""LangChain's name for a composition without a name."""
+"""Start of LangChain's default names for compositions, e.g. ``RunnableSequence``."""
 
 
 class GraphStart:

@@ -70,7 +70,7 @@ class _Submission:
         self.weight = 1 + len(batch.events) + size_bytes // 1024
         """Size that counts towards ``MAX_WAITING`` until all events of the batch are taken."""
         self.taken = 0
-        """Number of events that the engine has or had."""
+        """Number of events sent to the engine so far."""
         self.outcomes: list[EventOutcome] = []
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -51,8 +51,8 @@ def weights_fingerprint(
 
 
 def _loaded_commit(model: str, revision: str | None, cache: Path | None, since_s: float | None) -> str:
-    """The commit that a branch (by default the main one) had when the engine loaded it. The arguments are
-    those of ``weights_fingerprint``. Raises ``UnknownWeights``."""
+    """The commit of the branch ``revision`` (by default the main one) when the engine loaded the model. The
+    arguments are those of ``weights_fingerprint``. Raises ``UnknownWeights``."""
     advice = "give --revision and a full commit, or the path of a copy"
     name = f"{model} at {revision or 'no revision'}"
     if cache is None:

@@ -50,7 +50,7 @@ class PrefillDecodeOptions:
     """Size of the host memory for KV in transfer."""
     storage_gbit: float | None = None
     compute_gbit: float | None = None
-    """Limit of each link, in Gbit/s each way; ``None``: no limit."""
+    """Limits of the node's storage link and of its compute link, in Gbit/s each way; ``None``: no limit."""
 
     @property
     def any(self) -> bool:

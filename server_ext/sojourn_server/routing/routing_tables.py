@@ -104,7 +104,8 @@ class RoutedRequestTable:
         self.freed: set[str] = set()
         """Replicas whose load has fallen since this was last emptied."""
         self.unanswered: list[RoutedProgram] = []
-        """Programs whose only request ended before any turn was answered, since this was last emptied."""
+        """Programs whose only request ended without an answer; the core empties the list and frees their
+        capacity."""
 
     def open(self, request: RoutedRequest) -> None:
         """Add a request; the caller queues or sends it next."""
@@ -197,7 +198,7 @@ class RoutedRequestTable:
 
     def unregistered_since(self, before_s: float) -> list[RoutedRequest]:
         """Requests sent before ``before_s`` to replicas that are still unregistered: no event would report
-        their loss."""
+        that such a replica failed."""
         return [
             one
             for one in self.unregistered_requests.values()

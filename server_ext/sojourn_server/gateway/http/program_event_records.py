@@ -19,7 +19,7 @@ MAX_UNDELIVERED_EVENTS = 64
 """Maximum number of events per program that no engine has received."""
 MAX_RUNNING_TOOLS = 64
 EVENTS_PER_PROGRAM = 4
-"""A program with more events than this counts as several programs."""
+"""A program with more events than this counts as several programs against the limit of the records."""
 
 Key = tuple[str, str]
 """Tenant and program id."""
