@@ -169,7 +169,7 @@ class EventIntake:
         return True
 
     def _forget(self, submission: _Submission) -> None:
-        """Remove a batch from the queue. Its events that the engine has stay there."""
+        """Remove a batch from the queue. Events already sent to the engine are not withdrawn."""
         host, connection = submission.client
         connections = self._hosts.get(host)
         queue = connections.get(connection) if connections is not None else None

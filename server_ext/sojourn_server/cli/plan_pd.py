@@ -51,7 +51,7 @@ def plan_pd(
     ),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the plan as JSON, - for stdout"),
 ) -> None:
-    """Print the range of ratios, the bound of each link, and each division of the nodes."""
+    """Print the range of prefill-to-decode ratios, the bound of each link, and each division of the nodes."""
     from sojourn_server.policies.prefill_decode.prefill_decode_ratio import (
         AverageTurnSizes,
         NodeLinks,

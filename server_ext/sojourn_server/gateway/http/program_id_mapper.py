@@ -91,9 +91,9 @@ class ProgramIdMapper:
             return None
 
     def request(self, tenant: str, body: bytes, question: GenerationRequest) -> tuple[bytes, bool]:
-        """Return a request's body with the engine's names, and whether the events in its hint still fit; if
-        not, they are removed. A hint that the gateway cannot read is removed: an engine might read it. Raises
-        ``InvalidGenerationRequest``."""
+        """Return a request's body with the program ids that engines use, and whether the events in its hint
+        still fit; if not, they are removed. A hint that the gateway cannot read is removed: an engine might
+        read it. Raises ``InvalidGenerationRequest``."""
         has_hint = question.context is not None
         if not self.apart or not (has_hint or question.has_bad_hint or question.names_session):
             return body, True

@@ -255,7 +255,7 @@ def take_event(
 def with_links(
     statuses: Sequence[ReplicaStatus], links_of: Callable[[str], Mapping[str, LinkStats]]
 ) -> list[ReplicaStatus]:
-    """The statuses, with the links of prefill and decode engines added."""
+    """The statuses, with the link statistics of prefill and decode engines added."""
     return [
         msgspec.structs.replace(status, links=links_of(status.replica))
         if isinstance(status, PairEngineStatus)

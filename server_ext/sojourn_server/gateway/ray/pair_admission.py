@@ -42,10 +42,10 @@ class _RegisteredEngine:
 
 
 class PairAdmission:
-    """Admits engines to a pair core.
+    """Admits engines to a pair core: those of one kind (``EngineCompatibility``), which can exchange KV.
 
-    The kind of most registering engines is served, among kinds that have both roles, in whatever order they
-    register. An engine whose kind is no longer served is drained: its requests end there, and then it gets no
+    Of the kinds that have both roles, the kind with the most registered engines is served, in whatever order
+    they register. An engine whose kind is no longer served is drained: its requests end there, and it gets no
     more.
     """
 
@@ -56,7 +56,7 @@ class PairAdmission:
         """Last report of links, by replica."""
         self._known: dict[str, _RegisteredEngine] = {}
         self._kind: EngineCompatibility | None = None
-        """The kind that is served."""
+        """The kind that is served; ``None``: no engine has registered."""
         self._kind_changed = False
         """Whether the served kind has changed since the last call of ``drain_events``."""
         self._minority_replicas: set[str] = set()
