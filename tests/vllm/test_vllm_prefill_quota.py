@@ -236,8 +236,9 @@ def test_loads_from_host_memory_count_and_begin_behind_a_cut(
     (first,) = chunks(engine, planned)
     assert (first.request_id, first.cached) == ("external", 8_000)
     assert attention_s([first]) <= 0.5 < attention_s([Chunk(cached=8_000, new=first.new + BLOCK)])
-    # Who is yet to be read is asked for, so that its read begins; the next that could be computed waits.
-    assert [request_id for request_id, _ in asked] == ["external", "read", "ready"]
+    # Who is yet to be read is asked for, so that its read begins; the next that could be computed waits. Since
+    # vLLM 0.33 those behind it are asked for too.
+    assert [request_id for request_id, _ in asked][:3] == ["external", "read", "ready"]
     reading.clear()
     engine.take_in(planned)
     order = [chunk.request_id for step in play(engine) for chunk in step if not chunk.cached]
@@ -281,9 +282,9 @@ def test_without_a_connector_no_request_behind_a_cut_is_looked_up(
     looked_up: list[str] = []
     original = manager.get_computed_blocks
 
-    def watched(request: Any) -> Any:
+    def watched(request: Any, *args: Any) -> Any:
         looked_up.append(request.request_id)
-        return original(request)
+        return original(request, *args)
 
     monkeypatch.setattr(manager, "get_computed_blocks", watched)
     for number in range(4):

@@ -119,7 +119,8 @@ def read_surface(read: ReadSource) -> dict[str, str]:
     parse = cache(lambda module: _parse(read, module))
     for module, name in UPSTREAM.values():
         if name in _defined(parse, module) or parse(f"{module}.{name}") is not None:
-            surface[f"{module}.{name}"] = "defined"
+            node = _function(parse(module), name)
+            surface[f"{module}.{name}"] = "defined" if node is None else _describe(node, body=False)
     for table in (OVERRIDDEN, CALLED, READ):
         for class_name, members in table.items():
             module, name = UPSTREAM[class_name]
@@ -186,6 +187,12 @@ def _defined(parse: Callable[[str], ast.Module | None], module: str) -> set[str]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             names.add(node.value)  # a name that a lazy module resolves, such as ``current_platform``
     return names
+
+
+def _function(module: ast.Module | None, name: str) -> ast.FunctionDef | None:
+    """Return the function of that name at the top of a module."""
+    body = module.body if module is not None else []
+    return next((each for each in body if isinstance(each, ast.FunctionDef) and each.name == name), None)
 
 
 def _members(module: ast.Module | None, class_name: str) -> dict[str, ast.AST]:
