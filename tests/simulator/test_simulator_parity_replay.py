@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from simulator_parity_workload import Agents, Clock, grants, make_engine, record, recording_lines, write_lines
 from sojourn_server.core.events_and_actions import OutputLengthPredicted
-from sojourn_server.core.program_scheduler import ProgramScheduler
+from sojourn_server.core.request_lifecycle import RequestLifecycle
 from sojourn_server.policies.preset import preset_names
 from sojourn_server.programs.output_lengths import MAX_OUTPUT_TOKENS
 from sojourn_server.recording import RECORD_SHAPES
@@ -193,15 +193,15 @@ def test_a_reset_cache_and_strangers_are_reproduced(tmp_path):
 
 def test_a_request_that_cannot_be_taken_in_is_reproduced(tmp_path, monkeypatch):
     """A hook of ours that fails half-way leaves what it did until then; so must the replay."""
-    arrived = ProgramScheduler._arrived
+    arrived = RequestLifecycle.arrived
 
     def fails_at_times(self: Any, fact: Any, now: float) -> Any:
         if fact.prompt_tokens % 7 == 0:
-            self.table.open(fact.identity.program_id or "nobody", now)
+            self._programs.open(fact.identity.program_id or "nobody", now)
             raise RuntimeError("no")
         return arrived(self, fact, now)
 
-    monkeypatch.setattr(ProgramScheduler, "_arrived", fails_at_times)
+    monkeypatch.setattr(RequestLifecycle, "arrived", fails_at_times)
     clock = Clock()
     engine = make_engine(tmp_path / "tape", clock, strict=False)
     Agents(engine, clock, seed=3).run(300)

@@ -67,7 +67,7 @@ class SchedulerDriver(ProgramScheduler):
     def waiting_view(self, request_id: str) -> WaitingRequestView:
         """What the queue order sees of a request."""
         state = self._requests.states[request_id]
-        return self._requests.waiting(state, self._now_s, leased=self._is_leased(state))
+        return self._request_lifecycle.waiting_view(state)
 
     def make_room(
         self, need: ReclaimRequest, now: float, freed_by: Callable[[ProgramId], int] | None = None

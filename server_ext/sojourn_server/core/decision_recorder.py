@@ -26,18 +26,20 @@ class DecisionRecorder:
         self._recorder = state.recorder
         self._pool = state.pool
         self._cascades = PreemptionCascades()
+        self._steps = 0
+        """Number of completed engine steps."""
 
     def hint(self, outcome: Outcome) -> None:
         """Count a request's hint by its outcome."""
         self._recorder.count("sojourn_hints_total", outcome=outcome.value)
 
     def preempted(
-        self, request_state: RequestState | None, now: float, recovery: RecoveryMethod, tokens: int, step: int
+        self, request_state: RequestState | None, now: float, recovery: RecoveryMethod, tokens: int
     ) -> None:
-        """Log that a running request lost its blocks, with ``tokens`` tokens of KV, in engine step ``step``.
-        An unknown request (``None``) is only counted."""
+        """Log that a running request lost its blocks, with ``tokens`` tokens of KV. An unknown request
+        (``None``) is only counted."""
         self._recorder.count("sojourn_preemptions_total", mode=recovery.value)
-        self._cascade(self._cascades.preempted(step))
+        self._cascade(self._cascades.preempted(self._steps))
         if request_state is not None:
             self._decisions.add(
                 now,
@@ -49,10 +51,11 @@ class DecisionRecorder:
                 in_cascade=self._cascades.length,
             )
 
-    def step(self, step: int) -> None:
-        """Note the end of engine step ``step``."""
+    def step_completed(self) -> None:
+        """Count an engine step."""
+        self._steps += 1
         if self._cascades.length:
-            self._cascade(self._cascades.over(step))
+            self._cascade(self._cascades.over(self._steps))
 
     def _cascade(self, length: int) -> None:
         if length:

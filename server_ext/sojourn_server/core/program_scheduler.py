@@ -18,14 +18,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sojourn.ids import EmitterId, ProgramId
-from sojourn.wire_codec import Outcome
 
-from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length
+from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord
 from ..policies.eviction.block_labels import BlockLabel, label_of_tier
 from ..policies.forecasting.remaining_tokens import RemainingTokensPolicy
 from ..policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from ..policies.placement.placement_views import Tier
-from ..policies.policy_protocols import DecisionReason, RetentionDecision
+from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import AbandonedBranch, ReclaimRequest, RunningRequestView
 from ..policies.preemption.preemption_recovery import RecoveryMethod
 from ..programs.program_state import ProgramState
@@ -51,7 +50,6 @@ from .events_and_actions import (
     LeaseGranted,
     OutputLengthPredicted,
     PrefetchStarted,
-    RecoveryChosen,
     RequestAdmitted,
     RequestArrived,
     RequestChosen,
@@ -61,14 +59,13 @@ from .events_and_actions import (
     StepCompleted,
     Tick,
     TurnFinished,
-    TurnFinishReason,
     UntrackedRequestArrived,
     UntrackedRequestLeft,
     VictimNeeded,
 )
 from .lease_manager import LeaseManager
 from .program_lifecycle import ProgramLifecycle
-from .request_table import RequestState
+from .request_lifecycle import RequestLifecycle
 from .scheduler_state import SchedulerState
 from .tier_manager import TierManager
 from .turn_recorder import TurnRecorder
@@ -113,14 +110,25 @@ class ProgramScheduler:
         self._lifecycle = ProgramLifecycle(
             state, self._lease_manager, self._predictor, self._tiers, self._journal
         )
+        self._request_lifecycle = requests = RequestLifecycle(
+            state,
+            self._lifecycle,
+            lease_manager=self._lease_manager,
+            turns=self._turns,
+            predictor=self._predictor,
+            forecaster=self._forecaster,
+            admission=self._admission,
+            tiers=self._tiers,
+            journal=self._journal,
+        )
         self._handlers: dict[type, Callable[[Any, float], Answer | None]] = {
-            RequestArrived: self._arrived,
-            UntrackedRequestArrived: self._untracked_arrived,
-            RequestAdmitted: self._admitted,
-            FirstToken: self._first_token,
-            RequestPreempted: self._preempted,
-            TurnFinished: self._finished,
-            UntrackedRequestLeft: self._untracked_left,
+            RequestArrived: requests.arrived,
+            UntrackedRequestArrived: requests.untracked_arrived,
+            RequestAdmitted: requests.admitted,
+            FirstToken: requests.first_token,
+            RequestPreempted: requests.preempted,
+            TurnFinished: requests.finished,
+            UntrackedRequestLeft: requests.untracked_left,
             ClientEventReceived: self._client_event,
             Tick: self._tick,
             StepCompleted: self._step_completed,
@@ -134,10 +142,6 @@ class ProgramScheduler:
             PrefetchStarted: self._prefetch_started,
             CacheReset: self._cache_reset,
         }
-        self._steps = 0
-        """Engine steps so far."""
-        self._now_s = 0.0
-        """Time of the last arrival or tick."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Change state by one event; return the engine's actions in order. An ``Answer`` comes last.
@@ -161,163 +165,7 @@ class ProgramScheduler:
             actions.append(answer)
         return actions
 
-    # -- requests -----------------------------------------------------------
-
-    def _arrived(self, fact: RequestArrived, now: float) -> None:
-        self._now_s = now
-        self._break_off(fact.request_id, now)
-        program_id = fact.identity.program_id
-        program = self._lifecycle.open(program_id, now) if program_id is not None else None
-        request_state = self._requests.enter(fact.request_id, program, now, fact.prompt_tokens)
-        outcome = fact.identity.outcome
-        if self._requests.apply_hint(request_state, fact.identity.context, self.limits.max_hinted_ttl_s):
-            outcome = Outcome.CLIPPED
-        if outcome is not None:
-            self._journal.hint(outcome)
-        if program is None:
-            return
-        gap_s = self._turns.close_gap(program, now)
-        tool = program.pending_tool
-        if gap_s is not None:
-            self._predictor.came_back(program, tool, gap_s, fact.prompt_tokens)
-        self._predictor.touched(program)
-        request_state.tool, program.pending_tool = tool, None
-        program.live_requests.add(fact.request_id)
-        self._programs.signal(program, ProgramSignal.REQUEST_ARRIVED)
-        self._tiers.arrived(request_state, now)
-        if self._tiers.parked(request_state):
-            self._programs.signal(program, ProgramSignal.GATE)
-        leased = self._leases.set_waiting(program.id, True)
-        request_state.record = self._turns.open(fact, program, tool=tool, gap_s=gap_s, leased=leased, now=now)
-
-    def _break_off(self, request_id: str, now: float) -> None:
-        """End a request that the engine no longer has, for example because its id arrives again."""
-        if request_id in self._requests.states:
-            self._finished(TurnFinished(request_id, TurnFinishReason.ERROR, (), 0, 0, 0, ()), now)
-
-    def _untracked_arrived(self, event: UntrackedRequestArrived, now: float) -> None:
-        self._break_off(event.request_id, now)
-        self._requests.enter(event.request_id, None, now)
-
-    def _untracked_left(self, event: UntrackedRequestLeft, now: float) -> None:
-        request_state = self._requests.states.get(event.request_id)
-        if request_state is not None and request_state.program is not None:
-            self._break_off(event.request_id, now)
-            return
-        self._forecaster.gone(event.request_id)
-        if request_state is not None:
-            del self._requests.states[event.request_id]
-            self._tiers.finished(request_state, self._now_s)
-            self._requests.stop(request_state, self._now_s)
-
-    def _admitted(self, fact: RequestAdmitted, now: float) -> None:
-        request_state = self._requests.states.get(fact.request_id)
-        if request_state is None:
-            return
-        first = self._requests.run(request_state, now, self._promoted_s(request_state))
-        request_state.output_tokens_at_admission = max(0, fact.tokens - request_state.prompt_tokens)
-        self._tiers.admitted(request_state, now)
-        self._forecaster.admitted(request_state, fact.tokens, fact.most_tokens, now)
-        program, record = request_state.program, request_state.record
-        if program is None or record is None:
-            return
-        self._admission.admitted(request_state)
-        if not first:
-            if fact.resumed:
-                record.recomputed_after_preemption += max(0, fact.tokens - fact.cached_tokens)
-            return
-        before = self.state.contexts.get(program.id)
-        shared = common_prefix_length(before, fact.block_hashes) if before is not None else None
-        self._predictor.admitted(program, fact.block_hashes, len(before or ()), shared)
-        self._turns.admitted(record, program, fact, before, shared, now)
-        self._lease_manager.end(program.id, DecisionReason.RETURN, now)
-        self.state.let_go.pop(program.id, None)
-
-    def _first_token(self, event: FirstToken, now: float) -> None:
-        self._turns.first_token(event.request_id, now)
-
-    def _preempted(self, event: RequestPreempted, now: float) -> RecoveryChosen:
-        request_id, tokens = event.request_id, event.tokens
-        request_state = self._requests.states.get(request_id)
-        self._forecaster.copied(event.offload_s_per_token, event.load_back_s_per_token, event.queued_s)
-        recovery = self._forecaster.recovery(tokens, now, copied_tokens=event.copied_tokens)
-        self._forecaster.gone(request_id)
-        if request_state is not None:
-            self._requests.stop(request_state, now)
-            self._tiers.preempted(request_state, now)
-            request_state.preempted = True
-            request_state.preemptions += 1
-            self._admission.drop_holder(request_id)
-            if request_state.record is not None:
-                request_state.record.preemptions += 1
-        self._journal.preempted(request_state, now, recovery, tokens, self._steps)
-        return RecoveryChosen(recovery)
-
-    def _finished(self, fact: TurnFinished, now: float) -> LeaseGranted | None:
-        request_state = self._requests.states.pop(fact.request_id, None)
-        self._admission.drop_holder(fact.request_id)
-        self._forecaster.gone(fact.request_id)
-        if request_state is None:
-            return None
-        self._requests.stop(request_state, now)
-        failed = fact.outcome in (TurnFinishReason.ABORTED, TurnFinishReason.ERROR)
-        if not failed:
-            self._forecaster.ended(
-                request_state, fact.output_tokens, cut=fact.outcome is TurnFinishReason.LENGTH
-            )
-        elif fact.outcome is TurnFinishReason.ABORTED:
-            self._forecaster.broken_off(request_state, fact.output_tokens)
-        self._tiers.finished(request_state, now, failed=failed)
-        if request_state.program is None:
-            return None
-        program = request_state.program
-        program.attained_s = max(program.attained_s, request_state.attained_s + request_state.ran_s)
-        program.waited_s += request_state.waited_s
-        record = request_state.record
-        if record is not None:
-            self._turns.close(record, fact, now)
-        program.live_requests.discard(fact.request_id)
-        program.last_contact_s = now
-        self._predictor.touched(program)
-        program.turns += not failed
-        if program.live_requests:
-            return None
-        self._programs.signal(program, ProgramSignal.TURN_OVER)
-        self._leases.set_waiting(program.id, False)
-        if program.status in OVER_STATUSES:  # the client ended it while this request still ran
-            self._lease_manager.order(EngineActionKind.DROP, program.id, DecisionReason.END, now)
-            return None
-        if failed:
-            return None
-        self._turns.open_gap(program, fact, now)
-        program.hinted_ttl_s = request_state.hinted_ttl_s
-        self.state.contexts.put(program.id, fact.block_hashes[: fact.cached_blocks])
-        self._tiers.turn_finished(program, fact.cached_blocks, now)
-        self._predictor.turn_finished(program, request_state, fact.cached_blocks, now)
-        if record is not None:
-            record.goes_on, record.tier, record.p_reuse = program.goes_on, program.tier, program.p_reuse
-        if request_state.final:
-            self._tiers.forget(program.id, now)
-            self._lease_manager.log_keep(
-                program, RetentionDecision(0.0, DecisionReason.FINAL_TURN), fact.cached_blocks, now
-            )
-            return None
-        if program.id in self._leases:  # a parallel branch of the same program still holds one
-            self._lease_manager.end(program.id, DecisionReason.SUPERSEDED, now)
-        lease = self._lease_manager.grant(
-            program,
-            program.pending_tool,
-            fact.cached_blocks,
-            request_state.hinted_ttl_s,
-            now,
-            held_blocks=fact.held_blocks,
-            unheld_blocks=fact.unheld_blocks,
-            running_tokens=self._requests.running_tokens,
-            used_blocks=fact.used_blocks,
-        )
-        if lease is not None and record is not None:
-            record.lease_ttl_s = round(lease.ttl_s, 3)
-        return LeaseGranted(lease) if lease is not None else None
+    # -- blocks, time and order ------------------------------------------------
 
     def _evicted(self, event: BlockEvicted, now: float) -> None:
         owner, taker_request_id = event.owner, event.taker_request_id
@@ -327,10 +175,8 @@ class ProgramScheduler:
         self.state.eviction_log.add(event.block_hash, EvictedBlock(cause, owner, evictor, now, event.score))
         self._journal.evicted(cause)
 
-    # -- time, room, order ---------------------------------------------------
-
     def _tick(self, event: Tick, now: float) -> None:
-        self._now_s = now
+        self._request_lifecycle.now_s = now
         due = self._leases.next_deadline_s()
         if due is not None and due <= now:
             for lease, reason in self._leases.due(now, self.limits.max_ends_per_tick):
@@ -345,10 +191,9 @@ class ProgramScheduler:
             self._journal.refused(request_state, now)
 
     def _step_completed(self, event: StepCompleted, now: float) -> None:
-        self._steps += 1
         self.state.reload.observe_step(event.tokens, event.seconds, event.requests)
         self._forecaster.record_step(event.seconds)
-        self._journal.step(self._steps)
+        self._journal.step_completed()
 
     def _client_event(self, event: ClientEventReceived, now: float) -> EventAnswered:
         return EventAnswered(self._lifecycle.fold(EmitterId(event.emitter), event.event, now))
@@ -468,13 +313,13 @@ class ProgramScheduler:
         """The request's place in the queue, lowest first. ``preempted``: its status in the engine now;
         ``None``: as last reported."""
         state = self._requests.states[request_id]
-        view = self._requests.waiting(state, self._now_s, leased=self._is_leased(state))
+        view = self._request_lifecycle.waiting_view(state)
         return self.preset.order.key(view if preempted is None else view._replace(preempted=preempted))
 
     def promoted_s(self, request_id: str) -> float:
         """Time at which the request becomes the first in the queue only because it has waited; ``inf``:
         never, in the present state."""
-        return self._promoted_s(self._requests.states[request_id])
+        return self._request_lifecycle.promoted_s(self._requests.states[request_id])
 
     def arrival(self, request_id: str) -> int:
         """Number of the request in the engine, by arrival; 0 for an unknown one, which no request passes."""
@@ -623,13 +468,6 @@ class ProgramScheduler:
                 assert requests[request_id].program is program, f"request {request_id} of another program"
 
     # -- inside -----------------------------------------------------------------
-
-    def _is_leased(self, request_state: RequestState) -> bool:
-        return request_state.program is not None and request_state.program.id in self._leases
-
-    def _promoted_s(self, request_state: RequestState) -> float:
-        leased = self._is_leased(request_state)
-        return self.preset.order.promoted_s(self._requests.waiting(request_state, self._now_s, leased=leased))
 
     def _current_score(self, program_id: ProgramId) -> tuple[float, ...]:
         # Not the overridden questions: a recording holds those of the engine only.

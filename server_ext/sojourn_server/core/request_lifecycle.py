@@ -1,0 +1,244 @@
+"""Lifecycle of requests: they arrive, are admitted and preempted, and leave; the last one ends its turn."""
+
+from __future__ import annotations
+
+from sojourn.wire_codec import Outcome
+
+from ..metrics.turn_ledger import common_prefix_length
+from ..policies.policy_protocols import DecisionReason, RetentionDecision
+from ..policies.policy_views import WaitingRequestView
+from ..programs.program_status import OVER_STATUSES, ProgramSignal
+from .admission_controller import AdmissionController
+from .decision_recorder import DecisionRecorder
+from .demand_forecaster import DemandForecaster
+from .events_and_actions import (
+    EngineActionKind,
+    FirstToken,
+    LeaseGranted,
+    RecoveryChosen,
+    RequestAdmitted,
+    RequestArrived,
+    RequestPreempted,
+    TurnFinished,
+    TurnFinishReason,
+    UntrackedRequestArrived,
+    UntrackedRequestLeft,
+)
+from .lease_manager import LeaseManager
+from .program_lifecycle import ProgramLifecycle
+from .request_table import RequestState
+from .scheduler_state import SchedulerState
+from .tier_manager import TierManager
+from .turn_recorder import TurnRecorder
+from .workflow_predictor import WorkflowPredictor
+
+
+class RequestLifecycle:
+    """Handles the events of requests, and passes them on to the parts of the scheduler that they concern.
+
+    Times are seconds on the engine's monotonic clock.
+    """
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        program_lifecycle: ProgramLifecycle,
+        *,
+        lease_manager: LeaseManager,
+        turns: TurnRecorder,
+        predictor: WorkflowPredictor,
+        forecaster: DemandForecaster,
+        admission: AdmissionController,
+        tiers: TierManager,
+        journal: DecisionRecorder,
+    ) -> None:
+        self._state = state
+        self._programs = state.programs
+        self._requests = state.requests
+        self._leases = state.leases
+        self._program_lifecycle = program_lifecycle
+        self._lease_manager = lease_manager
+        self._turns = turns
+        self._predictor = predictor
+        self._forecaster = forecaster
+        self._admission = admission
+        self._tiers = tiers
+        self._journal = journal
+        self.now_s = 0.0
+        """Time of the last arrival or tick."""
+
+    def waiting_view(self, request_state: RequestState) -> WaitingRequestView:
+        """A request as the queue order sees it at ``now_s``."""
+        program = request_state.program
+        leased = program is not None and program.id in self._leases
+        return self._requests.waiting(request_state, self.now_s, leased=leased)
+
+    def promoted_s(self, request_state: RequestState) -> float:
+        """Time at which the request becomes the first in the queue only because it has waited; ``inf``:
+        never."""
+        return self._state.preset.order.promoted_s(self.waiting_view(request_state))
+
+    def arrived(self, fact: RequestArrived, now: float) -> None:
+        """Add a request, and open its program. Its arrival ends the gap after the program's last turn."""
+        self.now_s = now
+        self._break_off(fact.request_id, now)
+        program_id = fact.identity.program_id
+        program = self._program_lifecycle.open(program_id, now) if program_id is not None else None
+        request_state = self._requests.enter(fact.request_id, program, now, fact.prompt_tokens)
+        outcome = fact.identity.outcome
+        if self._requests.apply_hint(
+            request_state, fact.identity.context, self._state.limits.max_hinted_ttl_s
+        ):
+            outcome = Outcome.CLIPPED
+        if outcome is not None:
+            self._journal.hint(outcome)
+        if program is None:
+            return
+        gap_s = self._turns.close_gap(program, now)
+        tool = program.pending_tool
+        if gap_s is not None:
+            self._predictor.came_back(program, tool, gap_s, fact.prompt_tokens)
+        self._predictor.touched(program)
+        request_state.tool, program.pending_tool = tool, None
+        program.live_requests.add(fact.request_id)
+        self._programs.signal(program, ProgramSignal.REQUEST_ARRIVED)
+        self._tiers.arrived(request_state, now)
+        if self._tiers.parked(request_state):
+            self._programs.signal(program, ProgramSignal.GATE)
+        leased = self._leases.set_waiting(program.id, True)
+        request_state.record = self._turns.open(fact, program, tool=tool, gap_s=gap_s, leased=leased, now=now)
+
+    def _break_off(self, request_id: str, now: float) -> None:
+        """End a request that the engine no longer has, for example because its id arrives again."""
+        if request_id in self._requests.states:
+            self.finished(TurnFinished(request_id, TurnFinishReason.ERROR, (), 0, 0, 0, ()), now)
+
+    def untracked_arrived(self, event: UntrackedRequestArrived, now: float) -> None:
+        """Add a request whose program could not be read."""
+        self._break_off(event.request_id, now)
+        self._requests.enter(event.request_id, None, now)
+
+    def untracked_left(self, event: UntrackedRequestLeft, now: float) -> None:
+        """Remove a request without a program."""
+        request_state = self._requests.states.get(event.request_id)
+        if request_state is not None and request_state.program is not None:
+            self._break_off(event.request_id, now)
+            return
+        self._forecaster.gone(event.request_id)
+        if request_state is not None:
+            del self._requests.states[event.request_id]
+            self._tiers.finished(request_state, self.now_s)
+            self._requests.stop(request_state, self.now_s)
+
+    def admitted(self, fact: RequestAdmitted, now: float) -> None:
+        """Record that a request got its blocks. The first admission ends its program's lease."""
+        request_state = self._requests.states.get(fact.request_id)
+        if request_state is None:
+            return
+        first = self._requests.run(request_state, now, self.promoted_s(request_state))
+        request_state.output_tokens_at_admission = max(0, fact.tokens - request_state.prompt_tokens)
+        self._tiers.admitted(request_state, now)
+        self._forecaster.admitted(request_state, fact.tokens, fact.most_tokens, now)
+        program, record = request_state.program, request_state.record
+        if program is None or record is None:
+            return
+        self._admission.admitted(request_state)
+        if not first:
+            if fact.resumed:
+                record.recomputed_after_preemption += max(0, fact.tokens - fact.cached_tokens)
+            return
+        before = self._state.contexts.get(program.id)
+        shared = common_prefix_length(before, fact.block_hashes) if before is not None else None
+        self._predictor.admitted(program, fact.block_hashes, len(before or ()), shared)
+        self._turns.admitted(record, program, fact, before, shared, now)
+        self._lease_manager.end(program.id, DecisionReason.RETURN, now)
+        self._state.let_go.pop(program.id, None)
+
+    def first_token(self, event: FirstToken, now: float) -> None:
+        """Record a request's first output token."""
+        self._turns.first_token(event.request_id, now)
+
+    def preempted(self, event: RequestPreempted, now: float) -> RecoveryChosen:
+        """Record that a running request lost its blocks; choose how it recovers its KV."""
+        request_id, tokens = event.request_id, event.tokens
+        request_state = self._requests.states.get(request_id)
+        self._forecaster.copied(event.offload_s_per_token, event.load_back_s_per_token, event.queued_s)
+        recovery = self._forecaster.recovery(tokens, now, copied_tokens=event.copied_tokens)
+        self._forecaster.gone(request_id)
+        if request_state is not None:
+            self._requests.stop(request_state, now)
+            self._tiers.preempted(request_state, now)
+            request_state.preempted = True
+            request_state.preemptions += 1
+            self._admission.drop_holder(request_id)
+            if request_state.record is not None:
+                request_state.record.preemptions += 1
+        self._journal.preempted(request_state, now, recovery, tokens)
+        return RecoveryChosen(recovery)
+
+    def finished(self, fact: TurnFinished, now: float) -> LeaseGranted | None:
+        """Remove a request. The last one of its program's turn ends the turn; returns the lease, if any."""
+        request_state = self._requests.states.pop(fact.request_id, None)
+        self._admission.drop_holder(fact.request_id)
+        self._forecaster.gone(fact.request_id)
+        if request_state is None:
+            return None
+        self._requests.stop(request_state, now)
+        failed = fact.outcome in (TurnFinishReason.ABORTED, TurnFinishReason.ERROR)
+        if not failed:
+            self._forecaster.ended(
+                request_state, fact.output_tokens, cut=fact.outcome is TurnFinishReason.LENGTH
+            )
+        elif fact.outcome is TurnFinishReason.ABORTED:
+            self._forecaster.broken_off(request_state, fact.output_tokens)
+        self._tiers.finished(request_state, now, failed=failed)
+        if request_state.program is None:
+            return None
+        program = request_state.program
+        program.attained_s = max(program.attained_s, request_state.attained_s + request_state.ran_s)
+        program.waited_s += request_state.waited_s
+        record = request_state.record
+        if record is not None:
+            self._turns.close(record, fact, now)
+        program.live_requests.discard(fact.request_id)
+        program.last_contact_s = now
+        self._predictor.touched(program)
+        program.turns += not failed
+        if program.live_requests:
+            return None
+        self._programs.signal(program, ProgramSignal.TURN_OVER)
+        self._leases.set_waiting(program.id, False)
+        if program.status in OVER_STATUSES:  # the client ended it while this request still ran
+            self._lease_manager.order(EngineActionKind.DROP, program.id, DecisionReason.END, now)
+            return None
+        if failed:
+            return None
+        self._turns.open_gap(program, fact, now)
+        program.hinted_ttl_s = request_state.hinted_ttl_s
+        self._state.contexts.put(program.id, fact.block_hashes[: fact.cached_blocks])
+        self._tiers.turn_finished(program, fact.cached_blocks, now)
+        self._predictor.turn_finished(program, request_state, fact.cached_blocks, now)
+        if record is not None:
+            record.goes_on, record.tier, record.p_reuse = program.goes_on, program.tier, program.p_reuse
+        if request_state.final:
+            self._tiers.forget(program.id, now)
+            self._lease_manager.log_keep(
+                program, RetentionDecision(0.0, DecisionReason.FINAL_TURN), fact.cached_blocks, now
+            )
+            return None
+        if program.id in self._leases:  # a parallel branch of the same program still holds one
+            self._lease_manager.end(program.id, DecisionReason.SUPERSEDED, now)
+        lease = self._lease_manager.grant(
+            program,
+            program.pending_tool,
+            fact.cached_blocks,
+            request_state.hinted_ttl_s,
+            now,
+            held_blocks=fact.held_blocks,
+            unheld_blocks=fact.unheld_blocks,
+            running_tokens=self._requests.running_tokens,
+            used_blocks=fact.used_blocks,
+        )
+        if lease is not None and record is not None:
+            record.lease_ttl_s = round(lease.ttl_s, 3)
+        return LeaseGranted(lease) if lease is not None else None
