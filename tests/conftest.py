@@ -31,6 +31,8 @@ else:
     usual = settings.get_profile("ci" if os.environ.get("CI") else "default")
     settings.register_profile("no deadline", usual, deadline=None)
     settings.load_profile("no deadline")
+    # pytest --hypothesis-profile=long: an hour for all of tests/fuzz.
+    settings.register_profile("long", settings.get_profile("default"), deadline=None, max_examples=20_000)
 
 
 LONG = (

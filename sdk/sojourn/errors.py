@@ -4,6 +4,8 @@
     ├── ConfigError      init(), an environment variable
     └── ArgumentError    program(), wrap(), instrument()
 
+``InputError`` is the base of errors about input from outside, in the server too.
+
 Nothing raises into a running agent: an error of the SDK, the network or the server is counted in
 ``sojourn.stats()``.
 """
@@ -21,3 +23,21 @@ class ConfigError(SojournError, ValueError):
 
 class ArgumentError(SojournError, ValueError):
     """An invalid argument, such as a program's id or limit, or an object that cannot be wrapped."""
+
+
+MAX_ERROR_CHARS = 1000
+"""Longest text of an ``InputError``."""
+_CUT = " … "
+
+
+class InputError(ValueError):
+    """Bytes or settings from outside cannot be used.
+
+    A text beyond ``MAX_ERROR_CHARS`` loses its middle: it may repeat the input, which may be of any length.
+    """
+
+    def __init__(self, text: str) -> None:
+        if len(text) > MAX_ERROR_CHARS:
+            end = MAX_ERROR_CHARS // 3
+            text = f"{text[: MAX_ERROR_CHARS - end - len(_CUT)]}{_CUT}{text[-end:]}"
+        super().__init__(text)

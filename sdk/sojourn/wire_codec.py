@@ -14,6 +14,7 @@ from enum import Enum
 
 import msgspec
 
+from .errors import InputError
 from .hints import AgenticContext
 from .ids import id_problem
 from .wire_events import AnyEvent, Event
@@ -35,7 +36,7 @@ MAX_EVENT_NAME_BYTES = 256
 """Longest tool or agent name kept; longer ones are cut by the client."""
 
 
-class WireError(ValueError):
+class WireError(InputError):
     """The bytes are not a valid message of this wire format; the text names the error and what was
     expected."""
 

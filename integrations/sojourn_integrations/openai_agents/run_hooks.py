@@ -232,7 +232,7 @@ def _command_head(arguments: Any) -> str | None:
         return None
     try:
         given = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     commands = [given.get(name) for name in _COMMANDS] if isinstance(given, dict) else []
     return next((command_class(command) for command in commands if isinstance(command, str)), None)

@@ -370,6 +370,6 @@ def _settings(pairs: list[str]) -> dict[str, Any]:
             raise CliError(f"--sojourn-option {pair!r} is not key=value", "for example max_programs=500")
         try:
             settings[key] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             settings[key] = text
     return settings

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 import msgspec
+from sojourn.errors import InputError
 from sojourn.ids import ProgramId
 from sojourn.wire_codec import (
     MAX_BATCH_BYTES,
@@ -55,7 +56,7 @@ class KVTransferStatus(Protocol):
     def stats(self) -> dict[str, Any] | None: ...
 
 
-class UnknownOperation(ValueError):
+class UnknownOperation(InputError):
     """This engine does not offer the operation."""
 
 
@@ -123,7 +124,10 @@ class EngineService:
         if operation == "events":
             return encode(self.client_event_handler.batch(payload.encode("utf-8", "replace"), now)).decode()
         if operation == "event_batches":
-            batches = _batches.decode(payload)
+            try:
+                batches = _batches.decode(payload)
+            except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+                raise WireError(f"{operation}: not a list of batches: {error}") from error
             return encode([self.client_event_handler.batch(bytes(batch), now) for batch in batches]).decode()
         handler = self._operations.get(operation)
         if handler is None:

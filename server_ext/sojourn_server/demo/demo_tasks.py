@@ -13,10 +13,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from ..policies.toml_document import load_toml
 
 TASKS_FOLDER = Path(__file__).parent / "tasks"
 TEST_TIMEOUT_S = 60.0
@@ -109,6 +106,6 @@ def shell_environment() -> dict[str, str]:
 
 
 def _load(folder: Path) -> DemoTask:
-    document = tomllib.loads((folder / "task.toml").read_text())
+    document = load_toml((folder / "task.toml").read_text())
     turns = tuple(ScriptedTurn(turn["thought"], turn["command"].strip()) for turn in document.pop("turn"))
     return DemoTask(name=folder.name, turns=turns, **document)

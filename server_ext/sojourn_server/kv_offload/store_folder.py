@@ -33,6 +33,8 @@ _MANIFEST_BYTES = 1 << 16
 _DIGITS = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STORE = re.compile(rf"[0-9a-f]{{{_DIGITS}}}(-{_NAME.pattern})?")
+_MAX_LISTED = 5
+"""Differences that an error lists."""
 _THIS_PROCESS = "this process itself"
 _FLOCK = struct.Struct("hhqqi0q")
 """Linux's ``struct flock``: type, origin of the start, start, length, process."""
@@ -72,7 +74,10 @@ class IncompatibleStore(OffloadError):
     """The store, or every store in the root, is for another identity."""
 
     def __init__(self, path: Path, differences: Sequence[ManifestMismatch], advice: str) -> None:
-        listed = "; ".join(f"{d.field}: found {d.found!r}, expected {d.expected!r}" for d in differences)
+        listed = "; ".join(
+            f"{d.field}: found {d.found!r:.100}, expected {d.expected!r:.100}"
+            for d in differences[:_MAX_LISTED]
+        )
         self.what = f"the KV store {path} is for something else ({listed})"
         self.advice = advice
         super().__init__(f"{self.what}. {advice}")

@@ -81,17 +81,17 @@ def transport_for(address: str, transports: Mapping[str, PeerTransport]) -> tupl
     """
     scheme, colon, rest = address.partition(":")
     if not colon or not rest:
-        raise ValueError(f"{address!r} is not an address; expected unix:PATH or tcp:HOST:PORT")
+        raise ValueError(f"{address!r:.200} is not an address; expected unix:PATH or tcp:HOST:PORT")
     found = transports.get(scheme)
     if found is not None:
         return found, rest
     known = " or ".join(sorted(transports))
     if scheme == "nixl":
         raise UnknownTransport(
-            f"{address}: NIXL is not built in; use {known}, or give the traffic manager a Transport of your "
-            "own by that name"
+            f"{address:.200}: NIXL is not built in; use {known}, or give the traffic manager a Transport of "
+            "your own by that name"
         )
-    raise UnknownTransport(f"{address}: unknown transport {scheme!r}; use {known}")
+    raise UnknownTransport(f"{address:.200}: unknown transport {scheme!r:.80}; use {known}")
 
 
 def check_address(address: str) -> None:
@@ -199,7 +199,7 @@ def _set_socket_options(writer: asyncio.StreamWriter) -> None:
 
 def _unix_path(rest: str) -> str:
     if len(os.fsencode(rest)) > _MAX_UNIX_PATH:
-        raise ValueError(f"the path of a Unix socket has at most {_MAX_UNIX_PATH} bytes: {rest}")
+        raise ValueError(f"the path of a Unix socket has at most {_MAX_UNIX_PATH} bytes: {rest:.200}")
     return rest
 
 
@@ -225,8 +225,8 @@ def _remove_stale_socket(path: Path) -> None:
 
 def _host_and_port(rest: str) -> tuple[str, int]:
     host, colon, port = rest.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{rest!r} is not a host and port; expected, for example, 10.0.0.7:8500")
+    if not colon or not host or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
+        raise ValueError(f"{rest!r:.200} is not a host and port; expected, for example, 10.0.0.7:8500")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

@@ -18,7 +18,6 @@ reads ``do_remote_prefill`` and ``do_remote_decode``.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -60,7 +59,7 @@ def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
     prefill, decode = given.get("do_remote_decode"), given.get("do_remote_prefill")
     for name, value in (("do_remote_decode", prefill), ("do_remote_prefill", decode)):
         if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}; expected true or false")
+            raise ValueError(f"{name} is {value!r:.80}; expected true or false")
     if prefill and decode:
         raise ValueError("do_remote_decode and do_remote_prefill are both set; an engine does one of them")
     if not prefill and not decode:
@@ -70,16 +69,16 @@ def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
     if decode:
         stored = given.get("stored", 0)
         if not isinstance(stored, int) or isinstance(stored, bool) or stored < 0:
-            raise ValueError(f"stored is {stored!r}; expected a number of blocks")
+            raise ValueError(f"stored is {stored!r:.80}; expected a number of blocks")
         context = _text(given, "context", MAX_CONTEXT_BYTES)
         return TransferParams(
             role=TransferRole.DECODE, transfer=transfer, epoch=epoch, context=context, stored=stored
         )
     share = given.get("decode_share", 0.0)
-    if not isinstance(share, int | float) or isinstance(share, bool) or not math.isfinite(share):
-        raise ValueError(f"decode_share is {share!r}; expected a number from 0 to 1")
+    if not isinstance(share, int | float) or isinstance(share, bool):
+        raise ValueError(f"decode_share is {share!r:.80}; expected a number from 0 to 1")
     if not 0 <= share <= 1:
-        raise ValueError(f"decode_share is {share!r}; expected 0 to 1")
+        raise ValueError(f"decode_share is {share!r:.80}; expected 0 to 1")
     peer = _text(given, "peer", 4096)
     return TransferParams(
         role=TransferRole.PREFILL, transfer=transfer, peer=peer, decode_share=float(share), epoch=epoch

@@ -128,9 +128,17 @@ def fetch_stats(address: str) -> dict[str, Any] | None:
                     raise StatsUnavailable(
                         f"{address}: more than {_MAX_ANSWER_BYTES} bytes; expected a short document"
                     )
-        document = json.loads(told)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise StatsUnavailable(f"{address}: {error}") from error
+    return read_stats(bytes(told), address)
+
+
+def read_stats(told: bytes, address: str) -> dict[str, Any] | None:
+    """The document in a server's answer. Raises ``StatsUnavailable``."""
+    try:
+        document = json.loads(told)
+    except (ValueError, RecursionError) as error:
+        raise StatsUnavailable(f"{address}: not JSON: {error}") from error
     if document is not None and not isinstance(document, dict):
         raise StatsUnavailable(f"{address}: {type(document).__name__}; expected an object")
     return document

@@ -28,6 +28,7 @@ import struct
 from typing import Any, NamedTuple
 
 import msgspec
+from sojourn.errors import InputError
 
 from .transfer_link import TrafficClass
 
@@ -43,7 +44,7 @@ _HEAD = struct.Struct("<2sBBII")
 _MAGIC = b"SJ"
 
 
-class PeerWireError(ValueError):
+class PeerWireError(InputError):
     """The bytes are not a valid frame or message; the text says what was expected."""
 
 
@@ -190,6 +191,8 @@ def encode(message: WireMessage, payload_bytes: int = 0) -> bytes:
 
 def decode_head(data: bytes) -> FrameHead:
     """Decode the head of a frame. Raises ``PeerWireError``."""
+    if len(data) != HEAD_BYTES:
+        raise PeerWireError(f"a head of {len(data)} bytes; expected {HEAD_BYTES}")
     magic, version, _, message_bytes, payload_bytes = _HEAD.unpack(data)
     if magic != _MAGIC:
         raise PeerWireError(f"not a peer of sojourn: it sent {bytes(data[:4])!r}, expected {_MAGIC!r}")

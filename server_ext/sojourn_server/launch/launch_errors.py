@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from sojourn.errors import InputError
 
-class InvalidOption(ValueError):
+
+class InvalidOption(InputError):
     """An unusable option; the text says what was expected.
 
     ``next_step`` says what to do; empty if the text already says it.

@@ -148,5 +148,5 @@ def known_weights(model: str) -> str | None:
         if not isinstance(config, dict) or "speculators_config" in config:
             return None
         return weights_fingerprint(model, None)
-    except (OSError, ValueError):  # the engine reports the error
+    except (OSError, ValueError, RecursionError):  # the engine reports the error
         return None

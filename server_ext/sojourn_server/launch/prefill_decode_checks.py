@@ -77,7 +77,7 @@ def keeps_block_size(model_path: str) -> bool:
     try:
         text = (Path(model_path).expanduser() / "config.json").read_text(encoding="utf-8")
         config = json.loads(text)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and not any(word in text for word in _CUSTOM_BLOCK_SIZE_KEYS)
 

@@ -244,7 +244,7 @@ class EngineFlags:
             return self, {}
         try:
             document = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidOption(f"{flag} is not JSON: {error}") from None
         if not isinstance(document, dict):
             raise InvalidOption(f"{flag} is a JSON {type(document).__name__}; expected an object")

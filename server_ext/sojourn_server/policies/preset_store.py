@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -11,15 +10,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from sojourn.errors import InputError
+
 from .custom_policies import CustomClassLoader, check_defines_methods, check_implements_protocol
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from .toml_document import TomlError, load_toml
 
 
-class PresetError(ValueError):
+class PresetError(InputError):
     """A preset is invalid. The message names the wrong value and the expected one."""
 
 
@@ -59,7 +56,7 @@ class PolicyRegistry:
             if ":" in name:
                 check_implements_protocol(policy, self.protocols[question], question, name)
             return policy
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             if isinstance(error, PresetError):
                 raise
             raise PresetError(f"{source}: {question}: {error}") from error
@@ -113,9 +110,9 @@ class PresetStore:
         Raises ``PresetError``.
         """
         try:
-            document = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise PresetError(f"{source}: not TOML: {error}") from error
+            document = load_toml(text)
+        except TomlError as error:
+            raise PresetError(f"{source}: {error}") from error
         document = self._with_base(document, source)
         known = sorted(known)
         for key in document:
@@ -132,7 +129,7 @@ class PresetStore:
             raise PresetError(
                 f"{source}: extends unknown preset {base!r}; expected {', '.join(self.names())}"
             )
-        return {**self._with_base(tomllib.loads(self.text(base)), f"{base}.toml"), **document}
+        return {**self._with_base(load_toml(self.text(base)), f"{base}.toml"), **document}
 
 
 def read_preset_text(path: Path) -> str:

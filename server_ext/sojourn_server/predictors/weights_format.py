@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from sojourn.errors import InputError
 
 FORMAT = "sojourn-output-lengths"
 VERSION = "1"
 
 
-class WeightsError(ValueError):
+class WeightsError(InputError):
     """A weights file is unusable. The message names the file, its content and the expected one."""
 
 

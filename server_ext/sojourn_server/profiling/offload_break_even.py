@@ -114,7 +114,7 @@ def read_dimensions(root: str | None) -> ModelDimensions | None:
         return None
     try:
         config = json.loads((Path(root) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if isinstance(config, dict):
         config = config.get("text_config", config)  # multimodal models

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from sojourn.aeg import END, START, Aeg
-from sojourn.errors import ArgumentError
+from sojourn.errors import ArgumentError, InputError
 from sojourn.wire_codec import (
     MAX_EVENT_NAME_BYTES,
     MAX_GRAPH_BYTES,
@@ -29,7 +29,7 @@ TYPES_PER_GRAPH = 4
 graph."""
 
 
-class GraphError(ValueError):
+class GraphError(InputError):
     """A graph that cannot be accepted; the text says what was found and what was expected."""
 
 

@@ -6,11 +6,16 @@ Plain containers: no clock, no I/O, no lock.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+MAX_FLOAT = sys.float_info.max
+"""Integers beyond it, which JSON may have, cannot become floats."""
+MAX_TURNS = 2**31
+"""Most turns of a program in a saved history."""
 MAX_SAMPLES = 20_000
 """Maximum number of durations kept for all tools together."""
 
@@ -176,8 +181,8 @@ class TurnHistory:
         """Restore a ``snapshot``, cut to ``max_programs``. Raises ``ValueError`` for anything else."""
         history = cls(max_programs)
         for turns in _checked(document, "turns", list)[-max_programs:]:
-            if not isinstance(turns, int) or isinstance(turns, bool):
-                raise ValueError(f"turn history: {turns!r} is not a number of turns")
+            if not isinstance(turns, int) or isinstance(turns, bool) or turns > MAX_TURNS:
+                raise ValueError(f"turn history: {turns!r:.80} is not a number of turns up to {MAX_TURNS}")
             history.observe(turns)
         return history
 
@@ -204,8 +209,8 @@ class SlidingMean:
 
     def observe(self, value: float) -> None:
         """Add a value; it replaces the oldest in a full window. Raises ``ValueError`` unless finite."""
-        if not math.isfinite(value):
-            raise ValueError(f"observed {value}; expected a finite number")
+        if not -MAX_FLOAT <= value <= MAX_FLOAT:
+            raise ValueError(f"observed {value!r:.80}; expected a finite number")
         self._values.append(value)
         self._mean = None
 
@@ -221,7 +226,11 @@ class SlidingMean:
         """The mean, 0.0 when empty (the paper initialises T as zero)."""
         if self._mean is None:
             # A running sum would keep the rounding error of large values.
-            self._mean = math.fsum(self._values) / len(self._values)
+            count = len(self._values)
+            try:
+                self._mean = math.fsum(self._values) / count
+            except OverflowError:  # clients may report any number
+                self._mean = math.fsum(value / count for value in self._values)
         return self._mean
 
 
@@ -245,8 +254,8 @@ class SlidingMax:
 
     def observe(self, value: float) -> None:
         """Add a value. Raises ``ValueError`` unless finite and ≥ 0."""
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"observed {value}; expected a finite number ≥ 0")
+        if not 0 <= value <= MAX_FLOAT:
+            raise ValueError(f"observed {value!r:.80}; expected a finite number ≥ 0")
         while self._falling and self._falling[-1][1] <= value:
             self._falling.pop()
         self._falling.append((self._seen, value))
@@ -345,9 +354,9 @@ class SortedWindow:
 
 def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"duration {value!r} is not a number of seconds")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"duration is {value}; expected seconds ≥ 0")
+        raise ValueError(f"duration {value!r:.80} is not a number of seconds")
+    if not 0 <= value <= MAX_FLOAT:
+        raise ValueError(f"duration is {value!r:.80}; expected seconds ≥ 0")
     return float(value)
 
 
@@ -356,7 +365,7 @@ def _checked(document: Mapping[str, Any], field: str, kind: type) -> Any:
         raise ValueError(f"history: a {type(document).__name__}; expected an object")
     version = document.get("version")
     if version != HISTORY_VERSION:
-        raise ValueError(f"history: version {version!r}; expected {HISTORY_VERSION}")
+        raise ValueError(f"history: version {version!r:.80}; expected {HISTORY_VERSION}")
     value = document.get(field)
     if not isinstance(value, kind):
         raise ValueError(f"history: field {field!r} is missing or not a {kind.__name__}")

@@ -8,7 +8,6 @@ I/O, no lock.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from sojourn.aeg import END, START
 from sojourn.learning.run_trace import ProgramRun
 from sojourn.learning.transitions import MAX_KINDS, ORDER, Transitions
 
-from .execution_history import SlidingMax
+from .execution_history import MAX_FLOAT, SlidingMax
 from .program_state import HintReliability, ProgramState
 
 REPLY_STEP = "(reply)"
@@ -252,7 +251,7 @@ def _updated_average(mean: float | None, value: float) -> float:
 
 def _tokens(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{value!r} is not a number of tokens")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{value} tokens; expected a finite number ≥ 0")
+        raise ValueError(f"{value!r:.80} is not a number of tokens")
+    if not 0 <= value <= MAX_FLOAT:
+        raise ValueError(f"{value!r:.80} tokens; expected a finite number ≥ 0")
     return float(value)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
+from sojourn.errors import InputError
 
 from ..core.scheduler_limits import SchedulerLimits
 from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerState
@@ -205,7 +206,7 @@ class RecordingFile:
         self.full = self._bytes >= self._max_bytes
 
 
-class RecordingError(ValueError):
+class RecordingError(InputError):
     """A recording cannot be used. The text names file and line, what was found and what was expected."""
 
 

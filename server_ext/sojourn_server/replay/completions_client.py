@@ -98,7 +98,7 @@ class CompletionsClient:
         try:
             served = answer.json()["data"]
             names = [str(entry["id"]) for entry in served]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ServerError(
                 f"{self.url}/v1/models does not answer like an OpenAI-compatible server",
                 "check --url: expected the server's root, for example http://127.0.0.1:8000",
@@ -170,29 +170,30 @@ class CompletionsClient:
                         continue
                     event = json.loads(data)
                     if "error" in event:
-                        raise RequestError("error in stream", str(event["error"]))
+                        raise RequestError("error in stream", str(event["error"])[:300])
                     if event.get("choices"):
                         last = self._clock()
                         first = first or last
                         output_ids += event["choices"][0].get("token_ids") or ()
                     usage = event.get("usage") or usage
+            output_tokens = int(usage.get("completion_tokens") or len(output_ids) or max_tokens)
+            prompt_tokens = int(usage.get("prompt_tokens") or len(prompt))
+            cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         except httpx.TimeoutException as error:
             raise RequestError("timeout", str(error)) from error
         except httpx.HTTPError as error:
             raise RequestError("connection lost", f"{type(error).__name__}: {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RequestError("not an OpenAI stream", str(error)) from error
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise RequestError("not an OpenAI stream", str(error)[:300]) from error
         if not first:
             raise RequestError("no tokens", "the stream ended before the first token")
-        output_tokens = int(usage.get("completion_tokens") or len(output_ids) or max_tokens)
-        details = usage.get("prompt_tokens_details") or {}
         return Completion(
             ttft_s=first - started,
             latency_s=last - started,
             tpot_s=(last - first) / (output_tokens - 1) if output_tokens > 1 else None,
-            prompt_tokens=int(usage.get("prompt_tokens") or len(prompt)),
+            prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
-            cached_tokens=details.get("cached_tokens"),
+            cached_tokens=cached_tokens,
             output_ids=tuple(output_ids) or None,
         )
 
@@ -224,14 +225,14 @@ class CompletionsClient:
         try:
             document = (await self._get(CAPABILITIES_PATH)).json()
             ours = document["name"] == "sojourn" and WIRE_VERSION in document["wire"]
-        except (ServerError, ValueError, KeyError, TypeError):
+        except (ServerError, ValueError, KeyError, TypeError, RecursionError):
             return {}
         return dict(document) if ours else {}
 
     async def _engine(self, owner: object) -> str:
         try:
             version = (await self._get("/version")).json()["version"]
-        except (ServerError, ValueError, KeyError, TypeError):
+        except (ServerError, ValueError, KeyError, TypeError, RecursionError):
             return str(owner or "unknown")
         return f"{owner or 'unknown'} {version}"
 

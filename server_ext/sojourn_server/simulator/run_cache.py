@@ -56,7 +56,7 @@ class RunCache:
         """The cached outcome of ``spec``; ``None`` if there is no valid entry."""
         try:
             kept = msgspec.msgpack.decode(gzip.decompress(self._path(spec).read_bytes()), type=_CachedRun)
-        except (OSError, EOFError, zlib.error, msgspec.DecodeError):
+        except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         return kept.outcome if (kept.spec, kept.made_of) == (asdict(spec), self._made_of(spec)) else None
 

@@ -7,9 +7,10 @@ fields are ignored.
 from __future__ import annotations
 
 import msgspec
+from sojourn.errors import InputError
 
 
-class TraceError(ValueError):
+class TraceError(InputError):
     """An unusable trace; the text names the file, the line and the fault."""
 
 
@@ -133,6 +134,8 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 _SECONDS = ("tool_seconds", "gap_s", "t", "llm_s", "dt_s")
 MAX_SECONDS = 1e9
 """Longest time in a trace: 31 years. Adding milliseconds to a much longer time would not change it."""
+MAX_TOKENS = 2**31
+"""Most tokens of a prompt or an output. A simulation's memory grows with them."""
 _TOKENS = (
     "prompt_tokens",
     "output_tokens",
@@ -161,6 +164,10 @@ def check_program(program: TraceProgram) -> None:
             _at_least_zero(turn, name, where)
         for name in _SECONDS:
             _check_longest(turn, name, where)
+        for name in _TOKENS:
+            value = getattr(turn, name)
+            if value is not None and value > MAX_TOKENS:
+                raise TraceError(f"{where}: {name} is beyond {MAX_TOKENS}; expected a number of tokens")
         if turn.prompt_tokens == 0:
             raise TraceError(f"{where}: prompt_tokens is 0; expected at least one")
         for run in turn.tools or ():

@@ -70,7 +70,7 @@ class HistoryFile:
                 output_lengths=self._part(document, "output_lengths", OutputLengthHistory),
                 hints_off=self._part(document, "hints_off", HintErrors),
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             kept = self._set_aside("unreadable")
             logger.warning(
                 "sojourn: history %s cannot be used (%s); %s, starting cold", self._path, error, kept
@@ -84,7 +84,7 @@ class HistoryFile:
             return kind()
         try:
             return kind.restore(document[name])
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             logger.warning(
                 "sojourn: the %s in history %s cannot be used (%s); starting without",
                 name.replace("_", " "),

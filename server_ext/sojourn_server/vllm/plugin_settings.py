@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from sojourn.errors import InputError
 
 from ..core.scheduler_limits import SchedulerLimits
 from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerState
@@ -29,7 +31,7 @@ _LIMITS = SchedulerLimits()
 """The defaults of the settings that ``SchedulerLimits`` has too."""
 
 
-class SettingsError(ValueError):
+class SettingsError(InputError):
     """A setting is wrong. The text names the setting and what was expected."""
 
 
@@ -104,8 +106,9 @@ class PluginSettings:
         path = Path(self.policy_file)
         try:
             text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise SettingsError(f"policy_file {path}: {error.strerror}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise SettingsError(f"policy_file {path}: {reason}") from error
         return text, str(path)
 
     def profile(self) -> EngineProfile | None:
@@ -204,9 +207,7 @@ def _check_type(key: str, value: Any, default: Any) -> None:
     elif isinstance(default, int | float):
         whole = isinstance(default, int)
         kinds = (int,) if whole else (int, float)
-        good = (
-            isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-        )
+        good = isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
         expected = "a whole number ≥ 0" if whole else "a number ≥ 0"
     else:
         good = isinstance(value, str)

@@ -233,7 +233,7 @@ def is_engine_failure(answer: EngineAnswer) -> bool:
         return False
     try:
         read = msgspec.json.decode(event)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return True
     error = read.get("error", read) if isinstance(read, dict) else None
     code = error.get("code") if isinstance(error, dict) else None
@@ -262,7 +262,7 @@ def _is_engine_dead_error(document: bytes) -> bool:
     count."""
     try:
         read = msgspec.json.decode(document)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     error = read.get("error", read) if isinstance(read, dict) else None
     message = error.get("message") if isinstance(error, dict) else None

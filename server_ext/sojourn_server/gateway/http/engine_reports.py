@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +93,7 @@ def parse_json_object(text: str) -> dict[str, Any]:
     """The JSON object in ``text``; empty if there is none."""
     try:
         found = msgspec.json.decode(text) if text else {}
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -187,7 +187,7 @@ def _seconds(value: object) -> float | None:
     """``value`` as a finite number of seconds, at least 0; ``None`` for anything else."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
-    return float(value) if math.isfinite(value) and value >= 0 else None
+    return float(value) if 0 <= value <= sys.float_info.max else None
 
 
 def _count(value: object) -> int:

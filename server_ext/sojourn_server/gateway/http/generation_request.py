@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import msgspec
+from sojourn.errors import InputError
 from sojourn.hints import AgenticContext
 from sojourn.wire_codec import Outcome
 
@@ -26,7 +27,7 @@ SESSION_KEY = "session_id"
 """Field of a body, or of its ``vllm_xargs``, that names a program without a hint."""
 
 
-class InvalidGenerationRequest(ValueError):
+class InvalidGenerationRequest(InputError):
     """The body is not a request of this API; the text says what was wrong and what was expected."""
 
 

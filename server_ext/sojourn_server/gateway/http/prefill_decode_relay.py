@@ -118,7 +118,7 @@ def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
     try:
         found = _members.decode(answer).get(TRANSFER)
         params = msgspec.json.decode(found) if found is not None else None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return params if isinstance(params, dict) and params.get("do_remote_prefill") is True else None
 

@@ -55,6 +55,14 @@ class _PendingRelease:
 _decoder = msgspec.json.Decoder(_StoredKv)
 
 
+def read_stored_kv(answer: bytes) -> _StoredKv | None:
+    """An engine's answer to ``persist``; ``None``: it cannot be read."""
+    try:
+        return _decoder.decode(answer)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 class ProgramMigrator:
     """Carries out programs' moves. A move cannot fail: missing KV is computed again. ``key`` is a program's
     tenant and id."""
@@ -216,7 +224,4 @@ class ProgramMigrator:
         answer = await ask_engine(
             self._session(), url, method="POST", authorization=authorization, timeout_s=MOST_WAIT_S
         )
-        try:
-            return _decoder.decode(answer.body) if answer is not None and answer.status == 200 else None
-        except msgspec.DecodeError:
-            return None
+        return read_stored_kv(answer.body) if answer is not None and answer.status == 200 else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-_PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
-_OUTPUT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
+_PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,18})(?!\d)')
+_OUTPUT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,18})(?!\d)')
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"]{1,200})"')
 _TAIL_BYTES = 4096
 """Bytes kept of an answer's end, which has the token counts."""

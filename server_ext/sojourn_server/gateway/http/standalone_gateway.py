@@ -88,7 +88,7 @@ class RoutingStateFile:
             self._core.restore(kept.core, self._clock(), age_s)
         except FileNotFoundError:
             return 0
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             logger.warning("%s cannot be used (%s); programs start without homes", self._path, error)
             return 0
         return len(self._core.programs)

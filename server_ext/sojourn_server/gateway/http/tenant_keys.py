@@ -5,20 +5,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from sojourn.errors import InputError
+
+from ...policies.toml_document import TomlError, load_toml
 
 DEFAULT_TENANT = "default"
 """The tenant of all requests if no keys are configured."""
 
 
-class TenantKeysError(ValueError):
+class TenantKeysError(InputError):
     """An invalid tenants file; the text says what was wrong and what was expected."""
 
 
@@ -66,11 +64,11 @@ def load_tenant_keys(path: Path, environment: Mapping[str, str] = os.environ) ->
     Raises ``TenantKeysError``, which repeats no key.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = load_toml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise TenantKeysError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise TenantKeysError(f"{path}: not TOML: {error}") from None
+    except TomlError as error:
+        raise TenantKeysError(f"{path}: {error}") from None
     table = document.get("tenants")
     if not isinstance(table, dict) or not table:
         raise TenantKeysError(

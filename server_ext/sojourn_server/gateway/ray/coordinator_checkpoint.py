@@ -47,7 +47,7 @@ def read_checkpoint(path: Path) -> CoordinatorCheckpoint | None:
         return msgspec.msgpack.decode(path.read_bytes(), type=CoordinatorCheckpoint)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         logger.warning("checkpoint %s cannot be used: %s", path, error)
         return None
 
@@ -56,7 +56,7 @@ def read_checkpoint_epoch(path: Path) -> int:
     """Epoch of the coordinator that wrote the file; 0: there is none, or it cannot be read."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=_CheckpointHeader).epoch
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return 0
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
+from sojourn.errors import InputError
+
 from .autoscale import AutoscaleLimits
 
 Section = TypeVar("Section")
@@ -25,7 +27,7 @@ _KEYS_WITHOUT_PREFILL_DECODE = {
 _RESERVED_FLAGS = ("--role", "--kv-store", "--kv-store-name", "--kv-node")
 
 
-class RayConfigError(ValueError):
+class RayConfigError(InputError):
     """An invalid configuration: the text names the key and the value, and says what was expected."""
 
 
@@ -189,12 +191,18 @@ class RayConfig:
         return document
 
 
+MAX_CONFIG_CHARS = 64 * 1024
+"""Longest file; YAML's parser takes long for longer ones."""
+
+
 def read_config(path: Path) -> RayConfig:
     """Read a configuration from a YAML file. Raises ``RayConfigError``."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RayConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(text) > MAX_CONFIG_CHARS:
+        raise RayConfigError(f"{path}: {len(text)} characters; expected at most {MAX_CONFIG_CHARS}")
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
@@ -203,7 +211,9 @@ def read_config(path: Path) -> RayConfig:
         ) from None
     try:
         document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except RecursionError:
+        raise RayConfigError(f"{path}: not YAML: nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: of dates, and of integers with 5,000 digits
         raise RayConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if document is None:
         raise RayConfigError(f"{path}: the file is empty; expected at least a line such as model: tiny")

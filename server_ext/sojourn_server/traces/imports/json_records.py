@@ -33,7 +33,7 @@ def read_records(path: str | Path) -> Iterator[tuple[int, Any]]:
         counted = at
         try:
             record, at = decoder.raw_decode(text, at)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{path}, line {line}: not JSON: {_reason(error)}") from None
         if isinstance(record, list):
             yield from ((line, element) for element in record)
@@ -60,4 +60,4 @@ def _text(path: Path) -> str:
 def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} (line {error.lineno}, column {error.colno})"
-    return "nested too deeply"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..trace_schema import MAX_TOKENS
+
 AGENT, WORKFLOW, CHAIN, TOOL, MODEL = "agent", "workflow", "chain", "tool", "model"
 
 CONVERSATION = ("gen_ai.conversation.id", "session.id", "traceloop.association.properties.session_id")
@@ -125,7 +127,7 @@ def calls_tool(told: Mapping[str, Any]) -> bool | None:
 def _count(told: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     for name in names:
         value = told.get(name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS:
             return int(value)
     return None
 

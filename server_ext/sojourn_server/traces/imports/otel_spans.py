@@ -132,22 +132,22 @@ def _normalized_id(number: str) -> str:
 def _nano_s(value: Any, name: str, where: str) -> float:
     try:
         return int(value) / 1e9
-    except (TypeError, ValueError):
-        raise TraceError(f"{where}: {name} is {value!r}; expected nanoseconds since 1970") from None
+    except (TypeError, ValueError, OverflowError):
+        raise TraceError(f"{where}: {name} is {value!r:.80}; expected nanoseconds since 1970") from None
 
 
 def _iso_s(value: Any, name: str, where: str) -> float:
     try:
         # Python 3.10 knows no Z.
         return datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
-    except (AttributeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError, OSError):
         raise TraceError(
-            f"{where}: {name} is {value!r}; expected a time as 2025-01-31T12:00:00.000000Z"
+            f"{where}: {name} is {value!r:.80}; expected a time as 2025-01-31T12:00:00.000000Z"
         ) from None
 
 
-def _otlp_value(value: Any) -> Any:
-    if not isinstance(value, dict):
+def _otlp_value(value: Any, depth: int = 8) -> Any:
+    if not isinstance(value, dict) or not depth:
         return None
     if "intValue" in value:  # 64-bit numbers are strings in OTLP JSON
         try:
@@ -157,7 +157,7 @@ def _otlp_value(value: Any) -> Any:
     if "arrayValue" in value:
         items = value["arrayValue"]
         values = items.get("values") if isinstance(items, dict) else None
-        return [_otlp_value(item) for item in values] if isinstance(values, list) else []
+        return [_otlp_value(item, depth - 1) for item in values] if isinstance(values, list) else []
     return next((value[k] for k in ("stringValue", "doubleValue", "boolValue") if k in value), None)
 
 

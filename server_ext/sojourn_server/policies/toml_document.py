@@ -1,0 +1,51 @@
+"""Reads TOML files of operators, within bounds: presets, profiles, tenants."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MAX_TOML_CHARS = 4 << 20
+"""A profile with thousands of measured steps has a tenth of that."""
+MAX_KEY_PARTS = 1000
+"""Most parts of a dotted key. The parser's work grows with the square of their number."""
+_MAX_INTEGER = 2**63
+
+
+class TomlError(ValueError):
+    """The text is not TOML, or beyond the bounds; the text says where."""
+
+
+def load_toml(text: str) -> dict[str, Any]:
+    """The document of a TOML text. Integers fit into 64 bits, as TOML demands. Raises ``TomlError``."""
+    if len(text) > MAX_TOML_CHARS:
+        raise TomlError(f"{len(text)} characters; expected at most {MAX_TOML_CHARS}")
+    for number, line in enumerate(text.split("\n"), start=1):
+        # Rows of numbers have a dot and a comma each.
+        if line.count(".") - line.count(",") > MAX_KEY_PARTS:
+            raise TomlError(f"line {number}: too many dots; expected keys of at most {MAX_KEY_PARTS} parts")
+    try:
+        document = tomllib.loads(text)
+    except RecursionError:
+        raise TomlError("not TOML: nested too deeply") from None
+    except ValueError as error:  # also of an integer with thousands of digits, or of a date
+        raise TomlError(f"not TOML: {str(error)[:200]}") from None
+    _check_integers(document)
+    return document
+
+
+def _check_integers(document: dict[str, Any]) -> None:
+    values: list[Any] = [document]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+        elif isinstance(value, int) and not -_MAX_INTEGER <= value < _MAX_INTEGER:
+            raise TomlError(f"not TOML: an integer of {value.bit_length()} bits; expected at most 64")
