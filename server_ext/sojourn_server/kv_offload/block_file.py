@@ -19,9 +19,9 @@ A chain hash identifies tokens, not the model that computed their KV. The header
 the identity: a file copied from another model's store is refused. The parent is not needed for reading; it
 shows which blocks become useless when one is deleted.
 
-A file is written under a temporary name and renamed, so a process that dies leaves a complete file or none. A
-machine that fails may leave a file that was renamed before its bytes were on disk; length and checksum reveal
-it.
+A file is written under a temporary name and renamed, so a process that dies leaves a complete file or none.
+If the machine fails, a file may have been renamed before its bytes were on disk; length and checksum reveal
+that.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FORMAT_VERSION = 1
 HEADER_BYTES = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 PARENT_BYTES = 16
-"""Leading bytes that identify a parent's key."""
+"""Number of leading bytes that identify a parent's key."""
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a full disk or quota."""
@@ -54,7 +54,7 @@ _MAGIC = b"sjrnKV\r\n"  # broken by any transfer that converts line ends
 _FIELDS = struct.Struct("<8sHHIQ16s64s16s4x")
 _CHECKSUM = struct.Struct("<I")
 _MAX_BUFFERS = 1024
-"""Buffers per ``readv`` or ``writev``: Linux's IOV_MAX."""
+"""Maximum number of buffers per ``readv`` or ``writev``: Linux's IOV_MAX."""
 
 # CRC-32 over 2 MiB: zlib 6.8 GB/s, blake2b 1.3 GB/s (EPYC, Python 3.11); blake2b would be the slowest part of
 # a read from the page cache. The checksum detects torn writes and flipped bits, not forgery: any error within
@@ -95,8 +95,8 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvIdentity:
-    """What two engines must have in common to read each other's blocks. Any difference means another
-    store."""
+    """What two engines must have in common to read each other's blocks. If any field differs, they use
+    different stores."""
 
     model: str
     """Name and revision of the weights, or their fingerprint, and everything else that changes KV."""
@@ -111,7 +111,7 @@ class KvIdentity:
     hash_scheme: str
     """Algorithm, seed and block size of the engine's prefix hashes, such as ``sha256_cbor/seed=0/16``."""
     vllm_version: str
-    """Determines the layout within a layer, which changes between releases."""
+    """vLLM's version, which determines the layout within a layer."""
     tp_rank: int = 0
     tp_size: int = 1
 
@@ -123,7 +123,7 @@ class KvIdentity:
             raise ValueError(f"tp_rank {self.tp_rank} is not below tp_size {self.tp_size}")
 
     def digest(self) -> bytes:
-        """16 bytes that identify it, the same in every process."""
+        """16 bytes that identify this identity, the same in every process."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -157,11 +157,11 @@ def write_block(
     parent: bytes = b"",
     durable: bool = False,
 ) -> None:
-    """Write ``payload`` to ``partial`` and rename that to ``path``. ``identity``: the digest. ``parent``: the
-    key of the previous block, empty if there is none.
+    """Write ``payload`` to ``partial`` and rename that file to ``path``. ``identity``: the digest.
+    ``parent``: the key of the previous block, empty if there is none.
 
-    ``durable``: returns once both are on disk. A payload that changes during the call will fail its checksum.
-    Raises ``OSError``; either name may then exist, and the caller must remove both.
+    ``durable``: return only when both are on disk. A payload that changes during the call will fail its
+    checksum. Raises ``OSError``; a file of either name may then exist, and the caller must remove it.
     """
     header = _header(key, identity, parent[:PARENT_BYTES], payload)
     write_file(files, partial, [memoryview(header), *payload], fsync=durable)
@@ -192,7 +192,7 @@ def read_block(
 
 
 def read_parent(files: FileSystem, path: Path, key: bytes, identity: bytes) -> bytes | None:
-    """The first bytes of the key of the previous block; ``None``: the file names none.
+    """The first bytes of the key of the previous block; ``None``: the file has no parent.
 
     Reads only the header. Raises ``BlockCorrupt`` for an invalid header, and ``OSError``.
     """
@@ -205,7 +205,8 @@ def read_parent(files: FileSystem, path: Path, key: bytes, identity: bytes) -> b
 
 
 def write_file(files: FileSystem, path: Path, content: Sequence[memoryview], *, fsync: bool) -> None:
-    """Write a file, replacing any existing one. Raises ``OSError`` and leaves what was written."""
+    """Write a file, replacing any existing one; ``fsync``: return only when it is on disk. Raises
+    ``OSError``; a partly written file may remain."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         fd = files.open(path, flags)
@@ -297,7 +298,7 @@ def _length(payload: Sequence[memoryview]) -> int:
 
 
 def read_all(files: FileSystem, fd: int, buffers: Sequence[memoryview]) -> bool:
-    """Fill ``buffers``. Returns False if the file is too short."""
+    """Fill ``buffers``. Returns false if the file is too short."""
     rest = list(buffers)
     while rest:
         count = files.readv(fd, rest[:_MAX_BUFFERS])

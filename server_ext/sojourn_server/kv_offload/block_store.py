@@ -31,7 +31,7 @@ class BlockStore(Protocol):
         ...
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """Number of leading ``keys`` present. They may be gone when they are read."""
+        """Number of leading ``keys`` in the store. Blocks may be deleted before they are read."""
         ...
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:

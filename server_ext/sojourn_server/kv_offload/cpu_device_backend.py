@@ -17,7 +17,7 @@ ByteArray = np.ndarray[Any, Any]
 """An array of ``uint8``."""
 
 CHUNK_BLOCKS = 32
-"""Blocks copied at once: a chunk stays in the processor's cache."""
+"""Number of blocks copied at once: such a chunk stays in the processor's cache."""
 
 
 class UnsupportedKvCaches(RuntimeError):
@@ -43,10 +43,10 @@ def block_rows(name: str, cache: Any, blocks: int) -> ByteArray:
 
 
 class CpuDeviceBackend:
-    """KV blocks of all layers, and ``slots`` host copies, each one contiguous like a block's file."""
+    """KV blocks of all layers, and ``slots`` slots of host memory, each contiguous like a block's file."""
 
     def __init__(self, rows: Mapping[str, ByteArray], slots: int) -> None:
-        """``rows``: by layer in the order of the forward pass, its ``block_rows``."""
+        """``rows``: the ``block_rows`` of each layer, in the order of the forward pass."""
         self.layers: Sequence[str] = list(rows)
         self._layers = list(rows.values())
         sizes = [layer.shape[1] for layer in self._layers]
@@ -56,14 +56,14 @@ class CpuDeviceBackend:
         self._host = np.empty((slots, self.block_bytes), np.uint8)
 
     def to_host(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks of all layers, in this order: the last copy into a slot wins."""
+        """Copy blocks of all layers to slots, in this order: the last copy into a slot wins."""
         for start in range(0, len(copies), CHUNK_BLOCKS):
             blocks, slots = _indices(copies[start : start + CHUNK_BLOCKS])
             for index, layer in enumerate(self._layers):
                 self._host[slots, self._offsets[index] : self._offsets[index + 1]] = layer[blocks]
 
     def to_device(self, copies: Sequence[BlockCopy], layer: int) -> None:
-        """Copy one layer of these blocks."""
+        """Copy one layer of blocks from their slots."""
         part = slice(self._offsets[layer], self._offsets[layer + 1])
         for start in range(0, len(copies), CHUNK_BLOCKS):
             blocks, slots = _indices(copies[start : start + CHUNK_BLOCKS])
@@ -75,10 +75,10 @@ class CpuDeviceBackend:
 
 
 class KvBlockArrays:
-    """KV blocks by layer, and Full Blocks of ``per_full`` engine blocks cut from them."""
+    """KV blocks by layer. ``per_full`` engine blocks are gathered into a Full Block."""
 
     def __init__(self, layers: Mapping[str, ByteArray], per_full: int) -> None:
-        """``layers``: by layer in the order of the forward pass, its ``block_rows``.
+        """``layers``: the ``block_rows`` of each layer, in the order of the forward pass.
 
         Raises ``ValueError`` for layers of different sizes: their Layer Blocks would differ.
         """

@@ -33,7 +33,7 @@ MEMORY_PAGE_BYTES = 4096
 
 
 class CudaEvent(Protocol):
-    """A point in a stream's work, as ``torch.cuda.Event``."""
+    """A point in a stream's work, like ``torch.cuda.Event``."""
 
     def record(self, stream: Any) -> None: ...
     def query(self) -> bool: ...
@@ -41,13 +41,13 @@ class CudaEvent(Protocol):
 
 
 class CudaStream(Protocol):
-    """Work that the device does in order, as ``torch.cuda.Stream``."""
+    """Work that the device does in order, like ``torch.cuda.Stream``."""
 
     def wait_event(self, event: Any) -> None: ...
 
 
 class CudaRuntime(Protocol):
-    """What the backend needs of CUDA. ``TorchCuda`` is the real one."""
+    """The part of CUDA that the backend uses. ``TorchCuda`` is the real one."""
 
     def compute_stream(self) -> CudaStream:
         """Return the stream on which the calling thread runs the model."""
@@ -71,13 +71,13 @@ class CudaRuntime(Protocol):
     ) -> None:
         """Queue one copy for each address in ``sources``. ``sizes``: bytes.
 
-        ``stable_sources``: nothing writes the sources any more, so they may be read before the stream gets
-        there. Raises ``RuntimeError``.
+        ``stable_sources``: the sources are not written any more, so the device may read them before the
+        stream reaches the copy. Raises ``RuntimeError``.
         """
 
 
 class CudaCopy:
-    """Copies on their way. Keeps what the device may still read until they are done."""
+    """Copies that have begun. Keeps the memory that the device may still read until they are done."""
 
     def __init__(self, done: CudaEvent, arrays: tuple[Int64Array, ...]) -> None:
         self.event = done
@@ -94,7 +94,8 @@ class CudaCopy:
 
 
 class CudaDeviceBackend:
-    """KV blocks of all layers, and ``slots`` pinned host copies, each one contiguous like a block's file."""
+    """KV blocks of all layers, and ``slots`` slots of pinned host memory, each contiguous like a block's
+    file."""
 
     def __init__(self, pages: Sequence[KvPages], slots: int, cuda: CudaRuntime) -> None:
         """``pages``: in the order of the forward pass. Raises ``RuntimeError`` if host memory cannot be
@@ -108,14 +109,14 @@ class CudaDeviceBackend:
         self._host = _page_aligned(slots, self.block_bytes)
         self._pinned = _pin(cuda, self._host)
         self._lock = threading.Lock()
-        """A stream's wait and the copies behind it are queued together."""
+        """Makes queueing a stream's wait and the copies after it one step."""
         self._store_stream = cuda.new_stream()
         self._load_stream = cuda.new_stream()
         self._filling: dict[int, CudaCopy] = {}
-        """Slot → the last copy into it, until that is known to be done."""
+        """Slot → the last copy into it, unless that copy is known to be done."""
 
     def fence(self) -> CudaEvent:
-        """Return a point behind all work that the calling thread has given to the device."""
+        """Return an event after all work that the calling thread has queued on the device."""
         event = self._cuda.new_event()
         event.record(self._cuda.compute_stream())
         return event
@@ -132,7 +133,8 @@ class CudaDeviceBackend:
         return copy
 
     def to_device(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
-        """Begin to copy blocks of all layers once ``after`` has passed and their slots are filled."""
+        """Begin to copy blocks of all layers to the device once ``after`` has passed and their slots are
+        filled."""
         with self._lock:
             self._load_stream.wait_event(after)
             stable = self._follow_stores([copy.slot for copy in copies])
@@ -165,8 +167,8 @@ class CudaDeviceBackend:
     # -- inside --------------------------------------------------------------------------
 
     def _follow_stores(self, slots: Sequence[int]) -> bool:
-        """Make loads wait for the copies into their slots. Return whether all of those are done already: only
-        then may a slot be read before the load stream gets there."""
+        """Make loads wait for the copies into their slots. Return whether all these copies are already done:
+        only then may a slot be read before the load stream reaches the copy."""
         filling = {copy for slot in slots if (copy := self._filling.get(slot)) is not None}
         pending = [copy for copy in filling if not copy.done()]
         for copy in pending:

@@ -12,20 +12,20 @@ from .offload_jobs import BlockKey, CopyResult, FileCopy, OffloadJobs, ProbeResu
 from .tier_limits import TierLimits
 
 DISK_INDEX_TIMEOUT_STEPS = 100
-"""Steps after which the engine stops waiting for the worker's list of files on disk."""
+"""Number of steps after which the engine stops waiting for the worker's list of files on disk."""
 
 NO_SIBLINGS_RECHECK_S = 5.0
-"""Seconds until stores of other engines are searched for again, if there were none."""
+"""Seconds until stores of other engines are searched for again after none was found."""
 
 MAX_FOUND_KEYS = 1 << 16
 """Maximum number of blocks remembered to be in other engines' stores."""
 
 MAX_PINNED_SHARE = 0.5
-"""Share of host memory that several requests waiting for the disk may pin."""
+"""Maximum share of host memory that requests waiting for the disk may pin together."""
 
 
 class DiskBackoff:
-    """Pauses disk writes after a failure, each time for longer."""
+    """Pauses disk writes after a failure; each pause is longer than the last."""
 
     LONGEST_STEPS = 4096
 
@@ -57,7 +57,7 @@ class _PendingStage:
     since_s: float
     missing: int = 0
     entries: list[HostEntry] = field(default_factory=list)
-    """Pinned for the request, so that blocks read for it remain until vLLM asks for it again."""
+    """Entries pinned for the request, so that blocks read for it remain until vLLM asks for it again."""
     given_up: bool = False
 
 
@@ -72,10 +72,10 @@ class _PendingProbe:
 class DiskPlanner:
     """The disk's part of an ``OffloadPlanner``.
 
-    Three invariants. A block that it reports as on disk is there when it is read, provided that the worker
-    deletes before it writes; a block found missing is forgotten. Files, including those being written, never
-    exceed the disk's budget. A slot of host memory keeps its block while the block is written or read; the
-    entry's ``on_disk`` says whether a file has it.
+    Three invariants. A block that the planner reports as on disk is there when it is read, provided that the
+    worker deletes files before it writes; a block found missing is forgotten. Files, including those being
+    written, never exceed the disk's budget. A slot of host memory keeps its block while the block is written
+    or read; the entry's ``on_disk`` says whether a file has it.
 
     With ``limits.shared``, other engines' stores beside this one are searched when a request needs blocks.
     They are read like this engine's files, but never counted as its own, and may disappear before they are
@@ -95,26 +95,26 @@ class DiskPlanner:
         self.known = False
         """Whether the worker has reported the files of an earlier engine."""
         self._asked_steps = 0
-        """Steps in which the worker could have reported them."""
+        """Number of steps in which the worker could have reported its files."""
         self._forgotten = False
-        """The cache was reset: earlier files must not be used."""
+        """Whether the cache was reset: files of earlier engines must then not be used."""
         self.room = limits.disk_blocks
-        """Maximum number of files. Reduced for a while if the disk itself was full earlier."""
+        """Maximum number of files; lower for a while after the disk itself was full."""
         self._pause = DiskBackoff()
         self._spilling: dict[int, list[HostEntry]] = {}
         self.being_spilled: set[BlockKey] = set()
         self._ordered: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
-        """Blocks to be written although host memory has room, each with its rank once written."""
+        """Requested writes of blocks from host memory, each with the block's rank after the write."""
         self._staged_by: dict[int, list[HostEntry]] = {}
         self._being_staged: dict[BlockKey, list[_PendingStage]] = {}
-        """Requests that wait for each block being read."""
+        """Block being read → requests that wait for it."""
         self._staging: dict[str, _PendingStage] = {}
         self._elsewhere: OrderedDict[BlockKey, None] = OrderedDict()
         """Blocks in other engines' stores that requests have asked for, least recently used first."""
         self._borrowed: set[BlockKey] = set()
         """Blocks being read from other engines' stores."""
         self._probed: dict[str, _PendingProbe] = {}
-        """Searches of other stores, by request."""
+        """Request → its search of other engines' stores."""
         self._probing: dict[int, tuple[_PendingProbe, Sequence[BlockKey]]] = {}
         self._no_siblings_until_s = float("-inf")
         # Orders of the step being planned.
@@ -136,19 +136,19 @@ class DiskPlanner:
 
     @property
     def under_way(self) -> int:
-        """Number of jobs without results."""
+        """Number of jobs that have no result yet."""
         return len(self._spilling) + len(self._staged_by) + len(self._probing)
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is written any more: after a reset the weights may differ from the store's
+        """Whether writes have stopped for good: after a reset the weights may differ from the store's
         identity, and other engines would read wrong KV."""
         return self.limits.shared and self._forgotten
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a step is needed although no request needs one: orders wait, or the files of an earlier
-        engine are not known yet."""
+        """Whether a step is needed although no request needs one: jobs wait for a step, or the files of an
+        earlier engine are not known yet."""
         if self._drops or self._spills or self._stages or self._probes:
             return True
         if not self.known:
@@ -157,7 +157,7 @@ class DiskPlanner:
         return bool(self._ordered) and not self._spilling and not self._pause.is_active
 
     def add_jobs(self, jobs: OffloadJobs) -> None:
-        """Add the orders of the step just planned."""
+        """Add the jobs of the step just planned."""
         self._asked_steps += 1
         jobs.drops, self._drops = self._drops, []
         jobs.spills, self._spills = self._spills, {}
@@ -167,7 +167,7 @@ class DiskPlanner:
     # -- what is there --------------------------------------------------------------
 
     def add_existing(self, keys: Sequence[BlockKey]) -> None:
-        """Add the files that an earlier engine left, given least recently used first; delete those over the
+        """Add the files that an earlier engine left, least recently used first. Delete files beyond the
         budget, and all of them after a reset."""
         self.known = True
         if self._forgotten:
@@ -193,13 +193,13 @@ class DiskPlanner:
             self._counts["disk_dropped"] += 1
 
     def discard(self, key: BlockKey) -> None:
-        """Delete the file of a key. Its copy in host memory is gone already."""
+        """Delete the file of a key that has been removed from host memory."""
         if key in self._files:
             del self._files[key]
             self._drops.append(key)
 
     def forget(self) -> None:
-        """Delete all files and cancel all waits: the cache was reset."""
+        """Delete all files and end all waits, because the cache was reset."""
         for request_id in list(self._staging):
             self.abandon(request_id)
         self._drops += self._files
@@ -217,7 +217,8 @@ class DiskPlanner:
     # -- to disk --------------------------------------------------------------------
 
     def order(self, key: BlockKey, rank: RetentionRank) -> None:
-        """Write a block from host memory to disk as soon as possible, and give it this rank then."""
+        """Request a write of a block from host memory as soon as possible; the block gets ``rank`` after the
+        write."""
         if self.closed:
             return
         self._ordered[key] = rank
@@ -228,12 +229,12 @@ class DiskPlanner:
             self._ordered = OrderedDict(order for order in self._ordered.items() if has(order[0]) is not None)
 
     def cancel_spill(self, key: BlockKey) -> None:
-        """Cancel an order to write a block."""
+        """Cancel the requested write of a block."""
         self._ordered.pop(key, None)
 
     def plan_spills(self) -> None:
-        """Write a batch of ordered blocks, once per step, and of others if too little of host memory is
-        reusable without loss."""
+        """Plan this step's writes to disk: first the requested blocks, then further ones if host memory is
+        running short of blocks that can be reused without loss."""
         limits, host = self.limits, self._host
         if not self.known or self.closed or not self._pause.over():
             return
@@ -251,7 +252,7 @@ class DiskPlanner:
         self.spill(host.next_unspilled(min(room, wanted), above=RetentionRank.SPARE))
 
     def _first_ordered(self, most: int) -> list[HostEntry]:
-        """The first ordered blocks whose stores to host memory have ended."""
+        """The first blocks of ``_ordered``, as far as their stores to host memory have ended."""
         found: list[HostEntry] = []
         for key in list(islice(self._ordered, max(0, most))):
             entry = self._host.get(key)
@@ -264,7 +265,8 @@ class DiskPlanner:
         return found[::-1]  # as in any batch, the end of a context first
 
     def spill(self, entries: Sequence[HostEntry]) -> int:
-        """Write idle entries to disk; they stay in host memory. Returns their number."""
+        """Write idle entries to disk; they stay in host memory. Returns the number of entries being
+        written."""
         entries = [entry for entry in entries if not entry.on_disk and entry.key not in self.being_spilled]
         self.make_room(min(len(entries), self.room))
         # Files being written or read cannot be deleted.
@@ -281,7 +283,7 @@ class DiskPlanner:
         return len(entries)
 
     def spilled(self, job: int, copy_results: Mapping[BlockKey, CopyResult]) -> None:
-        """Take the results of a batch of writes."""
+        """Handle the results of a batch of writes."""
         host = self._host
         seen: set[CopyResult] = set()
         written: list[BlockKey] = []
@@ -318,7 +320,7 @@ class DiskPlanner:
         return request_id in self._staging
 
     def must_wait(self, request_id: str, now: float) -> bool:
-        """Whether the request must still wait for a search or a read. After the time limit it does not wait
+        """Whether the request must still wait for a search or a read. After a time limit it need not wait
         again."""
         probe = self._probed.get(request_id)
         if probe is not None and not probe.over:
@@ -335,8 +337,8 @@ class DiskPlanner:
         return False
 
     def probe(self, request_id: str, keys: Sequence[BlockKey], now: float) -> bool:
-        """Search other engines' stores for ``keys``, from the first that this engine lacks. Once per request.
-        Returns False if there is nothing to search for."""
+        """Search other engines' stores for ``keys``, from the first key that this engine lacks; once per
+        request. Returns false if there is nothing to search for."""
         if not self.limits.shared or self._forgotten or request_id in self._probed:
             return False
         missing = self._from_first_missing(keys)
@@ -349,7 +351,7 @@ class DiskPlanner:
         return True
 
     def probed(self, job: int, answer: ProbeResult) -> None:
-        """Take the result of a search."""
+        """Handle the result of a search."""
         probe, keys = self._probing.pop(job, (None, ()))
         if probe is None:
             return
@@ -374,8 +376,8 @@ class DiskPlanner:
     def stage(
         self, request_id: str, found: Sequence[HostEntry], keys: Iterable[BlockKey], now: float
     ) -> bool:
-        """Read leading ``keys`` for a request whose earlier blocks were ``found``; all are pinned until
-        ``abandon``. Returns False if the disk has none of them."""
+        """Read the leading ``keys`` from disk for a request whose earlier blocks were ``found``; all blocks
+        are pinned until ``abandon``. Returns false if the disk has none of them."""
         waiting = _PendingStage(since_s=now)
         # Reads must not evict the blocks already found.
         for entry in found:
@@ -389,7 +391,8 @@ class DiskPlanner:
         return True
 
     def fetch(self, keys: Iterable[BlockKey], rank: RetentionRank) -> int:
-        """Read leading ``keys`` ahead of need; returns the number being read."""
+        """Read the leading ``keys`` from disk before a request needs them; returns the number of blocks being
+        read."""
         return self._read(keys, None, rank, at_most=min(rank, RetentionRank.IDLE))
 
     def _read(
@@ -400,7 +403,8 @@ class DiskPlanner:
         *,
         at_most: RetentionRank,
     ) -> int:
-        """Read leading ``keys`` as far as the disk has them; returns the number being read."""
+        """Read the leading ``keys`` as far as the disk has them; returns the number of blocks being read.
+        ``at_most``: highest rank of host memory entries that are evicted for them."""
         host, job = self._host, next(self._numbers)
         ordered: list[HostEntry] = []
         here: list[HostEntry] = []
@@ -443,7 +447,7 @@ class DiskPlanner:
         return missing
 
     def staged(self, job: int, copy_results: Mapping[BlockKey, CopyResult]) -> None:
-        """Take the results of a batch of reads."""
+        """Handle the results of a batch of reads."""
         for entry in self._staged_by.pop(job, ()):
             copy_result = copy_results.get(entry.key, CopyResult.FAILED)
             for waiting in self._being_staged.pop(entry.key, ()):
@@ -463,7 +467,7 @@ class DiskPlanner:
             self._host.filled(entry)
 
     def abandon(self, request_id: str) -> None:
-        """The request stops waiting."""
+        """End the waits of a request and unpin its blocks."""
         self._probed.pop(request_id, None)
         waiting = self._staging.pop(request_id, None)
         if waiting is not None:

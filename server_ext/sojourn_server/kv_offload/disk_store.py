@@ -10,11 +10,11 @@ Folders
         a7/a7c0….kv         a block; its name is the key in hex, its folder the key's first byte
         a7/a7c0….partial    a block being written
 
-The folder's name locates the store, the manifest decides: a folder with another manifest is refused, whatever
-its name. Stores of several identities can share a root. But a restart with another model or block size is
-usually not meant to fill the disk a second time, so a root with only other stores is refused unless
-``alongside`` is set. Ranks of one server count as the same store. Files and folders that are not sojourn's
-are never deleted.
+The folder's name only locates the store; the manifest identifies it: a folder with another manifest is
+refused, whatever its name. Stores of several identities can share a root. But a restart with another model or
+block size is usually not meant to fill the disk a second time, so a root with only other stores is refused
+unless ``alongside`` is set. Ranks of one server count as the same store. Files and folders that are not
+sojourn's are never deleted.
 
 Errors
 ------
@@ -25,7 +25,8 @@ Errors
      ├ BlockNotFound       there is no such block (any more)
      └ BlockCorrupt        the block was damaged; it has been removed
 
-A caller's mistake is a ``ValueError``. After any error but those of opening, the block can be computed again.
+A caller's mistake is a ``ValueError``. After any error except those of ``open``, the block can be computed
+again.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _NOT_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 def block_path(store: Path, key: bytes) -> Path:
-    """Path of the block of ``key``. Raises ``ValueError`` for an invalid key."""
+    """Path of the file of ``key``'s block. Raises ``ValueError`` for an invalid key."""
     if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(key)}")
     name = key.hex()
@@ -78,7 +79,8 @@ def block_path(store: Path, key: bytes) -> Path:
 
 
 def block_payload(identity: KvIdentity, buffers: Sequence[Buffer], *, writable: bool) -> list[memoryview]:
-    """The memory of one block of ``identity``. Raises ``ValueError`` for buffers of another size."""
+    """The memory of one block as bytes. Raises ``ValueError`` for buffers whose size is not that of
+    ``identity``'s blocks."""
     views = byte_views(buffers, writable=writable)
     found = sum(view.nbytes for view in views)
     if found != identity.block_bytes:
@@ -87,7 +89,7 @@ def block_payload(identity: KvIdentity, buffers: Sequence[Buffer], *, writable: 
 
 
 class StoreError(OffloadError):
-    """The operating system reported an error; ``errno`` and ``__cause__`` have it."""
+    """The operating system reported an error, which is in ``errno`` and ``__cause__``."""
 
     def __init__(self, doing: str, path: Path, cause: OSError) -> None:
         super().__init__(f"{doing} {path} failed: {cause.strerror or cause}")
@@ -108,7 +110,7 @@ class PutOutcome(Enum):
 
     STORED = "stored"
     ALREADY = "already"
-    """The key exists; the given content was ignored."""
+    """The store has the key already; the given content was ignored."""
     FULL = "full"
     """The block would exceed the budget. Nothing was written."""
     DISK_FULL = "disk_full"
@@ -136,7 +138,7 @@ class DiskStore:
         clock_ns: Callable[[], int],
         lock: StoreLock,
     ) -> None:
-        """Use a folder that ``open`` has made, checked and locked; only ``open`` calls this."""
+        """Open a folder that ``open`` has made, checked and locked; only ``open`` calls this."""
         self.path = path
         self.identity = identity
         self.budget_bytes = budget_bytes
@@ -150,7 +152,7 @@ class DiskStore:
         self._closed = False
         self._changed = threading.Condition(threading.Lock())
         self._index: OrderedDict[bytes, None] = OrderedDict()
-        """Least recently used first."""
+        """Keys of all readable blocks, least recently used first."""
         self._busy: set[bytes] = set()
         """Keys being read, written or removed."""
         self._unusable: OrderedDict[bytes, None] = OrderedDict()
@@ -175,11 +177,12 @@ class DiskStore:
         """Open or create the store of ``identity`` in ``root``, with its blocks in order of last use.
 
         ``name`` distinguishes the stores of engines that serve the same identity (``is_store_name``).
-        ``durable``: a stored block survives a failure of the machine (default: of the process).
-        ``alongside``: other identities' stores may be in ``root``. ``clock_ns`` orders uses; it may jump.
+        ``durable``: a stored block survives a failure of the machine (default: of the process only).
+        ``alongside``: other identities' stores may be in ``root``. ``clock_ns`` gives the times of uses; it
+        may jump.
 
-        Payloads are verified when read. Files of the wrong size and partial files are removed, then the least
-        recently used beyond the budget.
+        Payloads are verified when they are read. Files of the wrong size and partial files are removed, then
+        the least recently used files beyond the budget.
 
         Raises ``IncompatibleStore``, ``StoreInUse``, ``StoreError``, and ``ValueError`` for a negative budget
         or an invalid name.
@@ -219,7 +222,8 @@ class DiskStore:
         return store
 
     def close(self) -> None:
-        """Release the store for other processes after running calls have ended. No other call may follow."""
+        """End all use of the store, after running calls have ended, and release its lock. No other call may
+        follow."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._busy)
@@ -234,7 +238,8 @@ class DiskStore:
         self.close()
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
-        """Store ``buffers``, in order, as the block of ``key``. An existing block counts as used.
+        """Store ``buffers``, in order, as the block of ``key``. If the store has the block already, that
+        counts as a use.
 
         ``parent``: key of the previous block of its context, for ``parent_of``; empty: none. The buffers must
         have ``identity.block_bytes`` bytes in total and not change during the call. Raises ``StoreError``,
@@ -262,11 +267,12 @@ class DiskStore:
             return PutOutcome.STORED
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
-        """Fill ``buffers``, in order, with the block of ``key``. ``put`` may have been given other divisions.
+        """Fill ``buffers``, in order, with the block of ``key``; they may be divided differently than for
+        ``put``.
 
         After any exception their content is undefined. Raises ``BlockNotFound``; ``BlockCorrupt``, after
-        removing the file; ``StoreError`` if the file cannot be read: the block is then no longer ``has``,
-        until the store is opened again; ``ValueError`` for read-only buffers or another size.
+        removing the file; ``StoreError`` if the file cannot be read: ``has`` is then false until the store is
+        opened again; ``ValueError`` for read-only buffers or another size.
         """
         path = self._path(key)
         payload = block_payload(self.identity, buffers, writable=True)
@@ -294,7 +300,7 @@ class DiskStore:
     def drop(self, key: bytes) -> bool:
         """Remove the block of ``key``, after running calls for it. Returns whether there was one.
 
-        Raises ``StoreError`` if the file cannot be removed: the block is no longer ``has``, but counts
+        Raises ``StoreError`` if the file cannot be removed: ``has`` is then false, but the file counts
         against the budget.
         """
         path = self._path(key)
@@ -350,7 +356,7 @@ class DiskStore:
 
     @contextlib.contextmanager
     def _turn(self, key: bytes) -> Iterator[None]:
-        """Exclude other threads from the files of ``key`` and its place in the index."""
+        """Exclude other threads from the files of ``key`` and from its index entry."""
         with self._changed:
             self._changed.wait_for(lambda: key not in self._busy)
             if self._closed:
@@ -384,7 +390,7 @@ class DiskStore:
             write()
 
     def _touch(self, key: bytes) -> None:
-        """Mark the block as the last used, also for the next process that opens the store."""
+        """Mark the block as last used, also for the next process that opens the store."""
         with self._changed:
             self._index[key] = None
             self._index.move_to_end(key)
@@ -434,7 +440,8 @@ class DiskStore:
                     self._changed.notify_all()
 
     def _erase(self, key: bytes) -> OSError | None:
-        """Remove the files of a key that is counted but not indexed; returns the error if that fails."""
+        """Remove the files of a key that count against the budget but are not indexed; returns the error if
+        that fails."""
         path = self._path(key)
         for name in (path.with_suffix(".partial"), path):
             try:
@@ -450,7 +457,8 @@ class DiskStore:
         return None
 
     def _find_blocks(self) -> None:
-        """Rebuild the index from names, sizes and times; remove invalid files and those beyond the budget."""
+        """Rebuild the index from the files' names, sizes and times; remove invalid files and those beyond the
+        budget."""
         found: list[tuple[int, bytes]] = []
         torn: set[bytes] = set()
         for folder in self._files.scan(self.path):

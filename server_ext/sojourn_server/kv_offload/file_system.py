@@ -1,13 +1,13 @@
 """File operations of a store: no links are followed, and only folders that no other user can change are used.
 
 Below a store's root each folder is opened by name in its parent, with ``O_NOFOLLOW``, and each file in its
-folder. A link, also one that replaces a folder at any moment, is therefore never followed. New files are
-created with ``O_EXCL``. KV determines a model's answers, so every folder below the root must belong to this
-user and be writable by this user only.
+folder. So no link is followed, even if it replaces a folder at any moment. New files are created with
+``O_EXCL``. KV determines a model's answers, so every folder below the root must belong to this user and be
+writable by this user only.
 
-The root may be a folder such as ``/tmp`` or a volume that the machine's administrator made: names in it may
-change, and everything below is checked on each access. A root of another user, in which further users may
-rename folders, is refused.
+The root may be a folder such as ``/tmp`` or a volume that the machine's administrator made: other users may
+change names in it, so everything below the root is checked on each access. A root of another user, in which
+further users may rename folders, is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import NamedTuple, Protocol
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-"""``O_NONBLOCK``: do not wait for the writer of a pipe in a file's place; no effect on files."""
+"""Flags of all opens. ``O_NONBLOCK``: an open does not hang if a pipe is in a file's place; no effect on
+files."""
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -38,23 +39,23 @@ class FileEntry(NamedTuple):
 
 
 class FileSystem(Protocol):
-    """All file operations of a store; tests inject faults here. Raises ``OSError``."""
+    """All file operations of a store; tests replace it to inject faults. Methods raise ``OSError``."""
 
     def confine(self, root: Path, *, private: bool = True) -> None:
-        """Follow no links below ``root``, itself a path without links. ``private``: use only this user's
-        folders."""
+        """Follow no links below ``root``, itself a path without links. ``private``: use only folders that no
+        other user can change."""
         ...
 
     def open(self, path: Path, flags: int) -> int: ...
     def close(self, fd: int) -> None: ...
     def size(self, fd: int) -> int: ...
     def readv(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Read from the current position; returns the number of bytes, which may be less than asked for and
+        """Read from the current position; returns the number of bytes, which may be less than requested and
         is 0 at the end."""
         ...
 
     def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Write; returns the number of bytes, which may be less than given."""
+        """Write; returns the number of bytes written, which may be less than given."""
         ...
 
     def fsync(self, fd: int) -> None: ...
@@ -75,7 +76,8 @@ class LocalFileSystem:
     """The local file system. KV reveals prompts, so only the owner may access files and folders."""
 
     def __init__(self, root: Path | None = None) -> None:
-        """``root`` as for ``confine``; without one, only the last part of a path may not be a link."""
+        """``root`` as for ``confine``. Without ``root``, only the last part of a path is checked not to be a
+        link."""
         self._root = root
         self._private = True
 
@@ -216,7 +218,7 @@ def _check_own(status: os.stat_result, path: Path) -> None:
 
 
 def _check_root(status: os.stat_result, path: Path) -> None:
-    """Refuse a folder of a user in which further users may rename entries."""
+    """Raise ``OSError`` for a folder of another user in which further users may rename entries."""
     if status.st_uid in (0, os.geteuid()) or status.st_mode & stat.S_ISVTX or not status.st_mode & _BY_OTHERS:
         return
     raise PermissionError(

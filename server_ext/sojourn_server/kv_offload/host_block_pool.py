@@ -1,4 +1,4 @@
-"""The slots of host memory: which block each holds, and the order in which they are reused."""
+"""The slots of host memory: the block in each, and the order in which they are reused."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from .offload_jobs import BlockKey
 class RetentionRank(IntEnum):
     """Slots of the lowest rank are reused first; within a rank, the least recently used.
 
-    Members hash and compare as fast as numbers. Attribute access is slower: code that runs for each block
-    binds members first."""
+    Members hash and compare as fast as numbers. Accessing a member by attribute is slower, so code that runs
+    for each block assigns members to variables first.
+    """
 
     WORTHLESS = 0
     """No request is known to need it again. Not written to disk."""
     SPARE = 1
-    """The device has it too: a copy made ahead of eviction. Not written to disk."""
+    """The device also has the block: a copy made before eviction. Not written to disk."""
     COLD = 2
     """Block of a program idle for so long that its KV belongs on disk; the disk has it."""
     PLAIN = 3
@@ -27,11 +28,12 @@ class RetentionRank(IntEnum):
     IDLE = 4
     """Block of an idle program whose KV belongs in host memory."""
     WANTED = 5
-    """Read next: its program has just been admitted. Nothing replaces it."""
+    """The block is read next: its program has just been admitted. No other block replaces it."""
 
     @property
     def until_written(self) -> RetentionRank:
-        """The rank until the disk has the block: the only copy of a cold block is kept like an idle one."""
+        """The rank while the disk does not have the block: the only copy of a cold block is kept like an idle
+        one."""
         return _IDLE if self is _COLD else self
 
 
@@ -40,34 +42,34 @@ _COLD, _IDLE = RetentionRank.COLD, RetentionRank.IDLE
 
 @dataclass(slots=True, eq=False)
 class HostEntry:
-    """One block's place in host memory."""
+    """A block in host memory, and its slot."""
 
     key: BlockKey
     slot: int
     rank: RetentionRank
     job: int | None
-    """The job that fills it; ``None``: it is filled."""
+    """Number of the job that fills the slot; ``None``: the slot is filled."""
     on_disk: bool
     pins: int = 0
-    """Number of readers, current or expected. A pinned entry is not reused."""
+    """Number of current or expected readers. A pinned entry is not reused."""
     removal_pending: bool = False
-    """No longer found; its slot becomes free once it is neither read nor filled."""
+    """Whether the entry has been removed but its slot is still read or filled."""
 
 
 class HostBlockPool:
     """The slots of one engine's host memory and their order of reuse. Every operation is O(1) per block."""
 
     def __init__(self, slots: int, counts: Counter[str] | None = None) -> None:
-        """``counts``: counts evicted blocks."""
+        """``counts``: counter of evicted blocks."""
         self.slots = slots
         self._counts: Counter[str] = counts if counts is not None else Counter()
         self._free = list(range(slots - 1, -1, -1))
         self._entries: dict[BlockKey, HostEntry] = {}
         self._by_slot: dict[int, HostEntry] = {}
         self._idle: dict[RetentionRank, OrderedDict[BlockKey, HostEntry]] = {}
-        """Filled, unpinned entries: the only ones that may be reused."""
+        """Filled, unpinned entries by rank: only these may be reused."""
         self._dirty: dict[RetentionRank, OrderedDict[BlockKey, HostEntry]] = {}
-        """Idle entries without a copy on disk."""
+        """Idle entries without a copy on disk, by rank."""
         self.idle_on_disk = 0
         """Number of idle entries with a copy on disk: their reuse loses nothing."""
 
@@ -82,7 +84,7 @@ class HostBlockPool:
         return self._entries.get(key)
 
     def entry_in_slot(self, slot: int) -> HostEntry | None:
-        """The entry that a slot belongs to."""
+        """The entry to which a slot belongs."""
         return self._by_slot.get(slot)
 
     @property
@@ -97,7 +99,7 @@ class HostBlockPool:
     def begin(
         self, key: BlockKey, rank: RetentionRank, job: int | None, *, on_disk: bool = False
     ) -> HostEntry | None:
-        """Assign an empty slot to a new block; ``None``: call ``reuse`` first."""
+        """Assign an empty slot to a new block; ``None`` without an empty slot: call ``reuse`` first."""
         if not self._free:
             return None
         entry = HostEntry(key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk)
@@ -115,8 +117,8 @@ class HostBlockPool:
         on_disk: bool = False,
         at_most: RetentionRank | None = None,
     ) -> HostEntry | None:
-        """Assign a slot to a new block, if necessary by evicting an entry of at most rank ``at_most``
-        (default: ``rank``). ``None``: there is none."""
+        """Assign a slot to a new block, if necessary by evicting an entry whose rank is at most ``at_most``
+        (default: ``rank``). ``None``: no such entry."""
         if not self._free:
             reused = self.reuse(at_most=rank if at_most is None else at_most)
             if reused is None:
@@ -125,8 +127,8 @@ class HostBlockPool:
         return self.begin(key, rank, job, on_disk=on_disk)
 
     def reuse(self, *, at_most: RetentionRank) -> HostEntry | None:
-        """Evict the next entry of at most this rank; ``None``: all others have a higher rank, are pinned, or
-        are being filled."""
+        """Evict the next entry with at most this rank; ``None``: all others have a higher rank, are pinned,
+        or are being filled."""
         rank = min(self._idle, default=None)
         if rank is None or rank > at_most:
             return None
@@ -135,7 +137,7 @@ class HostBlockPool:
         return entry
 
     def filled(self, entry: HostEntry) -> None:
-        """The entry's job has ended."""
+        """Record that the entry's job has ended."""
         entry.job = None
         self._settle(entry)
 
@@ -156,7 +158,7 @@ class HostBlockPool:
                 self._dirty[entry.rank].move_to_end(entry.key, last=False)
 
     def release(self, entries: Sequence[HostEntry]) -> None:
-        """Unpin the entries of a context, given in its order: the end will be reused first."""
+        """Unpin the entries of a context, given in its order; its last block is then reused first."""
         for entry in reversed(entries):
             self.unpin(entry)
 
@@ -178,7 +180,7 @@ class HostBlockPool:
             self._settle(entry)
 
     def set_on_disk(self, entry: HostEntry, on_disk: bool) -> None:
-        """Note whether a copy is on disk."""
+        """Record whether the disk has a copy."""
         if entry.on_disk == on_disk:
             return
         idle = self._is_idle(entry)
@@ -195,7 +197,8 @@ class HostBlockPool:
         return len(self._dirty.get(rank, ()))
 
     def next_unspilled(self, most: int, *, above: RetentionRank) -> list[HostEntry]:
-        """Idle entries of ranks above ``above`` without a copy on disk, next to be reused first."""
+        """Idle entries of ranks above ``above`` without a copy on disk, in the order in which they would be
+        reused."""
         found: list[HostEntry] = []
         for rank in sorted(rank for rank in self._dirty if rank > above):
             for entry in self._dirty[rank].values():

@@ -1,8 +1,9 @@
-"""Where KV blocks lie in a worker's memory: one or more rows of equally spaced pages for each layer.
+"""Addresses of KV blocks in a worker's memory: one or more rows of equally spaced pages for each layer.
 
-vLLM orders the dimensions of a KV cache as the attention backend needs them: layers may be interleaved
-within a block, attention heads may lie outside the block, and a block may consist of several kernel blocks. A
-page is the run of consecutive bytes that one block occupies in one place."""
+vLLM orders the dimensions of a KV cache as the attention backend needs them: layers may be interleaved within
+a block, attention heads may be stored outside the block, and a block may consist of several kernel blocks. A
+page is a run of consecutive bytes of one block.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class UnsupportedKvCaches(RuntimeError):
 
 
 class KvPages(NamedTuple):
-    """The pages of all blocks in one place: block ``b``'s begins at ``address + b * stride_bytes``."""
+    """The pages of all blocks in one row: block ``b``'s begins at ``address + b * stride_bytes``."""
 
     address: int
     stride_bytes: int

@@ -1,8 +1,9 @@
-"""The copy orders of one engine step, and the results of earlier orders.
+"""The copy jobs of one engine step, and the results of earlier jobs.
 
 The planner, beside the scheduler, writes ``OffloadJobs``. The worker, beside the model, carries them out in
 the order of the fields below and answers with ``OffloadResults``. Block ids are the engine's; slots of host
-memory count from 0; a key is the chain hash of a block's content."""
+memory count from 0; a key is the chain hash of a block's content.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class FileCopy(NamedTuple):
 
 
 class ProbeResult(NamedTuple):
-    """Result of a search of other engines' stores."""
+    """Result of a search in other engines' stores."""
 
     found: int
     """Number of leading keys found."""
@@ -46,34 +47,35 @@ class CopyResult(Enum):
 
     MOVED = "moved"
     FULL = "full"
-    """The destination has no room."""
+    """The destination has no free space."""
     MISSING = "missing"
     """The source does not have the block."""
     CORRUPT = "corrupt"
-    """The source has the block, with wrong content."""
+    """The source has the block, but with wrong content."""
     FAILED = "failed"
     """The device, the memory or the disk reported an error."""
 
 
 @dataclass(slots=True)
 class OffloadJobs:
-    """The orders of one step. Jobs are numbered; each number is answered once."""
+    """The jobs of one step. Each job has a number, and one result is reported for it."""
 
     awaited: dict[int, list[BlockCopy]] = field(default_factory=dict)
-    """Earlier stores that must end first, and are retried if they failed: this step overwrites their blocks
-    and may reuse their slots."""
+    """Earlier stores that must end before this step, and are retried if they failed: this step overwrites
+    their blocks and may reuse their slots."""
     saves: list[BlockCopy] = field(default_factory=list)
-    """Device to host, in this order, before this step's forward pass overwrites the blocks."""
+    """Copies from device to host, in this order, before this step's forward pass overwrites the blocks."""
     loads: dict[str, list[BlockCopy]] = field(default_factory=dict)
-    """Host to device, by request: each layer before this step's forward pass reaches it."""
+    """Request → copies from host to device; each layer is loaded before this step's forward pass reaches
+    it."""
     stores: dict[int, list[BlockCopy]] = field(default_factory=dict)
-    """Device to host, while the model computes."""
+    """Copies from device to host while the model computes."""
     drops: list[BlockKey] = field(default_factory=list)
     """Files to delete, before anything is written: a later write may have the same key."""
     spills: dict[int, list[FileCopy]] = field(default_factory=dict)
-    """Host to disk."""
+    """Copies from host to disk."""
     stages: dict[int, list[FileCopy]] = field(default_factory=dict)
-    """Disk to host, in order of job numbers."""
+    """Copies from disk to host, in order of job numbers."""
     probes: dict[int, Sequence[BlockKey]] = field(default_factory=dict)
     """Chains to search for in other engines' stores."""
 
@@ -95,20 +97,20 @@ class OffloadResults:
     """One worker's results since its last report."""
 
     on_disk: Sequence[BlockKey] | None = None
-    """Reported once: keys left by an earlier engine, least recently used first."""
+    """Keys left on disk by an earlier engine, least recently used first; reported once."""
     partly_on_disk: list[BlockKey] = field(default_factory=list)
     """Keys that only some workers of the engine have on disk."""
     stored: dict[int, CopyResult] = field(default_factory=dict)
-    """Results of the stores that have ended, by job."""
+    """Results of the stores that have ended, by job number."""
     spilled: dict[int, Mapping[BlockKey, CopyResult]] = field(default_factory=dict)
     staged: dict[int, Mapping[BlockKey, CopyResult]] = field(default_factory=dict)
     probed: dict[int, ProbeResult] = field(default_factory=dict)
     lost_slots: list[int] = field(default_factory=list)
     """Slots of failed ``saves`` and ``awaited``: their content is undefined."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of copying since the last report, by lane."""
+    """Seconds of copying since the last report, by direction."""
     moved_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes copied since the last report, by lane."""
+    """Bytes copied since the last report, by direction."""
     waited_s: float = 0.0
     """Seconds for which the forward pass waited for copies."""
 
@@ -214,15 +216,15 @@ def _worst_by_key(answers: Sequence[Mapping[BlockKey, CopyResult]]) -> dict[Bloc
 
 
 TRANSFER_DIRECTIONS = ("to_host", "to_device", "to_disk", "from_disk")
-"""Every direction of copying, by its lane's name."""
+"""Every direction of copies, by the name of its thread."""
 
 SPEED_SAMPLES = 16
-"""Newest reports of a direction from which its speed is computed: enough to average out one slow copy, few
-enough to notice a link that has slowed."""
+"""Number of newest reports from which the speed of a direction is computed: enough to average out one slow
+copy, few enough to notice that a link has become slow."""
 
 SPEED_MAX_AGE_S = 30.0
-"""Seconds for which a report counts. A link found slow is used little, so that its recovery would go
-unnoticed: after this time its speed is unknown again and is measured anew."""
+"""Seconds for which a report counts. A link found slow is used little, so its recovery would not be noticed;
+after this time its speed is unknown and is measured again."""
 
 
 class OffloadStats:
@@ -238,7 +240,7 @@ class OffloadStats:
         """Time of the newest report, its seconds and bytes, by direction."""
 
     def add(self, results: OffloadResults, now: float) -> None:
-        """Add one report."""
+        """Add one worker's report."""
         for lane, seconds in results.seconds.items():
             self._seconds[lane] = self._seconds.get(lane, 0.0) + seconds
             self._newest[lane].append((now, seconds, results.moved_bytes.get(lane, 0)))
@@ -246,7 +248,7 @@ class OffloadStats:
         self._waited_s += results.waited_s
 
     def seconds_a_byte(self, lane: str, now: float) -> float | None:
-        """Recent seconds per byte in a direction; ``None``: nothing was copied recently."""
+        """Recent seconds per byte in a direction; ``None``: no recent copy."""
         newest = self._newest[lane]
         while newest and now - newest[0][0] > SPEED_MAX_AGE_S:
             newest.popleft()
@@ -254,7 +256,7 @@ class OffloadStats:
         return took_s / moved if moved and took_s > 0 else None
 
     def totals(self) -> dict[str, Any]:
-        """Totals since the engine started: ``moved_bytes`` and busy ``seconds`` by lane; ``waited_s``,
+        """Totals since the engine started: ``moved_bytes`` and busy ``seconds`` by direction; ``waited_s``,
         seconds for which forward passes waited for copies between device and host memory; ``overlapped``, the
         share of those copies' time without waiting, ``None`` before the first copy."""
         copied_s = self._seconds["to_host"] + self._seconds["to_device"]

@@ -1,12 +1,13 @@
-"""Where KV blocks are below the device, and what to copy: no vLLM, no tensors, no clock.
+"""Plans which KV blocks are copied to and from the tiers below the device: no vLLM, no tensors, no clock.
 
 One planner serves one engine's scheduler. ``evicted`` reports blocks that the device overwrites, ``store``
-copies blocks ahead of that, ``lookup`` finds blocks, ``take_jobs`` returns a step's orders and
-``take_results`` takes their results. Three invariants hold. A block is found only where it is, or will be
-when it is read, provided that the worker carries out orders in sequence. A slot that one job reads or writes
-is used by no other job. The result of a failed copy is forgotten: the worst case is that KV is computed
-again. The planner itself manages host memory and look-ups; its ``DiskPlanner`` manages the disk and copies to
-and from it."""
+copies blocks before that, ``lookup`` finds blocks, ``take_jobs`` returns a step's jobs and ``take_results``
+handles their results. Three invariants hold. A block is found only in a tier that has it, or will have it
+when it is read, provided that the worker carries out jobs in sequence. A slot that one job reads or writes is
+used by no other job. After a failed copy its block is forgotten: the worst case is that KV is computed again.
+The planner itself manages host memory and look-ups; its ``DiskPlanner`` manages the disk and copies to and
+from it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadR
 from .tier_limits import TierLimits
 
 STORE_BATCH_BLOCKS = 32
-"""Blocks per ahead-of-time store. Reusing one block before the store ends waits for the whole store."""
+"""Number of blocks per store job. If one of its blocks is reused early, the step waits for the whole job."""
 
 _WANTED, _IDLE = (
     RetentionRank.WANTED,
@@ -33,48 +34,51 @@ class _Lookup(NamedTuple):
     """The answer to a request's look-up."""
 
     of: tuple[int, BlockKey]
-    """Number of keys and first key: they identify the look-up, because a request's tokens only grow."""
+    """Number of keys and first key: they identify the look-up, because a request's tokens are only appended
+    to."""
     found: list[HostEntry]
 
 
 class PersistStatus(NamedTuple):
-    """How much of a context is on disk, in blocks."""
+    """Number of blocks of a context that are on disk."""
 
     stored: int
-    """Leading blocks on disk, without a gap."""
+    """Number of leading blocks on disk, without a gap."""
     pending: int
-    """Blocks being written that extend the leading blocks."""
+    """Number of blocks being written that extend the leading blocks."""
 
 
 class OffloadPlanner:
-    """Plans host memory and disk of one engine. Times are the engine's monotonic seconds."""
+    """Plans host memory and disk of one engine. Times are seconds on the engine's monotonic clock."""
 
     def __init__(self, limits: TierLimits) -> None:
         self.limits = limits
         self.counts: Counter[str] = Counter()
-        """Blocks by outcome; the names are in ``docs/kv-offload.md``."""
+        """Number of blocks by outcome; ``docs/kv-offload.md`` explains the names."""
         self.host = HostBlockPool(limits.host_slots, self.counts)
         self._numbers = count(1)
-        """Job numbers, shared by both planners: an entry's job tells whether the device or the disk fills
-        it."""
+        """Job numbers, shared with the ``DiskPlanner``: an entry's job number then shows whether device or
+        disk fills it."""
         self.disk = DiskPlanner(limits, self.host, self.counts, self._numbers)
         self._storing: dict[int, tuple[list[HostEntry], list[BlockCopy]]] = {}
         self._looked_up: dict[str, _Lookup] = {}
-        """Blocks found for requests, pinned."""
+        """Request → the pinned blocks that its look-up found."""
         self._last_asked: str | None = None
         self._lost = False
-        """A block found in this step was lost since."""
+        """Whether a block found in this step has been lost since."""
         self._loading: list[HostEntry] = []
-        """Pinned until the next ``take_jobs``: orders of later steps run after this step's loads."""
+        """Entries of this step's loads, pinned until the next ``take_jobs``: jobs of later steps run after
+        them."""
         self._jobs = OffloadJobs()
-        """Orders of the step being planned, without the disk's."""
+        """Jobs of the step being planned, without the disk's."""
         self._wants_step = False
-        """A caller waits for the results of earlier orders."""
+        """Whether a caller waits for results of earlier jobs."""
 
     # -- copies from the device ---------------------------------------------
 
     def evicted(self, key: BlockKey, block_id: int, rank: RetentionRank = RetentionRank.PLAIN) -> bool:
-        """This step overwrites a block: save its content. Whether host memory has the content now."""
+        """Save the content of a block that this step overwrites. Returns whether host memory has the content
+        now."""
         entry = self.host.get(key)
         if entry is not None:
             if entry.job is not None and entry.job in self._storing:
@@ -99,11 +103,11 @@ class OffloadPlanner:
         *,
         at_most: RetentionRank | None = None,
     ) -> int:
-        """Copy cached blocks ahead of their eviction; returns how many. The device keeps its copies.
+        """Copy cached blocks before their eviction; returns their number. The device keeps its copies.
 
         A block must not change until its store ends, or must be reported ``evicted``. ``blocks`` are in the
-        order of their context: if room is short its beginning is stored, and its end is evicted first. Only
-        entries of rank ``at_most`` (default: ``rank``) or lower are replaced.
+        order of their context: if space is short, its beginning is stored; its end is evicted first. Only
+        entries whose rank is at most ``at_most`` (default: ``rank``) are replaced.
         """
         used: list[HostEntry] = []
         begun: dict[int, list[tuple[HostEntry, BlockCopy]]] = {}
@@ -133,7 +137,7 @@ class OffloadPlanner:
         return stored
 
     def store_if_room(self, newest_first: Iterable[tuple[BlockKey, int]]) -> int:
-        """Copy the blocks that a turn added to its context into spare room; returns how many blocks.
+        """Copy the blocks that a turn added to its context into unused space; returns their number.
 
         Reads ``newest_first`` up to the first block that host memory already has.
         """
@@ -154,8 +158,8 @@ class OffloadPlanner:
     def set_rank(
         self, keys: Sequence[BlockKey], rank: RetentionRank, *, only: RetentionRank | None = None
     ) -> None:
-        """Give the blocks of a context, in its order, another rank; its end is evicted first. Cancels orders
-        to write them to disk. ``only``: change only blocks that have this rank now."""
+        """Give the blocks of a context, in its order, another rank; its end is evicted first. Cancels
+        requested writes to disk. ``only``: change only blocks that have this rank now."""
         get, cancel_spill = self.host.get, self.disk.cancel_spill
         for key in reversed(keys):
             entry = get(key)
@@ -166,7 +170,8 @@ class OffloadPlanner:
                 self.host.set_rank(entry, rank)
 
     def write_to_disk(self, keys: Iterable[BlockKey], rank: RetentionRank) -> None:
-        """Write these to disk in this order, as soon as the disk allows; once written they have this rank."""
+        """Write blocks to disk in this order, as soon as the disk allows; after the write they have
+        ``rank``."""
         for key in keys:
             entry = self.host.get(key)
             if entry is not None and entry.on_disk:
@@ -178,7 +183,8 @@ class OffloadPlanner:
         """Write a context to disk, because its program moves to an engine that shares only the disk.
 
         ``on_device`` maps keys of ``chain`` to the device's blocks. Blocks pass through host memory, where
-        they do not replace those of idle programs. Call it again to order the rest and to get the progress.
+        they do not replace those of idle programs. Call again to write further blocks and to get the
+        progress.
         """
         disk, get = self.disk, self.host.get
         if disk.closed:
@@ -211,12 +217,12 @@ class OffloadPlanner:
     # -- requests -------------------------------------------------
 
     def lookup(self, request_id: str, keys: Sequence[BlockKey], now: float) -> int | None:
-        """Number of leading ``keys`` that can be loaded now; ``None``: ask again, the disk is being read or
-        other engines' stores are being searched.
+        """Number of leading ``keys`` that can be loaded now; ``None``: ask again, because the disk is being
+        read or other engines' stores are being searched.
 
-        Blocks found are pinned until the next ``take_jobs``; those of the last request that asked, until
-        another one asks: the scheduler asks for the head of its queue in every step. Repeated calls for it,
-        and calls while the disk is being read, take O(1).
+        Found blocks are pinned until the next ``take_jobs``. Those of the last request that asked are pinned
+        until another one asks: the scheduler asks for the head of its queue in every step. Repeated calls for
+        that request, and calls while the disk is being read, take O(1).
         """
         if not keys:
             self._drop_lookup(request_id)
@@ -248,7 +254,8 @@ class OffloadPlanner:
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
         """Fill the request's new device blocks with these keys, all found by ``lookup`` in this step.
 
-        Raises ``KeyError`` if they were not."""
+        Raises ``KeyError`` for keys that were not found.
+        """
         self.disk.abandon(request_id)
         before = self._looked_up.pop(request_id, None)
         found = before.found if before is not None else []
@@ -267,7 +274,7 @@ class OffloadPlanner:
         self.counts["loaded"] += len(keys)
 
     def abandon(self, request_id: str) -> None:
-        """The request has finished, or will not ask again."""
+        """End the look-ups of a request that has finished, or will not ask again."""
         self.disk.abandon(request_id)
         self._drop_lookup(request_id)
 
@@ -281,7 +288,8 @@ class OffloadPlanner:
         return sum(1 for key in keys if self.host.get(key) is None and key not in self.disk)
 
     def fetch(self, keys: Sequence[BlockKey], rank: RetentionRank = RetentionRank.PLAIN) -> int:
-        """Read leading ``keys`` from disk into host memory ahead of need; returns how many are being read."""
+        """Read the leading ``keys`` from disk into host memory before a request needs them; returns the
+        number of blocks being read."""
         if not self.disk:
             return 0
         found = self._found(keys)
@@ -294,7 +302,7 @@ class OffloadPlanner:
     # -- steps ----------------------------------------------------------------------
 
     def take_jobs(self, *, spill: bool = True) -> OffloadJobs:
-        """The orders of the step just planned. ``spill``: host memory may be written to disk."""
+        """The jobs of the step just planned. ``spill``: whether host memory may be written to disk."""
         for request_id in [name for name in self._looked_up if self._lost or name != self._last_asked]:
             self._drop_lookup(request_id)
         self._lost = self._wants_step = False
@@ -308,7 +316,7 @@ class OffloadPlanner:
         return jobs
 
     def take_results(self, results: OffloadResults) -> None:
-        """Take the results of earlier orders."""
+        """Handle the results of earlier jobs."""
         if results.on_disk is not None:
             self.disk.add_existing(results.on_disk)
         for slot in results.lost_slots:
@@ -330,8 +338,8 @@ class OffloadPlanner:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a step is needed although no request needs one: orders wait, or the keys left on disk by an
-        earlier engine are not known yet."""
+        """Whether a step is needed although no request needs one: jobs wait for a step, or the keys left on
+        disk by an earlier engine are not known yet."""
         return bool(self._jobs) or self._wants_step or self.disk.has_jobs
 
     def state(self) -> dict[str, dict[str, int]]:
@@ -345,17 +353,18 @@ class OffloadPlanner:
 
     @property
     def pinned_host_blocks(self) -> int:
-        """Blocks of host memory that cannot be reused now: a request waits for them, or a copy uses them."""
+        """Number of blocks of host memory that cannot be reused now: a request waits for them, or a copy uses
+        them."""
         return self.host.slots - self.host.room(_WANTED)
 
     @property
     def storing_blocks(self) -> int:
-        """Blocks in stores that have not ended."""
+        """Number of blocks in stores that have not ended."""
         return sum(len(entries) for entries, _ in self._storing.values())
 
     @property
     def under_way(self) -> int:
-        """Number of jobs without results yet."""
+        """Number of jobs that have no result yet."""
         return len(self._storing) + self.disk.under_way
 
     def on_disk(self, key: BlockKey) -> bool:
@@ -405,7 +414,7 @@ class OffloadPlanner:
             self.host.filled(entry)
 
     def _rerank(self, entry: HostEntry, rank: RetentionRank) -> None:
-        """Change an entry's rank, unless it is wanted next."""
+        """Change an entry's rank, unless the block is wanted next."""
         if entry.rank != _WANTED:
             self.host.set_rank(entry, rank)
 

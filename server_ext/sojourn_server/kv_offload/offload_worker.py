@@ -1,8 +1,9 @@
-"""Carries out the orders of each step beside the model: the counterpart of ``offload_planner``.
+"""Carries out the jobs of each step in the model's process: the counterpart of ``offload_planner``.
 
 Works on any device whose KV blocks a ``DeviceBackend`` can copy. Each direction has a thread of its own: host
 memory to device, layer by layer, so that the forward pass computes the first layer while the second is
-loaded; device to host; host to disk; disk to host."""
+loaded; device to host; host to disk; disk to host.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +26,15 @@ class DeviceBackend(Protocol):
     device."""
 
     layers: Sequence[str]
-    """Names of layers in the order of the forward pass."""
+    """Names of the layers, in the order of the forward pass."""
     block_bytes: int
-    """Bytes of one block, all layers."""
+    """Bytes of one block over all layers."""
 
     def to_host(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks of all layers, in this order; the copies are complete when it returns."""
+        """Copy blocks of all layers, in this order; the copies are complete at the return."""
 
     def to_device(self, copies: Sequence[BlockCopy], layer: int) -> None:
-        """Copy one layer; the forward pass may use it when it returns."""
+        """Copy one layer; the forward pass may use it after the return."""
 
     def slot(self, slot: int) -> memoryview:
         """The bytes of a slot, writable."""
@@ -49,13 +50,12 @@ class _PendingStore:
         self.copy_result = CopyResult.FAILED
 
     def begin(self) -> bool:
-        """Whether the caller is the first: it then makes the copy."""
+        """Claim the copy. Returns whether the caller is the first and must make it."""
         return self._begun.acquire(blocking=False)
 
 
 class OffloadWorker:
-    """Host memory and disk of one worker. The thread that runs the model calls all methods but
-    ``wait_for_layer``."""
+    """Host memory and disk of one worker. The model's thread calls all methods except ``wait_for_layer``."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class OffloadWorker:
         self._to_disk = TransferThread("to_disk")
         self._from_disk = TransferThread("from_disk")
         self._probe = TransferThread("probe") if sibling_stores is not None else None
-        """A thread of its own: a search does not wait for other requests' reads."""
+        """Thread for searches, so that they do not wait for other requests' reads."""
         self._layer_index = {name: index for index, name in enumerate(device.layers)}
         self._stores: dict[int, _PendingStore] = {}
         self._loaded: list[threading.Event] = []
         """One event per layer of this step's loads."""
         self._invalid: set[int] = set()
         self._lost: set[int] = set()
-        """Slots whose last fill failed: the next step was planned before that was known."""
+        """Slots whose last fill failed after the next step had been planned."""
         self._lock = threading.Lock()
         self._results = OffloadResults(on_disk=disk.keys() if disk is not None else [])
         self._waited_s = 0.0
@@ -86,8 +86,8 @@ class OffloadWorker:
     # -- a step --------------------------------------------------------------------
 
     def begin_step(self, jobs: OffloadJobs) -> None:
-        """Begin a step, before the forward pass: awaited stores and saves are complete when it returns, the
-        rest has begun."""
+        """Begin a step, before the forward pass: awaited stores and saves are complete at the return; the
+        other jobs have begun."""
         began = time.perf_counter()
         awaited = [self._unfinished(job, copies) for job, copies in jobs.awaited.items()]
         self._save([copy for copies in awaited for copy in copies])
@@ -111,7 +111,7 @@ class OffloadWorker:
                 self._probe.submit(partial(self._look_for, job, keys))
 
     def wait_for_layer(self, name: str) -> None:
-        """The forward pass has reached a layer: returns once this step's loads of it are complete."""
+        """Wait at a layer of the forward pass until this step's loads of the layer are complete."""
         loaded = self._loaded
         if not loaded:
             return
@@ -168,7 +168,7 @@ class OffloadWorker:
     # -- inside --------------------------------------------------------------------------
 
     def _unfinished(self, job: int, copies: Sequence[BlockCopy]) -> Sequence[BlockCopy]:
-        """The copies left to do of a store that must be complete now."""
+        """The copies of a store that are still to be made, if it must be complete now."""
         store = self._stores.get(job)
         if store is None:
             return copies  # already reported, possibly as failed; copying again is harmless

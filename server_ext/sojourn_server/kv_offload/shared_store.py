@@ -1,8 +1,8 @@
 """One engine's files and those of its sibling engines as one ``BlockStore``.
 
-Each engine writes a ``DiskStore`` of its own and reads the others'. No coordination is needed, no file has
-two writers, and the files of a dead engine stay readable. An engine deletes only its own files, from the ends
-of contexts.
+Each engine writes its own ``DiskStore`` and reads the others'. No coordination is needed, no file has two
+writers, and the files of a dead engine stay readable. An engine deletes only its own files, the last blocks
+of a context first.
 
 A lookup of a missing key opens a file in every sibling store. With dozens of engines ``VllmFsStore``, in
 which all share one folder, is faster.
@@ -25,11 +25,11 @@ from .offload_jobs import ProbeResult
 from .store_folder import find_identity_stores
 
 _MAX_STALE_RATIO = 2
-"""The heap is rebuilt when it is longer than this multiple of the number of blocks."""
+"""The heap is rebuilt when its length exceeds this multiple of the number of blocks."""
 
 
 class BlockPrefixTree:
-    """A store's blocks in order of last use, with their parents, to evict from the ends of contexts.
+    """A store's blocks in order of last use, with their parents, to evict the last blocks of contexts first.
 
     A block is useful only with all blocks before it, so only blocks without a child in the store are evicted.
     A key is a chain hash of all its tokens but does not reveal its parent; this index records it. Keys are
@@ -38,10 +38,10 @@ class BlockPrefixTree:
 
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
-        """Full key by short key, for blocks in the store."""
+        """Short key → full key, for blocks in the store."""
         self._parents: dict[bytes, bytes] = {}
         self._children: Counter[bytes] = Counter()
-        """Number of children in the store of each block, itself in the store or not."""
+        """Short key → number of children in the store; the block itself may be missing."""
         self._used: dict[bytes, int] = {}
         self._uses = 0
         self._ends: list[tuple[int, bytes]] = []
@@ -54,7 +54,7 @@ class BlockPrefixTree:
         return key[:PARENT_BYTES] in self._keys
 
     def add(self, key: bytes, parent: bytes | None = None) -> None:
-        """Add a block, just used. A known block without a parent gets this one.
+        """Add a block as just used. A known block without a parent gets ``parent``.
 
         Raises ``ValueError`` for a block that is its own parent.
         """
@@ -92,7 +92,7 @@ class BlockPrefixTree:
         return True
 
     def pop_lru_leaf(self) -> bytes | None:
-        """Remove and return the least recently used block without children; ``None``: there is none."""
+        """Remove and return the least recently used block without children; ``None`` for an empty tree."""
         while self._ends:
             used, short = heapq.heappop(self._ends)
             if self._used.get(short) == used and not self._children[short]:
@@ -131,10 +131,10 @@ class SiblingStores:
         self._files.confine(own.parent)
         self._lock = threading.Lock()
         self._stores: list[Path] = []
-        """The store with the last hit first: one engine wrote most of a context."""
+        """The stores; the one with the last hit comes first, since one engine wrote most of a context."""
 
     def leading(self, keys: Sequence[bytes]) -> ProbeResult:
-        """Number of leading ``keys`` in these stores together, and the number of stores.
+        """Number of leading ``keys`` that these stores have together, and the number of stores.
 
         Reads only file sizes. Unreadable files count as missing.
         """
@@ -147,7 +147,7 @@ class SiblingStores:
         return ProbeResult(found, len(self._stores))
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
-        """Fill ``buffers`` with the block of ``key``, as ``DiskStore.get_into``.
+        """Fill ``buffers`` with the block of ``key``, like ``DiskStore.get_into``.
 
         Raises ``BlockNotFound``; if all copies are unusable, the last ``BlockCorrupt`` or ``StoreError``;
         ``ValueError`` for buffers of another size or read-only ones.
@@ -182,7 +182,7 @@ class SiblingStores:
             return len(self._stores)
 
     def has(self, key: bytes) -> bool:
-        """Whether a store of the last listing has the block; opens a file in each until one has it."""
+        """Whether a store of the last listing has the block; opens a file in each store until one has it."""
         for store in self._in_order():
             try:
                 fd = self._files.open(block_path(store, key), os.O_RDONLY)
@@ -228,13 +228,14 @@ class SharedStore:
         self._looked_s = float("-inf")
         self._lock = threading.Lock()
         self._tree: BlockPrefixTree | None = None
-        """Built when space is first needed."""
+        """The prefix tree; built when blocks must be evicted for the first time."""
         self._new: dict[bytes, bytes] = {}
-        """Parents of blocks stored before that, so that their files need not be read."""
+        """Parents of blocks stored before the tree was built, so that their files need not be read."""
         self._building = threading.Lock()
-        """Held while it is built, without the other lock: reading a large store's headers takes seconds."""
+        """Held while the tree is built, without the other lock: reading the headers of a large store takes
+        seconds."""
         self._pending_changes: list[Callable[[BlockPrefixTree], object]] | None = None
-        """Changes since building began, to be applied at its end."""
+        """Changes since building began, which are applied at its end."""
         self.counts: Counter[str] = Counter()
 
     @classmethod
@@ -312,7 +313,7 @@ class SharedStore:
 
     def _put_evicting(self, key: bytes, buffers: Sequence[Buffer], parent: bytes) -> PutOutcome:
         """Put a block after deleting the least recently used blocks without children. Ancestors of the new
-        block are never deleted for it: it would be useless without them."""
+        block are never deleted: without them it would be useless."""
         outcome = PutOutcome.FULL
         if self._own.file_bytes > self._own.budget_bytes or (parent and not self._has(parent)):
             return outcome
@@ -337,7 +338,7 @@ class SharedStore:
         return outcome
 
     def _build_tree(self) -> BlockPrefixTree:
-        """The prefix tree, built from the files' headers at first use. Reads do not wait for it."""
+        """The prefix tree, built from the files' headers at first use. Reads do not wait for building."""
         with self._building:
             with self._lock:
                 if self._tree is not None:
@@ -377,8 +378,8 @@ class SharedStore:
             self._update_tree(lambda lineage: lineage.remove(key))
 
     def _update_tree(self, what: Callable[[BlockPrefixTree], object]) -> None:
-        """Apply a change to the prefix tree, or record it while the tree is being built. Call with the lock
-        held."""
+        """Apply a change to the prefix tree, or record it while the tree is being built. The caller holds the
+        lock."""
         if self._tree is not None:
             what(self._tree)
         elif self._pending_changes is not None:

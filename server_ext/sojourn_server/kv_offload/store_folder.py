@@ -1,4 +1,4 @@
-"""A store's folder: its manifest says what it holds, its lock who has it open.
+"""A store's folder: the manifest describes its content, the lock names the process that has it open.
 
 ``disk_store`` describes the content and when a folder is refused.
 """
@@ -86,7 +86,8 @@ class IncompatibleStore(OffloadError):
 
 
 class StoreLock:
-    """The lock of one opener. The system releases it when the process ends for any reason."""
+    """The lock of one process that has the store open. The system releases it when the process ends for any
+    reason."""
 
     # POSIX locks, not flock's: they belong to the process, so that a forked child which outlives it does not
     # keep the lock. They do not exclude threads of one process; ``_held`` does.
@@ -94,7 +95,7 @@ class StoreLock:
     _held: dict[Path, int] = {}  # noqa: RUF012
 
     def __init__(self, store: Path) -> None:
-        """Raises ``StoreInUse`` and ``OSError``."""
+        """Take the lock. Raises ``StoreInUse`` and ``OSError``."""
         self._store = store
         with self._guard:
             if self._held.get(store) == os.getpid():
@@ -112,7 +113,8 @@ class StoreLock:
             self._held[store] = os.getpid()
 
     def release(self) -> None:
-        """Release the lock. Idempotent. The file stays: removing it would race with another opener."""
+        """Release the lock. Idempotent. The file stays: removing it would race with another process that
+        opens the store."""
         with self._guard:
             if self._held.get(self._store) == os.getpid() and self._fd >= 0:
                 del self._held[self._store]
@@ -121,7 +123,7 @@ class StoreLock:
 
     @classmethod
     def holder(cls, store: Path) -> str | None:
-        """Describe the process that has the store open, with its id if known; ``None``: none has.
+        """Describe the process that has the store open, with its id if known; ``None``: no process has.
 
         Queries the lock without taking it, so that an engine starting now is not refused. Only on Linux;
         other systems return ``None``. Raises ``OSError``.
@@ -157,7 +159,7 @@ class StoreLock:
 
 
 def _process(fd: int, pid: int = 0) -> str:
-    """The process that holds the lock open as ``fd``: ``pid``, or the id in the file."""
+    """Describe the process that holds the lock open as ``fd``: ``pid``, or the id in the file."""
     return f"process {pid or os.pread(fd, 20, 0).decode('ascii', 'replace').strip() or 'unknown'}"
 
 
@@ -174,7 +176,7 @@ def folder_name(identity: KvIdentity, name: str | None) -> str:
 
 
 def store_name(store: Path) -> str | None:
-    """The store's name in its folder's name; ``None``: it has none."""
+    """The store's name, from the name of its folder; ``None``: it has none."""
     return store.name[_DIGITS + 1 :] or None
 
 
@@ -195,12 +197,12 @@ def find_stores(
 ) -> list[FoundStore]:
     """Find the stores in ``root`` that an engine may use, before its whole identity is known.
 
-    ``known``: fields of its ``KvIdentity``. ``weights``: the beginning of its ``model``, if known. ``name``:
-    its own store's name. ``root``: a path without links. Changes nothing. Returns an empty list if there is
-    no store or no root.
+    ``known``: fields of the engine's ``KvIdentity``. ``weights``: the beginning of its ``model``, if known.
+    ``name``: the name of the engine's own store. ``root``: a path without links. Changes nothing. Returns an
+    empty list if there is no store or no root.
 
     Raises the errors that the engine would certainly raise: ``IncompatibleStore`` if all stores are of
-    another format or identity; ``StoreInUse`` if all that it may write are open; and ``OSError``.
+    another format or identity; ``StoreInUse`` if all stores that it may write are open; and ``OSError``.
     """
     others: list[tuple[list[ManifestMismatch], Path]] = []
     found: list[FoundStore] = []

@@ -1,4 +1,4 @@
-"""``TierLimits``: how much host memory and disk hold, and how long a request waits for the disk."""
+"""``TierLimits``: sizes of host memory and disk, and how long requests wait for the disk."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class TierLimits:
 
     host_slots: int
     disk_blocks: int = 0
-    """0: no disk."""
+    """Number of blocks that fit on the disk; 0: no disk."""
     spill_below: float = 0.25
-    """Write to disk while less than this share of host memory is free or also on disk."""
+    """Blocks are written to disk while less than this share of host memory is free or also on disk."""
     max_spilling: int = 256
     """Maximum number of blocks being written at once, so that a slow disk's queue stays short."""
     max_staging: int = 4096
     """Maximum number of blocks being read at once."""
     max_stage_wait_s: float = MAX_STAGE_WAIT_S
-    """Maximum wait of a request for the disk; then it computes the rest."""
+    """Maximum seconds that a request waits for the disk; then it computes the missing blocks."""
     shared: bool = False
-    """Read other engines' stores beside this one's."""
+    """Whether other engines' stores beside this one are read."""
     min_probe_blocks: int = 8
-    """Minimum number of blocks to search other stores for: fewer are computed sooner than found."""
+    """Minimum number of blocks for which other stores are searched: fewer are computed sooner than found."""
     max_probe_wait_s: float = 1.0
-    """Maximum wait of a request for that search."""
+    """Maximum seconds that a request waits for such a search."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class TransferThread:
-    """Runs work in the order given. An exception does not end the thread."""
+    """Runs work in the order of submission. An exception does not end the thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -38,7 +38,7 @@ class TransferThread:
         return moved
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End after the queued work; wait at most ``timeout_s`` for that."""
+        """End the thread after the queued work; wait at most ``timeout_s`` for that."""
         self._work.put(None)
         self._thread.join(timeout_s)
 

@@ -150,7 +150,7 @@ class VllmFsStore:
         return self._identity
 
     def close(self) -> None:
-        """Does nothing: no resource is held."""
+        """Do nothing: the store holds no resource."""
 
     def leading(self, keys: Sequence[bytes]) -> int:
         found = 0
@@ -228,7 +228,7 @@ class VllmFsStore:
             self._files.close(fd)
 
     def _partial(self, path: Path) -> Path:
-        """A unique name: processes on several machines may write the same block."""
+        """A unique temporary name: processes on several machines may write the same block."""
         with self._lock:
             return path.with_name(f"{path.name}_{self._writer}_{next(self._numbers)}.tmp")
 

@@ -1,4 +1,5 @@
-"""Shortage of KV blocks: forecast it, end leases when an allocation fails, and choose whom vLLM preempts."""
+"""Shortage of KV blocks: forecast it, end leases when an allocation fails, and choose the request that vLLM
+preempts."""
 
 from __future__ import annotations
 
@@ -22,13 +23,15 @@ if TYPE_CHECKING:
 FORECAST_EVERY_STEPS = 32
 """Steps between two forecasts."""
 FORECAST_REQUESTS_PER_STEP = 4
-"""Maximum number of requests forecast in a step on average: with many running ones forecasts are rarer."""
+"""Average number of requests that are forecast per step: with many running requests, forecasts are less
+frequent."""
 AMPLE_FREE_SHARE = 0.5
-"""No forecast is made while this share of the pool is free and no request waits."""
+"""No forecast is made if this share of the pool is free and no request waits."""
 
 
 class DemandMonitor:
-    """Shows running requests to the demand forecaster, and copies the likely victim to host memory ahead."""
+    """Passes running requests to the demand forecaster, and copies the likely victim to host memory in
+    advance."""
 
     def __init__(
         self,
@@ -104,8 +107,8 @@ class DemandMonitor:
 class AllocationFallback:
     """Wraps ``KVCacheManager.allocate_slots`` of one engine.
 
-    If no blocks are found, leases give way first; then a request is preempted. ``carry_out`` executes the
-    actions of the ``ProgramScheduler``; ``guarded`` runs a call and returns ``None`` if it fails.
+    If blocks are missing, first leases end; then a request is preempted. ``carry_out`` executes the actions
+    of the ``ProgramScheduler``; ``guarded`` runs a call and returns ``None`` if it fails.
     """
 
     def __init__(
@@ -129,9 +132,9 @@ class AllocationFallback:
         self._freed_by = freed_by
         self._demand_monitor = demand_monitor
         self.allocating: Request | None = None
-        """The request that blocks are allocated for: it causes the evictions."""
+        """The request for which blocks are allocated: it causes the evictions."""
         self._victim: tuple[Request, int] | None = None
-        """The request chosen for preemption, and its own priority."""
+        """The request chosen for preemption, and the priority that it had before."""
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
         # Only vLLM's priority branch preempts a request at any position of the running list.
         scheduler.policy = SchedulingPolicy.PRIORITY
@@ -146,7 +149,7 @@ class AllocationFallback:
     def prepare_step(self) -> None:
         """Remove the wrapper for a step with ample memory and no waiting request.
 
-        Most steps of an engine without pressure are such steps, and the wrapper's call for every running
+        Most steps of an engine without pressure are such steps, and calling the wrapper for every running
         request is most of the adapter's cost. Evictions in these steps have no causing request.
         """
         scheduler = self._scheduler
@@ -168,7 +171,7 @@ class AllocationFallback:
             self._victim = None
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., KVCacheBlocks | None]:
-        """Return the wrapper. A closure, because every running request calls it in every step."""
+        """Return the wrapper. It is a closure, because every running request calls it in every step."""
 
         def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
             self.allocating = request
@@ -228,8 +231,8 @@ class AllocationFallback:
     ) -> int:
         """Return about how many blocks are missing, at least 1.
 
-        Blocks that may turn out to be shared count; reservations of transfers do not. If the answer is too
-        low, the next round of reclaiming asks for more.
+        Blocks that may turn out to be shared count as missing; reservations of transfers do not. If the
+        number is too low, the next round of ending leases requests more.
         """
         block_size = self._scheduler.block_size
         manager = self._scheduler.kv_cache_manager

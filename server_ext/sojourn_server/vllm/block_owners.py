@@ -1,4 +1,4 @@
-"""Which programs have their context in which cached block."""
+"""The programs whose context is in each cached block."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from sojourn.ids import ProgramId
 from .compat import KVCacheBlock
 
 Owner = ProgramId | set[ProgramId] | frozenset[ProgramId]
-"""One program; the set of several; or ``MANY``."""
+"""One program; the set of several programs; or ``MANY``."""
 
 MAX_OWNERS = 16
-"""Maximum number of owners that a block records by id. More cost memory and change no decision."""
+"""Maximum number of owners that a block records by id. More would cost memory and change no decision."""
 
 MANY: frozenset[ProgramId] = frozenset()
-"""Owner of a block with more owners than that. The block stays shared until it is reused or reset."""
+"""Owner of a block with more than ``MAX_OWNERS`` owners. The block stays shared until it is reused or
+reset."""
 
 
 class BlockOwners:
@@ -30,7 +31,8 @@ class BlockOwners:
         self.blocks: dict[ProgramId, dict[int, KVCacheBlock]] = {}
         """Program → blocks that record it as an owner, in the order of its context."""
         self.orphans: dict[int, ProgramId] = {}
-        """Cached block without an owner → the ended program, if no other request has used the block."""
+        """Cached block without an owner → the ended program that used it, if no other request has used the
+        block."""
         self.common: set[int] = set()
         """Cached blocks that a second program or another request has used."""
 
@@ -44,7 +46,7 @@ class BlockOwners:
         return frozenset((owner,)) if isinstance(owner, str) else frozenset(owner)
 
     def add(self, blocks: Iterable[KVCacheBlock], program_id: ProgramId) -> list[KVCacheBlock]:
-        """Add an owner to blocks. Return those that had one other owner before."""
+        """Add an owner to blocks. Return those that had exactly one other owner before."""
         owned = self.blocks.setdefault(program_id, {})
         shared: list[KVCacheBlock] = []
         for block in blocks:
@@ -76,7 +78,7 @@ class BlockOwners:
     def end(self, program_id: ProgramId) -> list[KVCacheBlock]:
         """Remove the program from all its blocks.
 
-        Return the blocks with one owner or none now, in reverse order of the context, without blocks of
+        Return the blocks that now have one owner or none, in reverse order of the context, without blocks of
         ``MANY``.
         """
         changed: list[KVCacheBlock] = []
@@ -102,8 +104,8 @@ class BlockOwners:
             self.common.add(block_id)
 
     def taken(self, blocks: Iterable[KVCacheBlock]) -> Iterator[tuple[KVCacheBlock, Owner]]:
-        """Forget blocks that are reused for other content. Yield the cached ones that had an owner, with the
-        owner.
+        """Forget blocks that are reused for other content. Yield each cached block that had an owner, with
+        the owner.
 
         For a block that only an ended program has used, the owner is that program.
         """

@@ -20,10 +20,10 @@ from .eviction_heap import Score, Standing
 from .free_block_queue import BeforeReuse, OnEvicted, ProgramFreeBlockQueue
 
 SMALL_POOL_BLOCKS = 20_000
-"""Smaller pools are counted at each call of ``count_by_state``: at most 2 ms."""
+"""Pools with fewer blocks are counted at each call of ``count_by_state``, in at most 2 ms."""
 
 COUNTING_S_PER_BLOCK = 40e-6
-"""Larger pools are counted at most once in this time a block: 0.2 % of the time."""
+"""Larger pools are counted at most once in this time per block: 0.2 % of the engine's time."""
 
 
 class PinnedBlocks:
@@ -51,14 +51,14 @@ class PinnedBlocks:
         return len(self._holders)
 
     def freed_by(self, program_id: ProgramId) -> int:
-        """Return how many blocks become unpinned if the program's are released. O(1).
+        """Return how many blocks become unpinned when the program's blocks are released. O(1).
 
-        Running requests may use them too; they are not considered.
+        That running requests may use them too is not considered.
         """
         return self._alone.get(program_id, 0)
 
     def count_unpinned(self, blocks: Iterable[KVCacheBlock]) -> int:
-        """Return how many of these distinct blocks no program pins. O(1) a block."""
+        """Return how many of these distinct blocks no program pins. O(1) per block."""
         return sum(1 for block in blocks if block.block_id not in self._holders)
 
     def hold(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock]) -> None:
@@ -83,7 +83,7 @@ class PinnedBlocks:
         return True
 
     def drop(self, program_id: ProgramId) -> None:
-        """Release the blocks of an ended program. Those without another owner are evicted first."""
+        """Release the blocks of an ended program. Blocks without another owner are evicted first."""
         self.release(program_id)
         self._queue.remove_owner(program_id)
 
@@ -183,7 +183,7 @@ class EvictionAdapter:
             self.queue.mark_abandoned(program_id, used_s)
 
     def standing(self, program_id: ProgramId, left: tuple[float, int] | None) -> Standing:
-        """Return the standing of a program's newest turn, or of an abandoned branch."""
+        """Return the standing of a program's newest turn, or of its abandoned branch ``left``."""
         branch = AbandonedBranch(*left) if left is not None else None
         standing: Standing = self._guarded(self._program_scheduler.owner_standing, program_id, branch)
         return standing
@@ -211,7 +211,7 @@ def block_content_hash(block: KVCacheBlock) -> Any:
 
 
 def dependent_blocks(chains: Iterable[Sequence[int]], block_ids: set[int]) -> set[int]:
-    """Return these blocks and all blocks behind one of them in a request's chain."""
+    """Return ``block_ids`` and all blocks that follow one of them in a request's chain."""
     dependent = set(block_ids)
     for blocks in chains:
         first = next((position for position, block_id in enumerate(blocks) if block_id in block_ids), None)

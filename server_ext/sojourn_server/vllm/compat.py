@@ -17,7 +17,7 @@ from typing import Any
 TESTED_VLLM: tuple[str, ...] = ("0.31.0", "0.32.0", "0.33.0")
 """Releases that the tests run against, oldest first."""
 TESTED_WITHOUT_ENGINE: tuple[str, ...] = ("0.33.0",)
-"""Those of them that have no CPU build: the tests run their scheduler and no whole engine."""
+"""Tested releases without a CPU build: the tests run their scheduler, but no whole engine."""
 
 UNTESTED_VLLM_VARIABLE = "SOJOURN_UNTESTED_VLLM"
 """Set to ``1`` to run on a release outside ``TESTED_VLLM``."""
@@ -83,7 +83,7 @@ _NAMES = {
 """Names by upstream module. ``X as Y`` gives the name ``Y`` here."""
 
 UPSTREAM: dict[str, tuple[str, str]] = {}
-"""Name in this module → upstream module and name there."""
+"""Name in this module → (upstream module, name there)."""
 for _module, _names in _NAMES.items():
     for _entry in _names.split(", "):
         _upstream_name, _, _alias = _entry.partition(" as ")

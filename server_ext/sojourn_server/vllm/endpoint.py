@@ -38,7 +38,8 @@ UTILITY = "sojourn_call"
 """The method of the engine core that answers all calls: ``(operation, payload) -> str``."""
 
 STREAMS_END_S = 10.0
-"""Time for clients to read the end of their answers once the engine is stopped; then connections close."""
+"""Seconds for clients to read the end of their answers after the engine has stopped; then connections
+close."""
 
 _NO_METHOD = re.compile(r"has no attribute '_?sojourn")
 _SHUTTING_DOWN = "shutting down"
@@ -76,10 +77,10 @@ class SojournEndpoint:
 
 
 def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
-    """Have ``engine_client.shutdown`` end every open request with an error.
+    """Make ``engine_client.shutdown`` end every open request with an error.
 
-    vLLM's own stops the task that delivers outputs, and no request hears of it: after SIGTERM clients waited
-    for ever, and the server for them. ``state`` has the HTTP server once it runs.
+    vLLM's own shutdown stops the task that delivers outputs without notifying requests: after SIGTERM clients
+    waited for ever, and the server waited for them. ``state`` has the HTTP server once it runs.
     """
     client: Any = engine_client
     shutdown, loop = client.shutdown, asyncio.get_running_loop()
@@ -102,7 +103,7 @@ def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
 
 
 def _request_id(scope: Mapping[str, Any]) -> str | None:
-    """Return vLLM's id of the request. The engine's ids contain it."""
+    """Return vLLM's id of the request, which the engine's ids contain."""
     return getattr(scope["state"].get("request_metadata"), "request_id", None)
 
 
@@ -126,7 +127,7 @@ class VllmEngine:
         return [str(int.from_bytes(address, "little")) for address in addresses]
 
     async def call(self, op: str, payload: str) -> list[str]:
-        """See ``EngineRpc``."""
+        """Send a call to every engine; see ``EngineRpc``."""
         if self._stock is not None:
             # Another call would write another traceback into the engine's log.
             raise StockEngineError(self._stock)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PAIR_CONNECTORS = frozenset(
     {"NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector"}
 )
-"""vLLM's connectors for pairs of engines, which work with the role ``kv_both`` too."""
+"""vLLM's connectors for pairs of engines; the role ``kv_both`` does not exclude a pair."""
 
 
 def host_s_per_token(scheduler: Scheduler, profile: EngineProfile | None) -> float | None:
@@ -66,8 +66,8 @@ def kv_transfer_member(scheduler: Scheduler) -> KVTransferMember | None:
 
 
 def is_one_of_a_pair(scheduler: Scheduler) -> bool:
-    """Return whether the engine exchanges KV with another one for each request: by our connector, by one of
-    vLLM's, or by any with the role of a producer or consumer."""
+    """Return whether the engine exchanges KV with another engine for each request: by our connector, by one
+    of vLLM's, or by any connector with the role of a producer or consumer."""
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, SojournConnector):
         return False
@@ -84,7 +84,7 @@ def is_one_of_a_pair(scheduler: Scheduler) -> bool:
 
 
 def block_bytes(scheduler: Scheduler) -> int:
-    """Return the bytes of one block of one worker, 0 without a model."""
+    """Return the bytes of one block on one worker; 0 without a model."""
     config = scheduler.kv_cache_config
     tensors = getattr(config, "kv_cache_tensors", None) or []
     blocks = max(1, config.num_blocks)
@@ -92,7 +92,7 @@ def block_bytes(scheduler: Scheduler) -> int:
 
 
 def profile_description(scheduler: Scheduler) -> dict[str, str]:
-    """Return what an engine profile records about the engine."""
+    """Return the facts about the engine that an engine profile records."""
     config = scheduler.scheduler_config
     devices = scheduler.vllm_config.parallel_config.tensor_parallel_size
     found = {

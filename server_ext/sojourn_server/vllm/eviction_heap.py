@@ -1,4 +1,4 @@
-"""The eviction order of buckets of cached blocks: a heap of scores."""
+"""The eviction order of buckets of cached blocks: a heap by score."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from sojourn.ids import ProgramId
 Score = tuple[float, ...]
 NEWEST_TURN = math.inf
 Bucket = tuple[ProgramId, float]
-"""A program and the time at which it last used the blocks; ``NEWEST_TURN``: in its newest turn."""
+"""A program, and the time at which it last used the blocks; ``NEWEST_TURN``: its newest turn used them."""
 Standing = tuple[float, ...] | None
 """The inputs of a bucket's score, independent of the scale."""
 HeapPosition = tuple[Score, bool, int]
-"""Position in the heap. Among equal scores abandoned branches go first, then the bucket filed first."""
+"""Position in the heap. Among equal scores abandoned branches come first, then the bucket added first."""
 
 SHARED_BUCKET: Bucket = (ProgramId(""), NEWEST_TURN)
-"""Blocks with several owners, evicted last. The wire does not allow an empty program id."""
+"""Bucket of blocks with several owners, evicted last. The wire does not allow an empty program id."""
 
 
 class BucketScorer(Protocol):
     """Scores the buckets of programs. The lowest score is evicted first."""
 
     def standing(self, program_id: ProgramId, left: tuple[float, int] | None) -> Standing:
-        """Return the standing of a new bucket, or of one to rescore.
+        """Return the standing of a new bucket, or of one whose program has changed.
 
         ``left`` is (time of last use, blocks) of an abandoned branch, ``None`` for the newest turn.
         """
 
     def score(self, standing: Standing) -> Score:
-        """Return the score of a standing. Until ``rescale`` the same standing has the same score."""
+        """Return the score of a standing. Until the next ``rescale``, equal standings have equal scores."""
 
 
 class EvictionHeap:
-    """Buckets by score. O(log buckets) to file one; O(buckets) once after the scale has changed."""
+    """Buckets by score. Adding one takes O(log buckets); a change of the scale costs O(buckets) once."""
 
     def __init__(self, order: BucketScorer) -> None:
         self.by = order
@@ -44,11 +44,11 @@ class EvictionHeap:
         """Bucket → its valid heap entry. Other entries are stale."""
         self.heap: list[tuple[HeapPosition, Bucket]] = []
         self.rescaled = False
-        """The scale has changed; scores are computed again when they are next read."""
+        """Whether the scale has changed; all scores are computed again when they are next read."""
         self._filed = 0
 
     def file(self, name: Bucket, blocks: int) -> None:
-        """Insert a bucket with this number of blocks, or score it again."""
+        """Insert a bucket that has ``blocks`` blocks, or compute its score again."""
         self._filed += 1
         program_id, used_s = name
         if name != SHARED_BUCKET:
@@ -87,7 +87,7 @@ class EvictionHeap:
         self.heap.clear()
 
     def _rescore_all(self) -> None:
-        """Score every bucket again, about 1 µs each."""
+        """Compute the score of every bucket again, about 1 µs each."""
         self.rescaled = False
         for name, (_, used, filed) in self.places.items():
             self.places[name] = (self._score(name), used, filed)

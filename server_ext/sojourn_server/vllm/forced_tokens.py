@@ -32,8 +32,8 @@ MAX_REPLAY_IDS = 65_536
 """Maximum length of the list."""
 
 _vocab_size: int | None = None
-"""Set when a processor is built in this process. The API server validates without one, so the engine checks
-again: an id beyond the vocabulary must not stop it."""
+"""Size of the vocabulary; set when a processor is built in this process. The API server validates requests
+without it, so the engine checks again: an id beyond the vocabulary must not stop it."""
 
 
 def replay_ids(params: SamplingParams) -> list[int] | None:
@@ -58,7 +58,8 @@ def replay_ids(params: SamplingParams) -> list[int] | None:
 
 
 class ForcedTokens(LogitsProcessor):
-    """Forced tokens for model runner V1, keyed by the row of the persistent batch. O(forced rows) a step."""
+    """Forced tokens for model runner V1, keyed by the row of the persistent batch. O(forced rows) per
+    step."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -95,7 +96,8 @@ class ForcedTokens(LogitsProcessor):
                 rows[source] = displaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leave each forced row one finite logit; ``logits`` is [rows, vocabulary], changed in place."""
+        """Leave only one finite logit in each forced row; ``logits`` is [rows, vocabulary], changed in
+        place."""
         forced = [
             (row, ids[len(output)]) for row, (ids, output) in self._rows.items() if len(output) < len(ids)
         ]
@@ -126,7 +128,7 @@ class ForcedTokensV2(LogitsProcessorV2):
         self._table = torch.full((req_states.max_num_reqs, 1), -1, dtype=torch.long, device=req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Reset a slot. Return whether its new request is forced."""
+        """Reset a slot for a new request. Return whether the request has forced tokens."""
         ids = _forcible(sampling_params)
         was_forced = self._lengths.pop(req_idx, None) is not None
         if ids:
@@ -153,7 +155,7 @@ class ForcedTokensV2(LogitsProcessorV2):
         self._staged.clear()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Leave each forced row one finite logit; a row's slot is in ``expanded_idx_mapping``."""
+        """Leave only one finite logit in each forced row; a row's slot is in ``expanded_idx_mapping``."""
         if not any(int(slot) in self._lengths for slot in ctx.idx_mapping_np):
             return logits
         slots = ctx.expanded_idx_mapping.long()

@@ -1,18 +1,18 @@
-"""vLLM's queue of free blocks in an order that knows programs.
+"""vLLM's queue of free blocks, in an eviction order by program.
 
 ``BlockPool.free_block_queue`` *is* vLLM's eviction order: the pool reuses blocks from its front. This queue
 replaces it. Blocks without a program stay in vLLM's linked list and keep vLLM's order. With an order by
 program, cached blocks of programs are in buckets, evicted by ascending score: one bucket for the blocks of a
 program's newest turn, and one for each earlier turn with the blocks that no later turn used (an abandoned
-branch, a compacted context). O(1) a block; O(log buckets) for each rescored bucket; O(buckets) once after the
-scale of scores has changed.
+branch, a compacted context). Cost: O(1) per block; O(log buckets) for each rescored bucket; O(buckets) once
+after the scale of scores has changed.
 
 Blocks that only an ended program has used stay cached. They are evicted before all blocks with an owner, in
 the order in which the programs ended. Blocks that another request has used too are a common prefix: they are
 treated like blocks without a program.
 
-vLLM calls this queue where no hook can catch an error of sojourn. The queue therefore catches its own errors:
-it then forgets all programs and keeps vLLM's order for good.
+vLLM calls this queue in places where no hook can catch an error of sojourn. The queue therefore catches its
+own errors: after one it forgets all programs and keeps vLLM's order for good.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from .eviction_heap import NEWEST_TURN, SHARED_BUCKET, Bucket, BucketScorer, Evi
 P = ParamSpec("P")
 
 BeforeReuse = Callable[[list[KVCacheBlock], BlockOwners], None]
-"""Blocks about to be reused, cached or not, and the owners that they still have."""
+"""Called with blocks about to be reused, cached or not, and the owners that they still have."""
 OnEvicted = Callable[[KVCacheBlock, Owner, "Score | None"], None]
-"""Block, owner, and the score that selected it; ``None``: selected by vLLM's order."""
+"""Called with a block, its owner, and the score by which it was selected; ``None``: selected by vLLM's
+order."""
 
 ENDED_BUCKET: Bucket = (ProgramId(""), -math.inf)
-"""Blocks whose only program has ended, evicted before any score."""
+"""Bucket of blocks whose only program has ended, evicted before all scores."""
 
 MAX_ABANDONED_BUCKETS = 16
-"""Maximum number of abandoned branches of a program. Beyond it the oldest two are merged."""
+"""Maximum number of abandoned branches of a program. If there are more, the oldest two are merged."""
 
 
 def _falls_back(
     method: Callable[Concatenate[ProgramFreeBlockQueue, P], None],
 ) -> Callable[Concatenate[ProgramFreeBlockQueue, P], None]:
-    """Make a method's error turn the queue into vLLM's own."""
+    """Wrap a method so that an error turns the queue into vLLM's own."""
 
     @wraps(method)
     def guarded(self: ProgramFreeBlockQueue, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -80,9 +81,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         super().__init__([])
         self.owners = BlockOwners()
         self.abandoned_reused = 0
-        """Blocks of abandoned branches whose content a request used again."""
+        """Number of blocks of abandoned branches whose content a request used again."""
         self.abandoned_evicted = 0
-        """Blocks of abandoned branches that were reused for other content."""
+        """Number of blocks of abandoned branches that were reused for other content."""
         self.broken = False
         """Whether an error has occurred: the queue then keeps vLLM's order."""
         self._evicted = evicted
@@ -107,11 +108,11 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
                 self._rebucket(block)
 
     def remove_owner(self, program_id: ProgramId) -> list[int]:
-        """Remove an ended program from its blocks. Return the ids of blocks without an owner now.
+        """Remove an ended program from its blocks. Return the ids of blocks that now have no owner.
 
         Blocks that only this program has used are evicted next, after uncached blocks and those of programs
         that ended before. Other free blocks in buckets join the blocks without a program: uncached ones at
-        the front, cached ones at the end. Blocks of ``MANY`` are not among them.
+        the front, cached ones at the end. Blocks of ``MANY`` are not changed.
         """
         ownerless: list[int] = []
         try:
@@ -152,7 +153,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     def mark_abandoned(self, program_id: ProgramId, used_s: float) -> None:
         """Move the free blocks of the program's previous turn to the bucket of an abandoned branch.
 
-        The new turn has its blocks already and does not use them. ``used_s`` is the time of their last use.
+        Call this when the new turn has its blocks already and does not use the free ones. ``used_s`` is the
+        time of their last use.
         """
         bucket = self._buckets.get((program_id, NEWEST_TURN))
         if bucket is None:
@@ -168,7 +170,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             self._add_abandoned(oldest, blocks)
 
     def left(self, program_id: ProgramId) -> dict[float, int]:
-        """Return the program's abandoned branches: time of last use → blocks."""
+        """Return the program's abandoned branches: time of last use → number of blocks."""
         dates = self._left.get(program_id, {})
         return {used_s: len(self._buckets[program_id, used_s]) for used_s in dates if used_s != NEWEST_TURN}
 
@@ -291,8 +293,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             self._evicted(block, owner, score)
 
     def _first_of_list(self, most: int) -> list[KVCacheBlock]:
-        """Take at most ``most`` blocks: uncached, then of ended programs, then other blocks without a
-        program."""
+        """Remove and return at most ``most`` blocks: uncached ones, then those of ended programs, then other
+        blocks without a program."""
         blocks: list[KVCacheBlock] = []
         if ended := self._buckets.get(ENDED_BUCKET):
             head, tail = self.fake_free_list_head, self.fake_free_list_tail
@@ -307,7 +309,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return blocks
 
     def _first_of_buckets(self, most: int) -> tuple[list[KVCacheBlock], Score]:
-        """Take at most ``most`` blocks of the bucket with the lowest score."""
+        """Remove and return at most ``most`` blocks of the bucket with the lowest score, and that score."""
         assert self._order is not None
         name, score = self._order.first()
         blocks = self._first_of(name, self._buckets[name], most)
@@ -341,7 +343,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._file(name)
 
     def _list_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield the rest of the list, with the blocks of ended programs behind the uncached ones."""
+        """Yield the rest of the list; the blocks of ended programs follow the uncached ones."""
         ended = self._buckets.get(ENDED_BUCKET)
         if ended is None or (cursor is not None and not self._among_first(cursor)):
             yield from super().iter_blocks_after(cursor)
@@ -432,9 +434,10 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self.owners.clear()
 
     def _break(self, error: Exception) -> None:
-        """Fall back to vLLM's own queue of all unused blocks.
+        """Fall back to vLLM's own queue with all unused blocks.
 
-        ``ref_cnt`` is reliable after any error here: it is 0 before a block is taken and after it is freed.
+        ``ref_cnt`` is reliable after any error here: it is 0 until a block is allocated, and again after it
+        is freed.
         """
         self.broken = True
         self._order = None

@@ -21,14 +21,14 @@ OUTPUT_ATTRIBUTE = "sojourn_hidden_states"
 """Attribute of vLLM's ``ModelRunnerOutput`` that carries the rows; it is pickled with them."""
 
 CAPTURE_EVERY_STEPS = 16
-"""Steps between two captures."""
+"""Number of steps between two captures."""
 
 WARN_AFTER_STEPS = 2000
-"""One warning is logged after this number of steps without a capture."""
+"""Number of steps without a capture after which one warning is logged."""
 
 
 class HiddenStateRows(NamedTuple):
-    """One row for each request sampled in a step."""
+    """Hidden states of the requests sampled in a step, one row each."""
 
     request_ids: tuple[str, ...]
     states: torch.Tensor
@@ -63,7 +63,7 @@ class HiddenStateCapture:
             )
 
     def take(self) -> HiddenStateRows | None:
-        """Return a copy once, ``None`` without a complete one."""
+        """Return the newest complete copy, each once; ``None`` without a new one."""
         if self._copied is None:
             return None
         rows, event = self._copied
@@ -115,7 +115,7 @@ def computes_logits() -> bool:
 
 
 class HiddenStateWorkerMixin:
-    """Mix in before one of vLLM's worker classes."""
+    """Mix-in for vLLM's worker classes, placed before them."""
 
     _sojourn_capture: HiddenStateCapture | None = None
 
@@ -147,7 +147,7 @@ class HiddenStateWorkerMixin:
 
 
 class _AsyncOutputWithRows(AsyncModelRunnerOutput):
-    """Results that are not complete yet."""
+    """Results of a step that are not complete yet, to which rows are added."""
 
     def __init__(self, output: AsyncModelRunnerOutput, capture: HiddenStateCapture) -> None:
         self._output = output
@@ -157,7 +157,7 @@ class _AsyncOutputWithRows(AsyncModelRunnerOutput):
         return _attach_rows(self._output.get_output(), self._capture)
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
-        """Since vLLM 0.33: what the connector reported, asked for if ``get_output`` fails."""
+        """The connector's output, which vLLM 0.33 and later requests if ``get_output`` fails."""
         return self._output.get_kv_connector_output()
 
 

@@ -27,8 +27,8 @@ _numbers = itertools.count()
 
 
 class HistoryFile:
-    """Loads histories at start and saves them every few minutes and at the end. Does nothing without
-    ``path``.
+    """Loads histories at start, and saves them every few minutes and at the end. Without ``path`` it does
+    nothing.
 
     Each data-parallel engine has its own file, ``path`` plus ``.rank0`` and so on: they learn from different
     requests. Errors of the file system are logged, never raised.
@@ -40,7 +40,7 @@ class HistoryFile:
             self._path = Path(path if rank is None else f"{path}.rank{rank}")
         self._saved_at = now
         self._unread = False
-        """The file exists but could not be read: the first save must keep it."""
+        """Whether the file exists but could not be read: the first save must then not overwrite it."""
         self._lock = threading.Lock()
         self._snapshots = 0
         self._written = 0
@@ -78,8 +78,8 @@ class HistoryFile:
             return Histories()
 
     def _part(self, document: dict[str, Any], name: str, kind: type[Part]) -> Part:
-        """Return one part of the file. It may be missing, as in earlier releases, or wrong without spoiling
-        the rest."""
+        """Return one part of the file. A part may be missing, as in files of earlier releases, or invalid;
+        other parts are still used."""
         if name not in document:
             return kind()
         try:
@@ -94,7 +94,7 @@ class HistoryFile:
             return kind()
 
     def save_if_due(self, histories: Histories, now: float) -> None:
-        """Save in the background if the last save is long ago. The caller only takes the snapshot."""
+        """Save in the background if the last save is long ago. The calling thread only copies the data."""
         if self._path is None or now - self._saved_at < SAVE_EVERY_S:
             return
         self._saved_at = now
@@ -107,7 +107,7 @@ class HistoryFile:
         ).start()
 
     def save(self, histories: Histories) -> None:
-        """Save now, after a background save that is under way."""
+        """Save now, after a running background save."""
         if self._path is not None:
             self._snapshots += 1
             self._write(_document(histories), self._snapshots)

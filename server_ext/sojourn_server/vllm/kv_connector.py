@@ -6,9 +6,9 @@
     after each step is planned: _plan_step  ── StepOrders ─▶ _begin_step, before the forward pass
     planner: take_results                   ◀─ StepReport ── worker: take_results, after the forward pass
 
-``SojournConnector`` (host memory and disk) and ``PathsConnector`` (storage and other engines) supply the
-methods with an underscore. vLLM's hooks, error handling and the messages between the two sides are here.
-Planners and workers know neither vLLM nor torch. Only a worker's device backend
+``SojournConnector`` (host memory and disk) and ``PathsConnector`` (storage and other engines) implement the
+methods with an underscore. This module has vLLM's hooks, error handling, and the messages between the two
+sides. Planners and workers know neither vLLM nor torch. Only a worker's device backend
 (``kv_offload.cpu_device_backend``) reads and writes device memory: another kind of device is another backend.
 """
 
@@ -51,13 +51,13 @@ ResultsT_co = TypeVar("ResultsT_co", covariant=True)
 
 @dataclass
 class StepOrders(KVConnectorMetadata, Generic[JobsT]):
-    """The planner side's orders for one step."""
+    """The planner side's jobs for one step."""
 
     jobs: JobsT
     not_filled: set[int] = field(default_factory=set)
-    """Blocks that a request counts on and that no job fills."""
+    """Blocks that a request relies on and that no job fills."""
     stop: bool = False
-    """Close the links to peers: the engine's weights may have changed."""
+    """Whether to close the links to peers, because the engine's weights may have changed."""
 
 
 @dataclass
@@ -72,18 +72,18 @@ class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
 
 
 class MatchedTokens(NamedTuple):
-    """What vLLM was last told about a request: which tokens the connector can supply."""
+    """The last answer to vLLM about a request: the tokens that the connector can supply."""
 
     computed: int = 0
-    """Tokens on the device; the supplied ones follow them."""
+    """Number of tokens on the device; the supplied tokens follow them."""
     is_async: bool = False
-    """The tokens are supplied beside other steps, not in the step that runs the request."""
+    """Whether the tokens are loaded while other requests compute, not in the step that runs the request."""
     keys: Sequence[BlockKey] = ()
-    """Keys of the blocks found, where the planner needs them again."""
+    """Keys of the found blocks, if the planner needs them again."""
 
 
 class ConnectorWorker(Protocol[ResultsT_co]):
-    """A worker that carries out the orders of each step."""
+    """A worker that carries out the jobs of each step."""
 
     def wait_for_layer(self, name: str) -> None: ...
     def take_results(self) -> ResultsT_co: ...
@@ -91,7 +91,7 @@ class ConnectorWorker(Protocol[ResultsT_co]):
 
 
 class ConnectorSettings(Protocol):
-    """What this module reads of either connector's settings."""
+    """The settings of either connector that this module uses."""
 
     @property
     def blocks(self) -> int: ...
@@ -109,7 +109,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.strict = False
-        """Raise sojourn's own errors instead of logging them. For tests."""
+        """Whether sojourn's own errors are raised instead of logged. For tests."""
         self._matches: dict[str, MatchedTokens] = {}
         """Matches by request, until its blocks are allocated or the step is planned."""
         self._worker: ConnectorWorker[ResultsT] | None = None
@@ -117,26 +117,26 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     # -- what each connector supplies -----------------------------------------------
 
     def _is_off(self) -> bool:
-        """Whether nothing may be looked up any more."""
+        """Whether look-ups have been turned off."""
         raise NotImplementedError
 
     def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
-        """Number of tokens that can be supplied after ``computed``, and what to remember of the answer.
-        ``None`` tokens: not known yet, vLLM asks again."""
+        """Number of tokens that can be supplied after ``computed``, and the match to remember. ``None``
+        tokens: not known yet, vLLM asks again."""
         raise NotImplementedError
 
     def _allocated(
         self, request: Request, block_ids: list[int], match: MatchedTokens, external_tokens: int
     ) -> None:
-        """The request has blocks; those of ``external_tokens`` are to be filled."""
+        """Handle a request that has blocks; those of ``external_tokens`` tokens are to be filled."""
         raise NotImplementedError
 
     def _reject_fill(self, request: Request, block_ids: list[int], match: MatchedTokens) -> None:
-        """Order the worker to report these blocks as not filled."""
+        """Make the worker report these blocks as not filled."""
         raise NotImplementedError
 
     def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:
-        """The orders of the step just planned. Must not raise."""
+        """The jobs of the step just planned. Must not raise."""
         raise NotImplementedError
 
     def _take_results(self, results: ResultsT) -> None:
@@ -147,11 +147,12 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         raise NotImplementedError
 
     def _disable(self, error: Exception) -> None:
-        """Stop looking things up after an error of sojourn's own."""
+        """Turn look-ups off after an error of sojourn's own."""
         raise NotImplementedError
 
     def _open_worker(self, rows: dict[str, ByteArray]) -> ConnectorWorker[ResultsT]:
-        """Make the worker. ``rows``: by layer, the engine's KV memory with one row of bytes per block."""
+        """Make the worker. ``rows``: the engine's KV memory of each layer, with one row of bytes per
+        block."""
         raise NotImplementedError
 
     def _begin_step(self, orders: StepOrders[JobsT]) -> None:
@@ -162,7 +163,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be supplied after those on the device; ``None``: not known yet, ask again."""
+        """Number of tokens that can be supplied after those on the device; ``None``: not known yet, ask
+        again."""
         self._matches.pop(request.request_id, None)
         if request.skip_reading_prefix_cache or self._is_off():
             return 0, False
@@ -179,7 +181,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """The request has its blocks; those of the external tokens are to be filled."""
+        """Handle a request that has its blocks; those of the external tokens are to be filled."""
         block_ids = list(blocks.get_block_ids()[0])
         match = self._matches.pop(request.request_id, MatchedTokens())
         try:
@@ -192,12 +194,12 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
             self.failed(error)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:
-        """The orders of the step just planned."""
+        """The jobs of the step just planned."""
         self._matches.clear()
         return self._plan_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """The results of earlier orders."""
+        """Handle the results of earlier jobs."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             self._attempt(self._take_results, report.results)
@@ -215,7 +217,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         return self.request_finished(request, block_ids[0])
 
     def failed(self, error: Exception) -> None:
-        """Handle an error of sojourn's own: log it and stop looking things up. Raises it if ``strict``."""
+        """Handle an error of sojourn's own: log it and turn look-ups off. Raises it if ``strict``."""
         if self.strict:
             raise error
         logger.error(
@@ -225,7 +227,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self._disable(error)
 
     def _attempt(self, call: Callable[..., Any], *arguments: object) -> Any:
-        """The call's value, ``None`` after an error."""
+        """Make a call and return its value; ``None`` after an error."""
         try:
             return call(*arguments)
         except Exception as error:
@@ -235,40 +237,40 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     # -- beside the model -------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The engine's KV tensors exist: start the worker. Raises ``UnsupportedKvCaches``."""
+        """Start the worker: the engine's KV tensors exist. Raises ``UnsupportedKvCaches``."""
         blocks = self.settings.blocks
         self._worker = self._open_worker(
             {name: block_rows(name, cache, blocks) for name, cache in kv_caches.items()}
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step's orders, before the forward pass writes anything."""
+        """Begin a step's jobs, before the forward pass writes anything."""
         assert isinstance(kv_connector_metadata, StepOrders)
         self._begin_step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Does nothing: loads begin in ``handle_preemptions``, after the saves that must precede them."""
+        """Do nothing: loads begin in ``handle_preemptions``, after the saves that must precede them."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """The forward pass has reached a layer: wait until its KV is loaded."""
+        """Wait, before the forward pass computes a layer, until the layer's KV is loaded."""
         if self._worker is not None:
             self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """The forward pass has computed a layer."""
+        """Handle a layer that the forward pass has computed."""
 
     def wait_for_save(self) -> None:
-        """The forward pass is over, or there was none."""
+        """Handle the end of the forward pass, or of a step without one."""
 
     def build_connector_worker_meta(self) -> StepReport[ResultsT] | None:
-        """The results since the last call; ``None``: nothing has happened."""
+        """The results since the last call; ``None``: no results."""
         results = self._worker.take_results() if self._worker is not None else None
         return StepReport(results) if results else None
 
     def shutdown(self) -> None:
-        """The worker ends."""
+        """Close the worker."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()

@@ -71,8 +71,8 @@ _TRANSFER_OPTIONS = (
 
 
 class ConnectorOptions:
-    """``kv_connector_extra_config``, read option by option. Each call raises ``SettingsError`` for a wrong
-    value, with what was expected."""
+    """``kv_connector_extra_config``, read option by option. Each method raises ``SettingsError`` for a wrong
+    value, with the expected one."""
 
     def __init__(self, given: dict[str, Any], known: Collection[str]) -> None:
         self._given = dict(given)
@@ -103,7 +103,8 @@ class ConnectorOptions:
         return value
 
     def size(self, name: str, at_least: int, what: str, *, flag: str) -> int:
-        """A number of bytes that holds at least one block: ``at_least`` bytes, called ``what``."""
+        """A number of bytes of at least ``at_least``, the size of one block. ``what`` and ``flag`` name the
+        block and the option in errors."""
         value = self.whole(name, flag=flag, unit=" of bytes")
         if value < at_least:
             raise self._wrong(name, f"at least {what}, {at_least}", flag)
@@ -136,12 +137,12 @@ class ConnectorOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVConnectorSettings:
-    """What both connectors' settings have in common: the engine's KV."""
+    """Settings that both connectors have: the engine's KV."""
 
     blocks: int
-    """Blocks on the device, including vLLM's null block."""
+    """Number of blocks on the device, including vLLM's null block."""
     block_tokens: int
-    """Tokens of an engine block."""
+    """Number of tokens per engine block."""
     identity: KvIdentity
     """Identity of the blocks stored: engine blocks (host memory and disk) or Full Blocks (transfers).
     """
@@ -155,12 +156,12 @@ class KVOffloadSettings(KVConnectorSettings):
     disk: str | None
     disk_bytes: int
     disk_name: str | None
-    """Name of this engine's store, if it reads other engines' stores beside it."""
+    """Name of this engine's store, if other engines' stores beside it are read."""
     max_stage_wait_s: float
 
     @classmethod
     def read(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KVOffloadSettings:
-        """Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
+        """Read the settings. Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
         options = ConnectorOptions(vllm_config.kv_transfer_config.kv_connector_extra_config, _OFFLOAD_OPTIONS)
         has_tensors = bool(kv_cache_config.kv_cache_tensors)
         _check_engine(vllm_config, kv_cache_config, check_async=has_tensors)
@@ -204,7 +205,7 @@ class KVOffloadSettings(KVConnectorSettings):
 
     @property
     def disk_blocks(self) -> int:
-        """Number of blocks' files that fit ``disk_bytes``."""
+        """Number of block files that fit ``disk_bytes``."""
         return self.disk_bytes // (self.block_bytes + HEADER_BYTES) if self.disk is not None else 0
 
     def limits(self) -> TierLimits:
@@ -217,7 +218,8 @@ class KVOffloadSettings(KVConnectorSettings):
         )
 
     def open_disk(self, block_bytes: int, layers: int) -> tuple[DiskStore | None, SiblingStores | None]:
-        """Open this engine's store on disk and the stores beside it, for the engine's actual KV tensors.
+        """Open this engine's store on disk and the stores beside it, for blocks of ``block_bytes`` bytes and
+        ``layers`` layers.
 
         Raises ``OffloadError`` if the store is in use or for another model.
         """
@@ -238,21 +240,21 @@ class KVTransferSettings(KVConnectorSettings):
     store_bytes: int
     save: bool
     per_full: int
-    """Engine blocks per Full Block."""
+    """Number of engine blocks per Full Block."""
     limits: TransferLimits
     rates: LinkRates
     fs_layout: VllmFsLayout | None
-    """Layout of vLLM's folder, if that is the store."""
+    """Layout of vLLM's folder, if the store has that layout."""
     longest_blocks: int
-    """Full Blocks of the longest prompt that the engine accepts."""
+    """Number of Full Blocks of the longest prompt that the engine accepts."""
     role: str | None
-    """One of ``ROLES``; ``None``: the engine takes part in no pair."""
+    """One of ``ROLES``; ``None``: the engine is not part of a pair."""
     node: str
     keep_on_reset: bool
 
     @classmethod
     def read(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KVTransferSettings:
-        """Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
+        """Read the settings. Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
         options = ConnectorOptions(
             vllm_config.kv_transfer_config.kv_connector_extra_config, _TRANSFER_OPTIONS
         )
@@ -303,7 +305,7 @@ class KVTransferSettings(KVConnectorSettings):
 
     @property
     def buffers_short_bytes(self) -> int:
-        """Value of ``buffer_bytes`` that the longest prompt needs; 0: the buffers are large enough."""
+        """Value of ``buffer_bytes`` that the longest prompt needs; 0 if the buffers are large enough."""
         short = self.limits.slots < self.longest_blocks
         return self.longest_blocks * self.identity.block_bytes if short else 0
 
@@ -360,7 +362,8 @@ def _check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
 
 
 def _check_adapters(vllm_config: VllmConfig, what: str) -> None:
-    """Raise ``SettingsError`` for adapters, where KV outlives the engine or is shared."""
+    """Raise ``SettingsError`` for an engine with adapters if its KV outlives the engine or is shared;
+    ``what`` names that use."""
     if vllm_config.lora_config is not None:
         # The block hashes contain an adapter's name, not its weights: another engine may have other weights.
         raise SettingsError(
@@ -378,7 +381,8 @@ def _check_hash_seed() -> None:
 
 
 def _check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
-    """Compare a size with the machine's memory; the simulator's engines have neither."""
+    """Compare a size with the machine's memory; the simulator's engines have no tensors and are not
+    checked."""
     memory = read_memory()
     if has_tensors and given_bytes > memory.total_bytes:
         raise SettingsError(
@@ -387,7 +391,7 @@ def _check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
 
 
 def _partial_retention(spec: KVCacheSpec) -> str:
-    """The tokens whose KV a layer keeps, if not all; empty: all."""
+    """Description of the tokens whose KV a layer keeps; empty if it keeps all."""
     from .compat import FullAttentionSpec, MLAAttentionSpec
 
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def model_identity(vllm_config: VllmConfig, *, sure: bool = True) -> str:
-    """Return the identity of weights, shape and load format; of random weights the seed.
+    """Return the identity of weights, shape and load format; for random weights also the seed.
 
     ``sure`` is for KV that outlives the engine or is shared: raises ``SettingsError`` if other weights could
     have the same identity.
@@ -92,6 +92,6 @@ def _cpu_packing(vllm_config: VllmConfig, spec: KVCacheSpec) -> str | None:
 
 
 def hash_identity(vllm_config: VllmConfig, block_tokens: int) -> str:
-    """Return everything that block hashes depend on."""
+    """Return all settings that block hashes depend on."""
     algorithm, seed = vllm_config.cache_config.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
     return f"{algorithm}/seed={seed}/{block_tokens}"

@@ -1,7 +1,7 @@
 """The KV connector for host memory and disk.
 
-The scheduler of sojourn tells the planner which blocks the device evicts. With vLLM's own scheduler the
-connector saves nothing and finds nothing.
+Sojourn's scheduler tells the planner which blocks the device evicts. With vLLM's own scheduler the connector
+saves and finds no blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.sojourn")
 
 MAX_STEPS_IN_FLIGHT = 4
-"""Steps whose loads are remembered. An engine learns the results of a load before it plans as many."""
+"""Number of newest steps whose loads are remembered. An engine gets the results of a load before it plans so
+many further steps."""
 
 
 class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
@@ -43,18 +44,19 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self.settings = KVOffloadSettings.read(vllm_config, kv_cache_config)
         self._block_size = self.settings.block_tokens
         self._not_filled: set[int] = set()
-        """Blocks that no job fills, of the step being planned (planner side) or running (worker side)."""
+        """Blocks that no job fills: of the step being planned (planner side), or of the running step (worker
+        side)."""
         if role is KVConnectorRole.SCHEDULER:
             self.planner = OffloadPlanner(self.settings.limits())
             self.traffic = OffloadStats()
             self.off = False
-            """Whether it is off: nothing is saved and nothing is found any more."""
+            """Whether the connector is off: it saves and finds no more blocks."""
             self.off_because: str | None = None
             self.clock = time.monotonic
             self._loading: deque[list[list[int]]] = deque([[]], maxlen=MAX_STEPS_IN_FLIGHT)
-            """Blocks of the requests that load something, by step, for the newest steps."""
+            """Blocks of the requests with loads, for each of the newest steps."""
             self.loaded_tokens: dict[str, int] = {}
-            """Tokens loaded from host memory, by request admitted in this step."""
+            """Request admitted in this step → tokens loaded from host memory."""
 
     # -- beside the scheduler -----------------------------------------------------
 
@@ -96,7 +98,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self.planner.take_results(results)
 
     def loading(self) -> Iterator[list[int]]:
-        """All blocks of each request that loads something in a step that may still be running."""
+        """The blocks of each request with a load in a step that may still be running."""
         return chain.from_iterable(self._loading)
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -106,7 +108,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Whether orders wait for a step although no request does."""
+        """Whether jobs wait for a step although no request does."""
         return not self.off and self.planner.has_jobs
 
     def reset_cache(self) -> bool:
@@ -115,9 +117,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return True
 
     def turn_off(self, why: str) -> None:
-        """Save and find nothing any more: evictions are not reported, or the reports cannot be trusted.
+        """Save and find no more blocks: evictions are not reported, or the reports cannot be trusted.
 
-        A request that is being admitted still loads what was found for it: that was correct.
+        A request that is being admitted still loads the blocks found for it: they were correct.
         """
         if not self.off:
             self.off, self.off_because = True, why
@@ -158,13 +160,13 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
                 self._not_filled.update(copy.block_id for copy in copies)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of this step that were not filled. No load is running when it returns."""
+        """Blocks of this step that were not filled. No load is running at the return."""
         not_filled, self._not_filled = self._not_filled, set()
         return not_filled | (self._worker.end_step() if self._worker is not None else set())
 
 
 def copy_wait_s(output: KVConnectorOutput) -> float:
-    """Seconds of a step for which its forward pass waited for copies from host memory."""
+    """Seconds for which a step's forward pass waited for copies from host memory."""
     report = output.kv_connector_worker_meta
     results = report.results if isinstance(report, StepReport) else None
     return results.waited_s if isinstance(results, OffloadResults) else 0.0

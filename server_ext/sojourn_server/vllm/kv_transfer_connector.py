@@ -1,7 +1,7 @@
 """The KV connector for storage and other engines (DualPath §4).
 
-One class serves prefill and decode engines: the request's ``kv_transfer_params`` select what is done for it
-(``kv_transfer.transfer_request``). It works with vLLM's own scheduler too.
+One class serves prefill and decode engines: a request's ``kv_transfer_params`` select its transfers
+(``kv_transfer.transfer_request``). The connector works with vLLM's own scheduler too.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ logger = logging.getLogger("vllm.sojourn")
 GIB = 1 << 30
 
 CLOSE_S = 10.0
-"""Seconds within which a traffic manager that was told to close must have closed."""
+"""Seconds within which a transfer manager must have closed."""
 
 COMPLETED_STATUSES = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-"""How a request with an answer ends."""
+"""Final statuses of requests with an answer."""
 
 
 @dataclass
 class KVTransferStats(KVConnectorStats):
-    """How long steps waited for KV, as vLLM logs it: "KV Transfer metrics: waited_s=…"."""
+    """Seconds for which steps waited for KV, as vLLM logs them: "KV Transfer metrics: waited_s=…"."""
 
     data: dict[str, float] = field(default_factory=dict)
     """The fields of ``TransferStepTimes``, by name."""
@@ -52,13 +52,13 @@ class KVTransferStats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """This one, with the other's sums added."""
+        """These statistics with the other's sums added."""
         for name, seconds in other.data.items():
             self.data[name] = self.data.get(name, 0.0) + seconds
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The sums for a line of the log."""
+        """The sums for a line of vLLM's log."""
         return {name: round(seconds, 4) for name, seconds in self.data.items()}
 
     def is_empty(self) -> bool:
@@ -66,7 +66,7 @@ class KVTransferStats(KVConnectorStats):
 
 
 class PathsConnector(KVConnector[TransferJobs, TransferResults]):
-    """KV from and to a shared store, and from a prefill engine to a decode engine."""
+    """Transfers KV from and to a shared store, and from a prefill engine to a decode engine."""
 
     settings: KVTransferSettings
     _worker: TransferWorker | None
@@ -82,14 +82,14 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._warned_context_too_large = False
         self._closing: threading.Thread | None = None
         self._stats_server: StatsServer | None = None
-        """Started when another process asks for the worker's status."""
+        """Server of the worker's status; started when another process first needs it."""
         self._off = False
-        """The cache was reset: nothing is looked up any more."""
+        """Whether the connector is off after a reset of the cache: no more look-ups."""
         self._stop_sent = False
         self._pool: BlockPool | None = None
-        """vLLM's block pool, if a reset of it turns the connector off."""
+        """vLLM's block pool, if a reset of the pool alone turns the connector off."""
         self._cached: object = None
-        """The pool's hash table at the start: a reset replaces it."""
+        """The pool's hash table at the start: vLLM replaces it at a reset."""
         if role is KVConnectorRole.SCHEDULER:
             self.planner = TransferPlanner(
                 block_tokens=self.settings.block_tokens,
@@ -100,18 +100,19 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Always: layers are loaded and sent one by one, and a full CUDA graph cannot wait for a layer."""
+        """True: layers are loaded and sent one by one, and a full CUDA graph cannot wait for a layer."""
         return True
 
     # -- beside the scheduler -----------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Watch the scheduler's pool: vLLM does not tell connectors of a reset of the pool alone."""
+        """Store the scheduler's pool, to notice its resets: vLLM does not tell connectors of a reset of the
+        pool alone."""
         if not self.settings.keep_on_reset:
             self._pool, self._cached = gpu_block_pool, gpu_block_pool.cached_block_hash_to_block
 
     def on_new_request(self, request: Request) -> None:
-        """The request has joined the queue."""
+        """Handle a request that has joined the queue."""
         if self._is_off():
             return
         self._requests[request.request_id] = request
@@ -157,12 +158,12 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return self.planner.finished(request.request_id, completed, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Whether orders wait for a step although no request does."""
+        """Whether jobs wait for a step although no request does."""
         return self.planner.has_jobs or (self._is_off() and not self._stop_sent)
 
     def reset_cache(self) -> bool:
         """Turn the connector off: the weights may have changed, so neither this engine nor others may use KV
-        that it computes from now on. The store belongs to other engines too, and is kept."""
+        that it computes from now on. The store also belongs to other engines, and is kept."""
         self._turn_off()
         return True
 
@@ -173,7 +174,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return self._off
 
     def _turn_off(self) -> None:
-        """Off until the engine restarts. Steps are planned one at a time, so earlier orders are complete."""
+        """Turn the connector off until the engine restarts. Steps are planned one at a time, so earlier jobs
+        are complete."""
         if self._off:
             return
         self._off = self.member.is_over = True
@@ -186,7 +188,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._attempt(self.planner.abandon)
 
     def _final_orders(self) -> StepOrders[TransferJobs]:
-        """Orders that only release resources and fill blocks already promised."""
+        """Jobs that only release resources and fill blocks that were already promised."""
         jobs = self.planner.take_jobs()
         jobs.wants, jobs.fetches, jobs.expects = [], [], []
         jobs.pushes, jobs.saves = [], []
@@ -256,12 +258,12 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """The forward pass has computed a layer."""
+        """Handle a layer that the forward pass has computed."""
         if self._worker is not None:
             self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """The forward pass is over, or there was none."""
+        """Handle the end of the forward pass, or of a step without one."""
         if self._worker is not None:
             self._worker.end_step()
             if self._traffic is not None and not self._warned_context_too_large:
@@ -283,7 +285,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return KVTransferStats(data=asdict(times)) if times else None
 
     def _warn_context_too_large(self, contexts: int) -> None:
-        """Log a warning at the first context that does not fit the buffers."""
+        """Log a warning when the first context does not fit the buffers."""
         if contexts:
             self._warned_context_too_large = True
             logger.warning(
@@ -299,7 +301,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return KVTransferStats(data=data or {})
 
     def status(self) -> dict[str, Any] | None:
-        """The traffic manager's status; ``None``: it has not started, or has closed."""
+        """Status of the transfer manager; ``None`` before its start and after its end."""
         from ..kv_transfer.transfer_stats import transfer_manager_stats
 
         traffic, worker = self._traffic, self._worker
@@ -309,7 +311,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return {**told, "addresses": [reachable_address(address) for address in told["addresses"]]}
 
     def stats_address(self) -> str | None:
-        """Address where other local processes get the same; ``None``: no socket could be opened."""
+        """Address at which other local processes get ``status``; ``None``: no socket could be opened."""
         from ..kv_transfer.transfer_stats import StatsServer
 
         if self._stats_server is None:
@@ -323,7 +325,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return self._stats_server.address
 
     def shutdown(self) -> None:
-        """The worker ends."""
+        """Close the worker."""
         if self._stats_server is not None:
             self._stats_server.close()
         super().shutdown()

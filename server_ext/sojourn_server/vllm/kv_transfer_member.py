@@ -1,9 +1,9 @@
 """What an engine of a prefill/decode pair reports to a gateway: role, address for peers, and link status.
 
-The transfer manager runs in the worker's process; HTTP is answered beside the scheduler. So the worker is
-asked on demand, between two steps, and answers from memory: nothing is collected while no client asks. A
-worker in a process of its own is asked through vLLM once, then at its own socket (``transfer_stats``).
-Messages that travel with steps would not do: an engine that only reads for others takes no steps.
+The transfer manager runs in the worker's process; HTTP requests are answered in the scheduler's. So the
+scheduler asks the worker on demand, between two steps; no data are collected while no client asks. A worker
+in another process is asked through vLLM once, then at its own socket (``transfer_stats``). Messages sent with
+steps would not be enough: an engine that only reads for others takes no steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NON_NUMERIC_KEYS = ("addresses", "epoch", "teller")
 """Keys of the worker's status that are not statistics."""
 
 WILDCARDS = ("0.0.0.0", "[::]", "::")
-"""Hosts that an engine can listen at and that peers cannot dial."""
+"""Hosts at which an engine can listen but which peers cannot dial."""
 
 
 class KVTransferMember:
@@ -42,12 +42,12 @@ class KVTransferMember:
         self._requests = requests
         self._status: dict[str, Any] | None = None
         self._stats_address: str | None = None
-        """Address of the worker's stats server; ``None``: not known yet."""
+        """Address of the worker's stats server; ``None`` if it is not known yet."""
         self._failed = False
         self.is_over = False
-        """The engine belongs to no pair any more."""
+        """Whether the engine has left the pair."""
         self.alone: StockEngineService | None = None
-        """The service that answers if the scheduler is vLLM's own, from the first request on."""
+        """The service that answers if the scheduler is vLLM's own; made at the first request."""
 
     def ask(self, executor: Any) -> None:
         """Refresh the worker's status. If the worker does not answer, the last status stays."""
@@ -70,7 +70,8 @@ class KVTransferMember:
             self._stats_address = status.get("teller") if status is not None else None
 
     def capabilities(self) -> dict[str, Any] | None:
-        """The engine's offer to a pair; ``None``: no report of the worker yet, or no role in a pair."""
+        """What the engine offers to a pair; ``None``: the worker has not reported yet, or the engine has no
+        role in a pair."""
         settings, status = self._settings, self._status
         if status is None or settings.role is None or self.is_over:
             return None
@@ -86,7 +87,7 @@ class KVTransferMember:
         }
 
     def stats(self) -> dict[str, Any] | None:
-        """The worker's numbers; ``None``: it has not reported yet."""
+        """The worker's statistics; ``None``: it has not reported yet."""
         if self._status is None:
             return None
         numbers = {name: status for name, status in self._status.items() if name not in NON_NUMERIC_KEYS}
@@ -95,16 +96,17 @@ class KVTransferMember:
 
 @runtime_checkable
 class StatusSource(Protocol):
-    """A connector's worker side that reports its KV transfers."""
+    """The worker side of a connector, which reports the status of its KV transfers."""
 
     def status(self) -> dict[str, Any] | None: ...
     def stats_address(self) -> str | None: ...
 
 
 def worker_status(worker: Any, requesting_process: int) -> dict[str, Any] | None:
-    """The worker's status. Runs in the worker's process, on the thread of its steps.
+    """The worker's status. Runs in the worker's process, in the thread of its steps.
 
-    A ``requesting_process`` other than this one also gets the address where it can ask next time.
+    If ``requesting_process`` is another process, the answer includes the address at which it can ask next
+    time.
     """
     from .compat import get_kv_transfer_group, has_kv_transfer_group
 

@@ -1,4 +1,5 @@
-"""Predicts output lengths from hidden states: feeds the trainer, reports to the ``ProgramScheduler``."""
+"""Predicts output lengths from hidden states: passes them to the trainer, and predictions to the
+``ProgramScheduler``."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class LengthPredictor:
     def observe(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
         """Handle the rows of a ``planned`` step, before the scheduler handles its tokens.
 
-        The next step may be planned already, so the step's own computed tokens count, not the request's
+        The next step may be planned already, so the step's own computed tokens are used, not the requests'
         present ones.
         """
         computed = computed_tokens_after(planned)
@@ -63,7 +64,7 @@ class LengthPredictor:
             self._background.see(seen, states)
 
     def request_ended(self, request: Request) -> None:
-        """Forget a request that has left the engine; learn its length if it is complete."""
+        """Forget a request that has left the engine; learn its length if its output is complete."""
         whole = request.status in _COMPLETE_STATUSES and request.num_output_tokens > 0
         self._background.ended(request.request_id, request.num_output_tokens if whole else None)
 
@@ -85,7 +86,7 @@ class LengthPredictor:
 
 
 def computed_tokens_after(planned: SchedulerOutput) -> dict[str, int]:
-    """Return request id → tokens computed at the end of a step."""
+    """Return request id → number of tokens computed at the end of the planned step."""
     before = {new.req_id: new.num_computed_tokens for new in planned.scheduled_new_reqs}
     cached = planned.scheduled_cached_reqs
     before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -97,7 +98,7 @@ def computed_tokens_after(planned: SchedulerOutput) -> dict[str, int]:
 
 
 def are_read(config: VllmConfig) -> bool:
-    """Return whether the engine's worker class captures hidden states; log a warning if not."""
+    """Return whether the engine's worker class captures hidden states; log a warning if it does not."""
     if config.parallel_config.worker_cls not in WORKER_CLASSES.values():
         logger.warning(
             "sojourn: worker class %s does not capture hidden states; predictions do without. "

@@ -1,4 +1,5 @@
-"""Host memory and disk of one engine: save blocks before reuse, move placed programs, load them back."""
+"""Host memory and disk of one engine: saves blocks before their reuse, moves placed programs, loads blocks
+back."""
 
 from __future__ import annotations
 
@@ -25,15 +26,16 @@ from .free_block_queue import ProgramFreeBlockQueue
 from .kv_offload_connector import SojournConnector
 
 STORE_AHEAD_STEPS = 2
-"""Blocks are stored ahead for this number of steps of the largest size."""
+"""Number of steps of maximum size for which blocks are stored in advance."""
 STORE_AHEAD_DEVICE_SHARE = 0.25
-"""Maximum share of the device's blocks that is stored ahead."""
+"""Maximum share of the device's blocks that is stored in advance."""
 STORE_AHEAD_HOST_SHARE = 0.125
-"""The same for host memory: a copy that host memory drops before the device reuses the block is wasted."""
+"""Maximum share of host memory for blocks stored in advance: a copy that host memory drops before the device
+reuses the block is wasted."""
 MAX_RECOMPUTE_KEYS = 1 << 16
 """Maximum number of remembered keys of blocks that need not be saved."""
 STORE_AHEAD_REFILL_SHARE = 0.25
-"""More blocks are stored ahead once this share of the earlier ones has been reused."""
+"""Share of the blocks stored in advance that must have been reused before more are stored."""
 
 _PLAIN = RetentionRank.PLAIN  # a local name: reading an enum member for each block is slow
 
@@ -53,7 +55,7 @@ T = TypeVar("T")
 def _turns_off(
     method: Callable[Concatenate[OffloadManager, P], None],
 ) -> Callable[Concatenate[OffloadManager, P], None]:
-    """Run a method of ``OffloadManager`` under its guard."""
+    """Wrap a method of ``OffloadManager``: an error in it turns the tiers off."""
 
     @wraps(method)
     def guarded(self: OffloadManager, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -84,16 +86,16 @@ class OffloadManager:
             int(STORE_AHEAD_DEVICE_SHARE * pool.blocks),
             int(STORE_AHEAD_HOST_SHARE * pool.host_blocks),
         )
-        """Number of blocks, next in eviction order, that are stored ahead."""
+        """Number of blocks, next in eviction order, that are stored in advance."""
         self._taken = self._store_ahead_blocks
-        """Blocks reused since the last time blocks were stored ahead."""
+        """Number of blocks reused since blocks were last stored in advance."""
         self._under_pressure = False
-        """The device has evicted a cached block, or a program was placed elsewhere: spare copies are worth
-        making."""
+        """Whether the device has evicted a cached block or a program was moved to a lower tier: only then are
+        spare copies useful."""
 
     @_turns_off
     def save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
-        """Save blocks that are about to be reused. The first call turns on copies ahead."""
+        """Save blocks that are about to be reused. The first call enables spare copies."""
         ranks: dict[ProgramId | None, RetentionRank] = {}
         planner, cold = self._connector.planner, RetentionRank.COLD
         self._taken += len(blocks)
@@ -111,7 +113,7 @@ class OffloadManager:
 
     @_turns_off
     def store_ahead(self, queue: ProgramFreeBlockQueue) -> None:
-        """Copy the blocks that are evicted next, while steps compute. Call before a step is planned."""
+        """Copy the blocks that will be evicted next, while steps compute. Call before a step is planned."""
         if self._taken <= STORE_AHEAD_REFILL_SHARE * self._store_ahead_blocks:
             return
         self._taken = 0
@@ -135,7 +137,7 @@ class OffloadManager:
 
     @_turns_off
     def turn_finished(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock]) -> None:
-        """Copy the whole context of a turn that has ended, if there is room."""
+        """Copy the whole context of a turn that has ended, if there is space."""
         if not self._under_pressure or self._program_scheduler.label(program_id) is BlockLabel.INACTIVE:
             return
         self._connector.planner.store_if_room(
@@ -144,7 +146,7 @@ class OffloadManager:
 
     @_turns_off
     def place(self, program_id: ProgramId, tier: Tier, held: PinnedBlocks) -> None:
-        """Move a program's KV to ``tier``."""
+        """Move a program's KV to ``tier``. ``held``: the pinned blocks of the device."""
         planner = self._connector.planner
         rank = host_eviction_rank(self._program_scheduler.label(program_id))
         keys = self._program_scheduler.context(program_id)
@@ -180,9 +182,10 @@ class OffloadManager:
 
     @_turns_off
     def program_ended(self, program_id: ProgramId, owners: BlockOwners) -> None:
-        """Mark spare copies of blocks that only an ended program has used as worthless.
+        """Give spare copies of blocks that only an ended program has used the rank WORTHLESS.
 
-        Call before its owners are removed. For placed programs ``place`` does this for their whole context.
+        Call this before the program's owners are removed. For placed programs ``place`` does this for their
+        whole context.
         """
         if not self._under_pressure:
             return
@@ -198,9 +201,9 @@ class OffloadManager:
 
     @_turns_off
     def admitted(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
-        """Lower the ranks of a program whose request was admitted.
+        """Lower the ranks of the blocks of a program whose request was admitted.
 
-        ``hashes`` are those of the request, which is on the device; empty if the request left without
+        ``hashes`` are those of the request, whose blocks are on the device; empty if the request left without
         admission.
         """
         if program_id not in self._coming:
@@ -215,12 +218,13 @@ class OffloadManager:
         planner.set_rank(keys[:shared], RetentionRank.IDLE, only=RetentionRank.WANTED)
 
     def fetch(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
-        """Load blocks from disk to host memory. Return how many are coming, and how many no tier has."""
+        """Load blocks from disk to host memory. Return the number being loaded, and the number that no tier
+        has."""
         found = self._guarded(self._fetch, keys)
         return found if found is not None else (0, len(keys))
 
     def persist(self, keys: Sequence[BlockKey], held: PinnedBlocks) -> dict[str, Any]:
-        """Write a context to disk. Return the answer of ``EngineService``."""
+        """Write a context to disk. Return the answer of ``EngineService``'s operation."""
         connector = self._connector
         if connector.off:
             return {"reason": f"the tiers below the device are off: {connector.off_because}"}
@@ -252,22 +256,23 @@ class OffloadManager:
         )
 
     def loaded_tokens(self, request_id: str) -> int:
-        """Return the tokens that a newly admitted request loaded from host memory or disk, once."""
+        """Return the tokens that a newly admitted request loaded from host memory or disk; each request
+        once."""
         return self._connector.loaded_tokens.pop(request_id, 0)
 
     def state(self) -> dict[str, Any]:
         """Return blocks by tier and state, and under ``moves`` and ``traffic`` the totals of copies, the
-        copies under way, and the blocks of host memory that a request or a copy pins."""
+        copies in progress, and the blocks of host memory that a request or a copy pins."""
         planner, traffic = self._connector.planner, self._connector.traffic
         under_way = {"jobs": planner.under_way, "pinned_host_blocks": planner.pinned_host_blocks}
         return {**planner.state(), "traffic": {**traffic.totals(), **under_way}}
 
     def link(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
-        """Return recent copy times: seconds a token to host memory and back, and seconds of the queued
+        """Return recent copy times: seconds per token to host memory and back, and seconds of the queued
         copies.
 
-        ``None`` before the first copy. The first is ``NO_OFFLOAD_S_PER_TOKEN`` if host memory has no room for
-        ``blocks`` more blocks of a preempted request.
+        The times are ``None`` before the first copy. The first is ``NO_OFFLOAD_S_PER_TOKEN`` if host memory
+        has no space for ``blocks`` more blocks of a preempted request.
         """
         traffic, settings = self._connector.traffic, self._connector.settings
         token_bytes = settings.block_bytes / settings.block_tokens
@@ -282,12 +287,13 @@ class OffloadManager:
         )
 
     def count_leading_copied(self, keys: Iterable[BlockKey]) -> int:
-        """Return how many of the leading ``keys`` are in host memory or on their way there."""
+        """Return how many of the leading ``keys`` are in host memory or being copied there."""
         host = self._connector.planner.host
         return sum(1 for _ in takewhile(lambda key: host.get(key) is not None, keys))
 
     def copy_ahead(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Copy blocks of a running request that will probably be preempted, in the order of its context."""
+        """Copy the blocks of a running request that will probably be preempted, in the order of its
+        context."""
         self._guarded(
             self._connector.planner.store,
             [(block_content_hash(block), block.block_id) for block in blocks],
@@ -295,13 +301,13 @@ class OffloadManager:
         )
 
     def copied(self, blocks: Iterable[KVCacheBlock]) -> int:
-        """Return how many of these blocks are in host memory or on their way there."""
+        """Return how many of these blocks are in host memory or being copied there."""
         return self._guarded(self._copied, blocks) or 0
 
     def skip_saving(
         self, blocks: Iterable[KVCacheBlock], program_id: ProgramId | None, owners: BlockOwners
     ) -> None:
-        """Do not save these blocks of a preempted request: recomputing them is faster.
+        """Do not save these blocks of a preempted request, because recomputing them is faster.
 
         Blocks that other requests use or have used, such as a common prefix, are saved as usual.
         """
@@ -320,7 +326,7 @@ class OffloadManager:
     def release_preempted(self, program_id: ProgramId | None, hashes: Sequence[BlockKey]) -> None:
         """End ``keep_preempted`` and ``skip_saving`` for a request that was admitted or has left the engine.
 
-        Without ``hashes`` it ends for all requests of the program.
+        Empty ``hashes``: end them for all requests of the program.
         """
         if self._recompute_keys:
             for key in hashes:
@@ -338,11 +344,11 @@ class OffloadManager:
         self._connector.reset_cache()
 
     def turn_off(self, why: str) -> None:
-        """Turn the tiers off: nothing is saved or found from now on."""
+        """Turn the tiers off: no more blocks are saved or found."""
         self._connector.turn_off(why)
 
     def _room(self) -> int:
-        """Return how many blocks of preempted requests host memory can take."""
+        """Return the number of blocks of preempted requests for which host memory has space."""
         planner = self._connector.planner
         if self._connector.off:
             return 0
@@ -374,7 +380,7 @@ class OffloadManager:
             self._preempted_contexts[program_id] = still
 
     def _unwanted_keys(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Remove one use of these keys. Return the keys that no preempted request will load."""
+        """Remove one use of these keys. Return the keys that no other preempted request will load."""
         wanted, unwanted = self._wanted, []
         for key in keys:
             if wanted[key] > 1:  # requests may share a prefix
@@ -406,7 +412,7 @@ class OffloadManager:
         return rank
 
     def _runs(self, program_id: ProgramId) -> bool:
-        """Return whether a request of the program has been admitted: it loads nothing any more."""
+        """Return whether a request of the program has been admitted, so that it will load nothing."""
         scheduler = self._program_scheduler
         live = map(scheduler.request, scheduler.live_requests(program_id))
         return any(known is not None and known.admitted for known in live)

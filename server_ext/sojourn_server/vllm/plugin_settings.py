@@ -28,7 +28,7 @@ CONFIG_KEY = "sojourn"
 logger = logging.getLogger("vllm.sojourn")
 
 _LIMITS = SchedulerLimits()
-"""The defaults of the settings that ``SchedulerLimits`` has too."""
+"""Default values of the settings that are also in ``SchedulerLimits``."""
 
 
 class SettingsError(InputError):
@@ -42,29 +42,30 @@ class PluginSettings:
     policy: str = "continuum"
     """Name of a preset."""
     policy_file: str | None = None
-    """A TOML file in place of the preset."""
+    """Path of a TOML file that is used instead of a shipped preset."""
     allow_policy_modules: str | None = None
-    """Installed packages whose classes that file may name, separated by commas."""
+    """Installed packages whose classes the policy file may name, separated by commas."""
     history_file: str | None = None
-    """Histories: loaded at start, saved on exit and every few minutes."""
+    """File of the histories: loaded at start, saved on exit and every few minutes."""
     network_file: str | None = None
-    """The length predictor's network: loaded at start, saved like the histories."""
+    """File of the length predictor's network: loaded at start, saved like the histories."""
     profile_file: str | None = None
-    """Engine profile written by ``sojourn profile``."""
+    """Path of an engine profile written by ``sojourn profile``."""
     tape_file: str | None = None
-    """Recording of all events and decisions, for replay in the simulator."""
+    """File in which all events and decisions are recorded, for replay in the simulator."""
     lease_budget_fraction: float = _LIMITS.lease_budget_fraction
     max_hinted_ttl_s: float = _LIMITS.max_hinted_ttl_s
     return_grace_s: float = _LIMITS.return_grace_s
     gate_timeout_s: float = _LIMITS.gate_timeout_s
-    """A request whose program gets no place on the device for this time is refused with an error."""
+    """Seconds after which a request is refused with an error if its program is not placed on the device."""
     line_patience_s: float = _LIMITS.line_patience_s
-    """A request without a program that has waited this long goes first and may end any lease."""
+    """Seconds of waiting after which a request without a program passes later requests and may end any
+    lease."""
     max_programs: int = _LIMITS.max_programs
     compute_quota_s: float = 0.0
-    """Maximum seconds of attention a step, by the profile; 0: no limit."""
+    """Maximum seconds of attention per step, according to the profile; 0: no limit."""
     strict: bool = False
-    """Raise errors of sojourn instead of logging them. For tests."""
+    """Whether errors of sojourn are raised instead of logged. For tests."""
 
     @classmethod
     def read(cls, additional_config: Any) -> PluginSettings:
@@ -121,9 +122,9 @@ class PluginSettings:
             raise SettingsError(f"profile_file {self.profile_file}: {error}") from error
 
     def attention_costs(self, *, chunked: bool) -> AttentionCosts | None:
-        """Return the attention costs for the compute quota, ``None`` without a quota.
+        """Return the attention costs for the compute quota; ``None`` without a quota.
 
-        ``chunked`` is whether the engine uses chunked prefill. Raises ``SettingsError``.
+        ``chunked``: whether the engine uses chunked prefill. Raises ``SettingsError``.
         """
         if not self.compute_quota_s:
             return None
@@ -161,7 +162,8 @@ class PluginSettings:
 def build_program_scheduler(
     settings: PluginSettings, preset: Preset, pool: KVPoolConfig, histories: Histories, rank: int | None
 ) -> ProgramScheduler:
-    """Return the engine's ``ProgramScheduler``; with a ``tape_file`` it records."""
+    """Return the engine's ``ProgramScheduler``; with a ``tape_file``, one that records. ``rank``:
+    data-parallel rank, if any."""
     from ..core.program_scheduler import ProgramScheduler
 
     profile = settings.profile()

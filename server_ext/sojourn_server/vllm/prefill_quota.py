@@ -1,11 +1,11 @@
 """The compute quota in vLLM's scheduler: how many tokens of a prompt a step computes (DuetServe, D7).
 
-``Scheduler.schedule`` settles the tokens of running and waiting requests in ``_reserve_prefill_lookahead``:
-after the look-ups in prefix cache and connector, and before blocks are allocated. The step computes what that
-method returns; 0 means "not in this step". The quota wraps it, and so decides about the requests that the
-scheduler really considers. (A token budget set before the step would have to predict admission, hits, loads
-and preemptions.) With a connector the scheduler still looks at the requests behind a cut prompt, so that
-their loads begin.
+``Scheduler.schedule`` sets the tokens of running and waiting requests in ``_reserve_prefill_lookahead``:
+after the look-ups in prefix cache and connector, and before blocks are allocated. The step computes the
+number that this method returns; 0 means "not in this step". The quota wraps the method, and so decides about
+the requests that the scheduler really considers. (A token budget set before the step would have to predict
+admission, hits, loads and preemptions.) With a connector the scheduler still looks at the requests behind a
+cut prompt, so that their loads begin.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class PrefillQuota:
         self.step = None
 
     def preempted(self, request: Request) -> None:
-        """Release the step's tokens of a request that is preempted."""
+        """Return the tokens of a preempted request to the step's quota."""
         if self.step is not None:
             self.step.leave(request.request_id)
 
@@ -133,7 +133,7 @@ class PrefillQuota:
             self.step.take(request.request_id, computed, chunk)
 
     def _decodes_s(self) -> float:
-        """Return the attention seconds of decoding requests. Called only in steps with a prompt."""
+        """Return the attention seconds of decoding requests. Only steps with a prompt call it."""
         seconds = self.quota.costs.seconds
         return sum(
             seconds(request.num_computed_tokens, 1 + len(request.spec_token_ids))

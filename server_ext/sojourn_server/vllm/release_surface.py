@@ -1,4 +1,4 @@
-"""What sojourn uses of vLLM's classes, read from the source of a release without importing it.
+"""The parts of vLLM's classes that sojourn uses, read from the source of a release without importing it.
 
 ``release_surfaces.json`` has this surface for each release that sojourn knows. ``sojourn doctor`` compares
 the installed release with the newest of them; ``scripts/vllm_release.py`` checks a wheel and adds a release.
@@ -45,8 +45,8 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "SupportsHMA": ("request_finished_all_groups",),
     "AsyncModelRunnerOutput": ("get_output",),
 }  # fmt: skip
-"""Class, as ``compat`` names it → methods that sojourn overrides. Their bodies matter: sojourn replaces them
-or relies on what they do."""
+"""Class, by its name in ``compat`` → methods that sojourn overrides. Their bodies matter: sojourn replaces
+them or relies on their behaviour."""
 
 CALLED: Mapping[str, tuple[str, ...]] = {
     "Scheduler": (
@@ -110,7 +110,7 @@ def wheel_source(wheel: Path) -> ReadSource:
 
 
 def read_surface(read: ReadSource) -> dict[str, str]:
-    """Return what sojourn uses and the release has: upstream name → description.
+    """Return the parts that sojourn uses and the release has: upstream name → description.
 
     A method's description is its parameters, and for an overridden one a digest of its body. Raises
     ``SyntaxError`` for a source that this Python cannot parse.
@@ -140,7 +140,7 @@ def known_surfaces() -> dict[str, dict[str, str]]:
 
 
 def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """Return one line for each name that is gone, new, or another than expected."""
+    """Return one line for each name that is gone, new, or different from the expected one."""
     lines: list[str] = []
     for name in sorted({*found, *expected}):
         now, before = found.get(name), expected.get(name)

@@ -34,7 +34,7 @@ class UnsupportedModel(RuntimeError):
 
 
 def _append_refusal(outputs: dict[int, EngineCoreOutputs], request: Request) -> None:
-    """Add the end of a refused request to the outputs of its client."""
+    """Add the final error of a refused request to the outputs of its client."""
     client_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
     client_outputs.outputs.append(
         EngineCoreOutput(request_id=request.request_id, new_token_ids=[], finish_reason=FinishReason.ERROR)
@@ -42,7 +42,8 @@ def _append_refusal(outputs: dict[int, EngineCoreOutputs], request: Request) -> 
 
 
 class SojournMixin:
-    """Reports a vLLM scheduler's events to a ``SchedulerAdapter``. Mix in before the scheduler class."""
+    """Reports a vLLM scheduler's events to a ``SchedulerAdapter``. A mix-in, placed before the scheduler
+    class."""
 
     sojourn: SchedulerAdapter
     sojourn_quota: PrefillQuota | None
@@ -119,7 +120,7 @@ class SojournMixin:
         super().shutdown()  # type: ignore[misc]
 
     def sojourn_call(self, operation: str, payload: str) -> str:
-        """Answer the API server. Errors are raised to it."""
+        """Answer a call of the API server, which gets any error."""
         return self.sojourn.call(operation, payload)
 
 

@@ -74,7 +74,7 @@ _OUTCOMES = {
 
 
 class SchedulerAdapter:
-    """Everything sojourn adds to one engine's scheduler."""
+    """All additions of sojourn to one engine's scheduler."""
 
     def __init__(
         self, scheduler: Scheduler, settings: PluginSettings, *, clock: Callable[[], float] = time.monotonic
@@ -87,7 +87,7 @@ class SchedulerAdapter:
         self._refused: list[str] = []
         """Requests that the scheduler refused and that have not been ended yet."""
         self.failures = 0
-        """Errors of sojourn that were logged instead of raised."""
+        """Number of sojourn's errors that were logged instead of raised."""
         manager = scheduler.kv_cache_manager
         self._pool = manager.block_pool
         parallel = scheduler.vllm_config.parallel_config
@@ -161,7 +161,7 @@ class SchedulerAdapter:
             demand_monitor=self._demand_monitor,
         )
         self._length_predictor: LengthPredictor | None = None
-        """Set if the preset reads hidden states and the workers capture them."""
+        """Length predictor; set if the preset reads hidden states and the workers capture them."""
         if preset.remaining.reads_hidden_states and are_read(scheduler.vllm_config):
             self._length_predictor = LengthPredictor(scheduler, self.handle, settings.network_file, rank)
         self._scheduled_at: float | None = None
@@ -173,8 +173,8 @@ class SchedulerAdapter:
     # -- events -----------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Have the ``ProgramScheduler`` handle an event. Orders wait for ``_carry_out``; the answer, if there
-        is one, is the last action of the list."""
+        """Pass an event to the ``ProgramScheduler``. Its actions wait for ``_carry_out``; the answer, if any,
+        is the last action of the returned list."""
         actions = self.program_scheduler.handle(event, now)
         for action in actions:
             if type(action) is EngineAction:
@@ -255,12 +255,12 @@ class SchedulerAdapter:
             self._scheduled_at = None
 
     def hidden_states(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
-        """Handle the rows that came from the worker with a step's results."""
+        """Handle the hidden states that the worker sent with a step's results."""
         if self._length_predictor is not None:
             self._length_predictor.observe(rows, planned)
 
     def refused(self) -> list[str]:
-        """Return the requests that have waited too long for admission."""
+        """Return the requests that the scheduler has refused and that have not been ended yet."""
         refused, self._refused = self._refused, []
         return refused
 
@@ -383,7 +383,7 @@ class SchedulerAdapter:
         self._pool.evict_blocks(set(block_ids[computed:]))
 
     def not_filled(self, block_ids: set[int]) -> None:
-        """Forget blocks whose load failed and all blocks computed from them, before vLLM handles the
+        """Forget blocks whose load failed and all blocks computed from them. Call before vLLM handles the
         failure."""
         manager = self._scheduler.kv_cache_manager
         chains: list[Sequence[int]] = [
@@ -539,7 +539,7 @@ class SchedulerAdapter:
     def _release_preempted(
         self, request: Request, program_id: ProgramId | None, below: OffloadManager
     ) -> None:
-        """Release what was kept for a preempted request that was admitted or has left the engine."""
+        """Release the blocks kept for a preempted request that was admitted or has left the engine."""
         if request.block_hashes:  # otherwise nothing was kept
             below.release_preempted(program_id, request.block_hashes)
         if program_id is None or not request.is_finished():

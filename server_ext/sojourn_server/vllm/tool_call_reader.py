@@ -1,7 +1,7 @@
 """Reads tool calls from a finished request's tokens, inside the engine core.
 
-The scheduler has token ids only. The end of the text is decoded once per finished turn of a program, never
-for other traffic.
+The scheduler has token ids only. The end of the text is decoded once per finished turn of a program, and not
+for other requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm.sojourn")
 
 
 class ToolCallReader:
-    """Decodes outputs with the model's tokenizer. Without one it finds no tool calls."""
+    """Decodes outputs with the model's tokenizer. Without a tokenizer it finds no tool calls."""
 
     def __init__(self, model_config: Any) -> None:
         self._tokenizer: Any = None

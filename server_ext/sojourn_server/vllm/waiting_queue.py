@@ -68,18 +68,18 @@ class _RequestHeap:
 class PolicyRequestQueue(RequestQueue):
     """A priority queue by ``key(request)``, lowest first.
 
-    Requests for which ``gated(request)`` holds need admission. If ``may_be_admitted`` rejects the first of
-    them, all of them wait in order and other requests pass, until ``blocks_queue`` of the first returns true.
-    Admission is asked for once a step (``open_step``). ``parked`` requests are never handed out; ``rekey``
-    asks about them again.
+    Requests for which ``gated(request)`` is true need admission. If ``may_be_admitted`` rejects the first of
+    them, all gated requests wait in order and other requests pass, until ``blocks_queue`` of the first
+    returns true. Admission is requested once per step (``open_step``). ``parked`` requests are not returned;
+    ``rekey`` checks again whether they are parked.
 
     Once the oldest ``untracked`` request is ``overdue``, it is served before the requests that it ``passes``.
 
     Gated and parked requests count in ``len`` but not in ``bool``: the scheduler finds no request to admit,
     while the engine knows that it has work left.
 
-    The scheduler peeks, does things that may change keys, then pops and relies on getting the request it saw:
-    ``pop_request`` returns the peeked one.
+    The scheduler peeks, then may change keys, then pops and expects the request it peeked at: ``pop_request``
+    returns that request.
     """
 
     def __init__(
@@ -106,19 +106,19 @@ class PolicyRequestQueue(RequestQueue):
         self._is_overdue = overdue
         self._passes = passes
         self._untracked = _RequestHeap(lambda request: (arrival(request),))
-        """Those of the open requests that have no program."""
+        """Open requests that have no program, by arrival."""
         self._admission_closed = False
         self._step_is_full = False
         self._peeked: Request | None = None
 
     def open_step(self) -> None:
-        """Start a step: admission may be asked for again."""
+        """Start a step: admission may be requested again."""
         self._admission_closed = False
         self._step_is_full = False
         self._peeked = None
 
     def fill_step(self) -> None:
-        """Hand out no further request in this step."""
+        """Return no further request in this step."""
         self._step_is_full = True
 
     def add_request(self, request: Request) -> None:
@@ -132,7 +132,7 @@ class PolicyRequestQueue(RequestQueue):
             self._untracked.push(request)
 
     def prepend_request(self, request: Request) -> None:
-        """Add the request by its key: the key of a preempted request puts it in front."""
+        """Add the request by its key: a preempted request's key puts it first."""
         self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
@@ -258,9 +258,10 @@ class WaitingQueueAdapter:
         scheduler.kv_holding_waiting = PolicyRequestQueue(self._queue_key)
         self._steps = 0
         self._promotions: list[tuple[float, str]] = []
-        """Heap of the times at which a request's key changes by waiting alone."""
+        """Heap of (time at which a request's key changes only because it has waited, request id)."""
         self._shared: dict[str, tuple[int, int]] = {}
-        """Gated request → step of the last look-up, and blocks of the prompt that other requests hold."""
+        """Gated request → (step of the last look-up, number of its prompt's blocks that other requests
+        hold)."""
         self._last_rejected: tuple[str, int] | None = None
         """The request that admission rejected last, and the number of forecast changes at that time."""
 
@@ -278,7 +279,7 @@ class WaitingQueueAdapter:
         self._shared.pop(request_id, None)
 
     def promote(self, now: float) -> None:
-        """Move the requests whose key has changed by waiting alone."""
+        """Move the requests whose key has changed only because they have waited."""
         while self._promotions and self._promotions[0][0] <= now:
             _, request_id = heapq.heappop(self._promotions)
             request = self._scheduler.requests.get(request_id)
@@ -322,8 +323,8 @@ class WaitingQueueAdapter:
         return self._program_scheduler.is_parked(request.request_id)
 
     def _is_transfer(self, request: Request) -> bool:
-        """Return whether the request's other half waits at the other engine of a pair. Elsewhere the client's
-        ``kv_transfer_params`` would only let it pass others."""
+        """Return whether the other half of a pair's request waits at the other engine. In an engine without a
+        pair, a client's ``kv_transfer_params`` must not let the request pass others."""
         return self._in_pair and isinstance(request.kv_transfer_params, Mapping)
 
     def _needs_admission(self, request: Request) -> bool:
