@@ -216,7 +216,7 @@ class Lesson(NamedTuple):
 
 
 def lesson(past: Sequence[ProgramPlan], held_back: Sequence[ProgramPlan]) -> Lesson:
-    """The lesson from a half to learn from and a half that is held back."""
+    """The lesson in which outputs of ``past`` are learned and outputs of ``held_back`` are predicted."""
     at_once = max(1, min(AT_ONCE, len(past) // 4))
     played, begins = outputs([*past, *past, *held_back], at_once)
     again_s, asked_s = begins[len(past)], begins[2 * len(past)]

@@ -1,4 +1,4 @@
-"""Gain of reading KV through the links of both sides: two traffic managers and a store on disk.
+"""Gain of reading KV through the links of both sides: two transfer managers and a store on disk.
 
     python benchmarks/prefill_decode_links.py --out benchmarks/results
 
@@ -6,7 +6,7 @@ Without engines. Measures the time until KV has reached the prefill side (*loade
 has the whole context (*complete*), without computation in between. The two sides communicate over Unix
 sockets and read one store of files; every context is compared with the stored bytes. Rate limits give the
 links the speed of real ones, so that one machine shows the effect. Twice the bandwidth from two links is
-expected; the benchmark shows that the traffic manager delivers it.
+expected; the benchmark shows that the transfer managers achieve it.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/sdk_overhead.py [--turns 2000] [--json FILE]
 
-A turn is one ``request_parts()`` and one tool call's start and stop inside an open program. It is measured
-with a server that answers, one that never answers, an absent one, and without ``init()``. Also measured: the
-cost of the openai patch per call against a mock transport, and the time of ``import sojourn`` in a fresh
-interpreter. Uses this machine only.
+A turn is one ``request_parts()`` and one tool call's start and stop inside an open program. Turns are
+measured with a server that answers, with one that never answers, without a server, and without ``init()``.
+Also measured: the cost of the openai patch per call against a mock transport, and the time of ``import
+sojourn`` in a fresh interpreter. Uses this machine only.
 """
 
 from __future__ import annotations

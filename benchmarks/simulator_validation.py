@@ -108,7 +108,7 @@ def medians(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
 
 
 def measure(scenario: Scenario, profile_file: Path, turns: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every policy at every load on both sides. ``turns`` is filled with all turns.
+    """Run every policy at every load on both sides. ``turns`` is filled with all turns.
 
     Raises ``BenchmarkError`` and ``ServerStartError``.
     """

@@ -27,7 +27,7 @@ from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
 REUSED_SHARE_WEIGHT = 0.5
-"""Weight of the newest turn in the average share of its context that a program reuses."""
+"""Weight of the newest turn in the moving average of the share of its context that a program reuses."""
 PREFETCH_HORIZON_S = 300.0
 """Prefetches due later are not planned. Leases are not longer either."""
 

@@ -174,7 +174,8 @@ def run_arm(
 
 
 def warm_up(url: str, model: str, headers: dict[str, str] | None = None) -> None:
-    """Send one short request with the agents' own client, so that no arm pays for first uses.
+    """Send one short request with the agents' own client, so that no arm's figures include the cost of first
+    uses.
 
     The request shares no prefix with the programs. Raises ``httpx.HTTPError`` if the server does not answer.
     """

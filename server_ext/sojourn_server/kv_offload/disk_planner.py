@@ -110,7 +110,7 @@ class DiskPlanner:
         """Block being read → requests that wait for it."""
         self._staging: dict[str, _PendingStage] = {}
         self._elsewhere: OrderedDict[BlockKey, None] = OrderedDict()
-        """Blocks in other engines' stores that requests have asked for, least recently used first."""
+        """Blocks found in other engines' stores for requests, least recently used first."""
         self._borrowed: set[BlockKey] = set()
         """Blocks being read from other engines' stores."""
         self._probed: dict[str, _PendingProbe] = {}

@@ -154,7 +154,8 @@ class RankResults:
         self._probed: defaultdict[int, list[ProbeResult]] = defaultdict(list)
 
     def add(self, reports: Sequence[OffloadResults]) -> OffloadResults:
-        """Take reports of one step, at most one of each worker. Return what is complete now."""
+        """Add the reports of one step, at most one of each worker. Return the results that are complete
+        now."""
         combined = OffloadResults()
         for report in reports:
             self._add(report, combined)

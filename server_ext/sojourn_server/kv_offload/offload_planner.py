@@ -220,9 +220,9 @@ class OffloadPlanner:
         """Number of leading ``keys`` that can be loaded now; ``None``: ask again, because the disk is being
         read or other engines' stores are being searched.
 
-        Found blocks are pinned until the next ``take_jobs``. Those of the last request that asked are pinned
-        until another one asks: the scheduler asks for the head of its queue in every step. Repeated calls for
-        that request, and calls while the disk is being read, take O(1).
+        Found blocks are pinned until the next ``take_jobs``. Those of the latest request are pinned until
+        ``lookup`` is called for another one: the scheduler calls it for the head of its queue in every step.
+        Repeated calls for that request, and calls while the disk is being read, take O(1).
         """
         if not keys:
             self._drop_lookup(request_id)
@@ -274,7 +274,7 @@ class OffloadPlanner:
         self.counts["loaded"] += len(keys)
 
     def abandon(self, request_id: str) -> None:
-        """End the look-ups of a request that has finished, or will not ask again."""
+        """End the look-ups of a request that has finished, or will not be looked up again."""
         self.disk.abandon(request_id)
         self._drop_lookup(request_id)
 

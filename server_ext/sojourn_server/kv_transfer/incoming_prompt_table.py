@@ -42,10 +42,10 @@ MAX_REMEMBERED_EVICTIONS = 4096
 EVICTED_UNCLAIMED = "evicted before any request asked for it: other transfers waited for its buffers"
 EVICTED_LOW_PRIORITY = "its request was among the last in the queue, and others waited for its buffers"
 ALL_PEERS_FACTOR = 4
-"""The limits for all peers together are so many times the limits for one peer."""
+"""Factor between the limits for all peers together and the limits for one peer."""
 MAX_SILENT_LEASES = 4
-"""A prompt with buffers that receives no data fails after so many ``lease_s``, even if its peer reports
-progress. A step may take long, but not forever."""
+"""Number of ``lease_s`` after which a prompt that has buffers but receives no data fails, even if its peer
+reports progress. A step may take long, but not forever."""
 
 
 class IncomingPromptTable:

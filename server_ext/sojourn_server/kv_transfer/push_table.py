@@ -102,7 +102,7 @@ class BlockPush:
         return True
 
     def give(self, blocks: Sequence[memoryview], now: float) -> None:
-        """Add the next computed layer; ``blocks`` are its parts of all blocks."""
+        """Add the next computed layer; ``blocks`` has the layer's part of each block."""
         self.layers.append(blocks)
         self._enqueue(len(self.layers) - 1, list(self.needed), now)
 

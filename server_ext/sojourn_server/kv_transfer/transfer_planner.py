@@ -62,7 +62,7 @@ class ExternalMatch(NamedTuple):
     tokens: int | None
     """Number of tokens; ``None``: not known yet."""
     is_async: bool = False
-    """Whether they are loaded while other requests compute, not in the step that runs the request."""
+    """Whether the tokens are loaded while other requests compute, not in the step that runs the request."""
 
 
 NO_MATCH = ExternalMatch(0)

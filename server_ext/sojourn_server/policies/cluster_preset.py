@@ -38,7 +38,7 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
 """Question → policy name → ``module:class`` in this package; imported only when chosen."""
 
 DEFAULT_POLICIES = {"stealing": "none", "sharing": "in-order", "yielding": "none"}
-"""The policies of presets that do not name one for these questions."""
+"""Question → the policy of presets that name none for it."""
 
 POLICY_PROTOCOLS: dict[str, type] = {
     "routing": RoutingPolicy,

@@ -14,7 +14,8 @@ from .placement.placement_views import Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedTurnView:
-    """A turn that has just finished. Question ``retention``: how long is its KV kept?"""
+    """A turn that has just finished, as the policy of the question ``retention`` sees it: how long is its KV
+    kept?"""
 
     program_id: ProgramId
     tool: str | None
@@ -24,9 +25,10 @@ class FinishedTurnView:
     reload_s: float
     """Seconds to recompute this context if it is dropped now."""
     mean_evicted_wait_s: float
-    """T̄: mean queueing delay of requests whose program was evicted."""
+    """T̄: mean queueing delay, in seconds, of requests whose program's KV was evicted."""
     memoryfulness: float
-    """η in [-1, 1]."""
+    """η, memoryfulness of the workload in [-1, 1]: minus the correlation of past and remaining turns
+    (Continuum §4.1)."""
     history: ToolHistory
     hinted_ttl_s: float | None = None
     """The TTL that the client asked for, within its bounds; ``None``: the client did not ask."""
@@ -44,7 +46,8 @@ class FinishedTurnView:
 
 
 class WaitingRequestView(NamedTuple):
-    """A request in the waiting queue. Question ``order``: which request is next?"""
+    """A request in the waiting queue, as the policy of the question ``order`` sees it: which request is
+    next?"""
 
     preempted: bool
     leased: bool
@@ -68,7 +71,8 @@ class WaitingRequestView(NamedTuple):
 
 
 class LeaseView(NamedTuple):
-    """A lease. Question ``room``: which lease ends early when blocks run short?"""
+    """A lease, as the policy of the question ``room`` sees it: which lease ends early when blocks run
+    short?"""
 
     program_id: ProgramId
     program_rank: int
@@ -105,8 +109,8 @@ class ReclaimRequest:
 
 
 class RunningRequestView(NamedTuple):
-    """A running request. Question ``victim``: which request is preempted? Also the input of demand
-    forecasts."""
+    """A running request, as the policy of the question ``victim`` and the demand forecast see it: which
+    request is preempted?"""
 
     request_id: str
     program_rank: int
@@ -200,7 +204,8 @@ class AdmissionView:
 
 
 class EvictionCandidateView(NamedTuple):
-    """A program that owns cached blocks. Question ``eviction``: which blocks are evicted first?"""
+    """A program that owns cached blocks, as the policy of the question ``eviction`` sees it: which blocks are
+    evicted first?"""
 
     program_rank: int
     over: bool
@@ -238,7 +243,8 @@ class AbandonedBranch(NamedTuple):
 
 
 class WorkflowStepView(NamedTuple):
-    """A turn that has just ended. Question ``foresight``: what does the program do next?"""
+    """A turn that has just ended, as the policy of the question ``foresight`` sees it: what does the program
+    do next?"""
 
     final: bool = False
     """Whether the client said that no request follows."""
@@ -258,7 +264,8 @@ class WorkflowStepView(NamedTuple):
 
 
 class PrefetchView(NamedTuple):
-    """A program whose tool runs. Question ``prefetch``: when is its prefix needed?"""
+    """A program whose tool runs, as the policy of the question ``prefetch`` sees it: when is its prefix
+    needed?"""
 
     successor: str
     """The most likely next step."""

@@ -116,7 +116,7 @@ DEFAULT_POLICIES = {
     "forecast": "none",
     "recovery": "offload",
 }
-"""The policies of presets that do not name one for these questions."""
+"""Question → the policy of presets that name none for it."""
 
 _REGISTRY = PolicyRegistry(registry=POLICY_CLASSES, protocols=POLICY_PROTOCOLS, unasked=DEFAULT_POLICIES)
 _PRESETS = PresetStore("presets", "policy")

@@ -33,7 +33,7 @@ MAX_RECORDING_BYTES = 1 << 30
 """Maximum size, compressed. The end record may exceed it by a few hundred bytes."""
 
 FLUSH_RECORDS = 256
-"""Number of records written at once (about 20 KiB, 0.2 ms); a killed engine loses at most so many."""
+"""Number of records written at once (about 20 KiB, 0.2 ms): the maximum that a killed engine loses."""
 
 _GZIP = 31
 """``wbits`` of zlib for a gzip member with a window of 32 KiB."""

@@ -30,7 +30,7 @@ class SweepParameter(NamedTuple):
 
     name: str
     option: str
-    """Name of the single-value option of ``sojourn simulate``."""
+    """Option of ``sojourn simulate`` that sets the field to a single value."""
     meaning: str
     """Axis label, with unit."""
     whole: bool = False

@@ -35,7 +35,7 @@ CLUSTER_STALL_CHECK_PASSES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
-    """Length of a run and what it records, in virtual seconds."""
+    """Length of a run in virtual seconds, and options of what it records."""
 
     until_s: float | None = None
     """End of the run; ``None``: when all programs have finished."""

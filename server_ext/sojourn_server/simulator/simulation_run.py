@@ -72,7 +72,7 @@ class RunSpec:
     until_s: float | None = 3600.0
     seed: int = 0
     max_gap_s: float | None = None
-    """Upper limit of idle times."""
+    """Upper limit of the idle times between turns, in seconds."""
     human_gaps: bool = True
     """Whether the response times of people count; false: they take no time."""
     pool_tokens: int | None = None

@@ -1,6 +1,6 @@
 """Runs many simulations in parallel and collects their metrics.
 
-Each run has a process of its own: modules that one policy loads (adapter, connector) are invisible to others.
+Each run has its own process: modules that one policy loads (adapter, connector) do not affect other policies.
 """
 
 from __future__ import annotations

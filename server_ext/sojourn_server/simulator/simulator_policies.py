@@ -156,7 +156,7 @@ class SimulatorPolicy:
     host_cache: bool = False
     """The engine has host memory, through vLLM's connector or sojourn's."""
     own_tiers: bool = False
-    """Whether its tiers are those of sojourn's connector."""
+    """Whether the engine's lower tiers are those of sojourn's connector, not of vLLM's."""
     oracle: bool = False
     """The policy knows the length of each output."""
     prediction_error: float | None = None
@@ -313,7 +313,7 @@ class ClusterPolicy:
         return f"{self.routing}/{self.engine.name}"
 
     def front(self, replicas: int) -> SimulatedGateway | ClusterRouter:
-        """A new router or gateway for so many engines."""
+        """A new router or gateway for ``replicas`` engines."""
         router = ROUTERS.get(self.routing)
         if router is not None:
             return router(replicas)

@@ -57,7 +57,7 @@ class _DiskTransferLane:
             self._jobs.append(_FileTransfer(self._free_s, job, files))
 
     def take_done(self, now: float) -> Iterable[_FileTransfer]:
-        """Yield each job that has ended by ``now`` once, in order."""
+        """Yield the jobs that have ended by ``now``, in order, each once."""
         while self._jobs and self._jobs[0].done_s <= now:
             yield self._jobs.popleft()
 
@@ -174,7 +174,8 @@ class SimulatedTierConnector(SojournConnector):
 
 
 def tier_transfer_config(host_blocks: int, page_bytes: int, disk_blocks: int = 0) -> KVTransferConfig:
-    """vLLM's configuration for sojourn's tiers with so many blocks of host memory and of disk; 0: no disk."""
+    """vLLM's configuration for sojourn's tiers with ``host_blocks`` and ``disk_blocks`` blocks; no disk for
+    0."""
     settings: dict[str, Any] = {"host_bytes": host_blocks * page_bytes}
     connector = SojournConnector
     if disk_blocks:

@@ -125,11 +125,11 @@ class SojournMixin:
 
 
 class SojournScheduler(SojournMixin, Scheduler):
-    """The synchronous scheduler with sojourn."""
+    """vLLM's synchronous scheduler with sojourn mixed in."""
 
 
 class SojournAsyncScheduler(SojournMixin, AsyncScheduler):
-    """The asynchronous scheduler with sojourn."""
+    """vLLM's asynchronous scheduler with sojourn mixed in."""
 
 
 def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:

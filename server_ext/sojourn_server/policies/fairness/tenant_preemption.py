@@ -49,7 +49,7 @@ class TenantPreemptionPolicy(Protocol):
     recalled twice, and none is dropped."""
 
     yields: bool
-    """False: the policy is never asked."""
+    """Whether the policy is used; false: no request is ever recalled."""
     blocked_s: float
     """Minimum wait of a blocked request before the policy is asked."""
 

@@ -27,7 +27,8 @@ RemainingTokens = tuple[float, ...]
 
 
 class OutputLengthView(NamedTuple):
-    """A running request. Question ``remaining``: how many tokens will it still generate?"""
+    """A running request, as the policy of the question ``remaining`` sees it: how many tokens will it still
+    generate?"""
 
     request_id: str
     output_tokens: int
@@ -103,7 +104,8 @@ class MeanLengthPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivalPrediction:
-    """Remaining lengths of the agent type's outputs that were at least as long: P(length | length > so far).
+    """Remaining lengths of those outputs of the agent type that were longer than the present one is: P(length
+    | length > so far).
 
     Given n longer outputs, the next one is equally likely to end in any of the n + 1 gaps between them.
     Beyond the longest output, lengths fall off like a power of the length: the longer an output already is,

@@ -42,9 +42,10 @@ class NoShortageForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedDemandForecast:
-    """The step at which expected demand exceeds the available blocks, within ``steps`` steps.
+    """Number of steps until expected demand exceeds the available blocks, if within ``steps`` steps.
 
-    Raises ``ValueError`` for less than one step."""
+    Raises ``ValueError`` for less than one step.
+    """
 
     steps: int = 128
     looks: bool = True

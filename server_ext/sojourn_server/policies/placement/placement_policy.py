@@ -40,7 +40,7 @@ class MoveReason(str, Enum):
     """The program ran a tool on the device while another was ready, and the tiers below had free blocks for
     it."""
     HOST_FULL = "host_full"
-    """A busier program needs its blocks in host memory."""
+    """A busier program needs the blocks that this program has in host memory."""
     KEPT = "kept"
     """The program need no longer leave the device after its turn."""
     OVER = "over"

@@ -38,7 +38,7 @@ class ProgramActivity(str, Enum):
 
 
 class PlacementTrigger(str, Enum):
-    """The event after which the policy is asked."""
+    """The newest event before a question to the policy."""
 
     ARRIVAL = "arrival"
     """A new program's first request."""

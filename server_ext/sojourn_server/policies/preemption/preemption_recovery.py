@@ -22,7 +22,7 @@ class RecoveryMethod(str, Enum):
 
 
 class PreemptedRequestView(NamedTuple):
-    """A request about to be preempted. Times in seconds."""
+    """A request that is about to be preempted. Times in seconds."""
 
     tokens: int
     """Context length."""
@@ -32,7 +32,7 @@ class PreemptedRequestView(NamedTuple):
     """Time to copy a token's KV to host memory; ``None`` or ``NO_OFFLOAD_S_PER_TOKEN``: no host memory, or no
     space in it."""
     load_back_s_per_token: float | None
-    """Time to copy a token's KV back."""
+    """Seconds to copy a token's KV back to the device; ``None``: no host memory."""
     copied_tokens: int = 0
     """Tokens of the context that are already in host memory."""
     queued_s: float = 0.0

@@ -29,7 +29,7 @@ class _RequestInFlight:
 
 
 class PairQueueLengths(NamedTuple):
-    """Number of waiting requests by the engine that they wait for."""
+    """Numbers of requests that wait for a prefill engine, for a decode engine, or for both."""
 
     waiting_for_prefill: int
     waiting_for_decode: int
@@ -65,7 +65,7 @@ class PairScheduler:
         """Requests that no present decode engine can hold, or whose possible groups are at their limit. They
         are in no queue and count on no prefill engine; they are queued as soon as a group has a free slot."""
         self._flights: dict[int | str, _RequestInFlight] = {}
-        """All requests, in order of arrival."""
+        """All requests in flight, in order of arrival."""
 
     # -- the fleet ---------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ from .baseline_routing import stable_hash
 
 
 class StealingReplicaView(NamedTuple):
-    """A replica. Question ``stealing``: which replica steals a request from which?"""
+    """A replica, as the policy of the question ``stealing`` sees it: which replica steals a request from
+    which?"""
 
     replica_id: str
     load: float
@@ -41,7 +42,7 @@ class StealingPolicy(Protocol):
     """
 
     steals: bool
-    """False: the policy is never asked."""
+    """Whether the policy is used; false: no request is ever stolen."""
 
     def steal(self, replicas: Sequence[StealingReplicaView], now: float) -> StealDecision | None: ...
 

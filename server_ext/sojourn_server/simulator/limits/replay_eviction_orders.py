@@ -105,7 +105,8 @@ def prefix_lru(owners: list[str]) -> ProgramEvictionOrder:
 
 
 def latest_program(owners: list[str]) -> ProgramEvictionOrder:
-    """The policy ``latest-program``: blocks shared by running programs go last, those of ended ones first."""
+    """The policy ``latest-program``: blocks of ended programs are evicted first, blocks shared by running
+    programs last."""
     return ProgramEvictionOrder(owners, LatestProgramEviction().standing, shared_last=True)
 
 

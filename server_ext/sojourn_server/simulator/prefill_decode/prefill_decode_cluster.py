@@ -90,7 +90,8 @@ def _deepseek_660b() -> PdModel:
 
 
 def _deepseek_27b() -> PdModel:
-    """Appendix A.2: hidden 2,560, 30 layers, 32 heads, 72 experts of 1,536, 6 and 2 shared, no query LoRA."""
+    """The 27B model of Appendix A.2: hidden 2,560, 30 layers, 32 heads, 72 experts of 1,536, 6 and 2 shared,
+    no query LoRA."""
     layers, hidden = 30, 2560
     kv_bytes, attended, pair = _mla(layers, heads=32, index_heads=32, index_size=64, picked=1024)
     absorbed = 2 * 32 * 128 * 512
@@ -119,7 +120,8 @@ def _deepseek_27b() -> PdModel:
 
 
 def _qwen_32b() -> PdModel:
-    """64 layers, 40 heads and 8 KV heads of 128, 32.5 billion parameters, all in FP16 on every device."""
+    """Qwen2.5-32B: 64 layers, 40 heads and 8 KV heads of 128, 32.5 billion parameters, in FP16 on every
+    device."""
     kv_bytes = 64 * 2 * 8 * 128 * 2
     return PdModel(
         name="qwen2.5-32b",
@@ -222,7 +224,7 @@ class PdCluster:
     """Whether traffic classes give model traffic priority on the compute network; else KV has an equal
     share."""
     short_queue_s: float = 3.0
-    """The paper's α: a read queue up to so many seconds counts as short."""
+    """The paper's α: the longest read queue, in seconds, that counts as short."""
     most_tokens_s: float = 5.0
     """The paper's β, the limit of tokens per prefill device, as seconds of work under this load."""
     quota_s: float = 0.3

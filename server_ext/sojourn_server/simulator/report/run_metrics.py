@@ -337,7 +337,7 @@ def utilisation(run: RunLog) -> Utilisation | None:
 
 def slo_attainment(programs: Sequence[ProgramLog], run_end_s: float) -> dict[str, float] | None:
     """Share of programs within their SLO, by tenant and overall. A program that the end of the run cuts off
-    before its deadline does not count; after its deadline it has missed. ``None`` if none counts."""
+    counts as missed after its deadline, and not at all before it. ``None`` if none counts."""
     met: dict[str, list[bool]] = {}
     for program in programs:
         if program.expected_s is None:

@@ -19,7 +19,7 @@ from .program_plans import PlaybackOptions, ProgramPlan, ProgramPlanner
 from .synthetic_workloads import SYNTHETIC_PREFIX, synthetic_programs
 
 Arrival = tuple[float, ProgramPlan]
-"""(virtual seconds, program)"""
+"""(time of arrival in virtual seconds, program)"""
 
 
 class ArrivalProcess(Protocol):
