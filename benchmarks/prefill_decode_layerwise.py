@@ -77,8 +77,8 @@ class Bench:
                 self.expected.append(await ask(prompt, 0.0, self.options.output_tokens))
                 await self.settle()
             self.told("storing the context")
-            # By the prefill engine alone, which stores what it is asked for alone. The decode engine, that
-            # would store what is new as well so that later runs had less to do, stores nothing.
+            # Only the prefill engine computes and stores the context. If the decode engine stored new blocks
+            # as well, later runs would have less to do.
             await whole(http, self.prefill, text_of(self.model, self.context, self._store_tokens))
             await self.settle()
             for turn in range(self.options.rounds):

@@ -61,7 +61,7 @@ def build(policy: str | None, host_blocks: int = 0) -> Any:
     settings = None if policy is None else {"policy": policy, "strict": True}
     engine = SimulatedEngine(
         SimulatedEngineOptions(
-            # Room enough for all of them to grow as expected: the entry gate is to keep nobody out.
+            # Blocks for the expected growth of all requests, so that admission control rejects none.
             blocks=RUNNING * 6 * CONTEXT_TOKENS // BLOCK_SIZE + 60_000,
             block_size=BLOCK_SIZE,
             max_num_batched_tokens=65_536,

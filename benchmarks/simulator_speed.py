@@ -71,7 +71,7 @@ def main() -> None:
             )
             for count in counts
         ]  # fmt: skip
-        # One at a time: what is measured is one core, not how two runs share memory and cache.
+        # One at a time, to measure one core and not how two runs share memory and cache.
         rounds.append(run_with_progress(specs, processes=1).rows)
     points = [point([rows[place] for rows in rounds]) for place in range(len(counts))]
     verdicts = judge(points)

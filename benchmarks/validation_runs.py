@@ -58,7 +58,7 @@ def profile(scenario: Scenario, into: Path) -> None:
         command = [
             sys.executable, "-m", "sojourn_server.cli", "profile", "--url", server.url, "-o", str(into),
             "--budget-s", str(scenario.profile_budget_s),
-            # A stock server tells its pool and its longest context only.
+            # A stock server reports only its pool and its longest context.
             "--max-num-seqs", str(scenario.max_num_seqs),
             "--max-num-batched-tokens", str(scenario.max_num_batched_tokens),
         ]  # fmt: skip
@@ -100,7 +100,7 @@ async def _replay(
     )
     async with CompletionsClient(url) as client:
         served = await client.discover(None)
-        # The first requests pay for what is set up on first use; they share nothing with the programs.
+        # The first requests include the set-up on first use; they share no blocks with the programs.
         for length in (64, 200, 400):
             await client.complete(served.name, list(range(300, 300 + length)), 8)
         announcer: ProgramAnnouncer = SdkAnnouncer(url, None) if served.speaks_sojourn else NullAnnouncer()

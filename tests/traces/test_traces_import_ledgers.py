@@ -107,7 +107,7 @@ def test_omissions_are_noted(tmp_path: Path) -> None:
     assert result.notes == [
         "1 programs without any finished turn left out",
         "1 turns that were aborted or failed left out",
-        "1 turns whose tokens the ledger doesn't tell left out",
+        "1 turns without token counts in the ledger left out",
         "1 programs begin with a later turn: the ledger has forgotten their first ones",
     ]
 

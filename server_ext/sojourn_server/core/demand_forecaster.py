@@ -206,7 +206,7 @@ class DemandForecaster:
             return None, None
         return self._guess_off.mean(), self._known_off.mean()
 
-    # -- what is asked ------------------------------------------------------------
+    # -- questions ----------------------------------------------------------------
 
     def look(self, running: Sequence[RunningRequestView], used_blocks: int, now: float) -> int | None:
         """Sample all running requests. Returns the number of steps until a shortage; ``None``: not soon.

@@ -273,7 +273,7 @@ class EngineActionKind(str, Enum):
     PREFETCH = "prefetch"
     """Load the blocks of its last turn that are no longer on the device, then report ``PrefetchStarted``."""
     PLACE = "place"
-    """Its KV belongs in ``tier`` from now on; park or release its waiting requests accordingly."""
+    """The program's KV belongs in ``tier`` from now on; park or release its waiting requests accordingly."""
 
 
 class EngineAction(NamedTuple):

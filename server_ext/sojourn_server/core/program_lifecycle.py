@@ -80,7 +80,7 @@ class ProgramLifecycle:
         if program.turns != program.turns_at_last_end:
             program.turns_at_last_end = program.turns
             self._state.histories.turns.observe(program.turns)
-            # An expired program counts as ended. A cancelled one did not come to its own end.
+            # An expired program counts as ended. A cancelled one did not end by itself.
             self._workflow_predictor.over(program, ended=outcome != "cancelled")
             self._journal.over(program, outcome, now)
         self._workflow_predictor.touched(program)

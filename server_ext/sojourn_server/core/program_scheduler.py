@@ -80,7 +80,7 @@ class KnownRequest(NamedTuple):
     rank: int
     """Arrival rank of its program; of the request itself if it is untracked."""
     admitted: bool
-    """Whether it was admitted. It may have been preempted since."""
+    """Whether the request was admitted. It may have been preempted since."""
 
 
 class ProgramScheduler:

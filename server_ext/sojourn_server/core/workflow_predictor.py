@@ -125,7 +125,7 @@ class WorkflowPredictor:
             if idle_s > self._known.gaps_s.value:
                 self._known.gaps_s.observe(idle_s)
 
-    # -- what is asked ------------------------------------------------------------
+    # -- questions ----------------------------------------------------------------
 
     def owner_view(self, program: ProgramState, left: AbandonedBranch | None = None) -> EvictionCandidateView:
         """The eviction order's view of a program, or of the branch ``left`` that its newest turn

@@ -33,7 +33,7 @@ class ScriptedTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoTask:
-    """One repository to fix."""
+    """One task: a broken repository, and the turns that fix it."""
 
     name: str
     issue: str

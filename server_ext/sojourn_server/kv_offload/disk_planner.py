@@ -164,7 +164,7 @@ class DiskPlanner:
         jobs.stages, self._stages = self._stages, {}
         jobs.probes, self._probes = self._probes, {}
 
-    # -- what is there --------------------------------------------------------------
+    # -- files --------------------------------------------------------------------
 
     def add_existing(self, keys: Sequence[BlockKey]) -> None:
         """Add the files that an earlier engine left, least recently used first. Delete files beyond the
@@ -245,7 +245,7 @@ class DiskPlanner:
         room -= self.spill(self._first_ordered(min(room, self.room)))
         lost = host.idle_unspilled(RetentionRank.WORTHLESS) + host.idle_unspilled(RetentionRank.SPARE)
         spare = host.free + host.idle_on_disk + lost + len(self.being_spilled)
-        # Not more than the disk holds: the batch would evict what was just written.
+        # Not more than fits on the disk: the batch would evict blocks that it has just written.
         wanted = min(int(limits.spill_below * limits.host_slots), self.room) - spare
         if room <= 0 or wanted <= 0:
             return

@@ -28,7 +28,7 @@ _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class FileEntry(NamedTuple):
-    """One name in a folder. A link is neither a file nor a folder: no store creates links."""
+    """One entry of a folder. A link counts as neither a file nor a folder: no store creates links."""
 
     name: str
     is_file: bool

@@ -26,7 +26,7 @@ _MAX_UNIX_PATH = 107
 
 
 class ByteStream(Protocol):
-    """One connection."""
+    """One connection as a stream of bytes."""
 
     async def read(self, count: int) -> bytes:
         """Read exactly ``count`` bytes. Raises ``OSError`` or ``EOFError`` if the connection ends before

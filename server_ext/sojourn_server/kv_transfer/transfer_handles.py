@@ -30,7 +30,7 @@ class HandleOwner(Protocol):
 
 
 class TransferHandle(Generic[OutcomeT]):
-    """One transfer. Thread-safe."""
+    """The engine's handle of one open transfer. Thread-safe."""
 
     kind: str
     _ended_by: type[OutcomeT]

@@ -154,9 +154,9 @@ class TransferPhase(Enum):
     FETCHING = "fetching"
     EXPECTING = "expecting"
     READY = "ready"
-    """Its KV has arrived, and it waits for engine blocks."""
+    """The request's KV has arrived, and it waits for engine blocks."""
     TAKING = "taking"
-    """Its blocks are being filled while other requests compute."""
+    """The request's blocks are being filled while other requests compute."""
     RUNNING = "running"
 
 

@@ -101,7 +101,7 @@ class ReclaimRequest:
     running: bool
     """Whether the request runs already: without these blocks another request is preempted."""
     anything_running: bool
-    """False: the engine is idle until blocks are freed."""
+    """Whether any request runs; if none does, the engine is idle until blocks are freed."""
     idle_s: float = 0.0
     """Seconds for which nothing has run although a request waited; 0 if something runs."""
     overdue: bool = False
@@ -183,7 +183,7 @@ class AdmissionView:
     max_context_tokens: int
     """Maximum context length."""
     anything_running: bool
-    """False: the engine is idle unless this program is admitted."""
+    """Whether any request runs; if none does, the engine is idle unless this program is admitted."""
     earlier: tuple[ProgramGrowthView, ...]
     """Programs with KV that arrived before this one, running or leased."""
     observed_turns: int

@@ -85,7 +85,7 @@ def offload_break_even(
     if not (kv_bytes and down and up):
         why = "no copies were measured"
         if not kv_bytes:
-            why = "the server doesn't tell the bytes of a token's KV (say them: --kv-bytes-per-token)"
+            why = "the server does not report the KV bytes per token; give them with --kv-bytes-per-token"
         unknown = ContextThreshold(None, why)
         return OffloadBreakEven(unknown, unknown, None, compute.flops_per_s, dimensions)
     copy_s = kv_bytes / down + kv_bytes / up

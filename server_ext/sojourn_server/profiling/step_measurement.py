@@ -51,7 +51,7 @@ class StepMeasurement:
 
 
 class DecodePlan(NamedTuple):
-    """One decode measurement."""
+    """Parameters of one decode measurement."""
 
     context: int
     concurrency: int
@@ -132,8 +132,8 @@ async def measure_steps(
     measurement = StepMeasurement() if into is None else into
     if limits.max_num_batched_tokens is None:
         measurement.notes.append(
-            f"the server doesn't tell how many tokens a step takes; {batched} were assumed "
-            "(say it: --max-num-batched-tokens)"
+            f"the server does not report the maximum tokens of a step; {batched} were assumed "
+            "(option: --max-num-batched-tokens)"
         )
     measurement.samples += [prefill_sample(s, n, 0, batched) for n, s in points if s > 0]
     run = _MeasurementRun(client, served, measurement, range(FIRST_ID, vocabulary), rng, block_size, batched)

@@ -47,7 +47,7 @@ _COPIES = ("offload_s_per_token", "load_back_s_per_token", "queued_s")
 
 RECORD_SHAPES: dict[str, RecordShape] = {
     "tick": RecordShape("time passed"),
-    "step": RecordShape("an engine step took its time", ("tokens", "seconds", "requests")),
+    "step": RecordShape("an engine step is over", ("tokens", "seconds", "requests")),
     "event": RecordShape(
         "a client's event", ("emitter", "event"), ("outcome", "lease_expires_s", "lease_silent_s")
     ),
@@ -57,14 +57,14 @@ RECORD_SHAPES: dict[str, RecordShape] = {
         ("number", "rank", "turn", "gap_s", "leased", "tool_before", "hinted_ttl_s", "final"),
     ),
     "stranger": RecordShape(
-        "a request that could not be taken in arrived",
+        "a request arrived whose program could not be read",
         ("request_id",), ("number", "rank")
     ),
-    "gate": RecordShape("whether the entry policy has a say", ("request", "preempted"), ("behind_gate",)),
+    "gate": RecordShape("is a request subject to admission", ("request", "preempted"), ("behind_gate",)),
     "key": RecordShape("a request's place in the queue", ("request", "preempted"), ("key",)),
-    "promoted": RecordShape("when waiting alone lets a request go first", ("request",), ("promoted_s",)),
+    "promoted": RecordShape("when a request is first because it has waited", ("request",), ("promoted_s",)),
     "enter": RecordShape(
-        "may a program enter",
+        "may a request be admitted",
         (
             "request",
             "need_blocks",
@@ -76,15 +76,15 @@ RECORD_SHAPES: dict[str, RecordShape] = {
         ),
         ("enters",),
     ),
-    "line": RecordShape("does the request that is kept out hold the line", ("request",), ("holds",)),
-    "park": RecordShape("does a request wait because of where its program is", ("request",), ("parked",)),
-    "room": RecordShape("room was asked for", ("need", "freed_blocks")),
-    "victim": RecordShape("whom to preempt", ("short_blocks", "running", "used_blocks"), ("request",)),
-    "look": RecordShape("whom to copy ahead", ("used_blocks", "running", *_COPIES), ("request",)),
+    "line": RecordShape("does a rejected request block later ones", ("request",), ("holds",)),
+    "park": RecordShape("is a request parked", ("request",), ("parked",)),
+    "room": RecordShape("blocks are needed", ("need", "freed_blocks")),
+    "victim": RecordShape("request to preempt", ("short_blocks", "running", "used_blocks"), ("request",)),
+    "look": RecordShape("request to copy in advance", ("used_blocks", "running", *_COPIES), ("request",)),
     "guess": RecordShape(
-        "what a network expects a request to write yet", ("request", "at_tokens", "remaining", "most_tokens")
+        "a network's prediction of the remaining tokens", ("request", "at_tokens", "remaining", "most_tokens")
     ),
-    "standing": RecordShape("what the order of reuse goes by", ("program_id", "left"), ("standing", "score")),
+    "standing": RecordShape("a program in the eviction order", ("program_id", "left"), ("standing", "score")),
     "admit": RecordShape(
         "a request got its blocks",
         ("request", "cached_tokens", "host_tokens", "tokens", "resumed", "most_tokens", "chain"),
@@ -96,7 +96,7 @@ RECORD_SHAPES: dict[str, RecordShape] = {
         ("request", "tokens", "copied_tokens", *_COPIES), ("recovery",)
     ),
     "evict": RecordShape(
-        "cached blocks were reused, one time each", ("program_id", "taker", "blocks", "times_s")
+        "cached blocks were reused", ("program_id", "taker", "blocks", "times_s")
     ),
     "end": RecordShape(
         "a request left the engine",
@@ -104,18 +104,18 @@ RECORD_SHAPES: dict[str, RecordShape] = {
          "held_blocks", "unheld_blocks", "used_blocks", "chain"),
         _LEASE_FIELDS,
     ),
-    "left": RecordShape("a request of no program left the engine", ("request",)),
+    "left": RecordShape("a request without a program left the engine", ("request",)),
     "pin": RecordShape(
         "still-cached blocks can be held",
         ("program_id", "blocks", "held_blocks", "unheld_blocks", "used_blocks"),
         _LEASE_FIELDS,
     ),
     "prefetch": RecordShape(
-        "a prefix was to be brought back",
+        "a prefetch began",
         ("program_id", "missing_blocks", "coming_blocks", "lost_blocks")
     ),
     "reset": RecordShape("the prefix cache is about to be cleared"),
-    "close": RecordShape("the tape ends", ("reason",), ("totals",)),
+    "close": RecordShape("the recording ends", ("reason",), ("totals",)),
 }  # fmt: skip
 """Every kind of record, by ``op``. ``request`` is the request's number, the answer to its ``arrive`` or
 ``stranger``."""

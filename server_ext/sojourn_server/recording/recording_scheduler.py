@@ -26,7 +26,7 @@ class RecordSink(Protocol):
     """Receiver of records. No method raises."""
 
     full: bool
-    """True: the next record must be the last."""
+    """Whether the next record must be the last."""
 
     def write(self, record: tuple[Any, ...]) -> None:
         """Write a record. The caller may change its parts afterwards."""

@@ -30,7 +30,7 @@ _LABEL_WIDTH = 12
 
 
 class ReplayedTurn(NamedTuple):
-    """One turn with an answer."""
+    """One answered turn."""
 
     completion: Completion
     computed_again: int | None

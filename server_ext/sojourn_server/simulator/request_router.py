@@ -58,7 +58,7 @@ class RequestRouter(Protocol):
     """
 
     is_open: bool
-    """True: every request enters at once, and ``select_requests`` is not called."""
+    """Whether every request enters at once; ``select_requests`` is then not called."""
     tick_s: float
     """Longest interval between two calls in virtual seconds; ``inf``: only on events."""
 

@@ -72,7 +72,7 @@ class TurnLog(msgspec.Struct, kw_only=True):
 
 
 class ProgramLog(msgspec.Struct, kw_only=True):
-    """What the log keeps of one program: its turns, and when it arrived and finished."""
+    """One program: its turns, and the times of its arrival and end."""
 
     program_id: str
     trace_id: str
@@ -114,7 +114,7 @@ class OccupancySample(msgspec.Struct, kw_only=True):
 
 
 class ReplicaLog(msgspec.Struct, kw_only=True):
-    """One engine of several."""
+    """One of several engines of a run."""
 
     replica: str
     steps: int

@@ -52,11 +52,11 @@ class _RoutedProgram:
     reasoning: bool = False
     paused: bool = False
     marked: bool = False
-    """Whether it is to be paused at the end of its turn."""
+    """Whether the program is to be paused at the end of its turn."""
     request_id: str | None = None
-    """Its newest request."""
+    """Id of the program's newest request."""
     backend: int | None = None
-    """Its backend, or the last one before it was paused; ``None``: it was never active."""
+    """The program's backend, or the last one before it was paused; ``None``: it was never active."""
 
     @property
     def needs_tokens(self) -> int:

@@ -117,8 +117,9 @@ class TokenAccounting:
         from_host = min(turn.loading_tokens, computed)
         turn.loading_tokens = 0
         if turn.admitted:
-            # It recomputes what it had and does not find again. Tokens that it had not reached at its
-            # preemption were counted at its first admission; others may have computed some of them since.
+            # The request recomputes the tokens that it had and does not find again. Tokens that it had not
+            # reached at its preemption were counted at its first admission; other requests may have computed
+            # some of them since.
             lost = max(0, turn.had - computed)
             if lost:
                 _add_loss(log, "preempted", lost)

@@ -102,7 +102,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return chain.from_iterable(self._loading)
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        # The blocks are free at once: what is worth saving is saved when they are reused, or by order.
+        # The blocks are free at once: they are saved, if at all, when they are reused or when a job says so.
         self.loaded_tokens.pop(request.request_id, None)
         self.planner.abandon(request.request_id)
         return False, None

@@ -137,13 +137,13 @@ class PluginSettings:
         steps = profile.steps if profile is not None else None
         if steps is None:
             raise SettingsError(
-                f"profile_file {self.profile_file} does not say what a step costs, which compute_quota_s "
-                "goes by; measure it again with sojourn profile (without --no-decode)"
+                f"profile_file {self.profile_file} has no costs of a step, which compute_quota_s "
+                "needs; measure it again with sojourn profile (without --no-decode)"
             )
         if not steps.pair_s:
             raise SettingsError(
-                f"in profile_file {self.profile_file} attention costs nothing, so compute_quota_s would keep "
-                "nobody back; measure longer contexts: sojourn profile --max-context TOKENS"
+                f"in profile_file {self.profile_file} attention costs nothing, so compute_quota_s would "
+                "limit no step; measure longer contexts: sojourn profile --max-context TOKENS"
             )
         return AttentionCosts.of(steps)
 

@@ -35,12 +35,12 @@ class WaitingTenantView(NamedTuple):
 
 
 class SharePolicy(Protocol):
-    """How capacity is divided among tenants."""
+    """Divides capacity among tenants, and orders their requests."""
 
     epoch_s: float
     """Seconds for which computed shares are used; ``inf``: they never change."""
     divides_capacity: bool
-    """False: requests are sent in order of arrival, and shares are never computed."""
+    """Whether shares are computed; false: requests are sent in order of arrival."""
 
     def shares(self, tenants: Iterable[TenantView], now: float) -> Mapping[str, float]:
         """Share of capacity of each tenant; the shares add up to 1."""

@@ -21,7 +21,7 @@ times its first prompt; in public agent traces the medians are two to six times.
 
 
 class GrowthStatistics(NamedTuple):
-    """What an engine has observed of its programs."""
+    """An engine's observations of the growth of its programs' contexts."""
 
     observed_turns: int = 0
     mean_growth_tokens: float = 0.0

@@ -65,7 +65,7 @@ class PdRatioRange(NamedTuple):
 
     @property
     def possible(self) -> bool:
-        """False: at every ratio another link saturates before storage."""
+        """Whether there is such a ratio; false: at every ratio another link saturates before storage."""
         return self.least <= self.most
 
     def holds(self, ratio: float) -> bool:

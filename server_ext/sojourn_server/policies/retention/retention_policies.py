@@ -11,7 +11,7 @@ from ..policy_views import FinishedTurnView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoRetention:
-    """No leases: stock vLLM's behaviour."""
+    """Grants no leases: stock vLLM's behaviour."""
 
     def keep(self, turn: FinishedTurnView, now: float) -> RetentionDecision:
         return RetentionDecision(0.0, DecisionReason.POLICY_OFF)
@@ -19,7 +19,7 @@ class NoRetention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedRetention:
-    """The same TTL for every tool call. Raises ``ValueError`` unless it is finite seconds ≥ 0."""
+    """Grants the same TTL for every tool call. Raises ``ValueError`` unless it is finite seconds ≥ 0."""
 
     ttl_s: float = 10.0
 

@@ -24,7 +24,7 @@ class PredictionSource(str, Enum):
 
 
 class NextStepPrediction(NamedTuple):
-    """What follows a turn."""
+    """Prediction of what follows a turn."""
 
     tier: PredictionSource
     goes_on: float | None
@@ -60,8 +60,8 @@ class ThreeTierPrediction:
     hints: bool = True
     """Whether hints are used; false: inference alone (ablation)."""
     calls_tell: bool = False
-    """True: without other information, a turn that called a tool is followed by another turn. In the paper
-    such programs are cold."""
+    """Whether, without other information, a turn that called a tool counts as followed by another turn. In
+    the paper such programs are cold."""
     inference: bool = True
     """Whether edges are inferred; false: hints alone (ablation); with ``hints`` off too, every program is
     cold."""

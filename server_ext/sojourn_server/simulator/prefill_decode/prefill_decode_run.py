@@ -87,7 +87,7 @@ class PdSpec:
 
     @property
     def shaping(self) -> TrajectoryShaping:
-        """How the workload's lengths are changed. Raises ``ValueError``."""
+        """Changes to the workload's lengths, from these options. Raises ``ValueError``."""
         limit = self.max_context_tokens
         if limit is None and self.workload.startswith(SYNTHETIC_PREFIX):
             limit = DUALPATH.get(self.workload[len(SYNTHETIC_PREFIX) :], (None,))[0]

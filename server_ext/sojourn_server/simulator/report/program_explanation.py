@@ -22,9 +22,9 @@ class TurnPhase(NamedTuple):
     """One phase of a turn, in virtual seconds."""
 
     kind: str
-    """One of ``PHASE_KINDS``. ``held back``: at a router, before the engine. ``prefill``: from the first
-    blocks to the first token, including loads. ``preempted``: waiting to resume; placed at the end of the
-    stage that it interrupted."""
+    """One of ``PHASE_KINDS``. ``held back``: the request waits at a router, before the engine. ``prefill``:
+    from the first blocks to the first token, including loads. ``preempted``: waiting to resume; shown at the
+    end of the stage that the preemption interrupted."""
     start_s: float
     end_s: float
 

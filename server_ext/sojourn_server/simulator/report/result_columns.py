@@ -22,7 +22,7 @@ class Direction(Enum):
 
 
 class ColumnValue(NamedTuple):
-    """One value."""
+    """Value of one cell."""
 
     number: float
     at_least: bool = False
@@ -32,7 +32,7 @@ class ColumnValue(NamedTuple):
 
 
 class ResultColumn(NamedTuple):
-    """One column."""
+    """One column of a result table."""
 
     title: str
     unit: str

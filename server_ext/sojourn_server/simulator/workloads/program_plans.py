@@ -40,7 +40,7 @@ class PlaybackOptions:
     max_gap_s: float | None = None
     """Upper limit of idle times, in seconds."""
     human_gaps: bool = True
-    """False: response times of people count as 0."""
+    """Whether response times of people count; false: they count as 0."""
     token_scale: float = 1.0
     """Factor of every length."""
 

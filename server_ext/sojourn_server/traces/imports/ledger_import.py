@@ -107,7 +107,7 @@ class _SkippedCounts:
         told = [
             (self.empty, "programs without any finished turn left out"),
             (self.unfinished, "turns that were aborted or failed left out"),
-            (self.untold, "turns whose tokens the ledger doesn't tell left out"),
+            (self.untold, "turns without token counts in the ledger left out"),
             (self.cut, "programs begin with a later turn: the ledger has forgotten their first ones"),
         ]
         return [f"{count} {what}" for count, what in told if count]
@@ -116,8 +116,8 @@ class _SkippedCounts:
 def _programs(record: Any, where: str) -> Iterator[_LedgerProgram]:
     if isinstance(record, dict) and "decisions" in record:
         raise TraceError(
-            f"{where}: this is a decision log, which doesn't tell prompts and outputs apart; "
-            "expected what GET /sojourn/v1/programs/{id} answers"
+            f"{where}: this is a decision log, which has no lengths of prompts and outputs; "
+            "expected the answer of GET /sojourn/v1/programs/{id}"
         )
     if isinstance(record, dict) and isinstance(record.get("programs"), list):
         for inner in record["programs"]:
