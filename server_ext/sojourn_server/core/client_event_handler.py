@@ -21,7 +21,7 @@ from ..metrics.metrics_recorder import MetricsRecorder
 from .events_and_actions import Action, ClientEventReceived, Event, EventAnswered
 from .request_hints import RequestIdentity
 
-EventDoor = Callable[[Event, float], list[Action]]
+EventHandler = Callable[[Event, float], list[Action]]
 """``ProgramScheduler.handle``, or the engine's wrapper of it that also collects the actions."""
 
 EVENT_TYPES = ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")
@@ -44,7 +44,7 @@ class ClientEventHandler:
     An event that cannot be read changes nothing but a counter. Its outcome says why.
     """
 
-    def __init__(self, handle: EventDoor, recorder: MetricsRecorder) -> None:
+    def __init__(self, handle: EventHandler, recorder: MetricsRecorder) -> None:
         self._handle = handle
         self._recorder = recorder
 

@@ -26,7 +26,7 @@ from ..metrics.metrics_recorder import MetricsRecorder
 from ..programs.execution_graphs import KnownGraph
 from ..programs.program_state import ProgramState
 from ..programs.program_status import ProgramStatus
-from .client_event_handler import EVENT_TYPES, ClientEventHandler, EventDoor
+from .client_event_handler import EVENT_TYPES, ClientEventHandler, EventHandler
 from .program_scheduler import ProgramScheduler
 
 MAX_PROGRAMS_SHOWN = 1000
@@ -81,7 +81,7 @@ class EngineService:
         *,
         engine: dict[str, str],
         pool_state: Callable[[], dict[str, int]],
-        handle: EventDoor | None = None,
+        handle: EventHandler | None = None,
         tier_state: Callable[[], dict[str, Any]] = dict,
         below_device: Callable[[], dict[str, Any] | None] = lambda: None,
         network_state: Callable[[], dict[str, Any] | None] = lambda: None,

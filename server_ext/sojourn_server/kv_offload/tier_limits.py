@@ -28,4 +28,4 @@ class TierLimits:
     min_probe_blocks: int = 8
     """Minimum number of blocks for which other stores are searched: fewer are computed sooner than found."""
     max_probe_wait_s: float = 1.0
-    """Maximum seconds that a request waits for such a search."""
+    """Maximum seconds that a request waits for a search of other stores."""

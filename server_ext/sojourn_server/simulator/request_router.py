@@ -31,7 +31,7 @@ class RoutedProgramView(NamedTuple):
     """``reasoning``: its request is in the engine. ``waiting``: its request is at the router. ``acting``:
     between two turns. ``over``: its last turn has just finished; shown once."""
     context_tokens: int
-    """Prompt and output of its last finished turn; 0 before the first."""
+    """Prompt and output tokens of the program's last finished turn; 0 before the first."""
     since_s: float
     """Start of this state."""
     turns: int

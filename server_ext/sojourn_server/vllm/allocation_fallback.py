@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
-from ..core.client_event_handler import EventDoor
+from ..core.client_event_handler import EventHandler
 from ..core.events_and_actions import BlocksNeeded, DemandSampled, VictimNeeded, chosen_request
 from ..core.program_scheduler import ProgramScheduler
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
@@ -38,7 +38,7 @@ class DemandMonitor:
         scheduler: Scheduler,
         program_scheduler: ProgramScheduler,
         offload: OffloadManager | None,
-        handle: EventDoor,
+        handle: EventHandler,
     ) -> None:
         self._scheduler = scheduler
         self._program_scheduler = program_scheduler
@@ -117,7 +117,7 @@ class AllocationFallback:
         program_scheduler: ProgramScheduler,
         *,
         clock: Callable[[], float],
-        handle: EventDoor,
+        handle: EventHandler,
         carry_out: Callable[[float], None],
         guarded: Callable[..., Any],
         freed_by: Callable[[ProgramId], int],

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.client_event_handler import EventDoor
+from ..core.client_event_handler import EventHandler
 from ..core.events_and_actions import OutputLengthPredicted
 from ..launch.model_weights import weights_digest
 from ..launch.serve_command import WORKER_CLASSES
@@ -31,7 +31,7 @@ class LengthPredictor:
     def __init__(
         self,
         scheduler: Scheduler,
-        handle: EventDoor,
+        handle: EventHandler,
         network_file: str | None,
         rank: int | None = None,
     ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from ..core.client_event_handler import EventDoor
+from ..core.client_event_handler import EventHandler
 from ..core.events_and_actions import AdmissionRequested, is_let_in
 from ..core.program_scheduler import ProgramScheduler
 from .allocation_fallback import max_new_tokens
@@ -228,7 +228,7 @@ class WaitingQueueAdapter:
         program_scheduler: ProgramScheduler,
         *,
         clock: Callable[[], float],
-        handle: EventDoor,
+        handle: EventHandler,
         guarded: Callable[..., Any],
     ) -> None:
         self._scheduler = scheduler

@@ -74,7 +74,7 @@ class _PrefillNode:
 
 
 _HeapEntry = tuple[int, int, int]
-"""(tokens, engine, node): valid while it equals the node's ``best``."""
+"""(tokens, engine, node): valid while (tokens, engine) is the ``best`` of the node."""
 
 
 class PrefillEngineSelector:

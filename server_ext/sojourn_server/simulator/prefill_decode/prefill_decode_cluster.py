@@ -248,7 +248,7 @@ class PdCluster:
 
     @property
     def name(self) -> str:
-        """Name as in the paper: 2P4D."""
+        """Numbers of prefill and decode nodes, as the paper writes them: 2P4D."""
         return f"{self.prefill_nodes}P{self.decode_nodes}D"
 
     @property

@@ -117,7 +117,7 @@ def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
 
 
 def notes(rows: Sequence[RunRow]) -> list[str]:
-    """Every note once; a note that does not hold for all policies names its policies."""
+    """The notes of the rows, each once; a note that does not hold for all policies names its policies."""
     owners: dict[str, list[str]] = {}
     for row in rows:
         for note in row.notes:

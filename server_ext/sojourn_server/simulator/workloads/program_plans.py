@@ -42,7 +42,7 @@ class PlaybackOptions:
     human_gaps: bool = True
     """Whether response times of people count; false: they count as 0."""
     token_scale: float = 1.0
-    """Factor of every length."""
+    """Factor by which every length is multiplied."""
 
     def __post_init__(self) -> None:
         if self.max_context_tokens is not None and self.max_context_tokens < 2:
