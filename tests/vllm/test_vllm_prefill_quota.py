@@ -236,8 +236,8 @@ def test_loads_from_host_memory_count_and_begin_behind_a_cut(
     (first,) = chunks(engine, planned)
     assert (first.request_id, first.cached) == ("external", 8_000)
     assert attention_s([first]) <= 0.5 < attention_s([Chunk(cached=8_000, new=first.new + BLOCK)])
-    # Who is yet to be read is asked for, so that its read begins; the next that could be computed waits. Since
-    # vLLM 0.33 those behind it are asked for too.
+    # The connector is asked about the request whose KV is still to be read, so that its read begins; the next
+    # request that could be computed waits. vLLM 0.33 also asks about the requests behind it.
     assert [request_id for request_id, _ in asked][:3] == ["external", "read", "ready"]
     reading.clear()
     engine.take_in(planned)

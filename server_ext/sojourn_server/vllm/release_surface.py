@@ -126,9 +126,9 @@ def read_surface(read: ReadSource) -> dict[str, str]:
             module, name = UPSTREAM[class_name]
             found = _members(parse(module), name)
             for member in members:
-                node = found.get(member)
-                if node is not None:
-                    surface[f"{module}.{name}.{member}"] = _describe(node, body=table is OVERRIDDEN)
+                defined = found.get(member)
+                if defined is not None:
+                    surface[f"{module}.{name}.{member}"] = _describe(defined, body=table is OVERRIDDEN)
     return surface
 
 
