@@ -101,7 +101,7 @@ class LeaseTable:
         self._push(lease)
 
     def heard(self, program_id: ProgramId, now: float) -> None:
-        """Postpone the end by silence: an event of the client has arrived."""
+        """Note an event of the client: the lease's end by silence is postponed."""
         lease = self._leases.get(program_id)
         if lease is not None and lease.silent_s is not None:
             later = now + SILENCE_EXTENSION_S

@@ -1,6 +1,6 @@
 """Carries out the jobs of each step with the transfer manager: the worker side of the connector.
 
-    begin_step       takes the orders; reads and pushes begin
+    begin_step       begins this step's jobs: reads and pushes
     wait_for_layer   returns once this step's streams have filled a layer
     save_layer       a layer is computed: its pushes are sent while the next layer is computed
     end_step         copies this step's new Full Blocks and hands them to the store

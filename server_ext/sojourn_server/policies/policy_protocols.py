@@ -134,9 +134,9 @@ class VictimPolicy(Protocol):
 class EvictionPolicy(Protocol):
     """The order in which cached blocks of programs are evicted: ascending ``score``.
 
-    ``by_program`` False keeps the engine's least-recently-used order. ``standing`` is computed at a program's
-    events, and stored. ``score`` converts a stored standing to the present scale; all scores are recomputed
-    when the scale changes.
+    ``by_program`` False keeps the engine's least-recently-used order. ``standing`` returns the inputs of a
+    program's score; it is computed at the program's events, and stored. ``score`` converts a stored standing
+    to the present scale; all scores are recomputed when the scale changes.
     """
 
     by_program: bool

@@ -20,7 +20,8 @@ class ComputeThroughput(NamedTuple):
 
 
 def measure_compute() -> ComputeThroughput:
-    """Measured as the median of a few products of bfloat16 matrices on one device. Never raises."""
+    """Throughput, measured as the median of a few products of bfloat16 matrices on one device. Never
+    raises."""
     if importlib.util.find_spec("torch") is None:
         return ComputeThroughput(None, "torch is not installed here")
     try:

@@ -33,7 +33,7 @@ class KvBlockLayout(NamedTuple):
 
 
 def measure_bandwidth(copy_bytes: int = COPY_BYTES, blocks: KvBlockLayout | None = None) -> CopyBandwidth:
-    """Measured as the median of a few large copies. Never raises.
+    """Copy bandwidth, measured as the median of a few large copies. Never raises.
 
     With CUDA: pinned memory. On a CPU engine: the host tier's own copy routine with ``blocks``, or plain
     memory copies without ``blocks``.

@@ -46,7 +46,7 @@ _SHUTTING_DOWN = "shutting down"
 
 
 class SojournEndpoint:
-    """vLLM's endpoint plugin protocol (``vllm/plugins/endpoint_plugins/interface.py``)."""
+    """Implements vLLM's endpoint plugin protocol (``vllm/plugins/endpoint_plugins/interface.py``)."""
 
     name = "sojourn"
     required_tasks = ("generate",)

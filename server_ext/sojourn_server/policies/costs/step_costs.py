@@ -52,7 +52,7 @@ class StepCosts(NamedTuple):
 
 
 _NOISE = 0.05
-"""Relative deviation of samples on a quiet machine."""
+"""Typical relative deviation of samples on a quiet machine."""
 _ROUNDS = 16
 """Maximum rounds of the fit."""
 _CONVERGENCE_TOLERANCE = 1e-3

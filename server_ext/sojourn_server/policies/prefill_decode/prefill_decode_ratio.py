@@ -137,11 +137,11 @@ class TwoPathGain(NamedTuple):
     """Turns per second that each resource allows, all devices of its kind together."""
 
     one_path: float
-    """Limit of the prefill nodes' storage NICs."""
+    """Limit set by the prefill nodes' storage NICs."""
     two_paths: float
-    """Limit of all storage NICs."""
+    """Limit set by all storage NICs."""
     compute: float
-    """Limit of the prefill devices' compute."""
+    """Limit set by the prefill devices' compute."""
 
     @property
     def most(self) -> float:
