@@ -227,7 +227,7 @@ def watching(engines: Sequence[Engine], samples: list[Sample], began_s: float) -
 
 
 def busy_s(samples: Sequence[Sample]) -> dict[str, float]:
-    """Seconds for which each link had something to read."""
+    """Seconds for which each link had queued reads."""
     found = dict.fromkeys(samples[0].queued, 0.0)
     for before, after in itertools.pairwise(samples):
         for name, queued in before.queued.items():

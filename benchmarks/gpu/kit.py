@@ -53,7 +53,7 @@ LAYERS, PAGE_BYTES = 32, 64 * 1024
 """KV of Llama 3.1 8B with bf16: a page has 16 tokens of 8 heads of 128, keys and values."""
 
 MAY_BE_UNSEEN = "the load's to read its slot"
-"""The one wait whose absence may not show: CUDA may read a stable source early, but need not."""
+"""The one wait that can be left out without wrong bytes: CUDA may, but need not, read the source early."""
 
 
 class HostCuda:

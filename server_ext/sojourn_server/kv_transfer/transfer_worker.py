@@ -449,7 +449,7 @@ class TransferWorker:
             self.counts["pushes_refused"] += 1
 
     def _give(self, push: _ActivePush, layer: int) -> int:
-        """Copy a layer and send it. Runs in its own thread."""
+        """Copy a layer of a push's blocks and send the copy. Runs in the thread of ``_give_lane``."""
         try:
             began_s = time.perf_counter()
             blocks = self._kv.gather(layer, push.order.block_ids)

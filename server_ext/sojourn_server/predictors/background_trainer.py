@@ -160,8 +160,8 @@ class BackgroundTrainer:
         woke_s = saved_s = time.monotonic()
         allowed_s = 0.0
         trained = True
-        """Whether the thread has trained since the last hidden states: predicting and training alternate if
-        time is short."""
+        """Whether the thread has trained since the last hidden states arrived: predicting and
+        training alternate if time is short."""
         while not self._stopping:
             trains = student.due and allowed_s > 0.0
             note = self._next(wait_s=0.0 if trains else 0.05 if student.due else 1.0)

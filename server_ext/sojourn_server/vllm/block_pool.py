@@ -189,7 +189,7 @@ class EvictionAdapter:
         return standing
 
     def score(self, standing: Standing) -> Score:
-        """Return the eviction score of a standing in the present scale."""
+        """Return a standing's eviction score in the scale that the policy uses now."""
         return self._guarded(self._program_scheduler.owner_score, standing, self._branches.share) or (
             -math.inf,
         )

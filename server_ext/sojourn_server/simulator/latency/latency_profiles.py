@@ -136,7 +136,7 @@ class HardwareProfile:
     kv_read_efficiency: float
     """Fraction of the bandwidth peak in decode attention over a paged KV cache."""
     layer_overhead_s: float
-    """Seconds of a layer as its work goes to zero: small kernels."""
+    """Seconds that a layer takes as its work approaches zero: its small kernels."""
     step_overhead_s: float
     """Device idle time between two steps: scheduling, input preparation and sampling."""
     request_overhead_s: float
