@@ -80,7 +80,8 @@ def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
     """Make ``engine_client.shutdown`` end every open request with an error.
 
     vLLM's own shutdown stops the task that delivers outputs without notifying requests: after SIGTERM clients
-    waited for ever, and the server waited for them. ``state`` has the HTTP server once it runs.
+    waited for ever, and the server waited for them (vLLM's pull request 36964 is about that). ``state`` has
+    the HTTP server once it runs.
     """
     client: Any = engine_client
     shutdown, loop = client.shutdown, asyncio.get_running_loop()
