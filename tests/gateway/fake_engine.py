@@ -31,6 +31,7 @@ class FakeEngine:
         self.dead_core = False
         self.cut_after: int | None = None
         """Events after which a stream breaks off."""
+        self.stream_events = 5
         self.hang_after: int | None = None
         """Events after which a stream stays silent."""
         self.break_before_first_byte = 0
@@ -236,7 +237,7 @@ class FakeEngine:
             yield self.first_event.encode()
             yield b"data: [DONE]\n\n"
             return
-        for number in range(5):
+        for number in range(self.stream_events):
             if number == self.hang_after:
                 await asyncio.sleep(3600)
             if self.cut_after is not None and number == self.cut_after:

@@ -73,6 +73,17 @@ class EngineReply(NamedTuple):
         return document if isinstance(document, dict) else None
 
 
+def break_off(response: aiohttp.ClientResponse) -> None:
+    """Close an answer that may be being read; the reader gets an exception of its own.
+
+    aiohttp raises one exception object, kept in a module, at the readers of all closed answers. Its traceback
+    keeps the frames of each of them, and so their whole requests, for ever.
+    """
+    if response.content.exception() is None:
+        response.content.set_exception(aiohttp.ClientConnectionError("the answer was broken off"))
+    response.close()
+
+
 async def ask_engine(
     session: aiohttp.ClientSession,
     url: str,

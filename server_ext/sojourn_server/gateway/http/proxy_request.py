@@ -32,7 +32,13 @@ from .client_apis import (
     send_internal_error,
     send_rejection,
 )
-from .engine_client import EngineAnswer, ReplicaRequestError, is_engine_failure, send_to_engine
+from .engine_client import (
+    EngineAnswer,
+    ReplicaRequestError,
+    break_off,
+    is_engine_failure,
+    send_to_engine,
+)
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
 from .generation_request import GenerationRequest, InvalidGenerationRequest, PromptSizeEstimator
@@ -438,7 +444,7 @@ class ProxyRequest:
             # A replica that counts as dead may finish an answer that it still writes. While the client reads
             # nothing, no bytes are expected.
             if request_state.client_gone or (not is_writing and loop.time() - heard_s >= SILENT_ENGINE_S):
-                response.close()  # reading fails then, as if the replica had closed it
+                break_off(response)  # reading fails then, as if the replica had closed it
             else:
                 loop.call_later(SILENT_ENGINE_S, look_again)
 
