@@ -1,0 +1,53 @@
+"""Floods a server with events until it is killed: eight connections, batches of 1,000 events.
+
+Each batch follows the answer to the one before. Prints a line for each connection's first answer.
+
+    python event_flood_client.py PORT
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+CONNECTIONS = 8
+BATCH_EVENTS = 1000
+
+
+def batch(number: int) -> bytes:
+    """A request with events of as many programs."""
+    common = {"type": "tool_start", "tool": "bash"}
+    events = [
+        {**common, "program_id": f"flood{number}-{n}", "seq": n, "call_id": f"c{n}"}
+        for n in range(BATCH_EVENTS)
+    ]
+    body = json.dumps({"v": 1, "emitter": f"flood{number}", "events": events}).encode()
+    return b"POST /sojourn/v1/events HTTP/1.1\r\nHost: e\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+async def flood(port: int, number: int) -> None:
+    """One connection, which is opened again when it is closed."""
+    sent = batch(number)
+    answered = False
+    while True:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            while True:
+                writer.write(sent)
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0]))
+                if not answered:
+                    print(number, flush=True)
+                answered = True
+        except (OSError, asyncio.IncompleteReadError):
+            writer.close()
+
+
+async def main() -> None:
+    """All connections at once."""
+    await asyncio.gather(*(flood(int(sys.argv[1]), number) for number in range(CONNECTIONS)))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,115 @@
+"""A request of no program waits at most ``line_patience_s`` longer than on stock, on a real engine.
+
+The load is the one in which such a request once waited for five minutes: programs with hinted leases in a
+loop, and one request that always runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+from engine_tools import one_thread
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+PATIENCE_S = 2.0
+MARGIN_S = 2.0
+"""For other work on this machine, beside the longest turn of the load."""
+GIVE_UP_S = 20.0
+BLOCKS = 65
+BLOCK_TOKENS = 32
+STRANGER_TOKENS = 33 * BLOCK_TOKENS
+PROGRAMS, LOOPING = 24, 6
+ALWAYS_RUNNING_TOKENS = 200
+
+
+class GreedyClients:
+    """Programs with leases of 300 s, ``LOOPING`` of them in the engine at a time, beside one long answer."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.random = random.Random(3)
+        self.contexts = {
+            n: [1 + (7919 * (n + 1) * (i + 3)) % 3000 for i in range(self.random.randrange(200, 500))]
+            for n in range(PROGRAMS)
+        }
+        self.busy: dict[str, tuple[int | None, float]] = {}
+        """Requests with their program and the time at which they arrived."""
+        self.numbers = itertools.count()
+        self.finished = 0
+        self.longest_s = 0.0
+        """Longest time of an answer of ``ALWAYS_RUNNING_TOKENS``."""
+
+    def step(self) -> set[str]:
+        """Keep the engine busy for one step; returns what is answered and not of the load."""
+        if not any(n is None for n, _ in self.busy.values()):
+            self.start(None, [5] * 40, ALWAYS_RUNNING_TOKENS)
+        busy = {n for n, _ in self.busy.values()}
+        idle = [n for n in self.contexts if n not in busy]
+        for n in self.random.sample(idle, max(0, LOOPING + 1 - len(self.busy))):
+            self.start(n, self.contexts[n], 4)
+        others = set()
+        for output in self.engine.step():
+            if not output.finished:
+                continue
+            n, arrived_s = self.busy.pop(output.request_id, (None, 0.0))
+            if not arrived_s:
+                others.add(output.request_id)
+                continue
+            self.finished += 1
+            if n is None:
+                self.longest_s = max(self.longest_s, time.monotonic() - arrived_s)
+            elif len(self.contexts[n]) < 800:
+                self.contexts[n] += [
+                    *output.outputs[0].token_ids,
+                    *[1 + (n * 31 + i) % 3000 for i in range(20)],
+                ]
+        return others
+
+    def start(self, n: int | None, prompt: list[int], max_tokens: int) -> None:
+        hint = {"program_id": f"P{n}", "kv_retention_ttl_seconds": 300}
+        self.busy[self.add(prompt, max_tokens, hint if n is not None else None)] = (n, time.monotonic())
+
+    def add(self, prompt: list[int], max_tokens: int, hint: dict[str, Any] | None) -> str:
+        from vllm import SamplingParams
+
+        request_id = f"r{next(self.numbers)}"
+        extra = {"agentic_context": json.dumps(hint)} if hint is not None else None
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+        self.engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
+        return request_id
+
+
+def wait_of_a_stranger(llm: Any) -> tuple[float, float]:
+    """Seconds until a request for half of the pool is answered, and those of the load's longest turn."""
+    clients = GreedyClients(llm.llm_engine)
+    while clients.finished < 3 * PROGRAMS or not clients.longest_s:
+        clients.step()
+    longest_s = clients.longest_s
+    arrived_s = time.monotonic()
+    stranger = clients.add([1 + (104_729 * i) % 3000 for i in range(STRANGER_TOKENS)], 1, None)
+    while stranger not in clients.step():
+        if time.monotonic() - arrived_s > GIVE_UP_S:
+            break
+    waited_s = time.monotonic() - arrived_s
+    llm.llm_engine.abort_request([*clients.busy, stranger])
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    return waited_s, longest_s
+
+
+@pytest.mark.parametrize("policy", ["static-ttl", "continuum"])
+def test_hinted_leases_delay_a_stranger_by_no_more_than_the_patience(
+    make_llm: Any, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    with one_thread(monkeypatch):
+        stock_s, _ = wait_of_a_stranger(make_llm("stock", num_blocks=BLOCKS))
+        ours = make_llm(policy, sojourn={"strict": True, "line_patience_s": PATIENCE_S}, num_blocks=BLOCKS)
+        waited_s, longest_turn_s = wait_of_a_stranger(ours)
+    print(f"\n{policy}: stock {stock_s:.2f} s, ours {waited_s:.2f} s, longest turn {longest_turn_s:.2f} s")
+    assert waited_s <= stock_s + PATIENCE_S + longest_turn_s + MARGIN_S
