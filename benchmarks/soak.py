@@ -97,8 +97,9 @@ class Client:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.words[line.strip()] += 1
+        with self._process.stdout as lines:
+            for line in lines:
+                self.words[line.strip()] += 1
 
     @property
     def ended(self) -> bool:
