@@ -71,7 +71,7 @@ def probe_dialect(transport: ServerTransport, *, timeout_s: float) -> str | None
         return None
     if answer.status != 200:
         logger.warning(
-            "the server answered %d when asked what it speaks; sending headers only", answer.status
+            "the server answered %d when asked for its capabilities; sending headers only", answer.status
         )
         return None
     try:
@@ -81,7 +81,7 @@ def probe_dialect(transport: ServerTransport, *, timeout_s: float) -> str | None
     if told.name != "sojourn":
         return "vllm"
     if WIRE_VERSION not in told.wire:
-        logger.warning("the server speaks wire %s, this SDK %d; headers only", told.wire, WIRE_VERSION)
+        logger.warning("the server has wire version %s, this SDK %d; headers only", told.wire, WIRE_VERSION)
         return "vllm"
     return "sojourn"
 

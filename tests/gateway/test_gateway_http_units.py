@@ -327,12 +327,12 @@ def test_a_failing_policy_is_logged_with_its_reason_and_not_at_each_request(
         for number in range(5):
             routing_backend.open(routing_events.RequestReceived(f"r{number}", "t", 10))
         assert [one.message for one in caplog.records] == [
-            "the policy that routes failed at 1 question, the last time with "
+            "the routing policy failed in 1 call, the last time with "
             "RuntimeError: lost its way at r0; please report this"
         ]
         now[0] += 11
         routing_backend.tell(routing_events.Tick())
-    assert "failed at 4 questions" in caplog.records[-1].message
+    assert "failed in 4 calls" in caplog.records[-1].message
     assert "at r4" in caplog.records[-1].message
     assert len(caplog.records) == 2
 

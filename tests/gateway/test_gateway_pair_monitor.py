@@ -78,7 +78,7 @@ def other_model(engine: PairEngine) -> None:
         (no_paths, "expected an engine started with --role"),
         (other_blocks, "8,192 bytes and 64 tokens; expected 4,096 and 64"),
         (other_model, "serves 'large'; expected 'tiny'"),
-        (other_kv, "its KV is of another kind than the others'"),
+        (other_kv, "its KV cannot be exchanged with the other engines'"),
     ],
 )
 async def test_an_engine_that_does_not_fit_is_named_once_and_sent_nothing(
@@ -98,7 +98,7 @@ async def test_an_engine_that_does_not_fit_is_named_once_and_sent_nothing(
             assert len(good.requests) == 3
             assert [*await refused(it)] == [odd.url]
             assert told in (await refused(it))[odd.url]
-            assert caplog.text.count(f"{odd.url} is sent nothing") == 1
+            assert caplog.text.count(f"{odd.url} gets no requests") == 1
             # Started as it should be, it is one of them.
             odd.role, odd.tells_paths, odd.model, odd.paths = PairRole.DECODE, True, "tiny", {}
             await odd.kill()
@@ -209,7 +209,7 @@ async def test_the_log_names_the_effect_of_a_lost_engine(role: str, caplog: pyte
         assert caplog.text.count(both) == 1
         await first.kill()
         await until(lambda: first.name not in known(it))
-        assert f"{first.url} is gone (its connections are refused" in caplog.text
+        assert f"{first.url} is gone (it refuses connections" in caplog.text
         assert f"; other {role} engines go on" in caplog.text
         counts = "1 of 2 prefill and 2 of 2" if role == "prefill" else "2 of 2 prefill and 1 of 2"
         assert caplog.text.count(f"pairs: {counts} decode engines are here") == 1
@@ -372,7 +372,7 @@ LINK = {"queued_bytes": 4096, "queued_s": 0.5, "moved_bytes": 7}
 def test_kv_is_compared_if_both_engines_report_it(kv: str, ours: str, alike: bool) -> None:
     why = incompatibility(("tiny", 4096, 64, kv), ("tiny", 4096, 64, ours))
     assert (why == "") is alike
-    assert alike or "expected engines that are started alike" in why
+    assert alike or "expected engines started with the same flags" in why
     assert alike or "--block-size" in why
     assert parse_pair_capabilities({"paths": {**PATHS, "kv": kv}}).kv == kv
 

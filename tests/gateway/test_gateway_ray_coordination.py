@@ -266,7 +266,7 @@ async def test_a_full_replica_is_asked_about() -> None:
         assert isinstance(await asyncio.wait_for(third.next(), 60), routing_events.SendRequest)
 
 
-# -- the coordinator is away --------------------------------------------------------
+# -- the coordinator does not answer --------------------------------------------------------
 
 
 async def test_while_it_is_away_known_homes_go_on_and_new_programs_are_placed_here() -> None:

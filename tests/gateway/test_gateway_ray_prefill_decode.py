@@ -253,7 +253,7 @@ async def test_an_engine_that_fits_no_other_is_sent_nothing_and_logged_once(
             await it.engine("d2", block_bytes=8192)
             await it.engine("d3", model="other")
         assert set(await it.health()) == {"p1:1", "d1:1"}
-        told = [record.getMessage() for record in caplog.records if "is sent nothing" in record.getMessage()]
+        told = [record.getMessage() for record in caplog.records if "gets no requests" in record.getMessage()]
         assert len(told) == 2
         assert "its Full Blocks are of 8,192 bytes and 64 tokens; expected 4,096 and 64" in told[0]
         assert "it serves 'other'; expected 'tiny'" in told[1]

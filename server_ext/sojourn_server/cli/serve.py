@@ -55,9 +55,9 @@ def serve(
     sojourn_network: Path | None = typer.Option(None, help="File for the predictor of tetris-learned"),
     sojourn_profile: Path | None = typer.Option(None, help="TOML written by sojourn profile"),
     sojourn_lease_budget: float | None = typer.Option(None, help="Share of the KV cache for leases, 0 to 1"),
-    sojourn_max_ttl_s: float | None = typer.Option(None, help="Longest lease of a hint, seconds"),
+    sojourn_max_ttl_s: float | None = typer.Option(None, help="Longest lease from a hint, seconds"),
     compute_quota_s: float | None = typer.Option(
-        None, help="Most attention per step, seconds by --sojourn-profile", show_default="no limit"
+        None, help="Most attention time per step, seconds, by --sojourn-profile", show_default="no limit"
     ),
     kv_host_gib: float | None = typer.Option(None, help="Host memory for KV evicted from the device, GiB"),
     kv_disk: Path | None = typer.Option(None, help="Directory for KV evicted from host memory"),

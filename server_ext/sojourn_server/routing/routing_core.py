@@ -188,7 +188,7 @@ class RoutingCore(ABC):
         ``elapsed_s=None``: the snapshot's times are on this core's clock. Raises ``ValueError`` for an
         invalid state or a core that is already in use.
         """
-        raise ValueError("the state is one of engines that prefill and decode; expected none")
+        raise ValueError("the state is of prefill and decode engines; expected a state without them")
 
     @abstractmethod
     def suspect_all(self, now: float) -> None:

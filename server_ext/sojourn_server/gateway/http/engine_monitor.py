@@ -23,7 +23,7 @@ MAX_LOST_PROBES = 3
 DESCRIBE_EVERY_POLLS = 15
 """Number of polls between two requests for an engine's description."""
 _LOSS_TEXTS = {
-    "refused": "its connections are refused, or it says that it is not well",
+    "refused": "it refuses connections or reports that it is unhealthy",
     "silent": "it does not answer",
 }
 """Log texts for the loss of an engine, by reason."""

@@ -242,9 +242,9 @@ def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str
         if kv == our_kv or not kv or not our_kv:
             return ""
         return (
-            "its KV is of another kind than the others', which they would refuse: weights, block size of the "
-            "engine (--block-size), data type of KV, hash seed or release differ; expected engines that are "
-            "started alike, from the same weights"
+            "its KV cannot be exchanged with the other engines': weights, block size of the "
+            "engine (--block-size), data type of KV, hash seed or release differ; expected engines "
+            "started with the same flags, from the same weights"
         )
     if model != our_model:
         return f"it serves {model!r}; expected {our_model!r}, as the others do"

@@ -365,7 +365,7 @@ class Gateway:
             known = ", ".join(one.replica_id for one in self.replicas)
             raise ApiError(
                 400,
-                "each replica has its own decisions, and none is named",
+                "each replica has its own decisions, and the query names none",
                 f"add replica=NAME to the query; replicas are: {known}",
             )
         replica = self._replica(name)

@@ -56,9 +56,7 @@ class GatewayMetrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"sojourn_gateway_{name}", text, labels, registry=self.registry)
 
-        self._requests = counter(
-            "requests", "Requests sent to a replica, by the reason for which one.", "reason"
-        )
+        self._requests = counter("requests", "Requests sent to a replica, by why it was chosen.", "reason")
         self._refused = counter(
             "refused", "Requests answered by the gateway with an error, by its code.", "code"
         )
@@ -81,14 +79,18 @@ class GatewayMetrics:
         replica."""
         self._waiting = gauge("waiting", "Requests that wait at the gateway, for one replica or for any.")
         self._waiting.set_function(lambda: self.waiting)
-        self._load = gauge("replica_load", "Share of a replica that requests in flight use.", "replica")
+        self._load = gauge(
+            "replica_load", "Share of a replica's capacity that requests in flight use.", "replica"
+        )
         self._in_flight = gauge(
             "replica_in_flight", "Requests sent to a replica and not answered.", "replica"
         )
         self._queued = gauge("replica_queued", "Requests that wait at the gateway for a replica.", "replica")
         self._homed = gauge("replica_programs", "Programs at home at a replica.", "replica")
         self._room = gauge(
-            "replica_room_tokens", "KV that the programs at home leave of all tiers of a replica.", "replica"
+            "replica_room_tokens",
+            "KV capacity of a replica, in all tiers, that its programs leave free.",
+            "replica",
         )
         self._health = gauge("replica_health", "1 for the assumed health of a replica.", "replica", "health")
         self._role = gauge(

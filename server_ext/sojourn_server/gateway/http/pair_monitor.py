@@ -182,7 +182,7 @@ class PairMonitor(EngineMonitor):
         if described.unfit or paths is None:
             return described.unfit
         if paths.role is not role:
-            return f"it is a {paths.role.value} engine; expected a {role.value} engine, as which it is named"
+            return f"it is a {paths.role.value} engine; expected a {role.value} engine, as listed"
         ours = self._kind
         alike = [
             other
@@ -217,7 +217,7 @@ class PairMonitor(EngineMonitor):
                 self._tell(routing_events.ReplicaGone(address.replica_id, instance, "refused"))
         watched.places = []
         if self._refused.get(watched.url) != why:
-            logger.warning("%s is sent nothing: %s", watched.url, why)
+            logger.warning("%s gets no requests: %s", watched.url, why)
             self._refused[watched.url] = why
 
     def _gone(self, watched: MonitoredEngine, reason: str) -> None:

@@ -59,7 +59,7 @@ class PolicyFailureLog:
             return
         self._said, self._said_s = self._counts.policy_failures, now
         logger.error(
-            "the policy that routes failed at %d question%s, the last time with %s; please report this",
+            "the routing policy failed in %d call%s, the last time with %s; please report this",
             new,
             "" if new == 1 else "s",
             self._counts.newest_policy_failure or "no text",

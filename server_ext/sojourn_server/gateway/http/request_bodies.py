@@ -112,7 +112,7 @@ class RequestBody:
                     rest += part
                 if not message.get("more_body"):
                     return first + rest if rest else first
-        raise BodyRejected(408, "slow_body", f"after {loop.time() - began_s:.0f} s the body has not come")
+        raise BodyRejected(408, "slow_body", f"after {loop.time() - began_s:.0f} s the body has not arrived")
 
     def _check(self, more_bytes: int) -> None:
         if self._held_bytes + more_bytes > self._max_bytes:

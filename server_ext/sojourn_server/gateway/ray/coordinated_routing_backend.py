@@ -58,7 +58,7 @@ LONG_POLL_TIMEOUT_S = 20.0
 RETRY_S = 0.2
 SWEEP_INTERVAL_S = 0.25
 
-UNEXPECTED_RESPONSE = "the coordinator was misunderstood; please report this"
+UNEXPECTED_RESPONSE = "an answer of the coordinator was not understood; please report this"
 
 _REQUESTLESS_EVENTS = (
     routing_events.ProgramEnded,
@@ -276,15 +276,15 @@ class CoordinatedRoutingBackend:
     def _encodable_events(
         self, said: Sequence[routing_events.AnyRoutingEvent]
     ) -> tuple[routing_events.AnyRoutingEvent, ...]:
-        """The events that can be encoded. If the end of a request cannot, fields of it are left out until it
-        can."""
+        """The events that can be encoded. The end of a request that cannot is sent with
+        its id, replica and result alone."""
         found: list[routing_events.AnyRoutingEvent] = []
         for event in said:
             try:
                 encode_message(event)
             except MessageEncodingError as error:
                 what = type(event).__name__
-                self._rate_limited_log.log(logging.ERROR, f"{what} cannot be encoded as it is: %s", error)
+                self._rate_limited_log.log(logging.ERROR, f"an event {what} cannot be encoded: %s", error)
                 if isinstance(event, routing_events.RequestFinished):
                     found.append(
                         routing_events.RequestFinished(event.request_id, 0, event.replica_id, event.answered)
@@ -398,7 +398,9 @@ class CoordinatedRoutingBackend:
     def _mark_disconnected(self) -> None:
         """Record that this gateway has to join again."""
         if self.joined:
-            self._rate_limited_log.log(logging.WARNING, "the coordinator is away; known homes go on")
+            self._rate_limited_log.log(
+                logging.WARNING, "the coordinator does not answer; programs with homes go on"
+            )
         self.joined = False
         # Their results are useless, and calls to the next coordinator would wait for them.
         for task in self._sends - {asyncio.current_task()}:

@@ -258,7 +258,7 @@ class Coordinator:
     def _advance_epoch(self, epoch: int) -> None:
         """Adopt a higher epoch. Without a checkpoint, epochs come from the clock; if the clock was set back,
         every successor would otherwise be deposed."""
-        logger.warning("coordinator %d has met epoch %d: it goes on as %d", self.epoch, epoch, epoch + 1)
+        logger.warning("coordinator %d got epoch %d: it continues as %d", self.epoch, epoch, epoch + 1)
         self.epoch = epoch + 1
         self.core.journal.life = str(self.epoch)
         self.post.wake_all()  # joined gateways join again
@@ -275,7 +275,7 @@ class Coordinator:
             for event in self._admission.drain_events():
                 self._take(event)
         if why:
-            self._forget(registration.engine_id, "it is sent nothing")
+            self._forget(registration.engine_id, "it gets no requests")
             self._refresh_replicas()
             return RegistrationResponse(self.epoch)
         entry = self.engines.put(registration)
@@ -366,9 +366,13 @@ class Coordinator:
                 continue  # its supervisor reports it alive: only some gateway cannot reach it
             owner = self.engines.engine_of(replica_id)
             if owner is not None:
-                self._forget(owner, "silent, and not reached")
+                self._forget(owner, "it stopped reporting, and a probe did not reach it")
             else:
-                self._take(routing_events.ReplicaGone(replica_id, instance, "silent, and not reached"))
+                self._take(
+                    routing_events.ReplicaGone(
+                        replica_id, instance, "it stopped reporting, and a probe did not reach it"
+                    )
+                )
 
     # -- the core -----------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class CoordinatorActorClient(CoordinatorClient):
         self._handle: Any = None
 
     async def _call(self, method: str, message: Any, kind: type[m.Message]) -> m.Message:
-        data = m.encode_message(message)  # an invalid message does not mean that the coordinator is away
+        data = m.encode_message(message)  # fails here if the message is invalid, not the coordinator
         try:
             if self._handle is None:
                 # Asks Ray's own store, which may be slow.

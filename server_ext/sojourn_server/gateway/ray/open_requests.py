@@ -163,7 +163,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
     def _waits(self, one: OpenRequest, now: float) -> routing_events.RejectRequest | None:
         if now - one.since_s < MAX_WAIT_WITHOUT_REPLICA_S:
             return None
-        message = "no replica is known, and the coordinator is away"
+        message = "no replica is known, and the coordinator does not answer"
         return routing_events.RejectRequest(one.asked.request_id, 503, "coordinator_away", message, 5.0)
 
     def _pair(

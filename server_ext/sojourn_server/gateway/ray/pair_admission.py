@@ -75,7 +75,7 @@ class PairAdmission:
         if not why:
             self._logged_rejections.pop(registration.engine_id, None)
         elif self._logged_rejections.get(registration.engine_id) != why:
-            logger.warning("engine %s is sent nothing: %s", registration.engine_id, why)
+            logger.warning("engine %s gets no requests: %s", registration.engine_id, why)
             self._logged_rejections[registration.engine_id] = why
         [address] = rank_addresses(registration.url, 1)
         lease = self._core.lease(address.replica_id)

@@ -322,7 +322,7 @@ def _check_config(config: RayConfig, source: str) -> None:
     if not config.wait_s > 0:
         raise wrong("wait_s", config.wait_s, "more than 0")
     if not config.address.strip():
-        raise wrong("address", config.address, "local, auto, or HOST:PORT of a cluster that runs")
+        raise wrong("address", config.address, "local, auto, or HOST:PORT of a running cluster")
     if not config.name.replace("-", "").replace("_", "").isalnum() or not config.name.isascii():
         raise wrong("name", config.name, "letters, digits, - and _")
     if config.keys.api is not None and config.tenants is not None:
@@ -330,7 +330,7 @@ def _check_config(config: RayConfig, source: str) -> None:
     if config.on_loopback and config.host not in ("127.0.0.1", "::1", "localhost"):
         raise wrong("host", config.host, "127.0.0.1, or loopback_only: false")
     if config.loopback_only and not config.is_local:
-        raise wrong("loopback_only", True, "address: local; a cluster that runs listens where it was told to")
+        raise wrong("loopback_only", True, "address: local; a running cluster has its own addresses")
 
 
 Wrong = Callable[[str, object, str], RayConfigError]
@@ -354,7 +354,7 @@ def _check_engines(group: EngineGroup, wrong: Wrong) -> None:
             f"between 0 and {key}.target_use, {engines.target_use}, which is at most 1",
         )
     if engines.command and not any("{port}" in part for part in engines.command):
-        raise wrong(f"{key}.command", list(engines.command), "{port} where its port goes")
+        raise wrong(f"{key}.command", list(engines.command), "{port} in place of the port's number")
     for flag in ("--port", "--host"):
         if any(part == flag or part.startswith(f"{flag}=") for part in engines.args):
             raise wrong(f"{key}.args", list(engines.args), f"no {flag}: each engine gets its own")
@@ -365,14 +365,14 @@ def _check_pairs(config: RayConfig, wrong: Wrong) -> None:
     if pairs.read_side not in READ_SIDES:
         raise wrong("pairs.read_side", pairs.read_side, ", ".join(READ_SIDES))
     if pairs.store is not None and not os.path.isabs(pairs.store):
-        raise wrong("pairs.store", pairs.store, "a path from /, the same on every node")
+        raise wrong("pairs.store", pairs.store, "an absolute path, the same on every node")
     for group in config.groups:
         engines = group.engines
         if engines.scales:
             raise wrong(
                 f"{group.role}.max",
                 engines.max,
-                f"{group.role}.min, {engines.min}: so far there are as many of a role as are named",
+                f"{group.role}.min, {engines.min}: the numbers of prefill and decode engines are fixed",
             )
         if not engines.command and pairs.store is None:
             raise wrong("pairs.store", None, "the directory that engines of all pairs share")
