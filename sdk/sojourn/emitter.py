@@ -124,7 +124,7 @@ class Emitter:
         self._update_accepted_kinds()
 
     def _update_accepted_kinds(self) -> None:
-        """Set which events are accepted now."""
+        """Set which kinds of events are accepted in the current state."""
         shut = self._closed or not self._supported
         self._kinds: frozenset[type[Event]] = frozenset() if shut else self._event_transport.kinds
 

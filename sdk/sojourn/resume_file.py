@@ -1,4 +1,4 @@
-"""A file that holds a program's id until its clean end, so that a restarted client goes on with it.
+"""A file that holds a program's id until its clean end, so that a restarted client continues the program.
 
     with sojourn.program("fix-issue", resume="run.id"): ...
 

@@ -85,7 +85,8 @@ _MAX_MARKS = 8
 
 
 def _without_end_marks(text: str) -> str:
-    """``text`` without special tokens at its end, which are there if the output was decoded with them."""
+    """``text`` without special tokens at its end, which it has if the output was decoded with special
+    tokens."""
     for _ in range(_MAX_MARKS):
         text = text.rstrip()
         if text.endswith(_END_MARKS):

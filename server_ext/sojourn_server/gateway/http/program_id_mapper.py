@@ -73,8 +73,8 @@ class ProgramIdMapper:
             return (tenant, self._cut.get((tenant, program_id)) or program_id)
 
     def event(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw | None:
-        """Return an event with the engine's names; ``None``: the gateway cannot read the event, but an engine
-        might.
+        """Return an event with the program ids that engines use; ``None``: the gateway cannot read the event,
+        but an engine might.
 
         Only fields that the gateway knows are passed on, because others might name programs.
         """
