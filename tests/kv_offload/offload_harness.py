@@ -121,10 +121,11 @@ class Engine:
         return jobs
 
     def end(self) -> set[int]:
-        """The rest of a step, and its results."""
-        for name in self.device.layers:
-            self.mover.wait_for_layer(name)
-        invalid = self.mover.end_step()
+        """The rest of a step, and its results: all loads are waited for. Returns the blocks not filled."""
+        self.mover.wait_for_loads()
+        loaded, invalid = self.mover.take_loaded()
+        for request_id in loaded:
+            self.planner.take_loaded(request_id, invalid)
         self.results = self.mover.take_results()
         self.planner.take_results(self.results)
         return invalid

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 DEVICE_BLOCKS = 12
@@ -16,6 +19,15 @@ def key_of(chain: int, index: int) -> bytes:
     return b"chain%02d-block%03d" % (chain, index)
 
 
+@dataclass
+class Loading:
+    """A request whose blocks are under way: it holds them, and those of its beginning."""
+
+    local: list[bytes]
+    keys: list[bytes]
+    block_ids: list[int]
+
+
 class RandomClients:
     """Base of a random life, which has these attributes."""
 
@@ -23,12 +35,88 @@ class RandomClients:
     planner: Any
     requests: int
     waiting: dict[str, int]
-    """By request that waits for the disk, its chain."""
+    """By request that waits for the disk, for another's load or for room, its chain."""
     cached: dict[bytes, int]
     taken: set[int]
+    """Blocks that this step computes."""
+    loading: dict[str, Loading]
+    done: Counter[str]
+
+    def _now(self) -> float:
+        raise NotImplementedError
+
+    def _step(self, writes: dict[int, bytes]) -> None:
+        """A step that computes these blocks."""
+        raise NotImplementedError
+
+    def _check(self, block_id: int, key: bytes) -> None:
+        """The device's block has this content."""
+        raise NotImplementedError
 
     def _serve(self, asked: list[tuple[str, int, int]]) -> None:
-        raise NotImplementedError
+        in_use: dict[bytes, int] = {}
+        writes: dict[int, bytes] = {}
+        for request_id, chain, blocks in asked:
+            self._admit(request_id, [key_of(chain, index) for index in range(blocks)], in_use, writes)
+        self._step(writes)
+        self.cached.update(in_use)
+
+    def _admit(
+        self, request_id: str, keys: list[bytes], in_use: dict[bytes, int], writes: dict[int, bytes]
+    ) -> None:
+        local = 0
+        while local < len(keys) and keys[local] in self.cached:
+            local += 1
+        found = self.planner.lookup(request_id, keys[local:], self._now())
+        fits = len(keys) - local <= DEVICE_BLOCKS - len(self._held({*keys[:local]}) | {*in_use.values()})
+        if found is None or not fits or self.draw.random() < 0.1:
+            self.done["shared a load"] += found is None and any(
+                keys[local] in other.keys for other in self.loading.values()
+            )
+            self.waiting[request_id] = int(keys[0][5:7])
+            return
+        self.waiting.pop(request_id, None)
+        # A request that loads computes nothing yet; the rest is for another turn of its program.
+        new = keys[local : local + found] if found else keys[local:]
+        used = {**in_use, **{key: self.cached[key] for key in keys[:local]}}
+        block_ids: list[int] = []
+        for key in new:
+            if key in self.cached:  # a later part that was cached without its beginning
+                self.planner.evicted(key, self.cached.pop(key))
+            block_ids.append(self._take_block({**used, **dict(zip(new, block_ids, strict=False))}))
+        self.planner.load(request_id, new[:found], block_ids[:found])
+        if found:
+            self.loading[request_id] = Loading(keys[:local], new, block_ids)
+        else:
+            in_use.update(zip(new, block_ids, strict=True))
+            writes.update(zip(block_ids, new, strict=True))
+            self.taken.update(block_ids)
+        if self.draw.random() < 0.5:
+            self.planner.abandon(request_id)
+
+    def _arrived(self, request_id: str, not_filled: Collection[int]) -> None:
+        """The worker says that the load has ended."""
+        load = self.loading.pop(request_id)
+        arrived = self.planner.take_loaded(request_id, not_filled)
+        filled = [block_id not in not_filled for block_id in load.block_ids]
+        assert arrived == [*filled, False].index(False)
+        for key, block_id, is_filled in zip(load.keys, load.block_ids, filled, strict=True):
+            if is_filled:
+                self._check(block_id, key)
+        self.done["invalid"] += filled.count(False)
+        # If its client has gone the blocks are free again; so are those that another computed meanwhile.
+        if self.draw.random() < 0.8:
+            for key, block_id in list(zip(load.keys, load.block_ids, strict=True))[:arrived]:
+                self.cached.setdefault(key, block_id)
+        else:
+            self.planner.abandon(request_id)
+
+    def _held(self, local: Collection[bytes] = ()) -> set[int]:
+        """Blocks that nobody else may get now."""
+        held = {self.cached[key] for key in local} | self.taken
+        for load in self.loading.values():
+            held.update(load.block_ids, (self.cached[key] for key in load.local))
+        return held
 
     def turns(self) -> None:
         """One or two requests that are admitted by the same step."""
@@ -50,13 +138,13 @@ class RandomClients:
 
     def _take_block(self, in_use: dict[bytes, int]) -> int:
         """A block of the device for something else: its content is evicted first."""
-        used = {*self.cached.values(), *in_use.values(), *self.taken}
-        free = [block_id for block_id in range(DEVICE_BLOCKS) if block_id not in used]
+        held = self._held() | {*in_use.values()}
+        free = [
+            block_id for block_id in range(DEVICE_BLOCKS) if block_id not in {*self.cached.values(), *held}
+        ]
         if free:
-            block_id = free[0]
-        else:
-            key = self.draw.choice(list(self.cached))
-            block_id = self.cached.pop(key)
-            self.planner.evicted(key, block_id, self.draw.choice([0, 1, 2]))
-        self.taken.add(block_id)
+            return free[0]
+        key = self.draw.choice([key for key, block_id in self.cached.items() if block_id not in held])
+        block_id = self.cached.pop(key)
+        self.planner.evicted(key, block_id, self.draw.choice([0, 1, 2]))
         return block_id

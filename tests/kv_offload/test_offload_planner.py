@@ -87,7 +87,7 @@ def test_of_what_was_read_or_stored_again_too() -> None:
     assert planner.lookup("r", context, 0.0) == 80
     planner.load("r", context, range(80))
     planner.take_jobs()
-    planner.take_jobs()
+    assert planner.take_loaded("r") == 80
     for number in range(1000, 1030):
         planner.evicted(key(number), 2)
     assert in_host(planner, context) == [True] * 70 + [False] * 10
@@ -109,6 +109,8 @@ def test_what_a_request_waits_for_is_pinned_until_it_is_loaded_or_given_up() -> 
     planner.load("s", keys(0, 20), range(20))
     planner.take_jobs()
     planner.take_jobs()
+    assert planner.pinned_host_blocks == 20
+    assert planner.take_loaded("s") == 20
     assert planner.pinned_host_blocks == 0
     planner.store([(key(50), 1)])
     assert planner.pinned_host_blocks == 1, "a copy fills it"

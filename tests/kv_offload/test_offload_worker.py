@@ -137,36 +137,95 @@ def test_what_is_found_while_it_is_being_stored_is_there_when_it_is_loaded(
 # -- order, and what waits for what
 
 
-def test_a_layer_is_there_when_it_is_waited_for_however_late_the_next_is(make: Callable[..., Engine]) -> None:
+def test_no_step_waits_for_a_load(make: Callable[..., Engine]) -> None:
     engine = make()
     engine.save([A, B])
     engine.step()
-    arrives = [threading.Event() for _ in range(LAYERS)]
-    engine.device.before = lambda name, layer: waits(arrives[layer], "to_device")(name, layer)
+    arrives = threading.Event()
+    engine.device.before = waits(arrives, "to_device")
     assert engine.ask([A, B]) == 2
     engine.planner.load("r", [A, B], [4, 5])
-    engine.begin()  # returns, although nothing has arrived
-    for layer, name in enumerate(engine.device.layers):
-        assert not engine.holds(4, A, [layer])
-        arrives[layer].set()
-        engine.mover.wait_for_layer(name)
-        assert engine.holds(4, A, [layer])
-        assert engine.holds(5, B, [layer])
-    assert engine.mover.end_step() == set()
+    engine.begin()
+    for _ in range(3):  # other requests compute
+        assert engine.mover.take_loaded() == (set(), set())
+        engine.planner.take_results(engine.mover.take_results())
+        engine.begin()
+    assert engine.planner.under_way == 1
+    arrives.set()
+    assert engine.end() == set()
+    assert engine.planner.under_way == 0
+    assert engine.results.waited_s == 0
+    assert engine.holds(4, A)
+    assert engine.holds(5, B)
 
 
-def test_the_step_ends_when_the_last_layer_has_arrived_waited_for_or_not(make: Callable[..., Engine]) -> None:
+def test_a_load_is_answered_when_its_last_layer_has_arrived(make: Callable[..., Engine]) -> None:
     engine = make()
     engine.save([A])
     engine.step()
-    arrived = threading.Event()
-    engine.device.before = waits(arrived, "to_device")
+    last, arrives = threading.Event(), threading.Event()
+
+    def before(name: str, layer: int) -> None:
+        if name == "to_device" and layer == LAYERS - 1:
+            last.set()
+            assert arrives.wait(PATIENCE_S)
+
+    engine.device.before = before
     assert engine.ask([A]) == 1
     engine.planner.load("r", [A], [4])
     engine.begin()
-    threading.Timer(0.05, arrived.set).start()
-    assert engine.mover.end_step() == set()
+    assert last.wait(PATIENCE_S)
+    assert engine.mover.take_loaded() == (set(), set())
+    arrives.set()
+    engine.mover.wait_for_loads()
+    assert engine.mover.take_loaded() == ({"r"}, set())
+    assert engine.mover.take_loaded() == (set(), set()), "and once"
     assert engine.holds(4, A)
+
+
+def test_a_slot_keeps_its_block_until_the_load_has_ended(make: Callable[..., Engine]) -> None:
+    engine = make(slots=2)
+    engine.save([A, B])
+    engine.step()
+    arrives = threading.Event()
+    engine.device.before = waits(arrives, "to_device")
+    assert engine.ask([A]) == 1
+    engine.planner.load("r", [A], [4])
+    engine.begin()
+    for number, each in enumerate((C, D)):  # what the device loses meanwhile finds one slot only
+        engine.write(number, each)
+        engine.planner.evicted(each, number)
+        engine.begin()
+    arrives.set()
+    assert engine.end() == set()
+    assert engine.holds(4, A)
+    assert nothing_is_pinned(engine.planner)
+
+
+def test_a_request_is_answered_before_those_behind_it(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.save([A, B])
+    engine.step()
+    begun: list[str] = []
+    second = threading.Event()
+
+    def before(name: str, layer: int) -> None:
+        if name == "to_device":
+            begun.append(name)
+            assert len(begun) <= LAYERS or second.wait(PATIENCE_S)
+
+    engine.device.before = before
+    for request_id, each, block_id in (("first", A, 4), ("second", B, 5)):
+        assert engine.ask([each], request_id) == 1
+        engine.planner.load(request_id, [each], [block_id])
+    engine.begin()
+    deadline = time.monotonic() + PATIENCE_S
+    while (answered := engine.mover.take_loaded()) == (set(), set()):
+        assert time.monotonic() < deadline
+    assert answered == ({"first"}, set())
+    second.set()
+    engine.mover.wait_for_loads()
+    assert engine.mover.take_loaded() == ({"second"}, set())
 
 
 def test_no_lane_waits_for_another(make: Callable[..., Engine], tmp_path: Path) -> None:
@@ -270,7 +329,6 @@ def test_a_store_that_is_over_is_not_done_again(make: Callable[..., Engine]) -> 
     engine.write(0, A)
     engine.planner.store([(A, 0)])
     engine.begin()
-    engine.mover.end_step()
     engine.lane_is_through("_to_host")
     engine.planner.evicted(A, 0)  # nobody has said yet that it is over
     assert engine.begin().awaited
@@ -287,7 +345,6 @@ def test_a_store_that_has_failed_is_done_again(make: Callable[..., Engine], repo
     engine.planner.store([(A, 0)])
     engine.begin()
     engine.lane_is_through("_to_host")
-    engine.mover.end_step()
     engine.device.before = lambda name, layer: None
     engine.planner.evicted(A, 0)
     engine.begin()
@@ -309,7 +366,6 @@ def test_a_store_whose_report_is_on_its_way_is_done_again_where_it_failed(
     engine.planner.store([(A, 0)])
     engine.begin()
     engine.lane_is_through("_to_host")
-    engine.mover.end_step()
     late = engine.mover.take_results()
     engine.device.before = lambda name, layer: None
     engine.planner.evicted(A, 0)
@@ -327,7 +383,6 @@ def test_a_store_that_fails_twice_is_forgotten(make: Callable[..., Engine], repo
     engine.planner.store([(A, 0)])
     engine.begin()
     engine.lane_is_through("_to_host")
-    engine.mover.end_step()
     engine.planner.evicted(A, 0)
     engine.step()
     assert len(engine.results.lost_slots) == 1
@@ -386,7 +441,6 @@ def test_what_is_loaded_by_a_step_planned_before_it_was_known_that_a_save_failed
 
     engine.device.before = fails("to_host")
     engine.mover.begin_step(failing)
-    engine.mover.end_step()
     engine.device.before = lambda name, layer: None
     engine.mover.begin_step(loading)
     assert engine.end() == {4}
@@ -426,7 +480,8 @@ def test_a_layer_that_cannot_be_loaded_makes_its_blocks_invalid(
     engine.planner.load("r", [A, B], [4, 5])
     assert engine.step() == {4, 5}
     engine.device.before = lambda name, at: None
-    engine.load([A, B], "r2")  # nothing was wrong with the host's
+    assert engine.ask([A, B], "r2") == 0, "else it would be tried again for ever"
+    assert nothing_is_pinned(engine.planner)
 
 
 # -- a disk that fails
@@ -628,7 +683,8 @@ def test_what_is_dropped_and_written_by_the_same_step_is_there(
     engine.mover.begin_step(OffloadJobs(stages={3: [FileCopy(2, A)]}))
     engine.lane_is_through("_from_disk")
     engine.mover.begin_step(OffloadJobs(loads={"r": [BlockCopy(5, 2)]}))
-    assert engine.mover.end_step() == set()
+    engine.mover.wait_for_loads()
+    assert engine.mover.take_loaded() == ({"r"}, set())
     assert engine.holds(5, A, weights=1)
 
 
@@ -715,3 +771,24 @@ def _entry(engine: Engine, key_: bytes) -> Any:
     entry = engine.planner.host.get(key_)
     assert entry is not None
     return entry
+
+
+def test_a_load_that_was_cancelled_has_ended_before_its_blocks_are_used_again(
+    make: Callable[..., Engine],
+) -> None:
+    engine = make()
+    engine.save([A])
+    engine.step()
+    arrives = threading.Event()
+    engine.device.before = waits(arrives, "to_device")
+    assert engine.ask([A]) == 1
+    engine.planner.load("r", [A], [4])
+    engine.begin()
+    assert engine.planner.cancel_load("r")
+    threading.Timer(0.05, arrives.set).start()
+    engine.begin()
+    engine.write(4, B)
+    engine.end()
+    assert engine.holds(4, B), "it was written over what arrived, and not the other way round"
+    assert nothing_is_pinned(engine.planner)
+    assert not engine.planner.cancel_load("r")

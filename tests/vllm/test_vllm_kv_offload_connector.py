@@ -26,13 +26,43 @@ def turn(engine: Any, request_id: str, tokens: list[int], program: str | None) -
         planned = engine.plan()
         orders.append(planned.kv_connector_metadata.jobs)
         results = OffloadResults(stored=dict.fromkeys(orders[-1].stores, CopyResult.MOVED))
-        engine.take_in(planned, KVConnectorOutput(kv_connector_worker_meta=StepReport(results)))
+        report = KVConnectorOutput(
+            kv_connector_worker_meta=StepReport(results), finished_recving=set(orders[-1].loads)
+        )
+        engine.take_in(planned, report)
     return orders
 
 
+def arrive(engine: Any, planned: Any, *request_ids: str, without: set[int] = frozenset()) -> None:
+    """The end of a step, and of these requests' loads."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    engine.take_in(planned, KVConnectorOutput(finished_recving={*request_ids}, invalid_block_ids={*without}))
+
+
+def nothing_is_left(engine: Any) -> bool:
+    connector, below = engine.scheduler.connector, planner(engine)
+    pinned = any(entry.pins for entry in below.host._by_slot.values())
+    return not (
+        pinned or below._loads or below._being_loaded or connector._waiting or connector.loaded_tokens
+    )
+
+
+@pytest.fixture(params=[False, True], ids=["as they come", "one ahead"])
+def engine(make_engine: Any, request: Any) -> Any:
+    shape = {"blocks": 41, "host_blocks": 60, "max_model_len": 640}
+    return make_engine("continuum", own_tiers=True, asynchronous=request.param, **shape)
+
+
 @pytest.fixture
-def engine(make_engine: Any) -> Any:
-    return make_engine("continuum", blocks=41, host_blocks=60, own_tiers=True, max_model_len=640)
+def loading(engine: Any) -> Any:
+    """A step in which the request ``a2`` loads most of its 480 + 40 tokens."""
+    turn(engine, "a1", prompt(1, 480), "A")
+    turn(engine, "b1", prompt(2, 480), "B")
+    engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
+    planned = engine.plan()
+    assert len(planned.kv_connector_metadata.jobs.loads["a2"]) > 10
+    return planned
 
 
 def planner(engine: Any) -> Any:
@@ -52,7 +82,7 @@ def test_what_the_device_loses_is_saved_and_loaded_again(engine: Any, program: s
         assert tokens["host"] == len(loads["a2"]) * BLOCK_TOKENS
         assert tokens["device"] + tokens["host"] == 480
         assert tokens["lost"] == {}
-    assert not planner(engine)._loading
+    assert nothing_is_left(engine)
     tiers = engine.ask("stats")["tiers"]
     assert tiers["host"]["used"] == len(planner(engine).host) > 0
     assert tiers["moves"]["loaded"] == len(loads["a2"])
@@ -141,28 +171,179 @@ def test_capabilities_tell_of_a_connector_that_is_not_ours_and_of_none(make_engi
     assert told["host"]["bytes"] > 0
 
 
-@pytest.mark.parametrize("aborted", [False, True], ids=["it runs on", "its client has gone meanwhile"])
-def test_what_was_not_filled_and_what_was_built_on_it_is_found_by_nobody(engine: Any, aborted: bool) -> None:
+def test_a_request_runs_when_its_blocks_have_arrived(engine: Any, loading: Any) -> None:
+    copies = loading.kv_connector_metadata.jobs.loads["a2"]
+    slots = planner(engine).host._by_slot
+    engine.add("c1", prompt(3, 32), max_tokens=9, program_id="C")
+    planned = loading
+    for _ in range(4):  # others compute meanwhile
+        assert "a2" not in planned.num_scheduled_tokens
+        assert engine.scheduler.requests["a2"].status.name == "WAITING_FOR_REMOTE_KVS"
+        assert all(slots[copy.slot].pins for copy in copies)
+        arrive(engine, planned)
+        planned = engine.plan()
+    assert planned.num_scheduled_tokens.keys() == {"c1"}
+    arrive(engine, planned, "a2")
+    planned = engine.plan()
+    assert planned.num_scheduled_tokens["a2"] == 40
+    arrive(engine, planned)
+    engine.run()
+    tokens = engine.ask("program", program_id="A")["ledger"][-1]["tokens"]
+    assert tokens["host"] == len(copies) * BLOCK_TOKENS
+    assert tokens["device"] + tokens["host"] == 480
+    assert nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_what_was_not_filled_is_computed_and_counts_as_computed(
+    engine: Any, loading: Any, place: int
+) -> None:
+    copies = loading.kv_connector_metadata.jobs.loads["a2"]
+    keys = list(engine.scheduler.requests["a2"].block_hashes)
+    on_device = 480 // BLOCK_TOKENS - len(copies)
+    arrive(engine, loading, "a2", without={copies[place].block_id})
+    assert planner(engine).host.get(keys[on_device + place]) is None, "else it would be tried for ever"
+    assert planner(engine).host.get(keys[on_device + place + 1]) is not None, "the others are as good as ever"
+    moved = planner(engine).counts["loaded"]
+    assert moved == len(copies) - 1
+    planned = engine.plan()
+    again = planned.kv_connector_metadata.jobs.loads
+    if on_device or place:  # what had arrived before it counts
+        assert not again
+        assert planned.num_scheduled_tokens["a2"] == 520 - (on_device + place) * BLOCK_TOKENS
+    arrive(engine, planned, *again)
+    engine.run()
+    tokens = engine.ask("program", program_id="A")["ledger"][-1]["tokens"]
+    assert tokens["host"] == place * BLOCK_TOKENS
+    assert nothing_is_left(engine)
+    hashed = planner(engine).leading(keys[:30])
+    assert hashed <= 30
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_aborted_request_keeps_its_blocks_until_its_load_has_ended(
+    engine: Any, loading: Any, fails: bool
+) -> None:
+    copies = loading.kv_connector_metadata.jobs.loads["a2"]
+    free = engine.pool.get_num_free_blocks()
+    engine.abort("a2")
+    assert engine.pool.get_num_free_blocks() == free, "they are being written"
+    assert engine.scheduler.has_requests(), "else nobody would hear of the end"
+    arrive(engine, loading)
+    arrive(engine, engine.plan(), "a2", without={copy.block_id for copy in copies} if fails else set())
+    assert not engine.scheduler.requests
+    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+    assert not any(engine.pool.blocks[copy.block_id].block_hash for copy in copies), "nobody has read them"
+    assert nothing_is_left(engine)
+    turn(engine, "a3", prompt(1, 480), "A")
+
+
+def test_requests_of_one_prefix_load_it_once(engine: Any, loading: Any) -> None:
+    """As sub-agents with one context do."""
+    copies = loading.kv_connector_metadata.jobs.loads["a2"]
+    free = engine.pool.get_num_free_blocks()
+    engine.add("d1", [*prompt(1, 480), *prompt(5, 20)], max_tokens=2, program_id="D")
+    arrive(engine, loading)
+    for _ in range(3):
+        planned = engine.plan()
+        assert not planned.kv_connector_metadata.jobs.loads
+        assert not planned.num_scheduled_tokens
+        assert engine.pool.get_num_free_blocks() == free, "it holds nothing"
+        arrive(engine, planned)
+    arrive(engine, engine.plan(), "a2")
+    engine.run()
+    assert planner(engine).counts["loaded"] == len(copies)
+    assert engine.ask("program", program_id="D")["ledger"][-1]["tokens"]["device"] == 480
+    assert nothing_is_left(engine)
+
+
+def test_a_request_does_not_wait_for_the_load_of_one_that_has_gone(engine: Any, loading: Any) -> None:
+    engine.add("d1", [*prompt(1, 480), *prompt(5, 20)], max_tokens=2, program_id="D")
+    engine.abort("a2")
+    arrive(engine, loading)
+    planned = engine.plan()
+    assert not planned.kv_connector_metadata.jobs.loads
+    arrive(engine, planned, "a2")
+    planned = engine.plan()
+    assert len(planned.kv_connector_metadata.jobs.loads["d1"]) > 10, "nobody has it on the device"
+    arrive(engine, planned, "d1")
+    engine.run()
+    assert nothing_is_left(engine)
+
+
+def test_a_reset_of_what_is_not_in_use_fails_while_a_request_loads(engine: Any, loading: Any) -> None:
+    """As while one computes: vLLM says so and resets nothing."""
+    assert not engine.scheduler.reset_prefix_cache()
+    arrive(engine, loading, "a2")
+    engine.run()
+    assert nothing_is_left(engine)
+    assert engine.scheduler.reset_prefix_cache()
+    assert len(planner(engine).host) == 0
+
+
+@pytest.mark.parametrize("connector_too", [False, True])
+@pytest.mark.parametrize("state", ["loading", "loaded", "aborted"])
+def test_a_reset_of_all_gives_up_what_is_being_loaded(
+    engine: Any, loading: Any, state: str, connector_too: bool
+) -> None:
+    """As for new weights: what arrives later is not used, and its end is nobody else's."""
+    copies = loading.kv_connector_metadata.jobs.loads["a2"]
+    arrive(engine, loading, *(["a2"] if state == "loaded" else []))
+    if state == "aborted":
+        engine.abort("a2")
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=connector_too)
+    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+    planned = engine.plan()
+    assert planned.kv_connector_metadata.jobs.settles == (state != "loaded"), "they may be written until then"
+    assert not planned.num_scheduled_tokens or state == "loaded", "else one answer would do for two loads"
+    if state != "loaded":
+        arrive(engine, planned, "a2", without={copy.block_id for copy in copies})
+        planned = engine.plan()
+    assert not planned.kv_connector_metadata.jobs.loads
+    assert not planned.kv_connector_metadata.jobs.settles
+    assert sum(planned.num_scheduled_tokens.values()) == (0 if state == "aborted" else 520)
+    arrive(engine, planned)
+    engine.run()
+    if state != "aborted":
+        assert engine.ask("program", program_id="A")["ledger"][-1]["tokens"]["host"] == 0
+    assert not engine.scheduler.requests
+    assert nothing_is_left(engine)
+
+
+def test_the_end_of_a_load_that_was_given_up_is_not_that_of_the_next_in_its_blocks(
+    engine: Any, loading: Any
+) -> None:
+    copies = loading.kv_connector_metadata.jobs.loads["a2"]
+    connector = engine.scheduler.connector
+    arrive(engine, loading)
+    connector.cancel_load("a2")
     from vllm.v1.outputs import KVConnectorOutput
 
+    reused, other = copies[0].block_id, copies[1].block_id
+    planner(engine)._loads["x"] = planner(engine)._loads["a2"]._replace(entries=[], block_ids=[reused])
+    output = KVConnectorOutput(finished_recving={"a2", "b"}, invalid_block_ids={reused, other})
+    connector.drop_cancelled(output)
+    assert output.finished_recving == {"b"}
+    assert output.invalid_block_ids == {reused}, "it may be the other load that failed"
+    assert not connector._cancelled
+
+
+def test_a_program_that_is_preempted_loads_as_any_other(engine: Any) -> None:
     turn(engine, "a1", prompt(1, 480), "A")
     turn(engine, "b1", prompt(2, 480), "B")
-    engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
-    planned = engine.plan()
-    block_ids = engine.scheduler.kv_cache_manager.get_block_ids("a2")[0]
-    assert len(planned.kv_connector_metadata.jobs.loads["a2"]) > 10
-    wrong = planned.kv_connector_metadata.jobs.loads["a2"][3].block_id
-    first = block_ids.index(wrong)
-    keys = list(engine.scheduler.requests["a2"].block_hashes)
-    if aborted:
-        engine.abort("a2")
-    engine.take_in(planned, KVConnectorOutput(invalid_block_ids={wrong}))
-    named = [engine.pool.blocks[block_id].block_hash is not None for block_id in block_ids]
-    assert not any(named[first:])
-    assert all(named[:first])
-    assert not any(planner(engine).host.get(key) for key in keys[first:]), "nor a copy of it"
+    engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=40, program_id="A")
+    engine.step()
+    engine.step()
+    engine.step()
+    request = engine.scheduler.requests["a2"]
+    assert request.status.name == "RUNNING"
+    engine.scheduler.running.remove(request)
+    engine.scheduler._preempt_request(request, 0.0)
+    turn(engine, "c1", prompt(3, 480), "C")
     engine.run()
-    assert not engine.scheduler.requests
+    assert request.num_preemptions == 1
+    assert request.num_output_tokens == 40
+    assert nothing_is_left(engine)
 
 
 def test_with_vllms_own_connector_too_nothing_built_on_blocks_that_were_not_filled_is_found(
@@ -177,18 +358,7 @@ def test_with_vllms_own_connector_too_nothing_built_on_blocks_that_were_not_fill
     assert named == [True] * 3 + [False] * 27
 
 
-def test_who_loaded_something_is_remembered_for_a_few_steps_only(engine: Any) -> None:
-    turn(engine, "a1", prompt(1, 480), "A")
-    turn(engine, "b1", prompt(2, 480), "B")
-    turn(engine, "a2", [*prompt(1, 480), *prompt(4, 40)], "A")
-    connector = engine.scheduler.connector
-    assert any(connector.loading())
-    engine.add("c1", prompt(3, 16), max_tokens=9, program_id="C")
-    engine.run()
-    assert not any(connector.loading())
-
-
-HOOKS = ["lookup", "load", "take_jobs", "take_results", "abandon", "evicted"]
+HOOKS = ["lookup", "load", "take_jobs", "take_loaded", "take_results", "abandon", "evicted"]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -210,15 +380,22 @@ def test_a_hook_that_fails_is_not_the_engines_failure(
 
     monkeypatch.setattr(planner(engine), hook, broken)
     engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
-    report = KVConnectorOutput(kv_connector_worker_meta=StepReport(OffloadResults()))
-    not_filled: set[int] = set()
+    rejected: dict[str, list[int]] = {}
     while engine.scheduler.has_unfinished_requests():
         planned = engine.plan()
-        not_filled |= planned.kv_connector_metadata.not_filled
-        engine.take_in(planned, report)
+        orders = planned.kv_connector_metadata
+        rejected |= orders.rejected
+        engine.take_in(
+            planned,
+            KVConnectorOutput(
+                kv_connector_worker_meta=StepReport(OffloadResults()),
+                finished_recving={*orders.rejected, *orders.jobs.loads},
+                invalid_block_ids={block_id for ids in orders.rejected.values() for block_id in ids},
+            ),
+        )
     assert engine.scheduler.connector.off
     assert not engine.scheduler.sojourn._queue.broken, "the order of reuse has not failed"
-    assert bool(not_filled) == (hook == "load"), "blocks that are counted on and not filled must be told"
+    assert bool(rejected.get("a2")) == (hook in ("load", "take_jobs")), "who waits must hear of it"
 
 
 @pytest.mark.parametrize(
@@ -275,16 +452,4 @@ def test_adapters_are_refused_with_a_disk(engine: Any, monkeypatch: Any) -> None
     assert KVOffloadSettings.read(scheduler.vllm_config, caches).disk is None
     extra |= {"disk": "/d", "disk_bytes": 1 << 30}
     with pytest.raises(SettingsError, match=r"adapters are enabled \(--enable-lora\).* KV on disk does not"):
-        KVOffloadSettings.read(scheduler.vllm_config, caches)
-
-
-def test_an_engine_that_plans_steps_ahead_is_refused(engine: Any, monkeypatch: Any) -> None:
-    from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
-    from sojourn_server.vllm.plugin_settings import SettingsError
-
-    scheduler, caches = engine.scheduler, engine.scheduler.kv_cache_config
-    monkeypatch.setattr(caches, "kv_cache_tensors", [SimpleNamespace(size=64 * caches.num_blocks)])
-    assert KVOffloadSettings.read(scheduler.vllm_config, caches)
-    monkeypatch.setattr(scheduler.vllm_config.scheduler_config, "async_scheduling", True)
-    with pytest.raises(SettingsError, match="--no-async-scheduling"):
         KVOffloadSettings.read(scheduler.vllm_config, caches)

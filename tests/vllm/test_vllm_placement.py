@@ -26,8 +26,16 @@ class Worker:
     A content is the hash of what is in a block; what is read anywhere is checked.
     """
 
-    def __init__(self, engine: Any, clock: Any, *, step_s: float = 0.1, lag_steps: int = 1) -> None:
+    def __init__(
+        self, engine: Any, clock: Any, *, step_s: float = 0.1, lag_steps: int = 1, load_steps: int = 0
+    ) -> None:
+        """``load_steps``: steps between that which orders a load and that in which it arrives."""
         self.engine, self.clock, self.step_s, self.lag_steps = engine, clock, step_s, lag_steps
+        self.load_steps = load_steps
+        self.loads: dict[str, tuple[int, list[tuple[Any, Any]]]] = {}
+        """By request: when it arrives; copies, each with the hash that the request counts on."""
+        self.answers: set[str] = set()
+        """Requests whose loads had to end before this step."""
         self.blocks: dict[int, Any] = {}
         self.slots: dict[int, Any] = {}
         self.disk: dict[Any, Any] = {}
@@ -53,7 +61,9 @@ class Worker:
                 self._before_forward(orders.jobs)
             self._compute(planned)
             self._finish_copies()
-            copies = KVConnectorOutput(kv_connector_worker_meta=StepReport(self.results))
+            copies = KVConnectorOutput(
+                kv_connector_worker_meta=StepReport(self.results), finished_recving=self._finish_loads()
+            )
             self._take_in(planned, copies if orders is not None else None)
 
     def spend(self, seconds: float) -> None:
@@ -65,7 +75,7 @@ class Worker:
 
     def until_idle(self, most: int = 500) -> None:
         for _ in range(most):
-            if not self.engine.scheduler.has_unfinished_requests():
+            if not self.engine.scheduler.requests:
                 return
             self.step()
         raise AssertionError(f"after {most} steps there are {sorted(self.engine.scheduler.requests)}")
@@ -90,6 +100,9 @@ class Worker:
             del self.engine.scheduler.update_from_output
 
     def _before_forward(self, jobs: Any) -> None:
+        if jobs.settles:
+            self.counts["settled"] += len(self.loads)
+            self.answers |= self._finish_loads(at_once=True)
         for job, copies in jobs.awaited.items():
             self.stores.pop(job, None)
             self._copy_to_host(copies)
@@ -97,10 +110,9 @@ class Worker:
         for request_id, copies in jobs.loads.items():
             hashes = self.engine.scheduler.requests[request_id].block_hashes
             ids = self.engine.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
-            for copy in copies:
-                assert self.slots[copy.slot] == hashes[ids.index(copy.block_id)], "a wrong token would follow"
-                self.blocks[copy.block_id] = self.slots[copy.slot]
-                self.counts["loaded"] += 1
+            wanted = [(copy, hashes[ids.index(copy.block_id)]) for copy in copies]
+            self.loads[request_id] = (self.steps + self.load_steps, wanted)
+            self.blocks.update((copy.block_id, "half written") for copy in copies)
         for job, copies in jobs.stores.items():
             self.stores[job] = (self.steps + self.lag_steps, copies)
             self.slots.update((copy.slot, "half written") for copy in copies)
@@ -115,6 +127,16 @@ class Worker:
         for copy in copies:
             self.slots[copy.slot] = self.blocks.get(copy.block_id, "nothing")
             self.counts["saved"] += 1
+
+    def _finish_loads(self, *, at_once: bool = False) -> set[str]:
+        arrived, self.answers = self.answers, set()
+        arrived |= {name for name, (done, _) in self.loads.items() if at_once or done <= self.steps}
+        for request_id in arrived & self.loads.keys():
+            for copy, wanted in self.loads.pop(request_id)[1]:
+                assert self.slots[copy.slot] == wanted, "a wrong token would follow"
+                self.blocks[copy.block_id] = wanted
+                self.counts["loaded"] += 1
+        return arrived
 
     def _finish_copies(self) -> None:
         from sojourn_server.kv_offload.offload_jobs import CopyResult
@@ -847,7 +869,7 @@ def test_whatever_happens_what_is_loaded_was_computed_and_everybody_is_served(
         own_tiers=True,
         asynchronous=asynchronous,
     )
-    worker = Worker(engine, clock, step_s=0.05, lag_steps=3)
+    worker = Worker(engine, clock, step_s=0.05, lag_steps=3, load_steps=2)
     draw = random.Random(seed)
     contexts: dict[str, list[int]] = {}
     stayed: set[str] = set()
@@ -872,7 +894,7 @@ def test_whatever_happens_what_is_loaded_was_computed_and_everybody_is_served(
         if draw.random() < 0.05:
             end(engine, name, number)
             contexts.pop(name)
-        if draw.random() < 0.01:
+        if draw.random() < 0.02:
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     worker.step_s = 0.5
     worker.until_idle(3000)

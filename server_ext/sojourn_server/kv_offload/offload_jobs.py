@@ -60,14 +60,16 @@ class CopyResult(Enum):
 class OffloadJobs:
     """The jobs of one step. Each job has a number, and one result is reported for it."""
 
+    settles: bool = False
+    """Loads were cancelled: those of earlier steps end before anything else."""
     awaited: dict[int, list[BlockCopy]] = field(default_factory=dict)
     """Earlier stores that must end before this step, and are retried if they failed: this step overwrites
     their blocks and may reuse their slots."""
     saves: list[BlockCopy] = field(default_factory=list)
     """Copies from device to host, in this order, before this step's forward pass overwrites the blocks."""
     loads: dict[str, list[BlockCopy]] = field(default_factory=dict)
-    """Request → copies from host to device; each layer is loaded before this step's forward pass reaches
-    it."""
+    """Host to device, by request, after the saves and beside this step and later ones. Each request is
+    answered once: it runs when its blocks have arrived."""
     stores: dict[int, list[BlockCopy]] = field(default_factory=dict)
     """Copies from device to host while the model computes."""
     drops: list[BlockKey] = field(default_factory=list)
@@ -81,7 +83,8 @@ class OffloadJobs:
 
     def __bool__(self) -> bool:
         return bool(
-            self.saves
+            self.settles
+            or self.saves
             or self.awaited
             or self.loads
             or self.stores

@@ -1,18 +1,17 @@
 """Plans which KV blocks are copied to and from the tiers below the device: no vLLM, no tensors, no clock.
 
 One planner serves one engine's scheduler. ``evicted`` reports blocks that the device overwrites, ``store``
-copies blocks before that, ``lookup`` finds blocks, ``take_jobs`` returns a step's jobs and ``take_results``
-handles their results. Three invariants hold. A block is found only in a tier that has it, or will have it
-when it is read, provided that the worker carries out jobs in sequence. A slot that one job reads or writes is
-used by no other job. After a failed copy its block is forgotten: the worst case is that KV is computed again.
-The planner itself manages host memory and look-ups; its ``DiskPlanner`` manages the disk and copies to and
-from it.
-"""
+copies blocks ahead of that, ``lookup`` finds blocks, ``load`` orders them, ``take_jobs`` returns a step's
+orders, and ``take_loaded`` and ``take_results`` take their results. Three invariants hold. A block is found
+only where it is, or will be when it is read, provided that the worker carries out orders in sequence. A slot
+that one job reads or writes is used by no other job. The result of a failed copy is forgotten: the worst case
+is that KV is computed again. The planner itself manages host memory and look-ups; its ``DiskPlanner`` manages
+the disk and copies to and from it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count, takewhile
 from typing import NamedTuple
 
@@ -37,6 +36,14 @@ class _Lookup(NamedTuple):
     """Number of keys and first key: they identify the look-up, because a request's tokens are only appended
     to."""
     found: list[HostEntry]
+
+
+class _Load(NamedTuple):
+    """Blocks that are being loaded for a request."""
+
+    entries: list[HostEntry]
+    """Pinned until the worker has copied them."""
+    block_ids: Sequence[int]
 
 
 class PersistStatus(NamedTuple):
@@ -65,10 +72,11 @@ class OffloadPlanner:
         """Request → the pinned blocks that its look-up found."""
         self._last_asked: str | None = None
         self._lost = False
-        """Whether a block found in this step has been lost since."""
-        self._loading: list[HostEntry] = []
-        """Entries of this step's loads, pinned until the next ``take_jobs``: jobs of later steps run after
-        them."""
+        """A block found in this step was lost since."""
+        self._loads: dict[str, _Load] = {}
+        """Loads that have not been answered, by request."""
+        self._being_loaded: set[BlockKey] = set()
+        """Their keys: other requests that need one wait for it instead of loading it too."""
         self._jobs = OffloadJobs()
         """Jobs of the step being planned, without the disk's."""
         self._wants_step = False
@@ -217,8 +225,8 @@ class OffloadPlanner:
     # -- requests -------------------------------------------------
 
     def lookup(self, request_id: str, keys: Sequence[BlockKey], now: float) -> int | None:
-        """Number of leading ``keys`` that can be loaded now; ``None``: ask again, because the disk is being
-        read or other engines' stores are being searched.
+        """Number of leading ``keys`` that can be loaded now; ``None``: ask again, the disk is being read,
+        other engines' stores are being searched, or another request is loading the first of them.
 
         Found blocks are pinned until the next ``take_jobs``. Those of the latest request are pinned until
         ``lookup`` is called for another one: the scheduler calls it for the head of its queue in every step.
@@ -227,6 +235,10 @@ class OffloadPlanner:
         if not keys:
             self._drop_lookup(request_id)
             return 0
+        if keys[0] in self._being_loaded:
+            # The other request's copy will be on the device. Hashes are chained, and its load began at the
+            # device's last block: a load of later blocks alone cannot overlap.
+            return None
         disk = self.disk
         if disk.must_wait(request_id, now):
             return None
@@ -254,24 +266,53 @@ class OffloadPlanner:
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
         """Fill the request's new device blocks with these keys, all found by ``lookup`` in this step.
 
-        Raises ``KeyError`` for keys that were not found.
-        """
+        Their slots are pinned until ``take_loaded``. Raises ``KeyError`` if they were not found."""
         self.disk.abandon(request_id)
         before = self._looked_up.pop(request_id, None)
         found = before.found if before is not None else []
-        if [entry.key for entry in found[: len(keys)]] != list(keys):
+        if [entry.key for entry in found[: len(keys)]] != list(keys) or (keys and request_id in self._loads):
             self.host.release(found)
             raise KeyError(
-                f"request {request_id}: these {len(keys)} blocks are not what its last lookup found"
+                f"request {request_id}: these {len(keys)} blocks are not what its last lookup found, or it "
+                "is loading already"
             )
         self.host.release(found[len(keys) :])
         if not keys:
             return
-        self._loading += found[: len(keys)]
-        self._jobs.loads.setdefault(request_id, []).extend(
-            BlockCopy(block_id, entry.slot) for entry, block_id in zip(found, block_ids, strict=False)
-        )
-        self.counts["loaded"] += len(keys)
+        load = self._loads[request_id] = _Load(found[: len(keys)], block_ids[: len(keys)])
+        self._being_loaded.update(keys)
+        self._jobs.loads[request_id] = [
+            BlockCopy(block_id, entry.slot)
+            for entry, block_id in zip(load.entries, load.block_ids, strict=True)
+        ]
+
+    def cancel_load(self, request_id: str) -> bool:
+        """The request gives its blocks up while they are being loaded: the next step lets the copies end
+        before it writes anything. Returns whether there was a load; ``take_loaded`` still takes its end."""
+        self._jobs.settles = self._jobs.settles or request_id in self._loads
+        return request_id in self._loads
+
+    def loading_blocks(self) -> set[int]:
+        """Device blocks of all loads that have not been answered."""
+        return {block_id for load in self._loads.values() for block_id in load.block_ids}
+
+    def take_loaded(self, request_id: str, not_filled: Collection[int] = ()) -> int:
+        """The worker has copied a request's blocks, except ``not_filled``. Returns how many leading ones
+        arrived. What could not be copied is not found again."""
+        load = self._loads.pop(request_id, None)
+        if load is None:
+            return 0
+        self._being_loaded.difference_update(entry.key for entry in load.entries)
+        self.host.release(load.entries)
+        failed = [
+            entry
+            for entry, block_id in zip(load.entries, load.block_ids, strict=True)
+            if block_id in not_filled
+        ]
+        # A key whose entry was removed meanwhile may have a new, correct entry.
+        self.discard([entry.key for entry in failed if not entry.removal_pending])
+        self.counts["loaded"] += len(load.entries) - len(failed)
+        return sum(1 for _ in takewhile(lambda block_id: block_id not in not_filled, load.block_ids))
 
     def abandon(self, request_id: str) -> None:
         """End the look-ups of a request that has finished, or will not be looked up again."""
@@ -306,9 +347,6 @@ class OffloadPlanner:
         for request_id in [name for name in self._looked_up if self._lost or name != self._last_asked]:
             self._drop_lookup(request_id)
         self._lost = self._wants_step = False
-        # The worker ends a step's loads before it begins the next step's orders.
-        self.host.release(self._loading)
-        self._loading = []
         if spill:
             self.disk.plan_spills()
         jobs, self._jobs = self._jobs, OffloadJobs()
@@ -364,8 +402,8 @@ class OffloadPlanner:
 
     @property
     def under_way(self) -> int:
-        """Number of jobs that have no result yet."""
-        return len(self._storing) + self.disk.under_way
+        """Number of jobs without results yet."""
+        return len(self._storing) + len(self._loads) + self.disk.under_way
 
     def on_disk(self, key: BlockKey) -> bool:
         """Whether the block is on disk."""

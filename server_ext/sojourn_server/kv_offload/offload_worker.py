@@ -1,9 +1,8 @@
 """Carries out the jobs of each step in the model's process: the counterpart of ``offload_planner``.
 
 Works on any device whose KV blocks a ``DeviceBackend`` can copy. Each direction has a thread of its own: host
-memory to device, layer by layer, so that the forward pass computes the first layer while the second is
-loaded; device to host; host to disk; disk to host.
-"""
+memory to device, device to host, host to disk, disk to host. No step waits for a load: the request that needs
+it is in no step until it is complete, and other requests compute meanwhile."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class DeviceBackend(Protocol):
         """Copy blocks of all layers, in this order; the copies are complete at the return."""
 
     def to_device(self, copies: Sequence[BlockCopy], layer: int) -> None:
-        """Copy one layer; the forward pass may use it after the return."""
+        """Copy one layer of these blocks; the copies are complete when it returns."""
 
     def slot(self, slot: int) -> memoryview:
         """The bytes of a slot, writable."""
@@ -55,7 +54,7 @@ class _PendingStore:
 
 
 class OffloadWorker:
-    """Host memory and disk of one worker. The model's thread calls all methods except ``wait_for_layer``."""
+    """Host memory and disk of one worker. The thread that runs the model calls all methods."""
 
     def __init__(
         self,
@@ -71,12 +70,12 @@ class OffloadWorker:
         self._to_disk = TransferThread("to_disk")
         self._from_disk = TransferThread("from_disk")
         self._probe = TransferThread("probe") if sibling_stores is not None else None
-        """Thread for searches, so that they do not wait for other requests' reads."""
-        self._layer_index = {name: index for index, name in enumerate(device.layers)}
+        """A thread of its own: a search does not wait for other requests' reads."""
         self._stores: dict[int, _PendingStore] = {}
-        self._loaded: list[threading.Event] = []
-        """One event per layer of this step's loads."""
-        self._invalid: set[int] = set()
+        self.loading: set[str] = set()
+        """Requests whose loads have begun and have not been taken."""
+        self._loaded: dict[str, set[int]] = {}
+        """Requests whose loads have ended, with the blocks that were not filled."""
         self._lost: set[int] = set()
         """Slots whose last fill failed after the next step had been planned."""
         self._lock = threading.Lock()
@@ -89,12 +88,15 @@ class OffloadWorker:
         """Begin a step, before the forward pass: awaited stores and saves are complete at the return; the
         other jobs have begun."""
         began = time.perf_counter()
+        if jobs.settles:
+            self.wait_for_loads()
         awaited = [self._unfinished(job, copies) for job, copies in jobs.awaited.items()]
         self._save([copy for copies in awaited for copy in copies])
         self._save(jobs.saves)
         if jobs.awaited or jobs.saves:
             self._waited_s += time.perf_counter() - began
-        self._load([copy for copies in jobs.loads.values() for copy in copies])
+        for request_id, load in jobs.loads.items():
+            self._load(request_id, load)
         for job, copies in jobs.stores.items():
             self._store(job, copies)
         # Drops come first: spills need their room, and may write other content under the same keys.
@@ -110,27 +112,23 @@ class OffloadWorker:
             if self._probe is not None:
                 self._probe.submit(partial(self._look_for, job, keys))
 
-    def wait_for_layer(self, name: str) -> None:
-        """Wait at a layer of the forward pass until this step's loads of the layer are complete."""
-        loaded = self._loaded
-        if not loaded:
-            return
-        # A layer without KV of its own may read any other layer's, so it waits for the last.
-        event = loaded[self._layer_index.get(name, -1)]
-        if not event.is_set():
-            began = time.perf_counter()
-            event.wait()
-            self._waited_s += time.perf_counter() - began
+    def take_loaded(self) -> tuple[set[str], set[int]]:
+        """Requests whose loads have ended since the last call, and their blocks that were not filled."""
+        with self._lock:
+            loaded, self._loaded = self._loaded, {}
+        self.loading.difference_update(loaded)
+        return set(loaded), set().union(*loaded.values())
 
-    def end_step(self) -> set[int]:
-        """End a step, after the forward pass: wait for all loads. Returns the blocks that were not filled."""
-        if self._loaded:
-            began = time.perf_counter()
-            self._loaded[-1].wait()
-            self._waited_s += time.perf_counter() - began
-            self._loaded = []
-        invalid, self._invalid = self._invalid, set()
-        return invalid
+    def wait_for_loads(self) -> None:
+        """Returns when all loads that have begun have ended. A step needs that after a cancelled load."""
+        ended = threading.Event()
+
+        def end() -> int:
+            ended.set()
+            return 0
+
+        self._to_device.submit(end)
+        ended.wait()
 
     def take_results(self) -> OffloadResults:
         """The results since the last call."""
@@ -194,21 +192,22 @@ class OffloadWorker:
             self._lost -= slots
             self._to_host.note_moved(time.perf_counter() - began, len(copies) * self._device.block_bytes)
 
-    def _load(self, copies: Sequence[BlockCopy]) -> None:
-        self._invalid = {copy.block_id for copy in copies if copy.slot in self._lost}
+    def _load(self, request_id: str, copies: Sequence[BlockCopy]) -> None:
+        # A slot of which a save has failed: the planner did not know that yet.
+        invalid = {copy.block_id for copy in copies if copy.slot in self._lost}
         copies = [copy for copy in copies if copy.slot not in self._lost]
-        if not copies:
-            return
-        events = self._loaded = [threading.Event() for _ in self._device.layers]
+        self.loading.add(request_id)
 
         def load() -> int:
-            for layer, event in enumerate(events):
-                try:
+            try:
+                for layer in range(len(self._device.layers)) if copies else ():
                     self._device.to_device(copies, layer)
-                except Exception:
-                    self._invalid.update(copy.block_id for copy in copies)
-                finally:
-                    event.set()
+            except Exception:
+                invalid.update(copy.block_id for copy in copies)
+                return 0
+            finally:
+                with self._lock:
+                    self._loaded[request_id] = invalid
             return len(copies) * self._device.block_bytes
 
         self._to_device.submit(load)

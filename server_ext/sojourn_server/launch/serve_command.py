@@ -343,6 +343,8 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
     if ranks not in (None, "1"):
         raise InvalidOption(f"--data-parallel-size is {ranks}; an engine of a pair needs a server of its own")
     _check_parallelism(flags, "the paths of a pair")
+    if any(_flag_name(arg) == "--async-scheduling" for arg in flags.args):
+        raise InvalidOption("--async-scheduling: the paths of a pair support one step at a time only")
     check_block_size(flags.value("--block-size"))
     return config
 
@@ -373,8 +375,6 @@ def _check_parallelism(flags: EngineFlags, what: str) -> None:
         count = flags.value(flag)
         if count not in (None, "1"):
             raise InvalidOption(f"{flag} is {count}; {what} support engines with one worker only")
-    if any(_flag_name(arg) == "--async-scheduling" for arg in flags.args):
-        raise InvalidOption(f"--async-scheduling: {what} support one step at a time only")
 
 
 def _cpu_environment(

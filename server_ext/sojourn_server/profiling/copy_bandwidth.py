@@ -117,7 +117,8 @@ def _host_tier_bandwidth(torch: Any, copy_bytes: int, blocks: KvBlockLayout) -> 
 
     def load() -> None:
         mover.begin_step(OffloadJobs(loads={"profile": copies}))
-        if mover.end_step():
+        mover.wait_for_loads()
+        if mover.take_loaded()[1]:
             raise MemoryError("blocks could not be copied back")
 
     try:

@@ -188,11 +188,13 @@ class SimulatedEngine:
         return [o.request_id for b in outputs.values() for o in b.outputs if o.finish_reason is not None]
 
     def step(self) -> EngineStepResult:
-        """Schedule a step and apply its results."""
+        """Schedule a step and apply its results. What sojourn's connector loads arrives with the step."""
         planned = self.plan()
-        if not planned.total_num_scheduled_tokens:
+        has_tiers = self.options.own_tiers and self.options.host_blocks
+        loaded = set(planned.kv_connector_metadata.jobs.loads) if has_tiers else set()
+        if not planned.total_num_scheduled_tokens and not loaded:
             return EngineStepResult(planned)
-        return EngineStepResult(planned, self.take_in(planned))
+        return EngineStepResult(planned, self.take_in(planned, KVConnectorOutput(finished_recving=loaded)))
 
     def run(self, *, max_steps: int = 10_000) -> int:
         """Step until all requests have finished, at most ``max_steps`` times; returns the number of steps."""

@@ -1,8 +1,8 @@
 """Sojourn's tiers with transfers in virtual time: the planner is the engine's, the transfers are simulated.
 
-Before a step begins, blocks that it overwrites are saved. Loads arrive layer by layer during the step, so a
-step ends after its last layer has arrived and is computed. Each direction is one FIFO: to and from the
-device, to and from the disk, which is a set of keys.
+Before a step begins, blocks that it overwrites are saved. A request that loads is in no step until its
+blocks have arrived. Each direction is one FIFO: to and from the device, to and from the disk, which is a set
+of keys.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from ..vllm.compat import KVCacheConfig, KVConnectorRole, VllmConfig
     from .latency.latency_protocol import LatencyModel
 
-LAYERS = 32
-"""The last layer, 1/32 of a step, is computed after the last load has arrived."""
-
 _DISK_BLOCKS = "lab_disk_blocks"
 """Setting of ``SimulatedTierConnector``."""
 
@@ -35,6 +32,13 @@ class _FileTransfer(NamedTuple):
     done_s: float
     job: int
     files: Sequence[FileCopy]
+
+
+class _Load(NamedTuple):
+    """A running load."""
+
+    done_s: float
+    request_id: str
 
 
 class _DiskTransferLane:
@@ -76,7 +80,8 @@ class TierTransfers:
         """End time of each running store, in order."""
         self._to_host_free_s = 0.0
         self._to_device_free_s = 0.0
-        self._loaded_s = 0.0
+        self._loads: deque[_Load] = deque()
+        self._not_filled: set[int] = set()
         self._to_disk = _DiskTransferLane(latency, block_bytes, to_disk=True)
         self._from_disk = _DiskTransferLane(latency, block_bytes, to_disk=False)
         self._on_disk: set[BlockKey] = set()
@@ -95,10 +100,13 @@ class TierTransfers:
         if jobs.saves:
             # The step does not wait for the whole FIFO: only the forward pass must not write earlier.
             begins_s += self._copy_s(len(jobs.saves), to_host=True)
-        blocks = sum(len(copies) for copies in jobs.loads.values())
-        if blocks:
-            took_s = self._copy_s(blocks, to_host=False)
-            self._to_device_free_s = self._loaded_s = max(begins_s, self._to_device_free_s) + took_s
+        for request_id, copies in jobs.loads.items():
+            took_s = self._copy_s(len(copies), to_host=False)
+            self._to_device_free_s = max(begins_s, self._to_device_free_s) + took_s
+            self._loads.append(_Load(self._to_device_free_s, request_id))
+        for request_id, block_ids in orders.rejected.items():
+            self._loads.append(_Load(begins_s, request_id))
+            self._not_filled.update(block_ids)
         for job, copies in jobs.stores.items():
             took_s = self._copy_s(len(copies), to_host=True)
             self._stores[job] = self._to_host_free_s = max(begins_s, self._to_host_free_s) + took_s
@@ -110,8 +118,8 @@ class TierTransfers:
         return begins_s
 
     def step_end_s(self, began_s: float, took_s: float) -> float:
-        """End of a step that computes for ``took_s``."""
-        return max(began_s + took_s, self._loaded_s + took_s / LAYERS if self._loaded_s > began_s else 0.0)
+        """End of a step that computes for ``took_s``: requests that load are in no step."""
+        return began_s + took_s
 
     def finished(self, now: float) -> KVConnectorOutput | None:
         """Transfers done by ``now`` and not reported before, in the worker's form."""
@@ -126,15 +134,24 @@ class TierTransfers:
                 file.key: CopyResult.MOVED if file.key in self._on_disk else CopyResult.MISSING
                 for file in stage.files
             }
-        if not self._results:
+        loaded: set[str] = set()
+        while self._loads and self._loads[0].done_s <= now:
+            loaded.add(self._loads.popleft().request_id)
+        if not self._results and not loaded:
             return None
         results, self._results = self._results, OffloadResults()
-        return KVConnectorOutput(kv_connector_worker_meta=StepReport(results))
+        not_filled, self._not_filled = self._not_filled, set()
+        return KVConnectorOutput(
+            finished_recving=loaded or None,
+            kv_connector_worker_meta=StepReport(results) if results else None,
+            invalid_block_ids=not_filled,
+        )
 
     def next_done_s(self) -> float:
         """End of the next transfer; ``inf`` if there is none."""
         stored_s = next(iter(self._stores.values()), float("inf"))
-        return min(stored_s, self._to_disk.next_done_s(), self._from_disk.next_done_s())
+        loaded_s = self._loads[0].done_s if self._loads else float("inf")
+        return min(stored_s, loaded_s, self._to_disk.next_done_s(), self._from_disk.next_done_s())
 
     @property
     def to_disk_bytes(self) -> int:

@@ -6,9 +6,13 @@
     after each step is planned: _plan_step  ── StepOrders ─▶ _begin_step, before the forward pass
     planner: take_results                   ◀─ StepReport ── worker: take_results, after the forward pass
 
-``SojournConnector`` (host memory and disk) and ``PathsConnector`` (storage and other engines) implement the
-methods with an underscore. This module has vLLM's hooks, error handling, and the messages between the two
-sides. Planners and workers know neither vLLM nor torch. Only a worker's device backend
+A request whose tokens are supplied asynchronously waits, with its blocks, until ``get_finished`` names it: in
+the step that ordered the load or a later one. Only then is it computed, so a load that fails is known before
+anything is computed from it, also where steps are planned ahead of each other.
+
+``SojournConnector`` (host memory and disk) and ``PathsConnector`` (storage and other engines) supply the
+methods with an underscore. vLLM's hooks, error handling and the messages between the two sides are here.
+Planners and workers know neither vLLM nor torch. Only a worker's device backend
 (``kv_offload.cpu_device_backend``) reads and writes device memory: another kind of device is another backend.
 """
 
@@ -54,8 +58,8 @@ class StepOrders(KVConnectorMetadata, Generic[JobsT]):
     """The planner side's jobs for one step."""
 
     jobs: JobsT
-    not_filled: set[int] = field(default_factory=set)
-    """Blocks that a request relies on and that no job fills."""
+    rejected: dict[str, list[int]] = field(default_factory=dict)
+    """Blocks that no job fills although a request waits for them, by request."""
     stop: bool = False
     """Whether to close the links to peers, because the engine's weights may have changed."""
 
@@ -85,7 +89,6 @@ class MatchedTokens(NamedTuple):
 class ConnectorWorker(Protocol[ResultsT_co]):
     """A worker that carries out the jobs of each step."""
 
-    def wait_for_layer(self, name: str) -> None: ...
     def take_results(self) -> ResultsT_co: ...
     def close(self) -> None: ...
 
@@ -132,7 +135,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         raise NotImplementedError
 
     def _reject_fill(self, request: Request, block_ids: list[int], match: MatchedTokens) -> None:
-        """Make the worker report these blocks as not filled."""
+        """Order the worker to report these blocks as not filled, and the request as answered."""
         raise NotImplementedError
 
     def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:
@@ -252,9 +255,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         """Do nothing: loads begin in ``handle_preemptions``, after the saves that must precede them."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait, before the forward pass computes a layer, until the layer's KV is loaded."""
-        if self._worker is not None:
-            self._worker.wait_for_layer(layer_name)
+        """The forward pass has reached a layer."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any

@@ -164,7 +164,7 @@ class KVOffloadSettings(KVConnectorSettings):
         """Read the settings. Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
         options = ConnectorOptions(vllm_config.kv_transfer_config.kv_connector_extra_config, _OFFLOAD_OPTIONS)
         has_tensors = bool(kv_cache_config.kv_cache_tensors)
-        _check_engine(vllm_config, kv_cache_config, check_async=has_tensors)
+        _check_engine(vllm_config, kv_cache_config)
         on_disk = "disk" in options
         identity = _identity(vllm_config, kv_cache_config, 1, sure=on_disk)
         host_bytes = options.size("host_bytes", identity.block_bytes, "one block", flag="--kv-host-gib")
@@ -258,7 +258,7 @@ class KVTransferSettings(KVConnectorSettings):
         options = ConnectorOptions(
             vllm_config.kv_transfer_config.kv_connector_extra_config, _TRANSFER_OPTIONS
         )
-        _check_engine(vllm_config, kv_cache_config, check_async=True)
+        _check_engine(vllm_config, kv_cache_config)
         _check_transfers(vllm_config, kv_cache_config)
         _check_hash_seed()
         block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
@@ -318,7 +318,7 @@ class KVTransferSettings(KVConnectorSettings):
         )
 
 
-def _check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, check_async: bool) -> None:
+def _check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ``SettingsError`` for an engine that neither connector supports."""
     groups = len(kv_cache_config.kv_cache_groups)
     if groups != 1:
@@ -329,13 +329,6 @@ def _check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, ch
     workers = vllm_config.parallel_config.world_size
     if workers != 1:
         raise SettingsError(f"{workers} workers share this model; the KV connectors support one")
-    if check_async and vllm_config.scheduler_config.async_scheduling:
-        # A failed load would be known only after the next step was planned on top of it, and vLLM takes back
-        # only the step that loads.
-        raise SettingsError(
-            "steps are scheduled ahead of each other; the KV connectors need one at a time: "
-            "--no-async-scheduling"
-        )
 
 
 def _check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -347,6 +340,12 @@ def _check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
                 f"this model's layers keep KV of {kept}; transfers support layers that keep KV of all tokens"
             )
     _check_adapters(vllm_config, "transfers do")
+    if vllm_config.scheduler_config.async_scheduling:
+        # A layer that fails to arrive would be known only after the next step was planned on top of it, and
+        # vLLM takes back only the step that loads.
+        raise SettingsError(
+            "steps are scheduled ahead of each other; transfers need one at a time: --no-async-scheduling"
+        )
     if vllm_config.speculative_config is not None:
         raise SettingsError("transfers do not support speculative decoding (--speculative-config)")
     transfer = vllm_config.kv_transfer_config

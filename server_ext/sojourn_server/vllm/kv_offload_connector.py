@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.offload_jobs import OffloadJobs, OffloadResults, OffloadStats
@@ -26,10 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.sojourn")
 
-MAX_STEPS_IN_FLIGHT = 4
-"""Number of newest steps whose loads are remembered. An engine gets the results of a load before it plans so
-many further steps."""
-
 
 class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     """Host memory and disk below one engine's device."""
@@ -43,9 +37,10 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings = KVOffloadSettings.read(vllm_config, kv_cache_config)
         self._block_size = self.settings.block_tokens
+        self._answered: set[str] = set()
+        """Worker side: requests whose loads have ended and have not been reported."""
         self._not_filled: set[int] = set()
-        """Blocks that no job fills: of the step being planned (planner side), or of the running step (worker
-        side)."""
+        """Worker side: their blocks that were not filled."""
         if role is KVConnectorRole.SCHEDULER:
             self.planner = OffloadPlanner(self.settings.limits())
             self.traffic = OffloadStats()
@@ -53,10 +48,14 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             """Whether the connector is off: it saves and finds no more blocks."""
             self.off_because: str | None = None
             self.clock = time.monotonic
-            self._loading: deque[list[list[int]]] = deque([[]], maxlen=MAX_STEPS_IN_FLIGHT)
-            """Blocks of the requests with loads, for each of the newest steps."""
+            self._ordered: dict[str, list[int]] = {}
+            """Blocks that the step being planned must fill, by request."""
+            self._waiting: set[str] = set()
+            """Requests of this engine whose loads have not been answered."""
+            self._cancelled: set[str] = set()
+            """Requests whose loads were cancelled and have not been answered."""
             self.loaded_tokens: dict[str, int] = {}
-            """Request admitted in this step → tokens loaded from host memory."""
+            """Tokens that have arrived from host memory, by request that has not been admitted since."""
 
     # -- beside the scheduler -----------------------------------------------------
 
@@ -64,45 +63,88 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return self.off
 
     def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
+        if request.request_id in self._cancelled:
+            return None, None  # the answer would be taken for the new load's
         first = computed // self._block_size
         # At least one token is computed, for its logits.
         keys = request.block_hashes[first : (request.num_tokens - 1) // self._block_size]
         found = self.planner.lookup(request.request_id, keys, self.clock())
         if found is None:
             return None, None
-        return found * self._block_size, MatchedTokens(computed, keys=keys[:found])
+        # vLLM takes no promise of no tokens.
+        return found * self._block_size, MatchedTokens(computed, is_async=found > 0, keys=keys[:found])
 
     def _allocated(
         self, request: Request, block_ids: list[int], match: MatchedTokens, external_tokens: int
     ) -> None:
+        # Called twice for a request that loads: again with no external tokens when it is admitted.
         first, count = match.computed // self._block_size, external_tokens // self._block_size
-        self.planner.load(request.request_id, match.keys[:count], block_ids[first : first + count])
+        filled = block_ids[first : first + count]
         if count:
-            self._loading[-1].append(block_ids)
-            self.loaded_tokens[request.request_id] = external_tokens
+            self._reject_fill(request, filled, match)  # unless the next line orders it
+        self.planner.load(request.request_id, match.keys[:count], filled)
 
     def _reject_fill(self, request: Request, block_ids: list[int], match: MatchedTokens) -> None:
-        self._not_filled.update(block_ids)
+        self._ordered[request.request_id] = block_ids
+        self._waiting.add(request.request_id)
 
     def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[OffloadJobs]:
-        self._loading.append([])
-        not_filled, self._not_filled = self._not_filled, set()
+        ordered, self._ordered = self._ordered, {}
         try:
-            return StepOrders(self.planner.take_jobs(spill=not self.off), not_filled)
+            jobs = self.planner.take_jobs(spill=not self.off)
         except Exception as error:
             self.failed(error)
-            return StepOrders(OffloadJobs(), not_filled)
+            jobs = OffloadJobs()
+        for request_id in jobs.loads.keys() - ordered.keys():
+            del jobs.loads[request_id]  # of a step whose planning failed: its blocks may be another's now
+        # A request that no job loads for would wait for ever.
+        return StepOrders(
+            jobs, {request_id: ids for request_id, ids in ordered.items() if request_id not in jobs.loads}
+        )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """The results of earlier orders: loads first, which vLLM may repeat in the next step."""
+        not_filled = connector_output.invalid_block_ids
+        for request_id in connector_output.finished_recving or ():
+            self._attempt(self._take_loaded, request_id, not_filled)
+        super().update_connector_output(connector_output)
+
+    def _take_loaded(self, request_id: str, not_filled: set[int]) -> None:
+        arrived = self.planner.take_loaded(request_id, not_filled)
+        if request_id in self._waiting:  # otherwise it was aborted meanwhile
+            self._waiting.discard(request_id)
+            if arrived:
+                self.loaded_tokens[request_id] = arrived * self._block_size
+
+    def cancel_load(self, request_id: str) -> None:
+        """The request's blocks are free from now on, although they may still be written until the next step
+        begins. Its tokens count as not loaded."""
+        self._waiting.discard(request_id)
+        self.loaded_tokens.pop(request_id, None)
+        if self.planner.cancel_load(request_id):
+            self._cancelled.add(request_id)
+
+    def drop_cancelled(self, output: KVConnectorOutput) -> None:
+        """Take the answers of cancelled loads out of ``output``: vLLM does not expect them."""
+        answered = self._cancelled & (output.finished_recving or set())
+        if not answered:
+            return
+        output.finished_recving = (output.finished_recving or set()) - answered
+        self._cancelled -= answered
+        given_up = self.planner.loading_blocks()
+        for request_id in answered:
+            self.planner.take_loaded(request_id)
+        # Their blocks may have been loaded again since.
+        output.invalid_block_ids -= given_up - self.planner.loading_blocks()
 
     def _take_results(self, results: OffloadResults) -> None:
         self.traffic.add(results, self.clock())
         self.planner.take_results(results)
 
-    def loading(self) -> Iterator[list[int]]:
-        """The blocks of each request with a load in a step that may still be running."""
-        return chain.from_iterable(self._loading)
-
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        # The blocks are free at once: they are saved, if at all, when they are reused or when a job says so.
+        # The blocks are free at once: what is worth saving is saved when they are reused, or by order.
+        # An aborted request's load ends as usual; vLLM frees its blocks then.
+        self._waiting.discard(request.request_id)
         self.loaded_tokens.pop(request.request_id, None)
         self.planner.abandon(request.request_id)
         return False, None
@@ -119,7 +161,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     def turn_off(self, why: str) -> None:
         """Save and find no more blocks: evictions are not reported, or the reports cannot be trusted.
 
-        A request that is being admitted still loads the blocks found for it: they were correct.
+        A request that waits still loads what was found for it: that was correct.
         """
         if not self.off:
             self.off, self.off_because = True, why
@@ -149,20 +191,35 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return worker
 
     def _begin_step(self, orders: StepOrders[OffloadJobs]) -> None:
-        self._not_filled = set(orders.not_filled)
-        if self._worker is None:
-            return
+        for request_id, block_ids in orders.rejected.items():
+            self._reject(request_id, block_ids)
         try:
+            assert self._worker is not None, "orders for a worker that has no KV caches"
             self._worker.begin_step(orders.jobs)
         except Exception:
             logger.exception("sojourn: the worker could not begin a step; its loads are computed instead")
-            for copies in orders.jobs.loads.values():
-                self._not_filled.update(copy.block_id for copy in copies)
+            begun = self._worker.loading if self._worker is not None else ()
+            for request_id, copies in orders.jobs.loads.items():
+                if request_id not in begun:
+                    self._reject(request_id, (copy.block_id for copy in copies))
+
+    def _reject(self, request_id: str, block_ids: Iterable[int]) -> None:
+        self._answered.add(request_id)
+        self._not_filled.update(block_ids)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose loads have ended. vLLM asks for the blocks that were not filled next."""
+        answered, self._answered = self._answered, set()
+        if self._worker is not None:
+            loaded, not_filled = self._worker.take_loaded()
+            answered |= loaded
+            self._not_filled |= not_filled
+        return None, answered or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of this step that were not filled. No load is running at the return."""
+        """Blocks that were not filled, of the requests that ``get_finished`` has just named."""
         not_filled, self._not_filled = self._not_filled, set()
-        return not_filled | (self._worker.end_step() if self._worker is not None else set())
+        return not_filled
 
 
 def copy_wait_s(output: KVConnectorOutput) -> float:

@@ -255,6 +255,11 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         if self._worker is not None:
             self._worker.begin_step(orders.jobs)
 
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """The forward pass has reached a layer: wait until its KV is loaded."""
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
+
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:

@@ -243,18 +243,6 @@ class OffloadManager:
             "shared": connector.planner.limits.shared,
         }
 
-    def loading(self) -> Iterable[Sequence[int]]:
-        """Return the block ids of each request with a load in a step that may still run, aborted ones
-        included."""
-        return self._connector.loading()
-
-    def discard(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Forget copies of blocks whose content does not match their hash."""
-        self._guarded(
-            self._connector.planner.discard,
-            [block_content_hash(block) for block in blocks if block.block_hash is not None],
-        )
-
     def loaded_tokens(self, request_id: str) -> int:
         """Return the tokens that a newly admitted request loaded from host memory or disk; each request
         once."""

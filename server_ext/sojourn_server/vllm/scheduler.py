@@ -87,6 +87,8 @@ class SojournMixin:
         copies = getattr(args[0] if args else None, "kv_connector_output", None)
         waited_s = copy_wait_s(copies) if copies is not None else 0.0
         self.sojourn.guarded(self.sojourn.before_results, scheduler_output, waited_s)
+        if copies is not None:
+            self.sojourn.guarded(self.sojourn.drop_cancelled, copies)
         if copies is not None and copies.invalid_block_ids:
             self.sojourn.guarded(self.sojourn.not_filled, set(copies.invalid_block_ids))
         rows = getattr(args[0] if args else None, OUTPUT_ATTRIBUTE, None)
@@ -108,9 +110,11 @@ class SojournMixin:
             self.sojourn.guarded(self.sojourn_quota.preempted, request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         self.sojourn.guarded(self.sojourn.cache_reset)
-        done: bool = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+        if reset_running_requests:
+            self.sojourn.guarded(self.sojourn.requeue_loading)
+        done: bool = super().reset_prefix_cache(reset_running_requests, *args, **kwargs)  # type: ignore[misc]
         if done:
             self.sojourn.guarded(self.sojourn.cache_was_reset)
         return done

@@ -61,7 +61,7 @@ from .tool_call_reader import ToolCallReader
 from .waiting_queue import WaitingQueueAdapter
 
 if TYPE_CHECKING:
-    from .compat import Scheduler
+    from .compat import KVConnectorOutput, Scheduler
 
 logger = logging.getLogger("vllm.sojourn")
 
@@ -383,24 +383,32 @@ class SchedulerAdapter:
         self._pool.evict_blocks(set(block_ids[computed:]))
 
     def not_filled(self, block_ids: set[int]) -> None:
-        """Forget blocks whose load failed and all blocks computed from them. Call before vLLM handles the
-        failure."""
+        """Forget blocks whose load failed and all blocks computed from them, before vLLM handles the
+        failure.
+
+        Only a connector that loads within a step leaves such blocks: nothing was computed from a request that
+        waits for its load.
+        """
         manager = self._scheduler.kv_cache_manager
-        chains: list[Sequence[int]] = [
-            manager.get_block_ids(request.request_id)[0] for request in self._scheduler.running
-        ]
-        if self._offload is not None:
-            chains += self._offload.loading()
-        invalid = dependent_blocks(chains, block_ids)
-        if self._offload is not None:
-            self._offload.discard([self._pool.blocks[block_id] for block_id in invalid])
-        self._pool.evict_blocks(invalid)
+        chains = [manager.get_block_ids(request.request_id)[0] for request in self._scheduler.running]
+        self._pool.evict_blocks(dependent_blocks(chains, block_ids))
 
     def cache_reset(self) -> None:
         """End all leases, before vLLM clears the prefix cache."""
         now = self._clock()
         self.handle(CacheReset(), now)
         self._carry_out(now)
+
+    def requeue_loading(self) -> None:
+        """Free the blocks of requests that load KV, before vLLM preempts the running ones for a reset."""
+        connector = self._scheduler.connector
+        if isinstance(connector, SojournConnector):  # another connector may write them at any time
+            self._waiting.requeue_loading(connector.cancel_load)
+
+    def drop_cancelled(self, copies: KVConnectorOutput) -> None:
+        """Remove what vLLM does not expect from a step's results, before vLLM handles them."""
+        if isinstance(self._scheduler.connector, SojournConnector):
+            self._scheduler.connector.drop_cancelled(copies)
 
     def cache_was_reset(self) -> None:
         """Remove all owners, after vLLM cleared the prefix cache."""

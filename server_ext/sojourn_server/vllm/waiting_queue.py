@@ -278,6 +278,28 @@ class WaitingQueueAdapter:
         """Forget a request that has left the engine."""
         self._shared.pop(request_id, None)
 
+    def requeue_loading(self, cancel_load: Callable[[str], None]) -> None:
+        """Free the blocks of requests that load KV, or have loaded it and do not run yet: the cache is about
+        to be reset, and vLLM preempts running requests only. ``cancel_load`` cancels a request's load."""
+        scheduler = self._scheduler
+        for request in tuple(scheduler.requests.values()):
+            if request.is_finished():  # aborted; its blocks waited for the load
+                cancel_load(request.request_id)
+                scheduler._free_blocks(request)
+        for request in tuple(scheduler.kv_holding_waiting):
+            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                continue
+            cancel_load(request.request_id)
+            for ids in (scheduler.finished_recving_kv_req_ids, scheduler.failed_recving_kv_req_ids):
+                ids.discard(request.request_id)
+            scheduler._inflight_prefills.discard(request)
+            scheduler._free_request_blocks(request)
+            request.num_computed_tokens = 0
+            request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+            scheduler.kv_holding_waiting.remove_request(request)
+            scheduler.deferred_waiting.discard(request)
+            scheduler.waiting.add_request(request)
+
     def promote(self, now: float) -> None:
         """Move the requests whose key has changed only because they have waited."""
         while self._promotions and self._promotions[0][0] <= now:
@@ -338,7 +360,7 @@ class WaitingQueueAdapter:
         return self._program_scheduler.blocks_later_requests(request.request_id, self._clock())
 
     def _may_be_admitted(self, request: Request) -> bool:
-        running = bool(self._scheduler.running)
+        running = bool(self._scheduler.running or self._loading())
         entry = self._program_scheduler.preset.entry
         rejected = (request.request_id, self._program_scheduler.demand_changes)
         if entry.forecasts and running and rejected == self._last_rejected:
@@ -367,14 +389,19 @@ class WaitingQueueAdapter:
         return False
 
     def _promised_blocks(self) -> int:
-        """Return how many blocks running requests still need for the uncomputed part of their prompts."""
+        """Return how many blocks admitted requests still need for the uncomputed part of their prompts."""
         manager, block_size = self._scheduler.kv_cache_manager, self._scheduler.block_size
         promised = 0
-        for request in self._scheduler.running:
+        for request in (*self._scheduler.running, *self._loading()):
             if request.num_computed_tokens < request.num_tokens - 1:
                 held = len(manager.get_blocks(request.request_id).blocks[0])
                 promised += max(0, -(-request.num_tokens // block_size) - held)
         return promised
+
+    def _loading(self) -> list[Request]:
+        """Return the admitted requests that wait for a connector to load their KV, and hold its blocks."""
+        in_flight = self._scheduler._inflight_prefills
+        return [request for request in in_flight if request.status != RequestStatus.RUNNING]
 
     def _shared_blocks(self, request: Request) -> int:
         """Return how many blocks of the prompt other requests hold, looked up every few steps."""
