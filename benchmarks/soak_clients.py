@@ -36,7 +36,7 @@ MOST_TOOL_S = 8.0
 HOSTILE_AT_ONCE = 6
 FLOOD_CONNECTIONS = 4
 FLOOD_EVENTS = 1000
-FLOOD_PROGRAMS = 16_000
+FLOOD_PROGRAMS = 4000
 """The same in every flood: tables fill up once, and memory can be compared over hours."""
 GREEDY_TTL_S = 15.0
 """Hinted by hostile clients, which send no heartbeats; longer ones would make every silence as long."""
@@ -258,7 +258,7 @@ async def fat_hint(http: httpx.AsyncClient, draw: random.Random) -> None:
 async def greedy(http: httpx.AsyncClient, draw: random.Random) -> None:
     """A new program with the highest priority and a lease, whose stream its client leaves."""
     hint = {
-        "program_id": f"greedy-{draw.randrange(4000)}",
+        "program_id": f"greedy-{draw.randrange(300)}",
         "kv_retention_ttl_seconds": draw.uniform(0.0, GREEDY_TTL_S),
         "priority": draw.choice((-(2**31), 2**31 - 1)),
     }

@@ -12,13 +12,13 @@ from statistics import linear_regression
 from typing import Any
 
 from result_pages import made_by, marked, write_result
-from soak_stack import ServerState
+from soak_stack import MOST_PROGRAMS, ServerState
 
 MOST_GROWTH = 0.02
 """Of a process's memory after ``--settle`` minutes of its life."""
 SPARE_FILE_DESCRIPTORS = 16
 """More than after the first silence are a leak; pools of connections between servers vary."""
-TABLE_BOUNDS = {"engine": {"programs": 20_000}, "gateway": {"programs": 200_000}}
+TABLE_BOUNDS = {"engine": {"programs": MOST_PROGRAMS}, "gateway": {"programs": 200_000}}
 
 
 def problems(states: Sequence[ServerState], first: Mapping[str, ServerState]) -> list[str]:

@@ -24,9 +24,12 @@ ADMIN_KEY = "key-of-the-operator"
 STOP_BOUND_S = 75.0
 """Longest time from SIGTERM to the end of a server; a gateway gives streams a minute."""
 READY_S = 300.0
+MOST_PROGRAMS = 500
+"""In an engine's table. It is full within ten minutes, so that growth after them is a leak; the default of
+20,000 fills for hours."""
 ENGINE_ARGS = (
     "--max-model-len", "2048", "--max-num-seqs", "16", "--num-gpu-blocks-override", "256",
-    "--kv-host-gib", "0.005", "--kv-disk-gib", "0.02",
+    "--kv-host-gib", "0.005", "--kv-disk-gib", "0.02", "--sojourn-option", f"max_programs={MOST_PROGRAMS}",
 )  # fmt: skip
 ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
