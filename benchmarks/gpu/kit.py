@@ -65,6 +65,8 @@ class HostCuda:
             return True
 
         def synchronize(self) -> None: ...
+        def elapsed_time(self, end_event: Any) -> float:
+            return 0.0
 
     class Stream:
         def wait_event(self, event: Any) -> None: ...

@@ -32,14 +32,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "server_ext"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "server_ext"))
+# The SDK's package needs msgspec, which a bare GPU machine lacks; the module with its errors needs nothing.
+_sdk = ModuleType("sojourn")
+_sdk.__path__ = [str(ROOT / "sdk" / "sojourn")]
+sys.modules.setdefault("sojourn", _sdk)
 
-from sojourn_server.simulator.latency.latency_profiles import (
+from sojourn_server.simulator.latency.latency_profiles import (  # noqa: E402
     HardwareProfile,
     LatencyProfileError,
     ModelShape,

@@ -64,15 +64,15 @@ def planned_ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture
 def failing_loads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Some loads fail from now on, half of them behind the first layer."""
+    """Some loads fail from now on."""
     draw, counts = random.Random(4), Counter[str]()
     original = CpuDeviceBackend.to_device
 
-    def fails(device: Any, copies: Any, layer: int) -> None:
-        if draw.random() < FAILING / len(device.layers):
+    def fails(device: Any, copies: Any, after: None) -> Any:
+        if draw.random() < FAILING:
             counts["failed"] += 1
             raise RuntimeError("failed on purpose")
-        original(device, copies, layer)
+        return original(device, copies, after)
 
     monkeypatch.setattr(CpuDeviceBackend, "to_device", fails)
     return counts

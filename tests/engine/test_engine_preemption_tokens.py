@@ -29,7 +29,7 @@ from engine_tools import (
     scheduler_of,
     with_tiers,
 )
-from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend
+from sojourn_server.kv_offload.cpu_device_backend import CpuCopy, CpuDeviceBackend
 from sojourn_server.policies.preemption.best_fit_victim import BestFitVictim
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -195,7 +195,7 @@ def test_kv_that_comes_back_spoilt_would_show(
 ) -> None:
     """So equal tokens say that what comes back is right, and not that nobody reads it."""
     monkeypatch.setattr(
-        CpuDeviceBackend, "to_device", lambda *args: None
+        CpuDeviceBackend, "to_device", lambda *args: CpuCopy(0.0)
     )  # blocks keep what somebody else left
     with engine(loud_model, policy) as llm:
         ours = say(llm, load()[:24])

@@ -26,7 +26,7 @@ from engine_tools import (
     with_tiers,
 )
 from migrating_programs import OUTPUT_TOKENS, PATIENCE_S, PROGRAMS, Turn, contexts_after_two_turns, third
-from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend
+from sojourn_server.kv_offload.cpu_device_backend import CpuCopy, CpuDeviceBackend
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -146,7 +146,7 @@ def test_kv_that_comes_spoilt_would_show(
 ) -> None:
     """So equal tokens say that what comes is right, and not that nobody reads it."""
     root, contexts, _, _, stayed = moved
-    monkeypatch.setattr(CpuDeviceBackend, "to_device", lambda *args: None)
+    monkeypatch.setattr(CpuDeviceBackend, "to_device", lambda *args: CpuCopy(0.0))
     with engine(loud_model, root, "spoilt") as b:
         for program, context in contexts.items():
             turn = say(b, program, third(program, context))

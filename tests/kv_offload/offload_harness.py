@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_cuda import FakeCuda
 from faulty_file_system import identity
 from sojourn_server.kv_offload.block_file import HEADER_BYTES
 from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
+from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
 from sojourn_server.kv_offload.disk_store import DiskStore
 from sojourn_server.kv_offload.file_system import FileSystem
+from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs, OffloadResults
 from sojourn_server.kv_offload.offload_planner import OffloadPlanner, PersistStatus
-from sojourn_server.kv_offload.offload_worker import OffloadWorker
+from sojourn_server.kv_offload.offload_worker import Copy, DeviceBackend, OffloadWorker
 from sojourn_server.kv_offload.shared_store import SiblingStores
 from sojourn_server.kv_offload.tier_limits import TierLimits
 
@@ -30,28 +33,36 @@ PATIENCE_S = 20.0
 
 
 class WatchedDevice:
-    """Host memory, but for ``before`` each copy: what it raises the copy raises, and it waits as long."""
+    """Calls ``before`` each copy: what it raises the copy raises, and the copy waits for it."""
 
-    def __init__(self, memory: CpuDeviceBackend) -> None:
+    def __init__(self, memory: DeviceBackend) -> None:
         self.memory = memory
-        self.layers: Sequence[str] = memory.layers
         self.block_bytes = memory.block_bytes
-        self.before: Callable[[str, int], None] = lambda name, layer: None
+        self.before: Callable[[str], None] = lambda name: None
         self.calls: list[str] = []
 
-    def to_host(self, copies: Sequence[BlockCopy]) -> None:
-        self.calls.append("to_host")
-        self.before("to_host", -1)
-        self.memory.to_host(copies)
+    def fence(self) -> Any:
+        return self.memory.fence()
 
-    def to_device(self, copies: Sequence[BlockCopy], layer: int) -> None:
+    def to_host(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
+        self.calls.append("to_host")
+        self.before("to_host")
+        return self.memory.to_host(copies, after)
+
+    def to_device(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
         self.calls.append("to_device")
-        self.before("to_device", layer)
-        self.memory.to_device(copies, layer)
+        self.before("to_device")
+        return self.memory.to_device(copies, after)
+
+    def hold_compute(self, copy: Any) -> None:
+        self.memory.hold_compute(copy)
 
     def slot(self, slot: int) -> memoryview:
-        self.before("slot", -1)
+        self.before("slot")
         return self.memory.slot(slot)
+
+    def close(self) -> None:
+        self.memory.close()
 
 
 class Engine:
@@ -67,20 +78,24 @@ class Engine:
         slots: int = 6,
         disk_blocks: int = 8,
         name: str | None = None,
+        cuda: FakeCuda | None = None,
         **limits: Any,
     ) -> None:
-        """``name``: in ``folder`` there are other engines' stores too, which are read."""
+        """``name``: in ``folder`` there are other engines' stores too, which are read. ``cuda``: a stand-in
+        for CUDA, whose work runs when it likes, is the device."""
+        self.cuda = cuda
         self.now = 100.0
         # Layers of different sizes: an offset that is wrong shows.
         self.caches = {
             f"layer{index}": torch.zeros(blocks, 2, 1 + index, 4, dtype=dtype) for index in range(LAYERS)
         }
         self._bytes = [cache.view(blocks, -1).view(torch.uint8).numpy() for cache in self.caches.values()]
-        self.device = WatchedDevice(
-            CpuDeviceBackend(
-                {name: block_rows(name, cache, blocks) for name, cache in self.caches.items()}, slots
-            )
-        )
+        rows = [block_rows(name, cache, blocks) for name, cache in self.caches.items()]
+        backend: DeviceBackend = CpuDeviceBackend(rows, slots)
+        if cuda is not None:
+            pages = [KvPages(row.ctypes.data, row.strides[0], row.shape[1]) for row in rows]
+            backend = CudaDeviceBackend(pages, slots, cuda)
+        self.device = WatchedDevice(backend)
         self.disk = sibling_stores = None
         if folder is not None:
             size = self.device.block_bytes
@@ -101,8 +116,18 @@ class Engine:
     # -- the device's blocks
 
     def write(self, block_id: int, key: bytes, weights: int = 0) -> None:
-        for layer, content in enumerate(self._bytes):
-            content[block_id] = memoryview(_content(key, layer, weights, content.shape[1]))
+        def compute() -> None:
+            for layer, content in enumerate(self._bytes):
+                content[block_id] = memoryview(_content(key, layer, weights, content.shape[1]))
+
+        self._run(compute)
+
+    def _run(self, compute: Callable[[], None]) -> None:
+        """Give the device work: a CPU does it at once."""
+        if self.cuda is None:
+            compute()
+        else:
+            self.cuda.kernel(compute)
 
     def holds(
         self, block_id: int, key: bytes, layers: Iterable[int] = range(LAYERS), weights: int = 0
@@ -126,6 +151,8 @@ class Engine:
         loaded, invalid = self.mover.take_loaded()
         for request_id in loaded:
             self.planner.take_loaded(request_id, invalid)
+        if self.cuda is not None:
+            self.cuda.run_some(30)
         self.results = self.mover.take_results()
         self.planner.take_results(self.results)
         return invalid
@@ -204,8 +231,12 @@ class Engine:
         """Into the first blocks, which are cleared before; raises where any content is not as it was."""
         found = self.wait_for(keys, request_id)
         assert found == len(keys), f"{found} of {len(keys)} found"
-        for content in self._bytes:
-            content[: len(keys)] = 0
+
+        def clear() -> None:
+            for content in self._bytes:
+                content[: len(keys)] = 0
+
+        self._run(clear)
         self.planner.load(request_id, keys, range(len(keys)))
         assert self.step() == set()
         for block_id, key in enumerate(keys):

@@ -40,7 +40,7 @@ def test_a_wrong_byte_is_an_exit_status_of_1_and_a_failed_part_is_on_the_page(tm
         (
             f"sys.path.insert(0, {str(KIT.parents[2] / 'server_ext')!r})",
             "import sojourn_server.kv_offload.cuda_device_backend as b",
-            "b.CudaDeviceBackend.to_device = lambda self, copies, after: b.CudaCopy(after, ())",
+            "b.CudaDeviceBackend.to_device = lambda self, copies, after: b.CudaCopy(after, after, ())",
         )
     )
     result = run("--small", "--steps", "300", "--out", str(tmp_path), before=broken)

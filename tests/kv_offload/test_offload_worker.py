@@ -16,9 +16,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from fake_cuda import FakeCuda  # noqa: E402
 from faulty_file_system import WRITES, FaultyFiles, broken, key  # noqa: E402
-from offload_harness import LAYERS, PATIENCE_S, Engine, merged, nothing_is_pinned, slots_add_up  # noqa: E402
-from sojourn_server.kv_offload.cpu_device_backend import CHUNK_BLOCKS, CpuDeviceBackend, block_rows  # noqa: E402
+from offload_harness import PATIENCE_S, Engine, merged, nothing_is_pinned, slots_add_up  # noqa: E402
+from sojourn_server.kv_offload.cpu_device_backend import CHUNK_BLOCKS, CpuCopy, CpuDeviceBackend, block_rows  # noqa: E402
 from sojourn_server.kv_offload.offload_jobs import BlockCopy, CopyResult, FileCopy, OffloadJobs  # noqa: E402
 from sojourn_server.kv_offload.offload_worker import OffloadWorker  # noqa: E402
 from sojourn_server.kv_offload.transfer_thread import TransferThread  # noqa: E402
@@ -46,13 +47,14 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     return errors
 
 
-@pytest.fixture
-def make() -> Iterator[Callable[..., Engine]]:
+@pytest.fixture(params=["cpu", "cuda"])
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     """``make(folder | None, **options)``; closed at the end."""
     engines: list[Engine] = []
 
     def start(folder: Path | None = None, **options: Any) -> Engine:
-        engines.append(Engine(folder, **options))
+        cuda = FakeCuda(len(engines)) if request.param == "cuda" else None
+        engines.append(Engine(folder, cuda=cuda, **options))
         return engines[-1]
 
     yield start
@@ -60,18 +62,18 @@ def make() -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
-def fails(*names: str) -> Callable[[str, int], None]:
-    def before(name: str, layer: int) -> None:
+def fails(*names: str) -> Callable[[str], None]:
+    def before(name: str) -> None:
         if name in names:
             raise Broken(name)
 
     return before
 
 
-def waits(event: threading.Event, *names: str) -> Callable[[str, Any], None]:
+def waits(event: threading.Event, *names: str) -> Callable[..., None]:
     """For a device or a file system: such an operation does not go on before the event."""
 
-    def before(name: str, about: Any) -> None:
+    def before(name: str, about: Any = None) -> None:
         if name in names:
             assert event.wait(PATIENCE_S)
 
@@ -159,22 +161,22 @@ def test_no_step_waits_for_a_load(make: Callable[..., Engine]) -> None:
     assert engine.holds(5, B)
 
 
-def test_a_load_is_answered_when_its_last_layer_has_arrived(make: Callable[..., Engine]) -> None:
+def test_a_load_is_answered_when_its_blocks_have_arrived(make: Callable[..., Engine]) -> None:
     engine = make()
     engine.save([A])
     engine.step()
-    last, arrives = threading.Event(), threading.Event()
+    begun, arrives = threading.Event(), threading.Event()
 
-    def before(name: str, layer: int) -> None:
-        if name == "to_device" and layer == LAYERS - 1:
-            last.set()
+    def before(name: str) -> None:
+        if name == "to_device":
+            begun.set()
             assert arrives.wait(PATIENCE_S)
 
     engine.device.before = before
     assert engine.ask([A]) == 1
     engine.planner.load("r", [A], [4])
     engine.begin()
-    assert last.wait(PATIENCE_S)
+    assert begun.wait(PATIENCE_S)
     assert engine.mover.take_loaded() == (set(), set())
     arrives.set()
     engine.mover.wait_for_loads()
@@ -209,10 +211,10 @@ def test_a_request_is_answered_before_those_behind_it(make: Callable[..., Engine
     begun: list[str] = []
     second = threading.Event()
 
-    def before(name: str, layer: int) -> None:
+    def before(name: str) -> None:
         if name == "to_device":
             begun.append(name)
-            assert len(begun) <= LAYERS or second.wait(PATIENCE_S)
+            assert len(begun) <= 1 or second.wait(PATIENCE_S)
 
     engine.device.before = before
     for request_id, each, block_id in (("first", A, 4), ("second", B, 5)):
@@ -238,7 +240,7 @@ def test_no_lane_waits_for_another(make: Callable[..., Engine], tmp_path: Path) 
     files.before = waits(goes_on, "readv", "writev")
     ours = threading.current_thread()
     slow = waits(goes_on, "to_host")
-    engine.device.before = lambda name, at: slow(name, at) if threading.current_thread() is not ours else None
+    engine.device.before = lambda name: slow(name) if threading.current_thread() is not ours else None
     engine.write(6, D)
     assert engine.planner.store([(D, 6)]) == 1  # device to host: stands still
     assert engine.planner.fetch([B]) == 1  # disk to host: stands still
@@ -268,7 +270,7 @@ def test_of_several_saves_into_one_slot_the_last_stays(make: Callable[..., Engin
 @pytest.mark.parametrize("last", range(0, 2 * CHUNK_BLOCKS, 7))
 def test_the_last_copy_into_a_slot_stays_wherever_it_is_in_the_list(dtype: Any, last: int) -> None:
     cache = torch.arange(2 * CHUNK_BLOCKS).view(-1, 1).to(dtype)
-    memory = CpuDeviceBackend({"layer": block_rows("layer", cache, 2 * CHUNK_BLOCKS)}, 1)
+    memory = CpuDeviceBackend([block_rows("layer", cache, 2 * CHUNK_BLOCKS)], 1)
     memory.to_host([BlockCopy(block, 0) for block in range(last + 1)])
     assert bytes(memory.slot(0)) == cache[last].view(torch.uint8).numpy().tobytes()
 
@@ -300,19 +302,26 @@ def test_a_store_that_is_needed_now_does_not_wait_for_those_in_front_of_it() -> 
     copied: list[list[BlockCopy]] = []
 
     class Device:
-        layers = ("layer",)
         block_bytes = 1
 
-        def to_host(self, copies: Any) -> None:
+        def fence(self) -> None: ...
+
+        def to_host(self, copies: Any, after: None) -> CpuCopy:
             copied.append(list(copies))
             if copies[0].slot == 0:
                 begun.set()
                 assert release.wait(60)
+            return CpuCopy(0.0)
 
-        def to_device(self, copies: Any, layer: int) -> None: ...
+        def to_device(self, copies: Any, after: None) -> CpuCopy:
+            return CpuCopy(0.0)
+
+        def hold_compute(self, copy: CpuCopy) -> None: ...
 
         def slot(self, slot: int) -> memoryview:
             return memoryview(bytearray(1))
+
+        def close(self) -> None: ...
 
     mover = OffloadWorker(Device())
     mover.begin_step(OffloadJobs(stores={job: [BlockCopy(job, job)] for job in range(3)}))
@@ -345,7 +354,7 @@ def test_a_store_that_has_failed_is_done_again(make: Callable[..., Engine], repo
     engine.planner.store([(A, 0)])
     engine.begin()
     engine.lane_is_through("_to_host")
-    engine.device.before = lambda name, layer: None
+    engine.device.before = lambda name: None
     engine.planner.evicted(A, 0)
     engine.begin()
     engine.write(0, B)
@@ -367,7 +376,7 @@ def test_a_store_whose_report_is_on_its_way_is_done_again_where_it_failed(
     engine.begin()
     engine.lane_is_through("_to_host")
     late = engine.mover.take_results()
-    engine.device.before = lambda name, layer: None
+    engine.device.before = lambda name: None
     engine.planner.evicted(A, 0)
     engine.begin()
     engine.write(0, B)
@@ -441,7 +450,7 @@ def test_what_is_loaded_by_a_step_planned_before_it_was_known_that_a_save_failed
 
     engine.device.before = fails("to_host")
     engine.mover.begin_step(failing)
-    engine.device.before = lambda name, layer: None
+    engine.device.before = lambda name: None
     engine.mover.begin_step(loading)
     assert engine.end() == {4}
     assert engine.ask([A]) == 0
@@ -468,18 +477,15 @@ def test_what_could_not_be_saved_is_never_on_disk(make: Callable[..., Engine], t
     assert engine.ask([A]) == 0
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_layer_that_cannot_be_loaded_makes_its_blocks_invalid(
-    make: Callable[..., Engine], layer: int
-) -> None:
+def test_blocks_that_cannot_be_loaded_are_invalid(make: Callable[..., Engine]) -> None:
     engine = make()
     engine.save([A, B])
     engine.step()
-    engine.device.before = lambda name, at: fails("to_device")(name, at) if at == layer else None
+    engine.device.before = fails("to_device")
     assert engine.ask([A, B]) == 2
     engine.planner.load("r", [A, B], [4, 5])
     assert engine.step() == {4, 5}
-    engine.device.before = lambda name, at: None
+    engine.device.before = lambda name: None
     assert engine.ask([A, B], "r2") == 0, "else it would be tried again for ever"
     assert nothing_is_pinned(engine.planner)
 

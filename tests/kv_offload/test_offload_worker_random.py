@@ -21,9 +21,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+from fake_cuda import FakeCuda, FakeEvent
 from faulty_file_system import WRITES, FaultyFiles
 from offload_harness import Engine, nothing_is_pinned, slots_add_up
 from random_clients import CHAIN_BLOCKS, DEVICE_BLOCKS, DISK_BLOCKS, HOST_SLOTS, Loading, RandomClients
+from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
 from sojourn_server.kv_offload.offload_jobs import OffloadJobs
 
 pytestmark = [
@@ -63,7 +65,7 @@ class Faults:
         if fault is not None and name in fault[0] and happens:
             raise OSError(fault[1], os.strerror(fault[1]), str(path))
 
-    def of_device(self, name: str, layer: int) -> None:
+    def of_device(self, name: str) -> None:
         with self.lock:
             happens, pause_s = self.draw.random() < 0.5, self.draw.random() * 0.0005
         if self.slow:
@@ -75,7 +77,8 @@ class Faults:
 class Life(RandomClients):
     """A device that caches chains of blocks, and loses some; requests that ask for chains."""
 
-    def __init__(self, seed: int, folder: Path, ahead: bool) -> None:
+    def __init__(self, seed: int, folder: Path, ahead: bool, on_cuda: bool) -> None:
+        self.on_cuda = on_cuda
         self.draw = random.Random(seed)
         self.faults = Faults(seed)
         self.folder = folder
@@ -106,6 +109,7 @@ class Life(RandomClients):
             slots=HOST_SLOTS,
             disk_blocks=DISK_BLOCKS,
             max_spilling=3,
+            cuda=FakeCuda(self.draw.randrange(1 << 30)) if self.on_cuda else None,
         )
         self.engine.device.before = self.faults.of_device
         self.planner = self.engine.planner
@@ -129,6 +133,8 @@ class Life(RandomClients):
         engine.mover.begin_step(jobs)
         for block_id, key in writes.items():
             engine.write(block_id, key, self.weights)
+        if engine.cuda is not None:
+            engine.cuda.run_some(30)
         self._take_loaded()
         self.planner.take_results(engine.mover.take_results())
         assert slots_add_up(self.planner)
@@ -234,6 +240,15 @@ class Life(RandomClients):
         self.done["restarts"] += 1
         self.engine.close()
 
+    def lead(self, operations: int) -> None:
+        """Live for so many operations, or for the longest time."""
+        until = time.monotonic() + MOST_S
+        for _ in range(operations):
+            (operation,) = self.draw.choices(list(OFTEN), list(OFTEN.values()))
+            operation(self)
+            if time.monotonic() > until:
+                break
+
     # -- the end
 
     def it_comes_to_rest(self) -> None:
@@ -298,9 +313,10 @@ HAPPENS = (
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["as they come", "one ahead"])
+@pytest.mark.parametrize("on_cuda", [False, True], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_happens_what_is_loaded_is_right(
-    seed: int, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, ahead: bool, on_cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unexpected: list[Any] = []
 
@@ -309,14 +325,9 @@ def test_whatever_happens_what_is_loaded_is_right(
             unexpected.append(args.exc_value)
 
     monkeypatch.setattr(threading, "excepthook", report)
-    life = Life(seed, tmp_path, ahead)
-    until = time.monotonic() + MOST_S
+    life = Life(seed, tmp_path, ahead, on_cuda)
     try:
-        for _ in range(OPERATIONS):
-            (operation,) = life.draw.choices(list(OFTEN), list(OFTEN.values()))
-            operation(life)
-            if time.monotonic() > until:
-                break
+        life.lead(OPERATIONS)
         life.it_comes_to_rest()
         life.all_that_is_on_disk_is_what_it_is_called()
     finally:
@@ -324,3 +335,31 @@ def test_whatever_happens_what_is_loaded_is_right(
     assert unexpected == []
     for what in HAPPENS:
         assert life.done[what], f"nothing was ever {what}: the life is too quiet to tell anything"
+
+
+REMOVED = {
+    "hold_compute": lambda backend, copy: None,
+    "fence": lambda backend: FakeEvent(backend._cuda),
+    "_follow_stores": lambda backend, slots: True,
+}
+"""Each wait of the CUDA backend → what is left of its method without it."""
+
+
+@pytest.mark.parametrize("wait", REMOVED)
+def test_without_a_wait_of_the_cuda_backend_something_loaded_is_wrong(
+    wait: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaDeviceBackend, wait, REMOVED[wait])
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)  # the device fails on purpose
+
+    def lead_lives() -> None:
+        for seed in range(10):
+            life = Life(seed, tmp_path / str(seed), ahead=True, on_cuda=True)
+            try:
+                life.lead(400)
+                life.it_comes_to_rest()
+            finally:
+                life._end()
+
+    with pytest.raises(AssertionError, match="a wrong token would follow"):
+        lead_lives()

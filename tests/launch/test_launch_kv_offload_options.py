@@ -51,16 +51,11 @@ def test_a_name_in_a_shared_directory_is_passed_on():
     assert extra == {"host_bytes": GIB, "disk": "/d", "disk_bytes": 10 * GIB, "disk_name": "b.2"}
 
 
-@pytest.mark.parametrize(
-    "args",
-    [("--tensor-parallel-size", "2"), ("--tensor_parallel_size=2",), ("-tp", "2"), ("-pp", "2")],
-)
-def test_engines_of_several_workers_are_refused_by_our_own(args):
-    with pytest.raises(InvalidOption, match="is 2; tiers below the device support engines with one worker"):
-        build(*args, host_gib=1)
-    assert build(*args)
+@pytest.mark.parametrize("cpu", [True, False])
+@pytest.mark.parametrize("args", [(), ("--tensor-parallel-size", "2"), ("-tp", "2"), ("-pp", "2")])
+def test_engines_of_any_device_and_number_of_workers_may_have_tiers(args, cpu):
+    assert config(build(*args, host_gib=1, cpu=cpu))["kv_connector"] == "SojournConnector"
     assert build(*args, host_gib=1, backend="vllm", cpu=False)
-    assert build("-tp", "1", host_gib=1)
 
 
 def test_engines_that_plan_steps_ahead_may_have_tiers():
@@ -95,7 +90,6 @@ def test_vllms_own_connector_works_with_the_stock_scheduler():
         ({"host_gib": 1, "backend": "lmcache"}, "expected sojourn or vllm"),
         ({"host_gib": 1, "backend": "vllm"}, "needs CUDA"),
         ({"host_gib": 1, "backend": "vllm", "disk": "/d", "disk_gib": 1}, "host memory only"),
-        ({"host_gib": 1, "cpu": False}, "on CUDA give --tier-backend vllm"),
         ({"host_gib": 1, "policy": "stock"}, "choose a policy"),
     ],
 )

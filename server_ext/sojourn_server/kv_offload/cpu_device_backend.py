@@ -1,16 +1,18 @@
-"""Copies between the KV memory of a CPU engine and host memory: only this module touches KV memory.
+"""Copies between the KV memory of a CPU engine and host memory.
 
-A backend for another device (CUDA) implements ``offload_worker.DeviceBackend`` and the methods of
-``KvBlockArrays``. Torch is used only to view tensors as arrays of bytes.
+``CpuDeviceBackend`` is the counterpart of ``cuda_device_backend.CudaDeviceBackend``. ``KvBlockArrays`` serves
+transfers between engines. Torch is used only to view tensors as arrays of bytes.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from .kv_pages import UnsupportedKvCaches, page_views
 from .offload_jobs import BlockCopy
 
 ByteArray = np.ndarray[Any, Any]
@@ -20,58 +22,75 @@ CHUNK_BLOCKS = 32
 """Number of blocks copied at once: such a chunk stays in the processor's cache."""
 
 
-class UnsupportedKvCaches(RuntimeError):
-    """The engine's KV tensors have an unexpected device, shape or layout."""
-
-
 def block_rows(name: str, cache: Any, blocks: int) -> ByteArray:
     """The memory of one layer's KV tensor, one row of bytes per block; its first dimension is the block.
 
-    Raises ``UnsupportedKvCaches`` for a tensor on another device or of another shape.
+    Raises ``UnsupportedKvCaches`` for a tensor on another device, or whose blocks are not in one piece.
     """
-    import torch
-
     if cache.device.type != "cpu":
         raise UnsupportedKvCaches(f"layer {name}: KV on {cache.device}; expected a CPU engine")
-    if cache.shape[0] != blocks or not cache.is_contiguous():
-        shape, strides = tuple(cache.shape), cache.stride()
-        raise UnsupportedKvCaches(
-            f"layer {name}: KV of shape {shape} and strides {strides}; expected {blocks} blocks, contiguous"
-        )
-    rows: ByteArray = cache.view(blocks, -1).view(torch.uint8).numpy()
+    views = page_views(name, cache, blocks)
+    if len(views) != 1:
+        raise UnsupportedKvCaches(f"layer {name}: each block lies in {len(views)} places; expected one")
+    rows: ByteArray = views[0].numpy()
     return rows
 
 
-class CpuDeviceBackend:
-    """KV blocks of all layers, and ``slots`` slots of host memory, each contiguous like a block's file."""
+class CpuCopy(NamedTuple):
+    """Copies that were complete when they were begun."""
 
-    def __init__(self, rows: Mapping[str, ByteArray], slots: int) -> None:
-        """``rows``: the ``block_rows`` of each layer, in the order of the forward pass."""
-        self.layers: Sequence[str] = list(rows)
-        self._layers = list(rows.values())
+    seconds: float
+
+    def wait(self) -> float:
+        """Seconds that the copies took."""
+        return self.seconds
+
+
+class CpuDeviceBackend:
+    """KV blocks of all layers, and ``slots`` host copies, each one contiguous like a block's file.
+
+    Copies are complete when the call that begins them returns, so that fences mean nothing.
+    """
+
+    def __init__(self, rows: Sequence[ByteArray], slots: int) -> None:
+        """``rows``: in the order of the forward pass, arrays of one row of bytes per block."""
+        self._layers = list(rows)
         sizes = [layer.shape[1] for layer in self._layers]
         self._offsets = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
         self.block_bytes = self._offsets[-1]
         # The system provides pages at their first write, so unused slots cost nothing.
         self._host = np.empty((slots, self.block_bytes), np.uint8)
 
-    def to_host(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks of all layers to slots, in this order: the last copy into a slot wins."""
+    def fence(self) -> None:
+        """Return nothing: the CPU has computed all that it was given."""
+
+    def to_host(self, copies: Sequence[BlockCopy], after: None = None) -> CpuCopy:
+        """Copy blocks of all layers, in this order: the last copy into a slot wins."""
+        began = time.perf_counter()
         for start in range(0, len(copies), CHUNK_BLOCKS):
             blocks, slots = _indices(copies[start : start + CHUNK_BLOCKS])
             for index, layer in enumerate(self._layers):
                 self._host[slots, self._offsets[index] : self._offsets[index + 1]] = layer[blocks]
+        return CpuCopy(time.perf_counter() - began)
 
-    def to_device(self, copies: Sequence[BlockCopy], layer: int) -> None:
-        """Copy one layer of blocks from their slots."""
-        part = slice(self._offsets[layer], self._offsets[layer + 1])
+    def to_device(self, copies: Sequence[BlockCopy], after: None = None) -> CpuCopy:
+        """Copy blocks of all layers."""
+        began = time.perf_counter()
         for start in range(0, len(copies), CHUNK_BLOCKS):
             blocks, slots = _indices(copies[start : start + CHUNK_BLOCKS])
-            self._layers[layer][blocks] = self._host[slots, part]
+            for index, layer in enumerate(self._layers):
+                layer[blocks] = self._host[slots, self._offsets[index] : self._offsets[index + 1]]
+        return CpuCopy(time.perf_counter() - began)
+
+    def hold_compute(self, copy: CpuCopy) -> None:
+        """Do nothing: the copy is complete."""
 
     def slot(self, slot: int) -> memoryview:
         """The bytes of a slot, writable."""
         return memoryview(self._host[slot])
+
+    def close(self) -> None:
+        """Do nothing: host memory is released with this object."""
 
 
 class KvBlockArrays:

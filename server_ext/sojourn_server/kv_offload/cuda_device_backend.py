@@ -38,6 +38,8 @@ class CudaEvent(Protocol):
     def record(self, stream: Any) -> None: ...
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return the milliseconds until another event."""
 
 
 class CudaStream(Protocol):
@@ -79,7 +81,8 @@ class CudaRuntime(Protocol):
 class CudaCopy:
     """Copies that have begun. Keeps the memory that the device may still read until they are done."""
 
-    def __init__(self, done: CudaEvent, arrays: tuple[Int64Array, ...]) -> None:
+    def __init__(self, begun: CudaEvent, done: CudaEvent, arrays: tuple[Int64Array, ...]) -> None:
+        self._begun = begun
         self.event = done
         self._arrays = arrays
 
@@ -87,10 +90,14 @@ class CudaCopy:
         """Whether all bytes have arrived."""
         return self.event.query()
 
-    def wait(self) -> None:
-        """Block the calling thread until all bytes have arrived. Raises ``RuntimeError`` from CUDA."""
+    def wait(self) -> float:
+        """Block the calling thread until all bytes have arrived. Return the seconds that the copies took.
+
+        Raises ``RuntimeError`` from CUDA.
+        """
         self.event.synchronize()
         self._arrays = ()
+        return self._begun.elapsed_time(self.event) / 1e3
 
 
 class CudaDeviceBackend:
@@ -189,10 +196,11 @@ class CudaDeviceBackend:
         self, sources: Int64Array, destinations: Int64Array, stream: CudaStream, *, stable_sources: bool
     ) -> CudaCopy:
         sizes = np.repeat(self._page_bytes, len(sources) // len(self._page_bytes))
+        begun, done = self._cuda.new_event(), self._cuda.new_event()
+        begun.record(stream)
         self._cuda.copy(sources, destinations, sizes, stream, stable_sources=stable_sources)
-        done = self._cuda.new_event()
         done.record(stream)
-        return CudaCopy(done, (sources, destinations, sizes))
+        return CudaCopy(begun, done, (sources, destinations, sizes))
 
 
 class TorchCuda:
@@ -216,7 +224,7 @@ class TorchCuda:
 
     def new_event(self) -> Any:
         # A thread that waits sleeps: it must not take a core from the thread that runs the model.
-        return self._torch.cuda.Event(blocking=True)
+        return self._torch.cuda.Event(enable_timing=True, blocking=True)
 
     def pin(self, address: int, size_bytes: int) -> None:
         cuda = self._torch.cuda

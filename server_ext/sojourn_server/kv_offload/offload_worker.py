@@ -11,32 +11,46 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from .block_file import BlockCorrupt
 from .disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
 from .offload_jobs import BlockCopy, BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults, ProbeResult
 from .shared_store import SiblingStores
-from .transfer_thread import TransferThread
+from .transfer_thread import Moved, TransferThread
+
+
+class Copy(Protocol):
+    """Copies that have begun."""
+
+    def wait(self) -> float:
+        """Wait until they are complete. Returns the seconds that they took, without their wait to begin."""
 
 
 class DeviceBackend(Protocol):
     """KV blocks of one worker and slots of host memory of the same size; one implementation per kind of
-    device."""
+    device. Only ``fence`` and ``hold_compute`` belong to the thread that runs the model."""
 
-    layers: Sequence[str]
-    """Names of the layers, in the order of the forward pass."""
     block_bytes: int
     """Bytes of one block over all layers."""
 
-    def to_host(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks of all layers, in this order; the copies are complete at the return."""
+    def fence(self) -> Any:
+        """A point behind all work that the device was given so far."""
 
-    def to_device(self, copies: Sequence[BlockCopy], layer: int) -> None:
-        """Copy one layer of these blocks; the copies are complete when it returns."""
+    def to_host(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
+        """Begin to copy blocks once the device has passed a fence. The last copy into a slot wins."""
+
+    def to_device(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
+        """Begin to copy blocks once the device has passed a fence and their slots are filled."""
+
+    def hold_compute(self, copy: Any) -> None:
+        """Work that the device is given from now on begins after these copies."""
 
     def slot(self, slot: int) -> memoryview:
-        """The bytes of a slot, writable."""
+        """The bytes of a slot, writable. Waits for the last copy into it."""
+
+    def close(self) -> None:
+        """Wait for all copies and release host memory."""
 
 
 class _PendingStore:
@@ -45,6 +59,9 @@ class _PendingStore:
     def __init__(self, copies: Sequence[BlockCopy]) -> None:
         self.copies = copies
         self._begun = threading.Lock()  # taken once, by the thread that copies
+        self.begun = threading.Event()
+        """``copy`` is set, unless it could not be begun."""
+        self.copy: Copy | None = None
         self.over = threading.Event()
         self.copy_result = CopyResult.FAILED
 
@@ -85,8 +102,8 @@ class OffloadWorker:
     # -- a step --------------------------------------------------------------------
 
     def begin_step(self, jobs: OffloadJobs) -> None:
-        """Begin a step, before the forward pass: awaited stores and saves are complete at the return; the
-        other jobs have begun."""
+        """Begin a step, before the forward pass: the device completes awaited stores and saves before the
+        work that it is given from now on. The rest is done beside it."""
         began = time.perf_counter()
         if jobs.settles:
             self.wait_for_loads()
@@ -95,10 +112,12 @@ class OffloadWorker:
         self._save(jobs.saves)
         if jobs.awaited or jobs.saves:
             self._waited_s += time.perf_counter() - began
+        # After the saves: a load may fill a block that this step saves.
+        fence = self._device.fence() if jobs.loads or jobs.stores else None
         for request_id, load in jobs.loads.items():
-            self._load(request_id, load)
+            self._load(request_id, load, fence)
         for job, copies in jobs.stores.items():
-            self._store(job, copies)
+            self._store(job, copies, fence)
         # Drops come first: spills need their room, and may write other content under the same keys.
         for key in jobs.drops:
             self._to_disk.submit(partial(self._drop, key))
@@ -160,6 +179,7 @@ class OffloadWorker:
         lanes = (self._to_host, self._to_device, self._probe, self._from_disk, self._to_disk)
         for lane in filter(None, lanes):
             lane.close()
+        self._device.close()
         if self._disk is not None:
             self._disk.close()
 
@@ -172,59 +192,67 @@ class OffloadWorker:
             return copies  # already reported, possibly as failed; copying again is harmless
         if store.begin():  # do not wait for the work queued before it
             store.copy_result = CopyResult.MOVED
+            store.begun.set()
             store.over.set()
             return copies
-        store.over.wait()
-        return () if store.copy_result is CopyResult.MOVED else copies
+        store.begun.wait()
+        if store.copy is None:
+            return copies
+        self._device.hold_compute(store.copy)
+        return ()
 
     def _save(self, copies: Sequence[BlockCopy]) -> None:
         if not copies:
             return
         slots = {copy.slot for copy in copies}
-        began = time.perf_counter()
         try:
-            self._device.to_host(copies)
+            copy = self._device.to_host(copies, self._device.fence())
+            self._device.hold_compute(copy)
         except Exception:
             self._lost |= slots
             with self._lock:
                 self._results.lost_slots += sorted(slots)
         else:
             self._lost -= slots
-            self._to_host.note_moved(time.perf_counter() - began, len(copies) * self._device.block_bytes)
+            moved_bytes = len(copies) * self._device.block_bytes
+            self._to_host.submit(lambda: Moved(moved_bytes, copy.wait()))
 
-    def _load(self, request_id: str, copies: Sequence[BlockCopy]) -> None:
+    def _load(self, request_id: str, copies: Sequence[BlockCopy], fence: Any) -> None:
         # A slot of which a save has failed: the planner did not know that yet.
         invalid = {copy.block_id for copy in copies if copy.slot in self._lost}
         copies = [copy for copy in copies if copy.slot not in self._lost]
         self.loading.add(request_id)
 
-        def load() -> int:
+        def load() -> Moved:
             try:
-                for layer in range(len(self._device.layers)) if copies else ():
-                    self._device.to_device(copies, layer)
+                seconds = self._device.to_device(copies, fence).wait() if copies else 0.0
             except Exception:
                 invalid.update(copy.block_id for copy in copies)
-                return 0
+                return Moved(0)
             finally:
                 with self._lock:
                     self._loaded[request_id] = invalid
-            return len(copies) * self._device.block_bytes
+            return Moved(len(copies) * self._device.block_bytes, seconds)
 
         self._to_device.submit(load)
 
-    def _store(self, job: int, copies: Sequence[BlockCopy]) -> None:
+    def _store(self, job: int, copies: Sequence[BlockCopy], fence: Any) -> None:
         store = self._stores[job] = _PendingStore(copies)
         self._lost.difference_update(copy.slot for copy in copies)
 
-        def copy() -> int:
+        def copy() -> Moved:
             if not store.begin():
-                return 0
+                return Moved(0)
             try:
-                self._device.to_host(copies)
+                try:
+                    store.copy = self._device.to_host(copies, fence)
+                finally:
+                    store.begun.set()
+                seconds = store.copy.wait()
                 store.copy_result = CopyResult.MOVED
             finally:
                 store.over.set()
-            return len(copies) * self._device.block_bytes
+            return Moved(len(copies) * self._device.block_bytes, seconds)
 
         self._to_host.submit(copy)
 

@@ -6,6 +6,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Moved(NamedTuple):
+    """What a piece of work moved."""
+
+    moved_bytes: int
+    seconds: float | None = None
+    """How long that took; ``None``: as long as the work."""
 
 
 class TransferThread:
@@ -13,22 +22,16 @@ class TransferThread:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._work: queue.SimpleQueue[Callable[[], int] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], Moved | int] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._seconds = 0.0
         self._bytes = 0
         self._thread = threading.Thread(target=self._run, name=f"sojourn-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], int]) -> None:
-        """Queue ``work``, which returns the bytes it moved and handles its own errors."""
+    def submit(self, work: Callable[[], Moved | int]) -> None:
+        """Queue ``work``, which returns what it moved, or the bytes alone, and handles its own errors."""
         self._work.put(work)
-
-    def note_moved(self, seconds: float, moved_bytes: int) -> None:
-        """Count a copy in this direction that another thread made."""
-        with self._lock:
-            self._seconds += seconds
-            self._bytes += moved_bytes
 
     def take_moved(self) -> tuple[float, int]:
         """Seconds of work and bytes moved since the last call."""
@@ -50,13 +53,16 @@ class TransferThread:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             began = time.perf_counter()
-            moved = 0
+            moved: Moved | int = 0
             try:
                 moved = work()
             except Exception as error:
                 threading.excepthook(
                     threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread))
                 )
+            if not isinstance(moved, Moved):
+                moved = Moved(moved)
+            took_s = moved.seconds if moved.seconds is not None else time.perf_counter() - began
             with self._lock:
-                self._seconds += time.perf_counter() - began
-                self._bytes += moved
+                self._seconds += took_s
+                self._bytes += moved.moved_bytes

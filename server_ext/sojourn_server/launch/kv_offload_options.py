@@ -75,10 +75,6 @@ def offload_transfer_config(options: KvOffloadOptions, *, cpu_build: bool, stock
         raise InvalidOption(
             "--tier-backend sojourn needs our scheduler: choose a policy, for example observe"
         )
-    if not cpu_build:
-        raise InvalidOption(
-            "--tier-backend sojourn supports CPU engines only: on CUDA give --tier-backend vllm"
-        )
     extra: dict[str, Any] = {"host_bytes": host_bytes}
     if options.disk is not None and options.disk_gib is not None:
         check_size("--kv-disk-gib", options.disk_gib)

@@ -160,8 +160,6 @@ def build_command(
             raise InvalidOption("tiers set --kv-transfer-config; give either that flag or --kv-host-gib")
         stock = options.policy == STOCK_POLICY
         config = offload_transfer_config(options.tiers, cpu_build=facts.cpu_build, stock=stock)
-        if options.tiers.backend == "sojourn":
-            _check_parallelism(flags, "tiers below the device")
         added += ["--kv-transfer-config", json.dumps(config)]
         if options.tiers.disk is not None:
             if flags.has("--enable-lora"):

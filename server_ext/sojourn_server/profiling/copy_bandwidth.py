@@ -101,7 +101,7 @@ def _host_tier_bandwidth(torch: Any, copy_bytes: int, blocks: KvBlockLayout) -> 
     count = max(1, copy_bytes // blocks.block_bytes)
     piece = max(1, blocks.block_bytes // blocks.layers)
     caches = {f"layer{n}": torch.ones(count, piece, dtype=torch.uint8) for n in range(blocks.layers)}
-    rows = {name: block_rows(name, cache, count) for name, cache in caches.items()}
+    rows = [block_rows(name, cache, count) for name, cache in caches.items()]
     memory = CpuDeviceBackend(rows, count)
     # In a pool that has been used for a while, a context's blocks are scattered.
     draw = random.Random(0)

@@ -39,6 +39,7 @@ SELECTABLE_PLUGIN_GROUPS = (
 
 _NAMES = {
     "vllm": "envs",
+    "vllm._custom_ops": "swap_blocks_batch",
     "vllm.config": "CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig",
     "vllm.distributed": "get_pp_group",
     "vllm.distributed.kv_transfer": "get_kv_transfer_group, has_kv_transfer_group",

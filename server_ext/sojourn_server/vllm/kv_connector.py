@@ -12,8 +12,8 @@ anything is computed from it, also where steps are planned ahead of each other.
 
 ``SojournConnector`` (host memory and disk) and ``PathsConnector`` (storage and other engines) supply the
 methods with an underscore. vLLM's hooks, error handling and the messages between the two sides are here.
-Planners and workers know neither vLLM nor torch. Only a worker's device backend
-(``kv_offload.cpu_device_backend``) reads and writes device memory: another kind of device is another backend.
+Planners and workers know neither vLLM nor torch. Only a worker's device backend reads and writes device
+memory: ``kv_offload.cpu_device_backend`` or ``cuda_device_backend``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
-from ..kv_offload.cpu_device_backend import ByteArray, block_rows
 from ..kv_offload.offload_jobs import BlockKey
 from .compat import (
     KVConnectorBase_V1,
@@ -66,13 +65,20 @@ class StepOrders(KVConnectorMetadata, Generic[JobsT]):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
-    """The worker side's results since its last report."""
+    """The results of a step's worker, and of the engine's other workers."""
 
     results: ResultsT
+    others: tuple[ResultsT, ...] = ()
+
+    @property
+    def of_all(self) -> list[ResultsT]:
+        """The results of all workers that had any."""
+        return [self.results, *self.others]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Raises ``NotImplementedError``: an engine with several workers is refused at its start."""
-        raise NotImplementedError("reports of several workers cannot be combined; one worker is supported")
+        """Return both reports as one."""
+        assert isinstance(other, StepReport)
+        return StepReport(self.results, (*self.others, *other.of_all))
 
 
 class MatchedTokens(NamedTuple):
@@ -142,7 +148,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         """The jobs of the step just planned. Must not raise."""
         raise NotImplementedError
 
-    def _take_results(self, results: ResultsT) -> None:
+    def _take_results(self, results: list[ResultsT]) -> None:
+        """The results of this step's workers."""
         raise NotImplementedError
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -153,9 +160,11 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         """Turn look-ups off after an error of sojourn's own."""
         raise NotImplementedError
 
-    def _open_worker(self, rows: dict[str, ByteArray]) -> ConnectorWorker[ResultsT]:
-        """Make the worker. ``rows``: the engine's KV memory of each layer, with one row of bytes per
-        block."""
+    def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> ConnectorWorker[ResultsT]:
+        """Make the worker. ``kv_caches``: the engine's KV tensors by layer, in the order of the forward pass.
+
+        Raises ``UnsupportedKvCaches``.
+        """
         raise NotImplementedError
 
     def _begin_step(self, orders: StepOrders[JobsT]) -> None:
@@ -205,7 +214,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         """Handle the results of earlier jobs."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
-            self._attempt(self._take_results, report.results)
+            self._attempt(self._take_results, report.of_all)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks must be kept for now, and the ``kv_transfer_params`` of its answer."""
@@ -240,11 +249,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     # -- beside the model -------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Start the worker: the engine's KV tensors exist. Raises ``UnsupportedKvCaches``."""
-        blocks = self.settings.blocks
-        self._worker = self._open_worker(
-            {name: block_rows(name, cache, blocks) for name, cache in kv_caches.items()}
-        )
+        """The engine's KV tensors exist: start the worker. Raises ``UnsupportedKvCaches``."""
+        self._worker = self._open_worker(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step's jobs, before the forward pass writes anything."""

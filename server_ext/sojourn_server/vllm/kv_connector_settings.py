@@ -2,8 +2,8 @@
 
 ``SojournConnector``, for host memory and disk:
 
-host_bytes           host memory for blocks
-disk, disk_bytes     directory of the blocks on disk, and its budget
+host_bytes           host memory for blocks, of all workers together
+disk, disk_bytes     directory of the blocks on disk, and its budget for all workers together
 disk_name            name of this engine's store there; stores with other names are read too
 max_stage_wait_s     maximum wait of a request for the disk, as in ``TierLimits``
 
@@ -150,9 +150,14 @@ class KVConnectorSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVOffloadSettings(KVConnectorSettings):
-    """Settings of ``SojournConnector``."""
+    """Settings of ``SojournConnector``. ``identity`` is that of this worker's part of a block."""
 
+    ranks: int
+    """Number of workers. Each has its part of every block."""
+    block_bytes: int
+    """Bytes of one block, all layers and all workers."""
     host_slots: int
+    """Blocks of host memory. Each worker has as many slots, of the size of its part."""
     disk: str | None
     disk_bytes: int
     disk_name: str | None
@@ -164,20 +169,24 @@ class KVOffloadSettings(KVConnectorSettings):
         """Read the settings. Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
         options = ConnectorOptions(vllm_config.kv_transfer_config.kv_connector_extra_config, _OFFLOAD_OPTIONS)
         has_tensors = bool(kv_cache_config.kv_cache_tensors)
-        _check_engine(vllm_config, kv_cache_config)
+        _check_groups(kv_cache_config)
         on_disk = "disk" in options
+        parallel = vllm_config.parallel_config
         identity = _identity(vllm_config, kv_cache_config, 1, sure=on_disk)
-        host_bytes = options.size("host_bytes", identity.block_bytes, "one block", flag="--kv-host-gib")
+        block_bytes = _all_ranks_block_bytes(vllm_config, identity)
+        ranks = parallel.world_size
+        if ranks > 1:
+            identity = replace(identity, tp_rank=parallel.rank % ranks, tp_size=ranks)
+        host_bytes = options.size("host_bytes", block_bytes, "one block", flag="--kv-host-gib")
         _check_memory("host_bytes (--kv-host-gib)", host_bytes, has_tensors)
         disk, disk_bytes, name = None, 0, None
         if on_disk:
             disk = options.text("disk", "a directory")
             _check_adapters(vllm_config, "KV on disk does")
             _check_hash_seed()
-            disk_bytes = options.size("disk_bytes", identity.block_bytes, "one block", flag="--kv-disk-gib")
+            disk_bytes = options.size("disk_bytes", block_bytes, "one block", flag="--kv-disk-gib")
         if "disk_name" in options:
             name = options.store_name("disk_name", f"a disk, and {_STORE_NAME}", flag="--kv-disk-name")
-            parallel = vllm_config.parallel_config
             if parallel.data_parallel_size > 1:  # all ranks are given the same name
                 name = f"{name}.{parallel.data_parallel_rank}"
             if disk is None or not is_store_name(name):
@@ -191,7 +200,9 @@ class KVOffloadSettings(KVConnectorSettings):
             blocks=kv_cache_config.num_blocks,
             block_tokens=identity.block_tokens,
             identity=identity,
-            host_slots=host_bytes // identity.block_bytes,
+            ranks=ranks,
+            block_bytes=block_bytes,
+            host_slots=host_bytes // block_bytes,
             disk=disk,
             disk_bytes=disk_bytes,
             disk_name=name,
@@ -199,14 +210,11 @@ class KVOffloadSettings(KVConnectorSettings):
         )
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, all layers."""
-        return self.identity.block_bytes
-
-    @property
     def disk_blocks(self) -> int:
-        """Number of block files that fit ``disk_bytes``."""
-        return self.disk_bytes // (self.block_bytes + HEADER_BYTES) if self.disk is not None else 0
+        """Number of blocks whose files, one for each worker, fit ``disk_bytes``."""
+        if self.disk is None:
+            return 0
+        return self.disk_bytes // (self.block_bytes + self.ranks * HEADER_BYTES)
 
     def limits(self) -> TierLimits:
         """The planner's limits."""
@@ -218,15 +226,19 @@ class KVOffloadSettings(KVConnectorSettings):
         )
 
     def open_disk(self, block_bytes: int, layers: int) -> tuple[DiskStore | None, SiblingStores | None]:
-        """Open this engine's store on disk and the stores beside it, for blocks of ``block_bytes`` bytes and
-        ``layers`` layers.
+        """Open this worker's store on disk and the stores beside it. ``block_bytes`` and ``layers``: of its
+        KV tensors.
 
         Raises ``OffloadError`` if the store is in use or for another model.
         """
         if self.disk is None:
             return None, None
         identity = replace(self.identity, block_bytes=block_bytes, layers=layers)
-        store = DiskStore.open(self.disk, identity, budget_bytes=self.disk_bytes, name=self.disk_name)
+        folder, budget_bytes = self.disk, self.disk_bytes
+        if self.ranks > 1:
+            folder = os.path.join(folder, f"rank{identity.tp_rank}of{self.ranks}")
+            budget_bytes = self.disk_blocks * (block_bytes + HEADER_BYTES)
+        store = DiskStore.open(folder, identity, budget_bytes=budget_bytes, name=self.disk_name)
         return store, SiblingStores(store.path, identity) if self.disk_name is not None else None
 
 
@@ -258,7 +270,7 @@ class KVTransferSettings(KVConnectorSettings):
         options = ConnectorOptions(
             vllm_config.kv_transfer_config.kv_connector_extra_config, _TRANSFER_OPTIONS
         )
-        _check_engine(vllm_config, kv_cache_config)
+        _check_groups(kv_cache_config)
         _check_transfers(vllm_config, kv_cache_config)
         _check_hash_seed()
         block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
@@ -318,17 +330,34 @@ class KVTransferSettings(KVConnectorSettings):
         )
 
 
-def _check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise ``SettingsError`` for an engine that neither connector supports."""
+def _check_groups(kv_cache_config: KVCacheConfig) -> None:
+    """Raise ``SettingsError`` for a model that neither connector supports."""
+    if kv_cache_config.needs_kv_cache_zeroing:
+        # A worker may clear a block before the connector has saved what was in it.
+        raise SettingsError(
+            "vLLM clears this model's KV blocks before it reuses them (mixed precision or state-space "
+            "layers); the KV connectors support models whose blocks are overwritten"
+        )
     groups = len(kv_cache_config.kv_cache_groups)
     if groups != 1:
         raise SettingsError(
             f"this model has {groups} groups of KV caches, as for sliding windows or state-space layers; the "
-            "KV connectors support models with one"
+            "KV connectors support models with one: --disable-hybrid-kv-cache-manager makes one of sliding "
+            "windows and full attention"
         )
-    workers = vllm_config.parallel_config.world_size
-    if workers != 1:
-        raise SettingsError(f"{workers} workers share this model; the KV connectors support one")
+
+
+def _all_ranks_block_bytes(vllm_config: VllmConfig, identity: KvIdentity) -> int:
+    """Return the bytes of one block of all workers, the same number on each of them.
+
+    Tensor-parallel workers have equal parts. Stages of a pipeline have different numbers of layers, and each
+    knows its own only: the model's number of layers is taken then.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size == 1:
+        return int(identity.block_bytes * parallel.world_size)
+    layers = int(vllm_config.model_config.get_total_num_hidden_layers())
+    return identity.block_bytes // identity.layers * layers * int(parallel.tensor_parallel_size)
 
 
 def _check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -339,6 +368,9 @@ def _check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
             raise SettingsError(
                 f"this model's layers keep KV of {kept}; transfers support layers that keep KV of all tokens"
             )
+    workers = vllm_config.parallel_config.world_size
+    if workers != 1:
+        raise SettingsError(f"{workers} workers share this model; transfers support engines with one worker")
     _check_adapters(vllm_config, "transfers do")
     if vllm_config.scheduler_config.async_scheduling:
         # A layer that fails to arrive would be known only after the next step was planned on top of it, and

@@ -11,15 +11,16 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..kv_offload.offload_jobs import OffloadJobs, OffloadResults, OffloadStats
+from ..kv_offload.offload_jobs import OffloadJobs, OffloadResults, OffloadStats, RankResults
 from ..kv_offload.offload_planner import OffloadPlanner
 from .compat import KVConnectorRole
 from .kv_connector import KVConnector, MatchedTokens, StepOrders, StepReport
 from .kv_connector_settings import KVOffloadSettings
 
 if TYPE_CHECKING:
-    from ..kv_offload.cpu_device_backend import ByteArray
-    from ..kv_offload.offload_worker import OffloadWorker
+    import torch
+
+    from ..kv_offload.offload_worker import DeviceBackend, OffloadWorker
     from .compat import KVCacheConfig, KVConnectorOutput, Request, SchedulerOutput, VllmConfig
 
 logger = logging.getLogger("vllm.sojourn")
@@ -43,6 +44,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         """Worker side: their blocks that were not filled."""
         if role is KVConnectorRole.SCHEDULER:
             self.planner = OffloadPlanner(self.settings.limits())
+            self._rank_results = RankResults(self.settings.ranks)
+            self._load_errors: set[int] = set()
+            """Blocks of running loads that a worker could not fill. Another worker may still be loading."""
             self.traffic = OffloadStats()
             self.off = False
             """Whether the connector is off: it saves and finds no more blocks."""
@@ -104,13 +108,15 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The results of earlier orders: loads first, which vLLM may repeat in the next step."""
-        not_filled = connector_output.invalid_block_ids
+        if connector_output.invalid_block_ids:  # vLLM may repeat those of loads that have ended
+            self._load_errors |= connector_output.invalid_block_ids & self.planner.loading_blocks()
         for request_id in connector_output.finished_recving or ():
-            self._attempt(self._take_loaded, request_id, not_filled)
+            self._attempt(self._take_loaded, request_id)
         super().update_connector_output(connector_output)
 
-    def _take_loaded(self, request_id: str, not_filled: set[int]) -> None:
-        arrived = self.planner.take_loaded(request_id, not_filled)
+    def _take_loaded(self, request_id: str) -> None:
+        arrived = self.planner.take_loaded(request_id, self._load_errors)
+        self._load_errors &= self.planner.loading_blocks()
         if request_id in self._waiting:  # otherwise it was aborted meanwhile
             self._waiting.discard(request_id)
             if arrived:
@@ -136,10 +142,12 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self.planner.take_loaded(request_id)
         # Their blocks may have been loaded again since.
         output.invalid_block_ids -= given_up - self.planner.loading_blocks()
+        self._load_errors &= self.planner.loading_blocks()
 
-    def _take_results(self, results: OffloadResults) -> None:
-        self.traffic.add(results, self.clock())
-        self.planner.take_results(results)
+    def _take_results(self, results: list[OffloadResults]) -> None:
+        combined = self._rank_results.add(results)
+        self.traffic.add(combined, self.clock())
+        self.planner.take_results(combined)
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # The blocks are free at once: what is worth saving is saved when they are reused, or by order.
@@ -172,13 +180,12 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     # -- beside the model -------------------------------------------------------------
 
-    def _open_worker(self, rows: dict[str, ByteArray]) -> OffloadWorker:
-        from ..kv_offload.cpu_device_backend import CpuDeviceBackend
+    def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> OffloadWorker:
         from ..kv_offload.offload_worker import OffloadWorker
 
         settings = self.settings
-        memory = CpuDeviceBackend(rows, settings.host_slots)
-        worker = OffloadWorker(memory, *settings.open_disk(memory.block_bytes, len(rows)))
+        memory = open_device_backend(kv_caches, settings.blocks, settings.host_slots)
+        worker = OffloadWorker(memory, *settings.open_disk(memory.block_bytes, len(kv_caches)))
         disk = "no disk"
         if settings.disk:
             disk = f"for {settings.disk_blocks} in {settings.disk}, which holds {worker.on_disk} from before"
@@ -222,8 +229,33 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return not_filled
 
 
+def open_device_backend(kv_caches: dict[str, torch.Tensor], blocks: int, slots: int) -> DeviceBackend:
+    """Make the backend for the device that has the KV tensors, with ``slots`` blocks of host memory.
+
+    Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and ``RuntimeError`` if
+    CUDA cannot pin the host memory.
+    """
+    from ..kv_offload.cpu_device_backend import CpuDeviceBackend
+    from ..kv_offload.cuda_device_backend import CudaDeviceBackend, TorchCuda
+    from ..kv_offload.kv_pages import KvPages, UnsupportedKvCaches, merge_neighbours, page_views
+
+    views: dict[tuple[int, int], torch.Tensor] = {}
+    for name, cache in kv_caches.items():
+        for view in page_views(name, cache, blocks):
+            views.setdefault((view.data_ptr(), view.shape[1]), view)  # layers may share a tensor
+    device = next(iter(views.values())).device
+    if device.type == "cpu":
+        return CpuDeviceBackend([view.numpy() for view in views.values()], slots)
+    if device.type != "cuda":
+        raise UnsupportedKvCaches(f"KV on {device}; expected a CUDA device or a CPU")
+    from .compat import swap_blocks_batch
+
+    pages = [KvPages(view.data_ptr(), view.stride(0), view.shape[1]) for view in views.values()]
+    return CudaDeviceBackend(merge_neighbours(pages), slots, TorchCuda(device, swap_blocks_batch))
+
+
 def copy_wait_s(output: KVConnectorOutput) -> float:
     """Seconds for which a step's forward pass waited for copies from host memory."""
     report = output.kv_connector_worker_meta
-    results = report.results if isinstance(report, StepReport) else None
-    return results.waited_s if isinstance(results, OffloadResults) else 0.0
+    results = report.of_all if isinstance(report, StepReport) else []
+    return max((each.waited_s for each in results if isinstance(each, OffloadResults)), default=0.0)

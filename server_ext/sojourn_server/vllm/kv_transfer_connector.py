@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from ..kv_offload.block_store import BlockStore
-    from ..kv_offload.cpu_device_backend import ByteArray
     from ..kv_transfer.transfer_manager import TransferManager
     from ..kv_transfer.transfer_stats import StatsServer
     from ..kv_transfer.transfer_worker import TransferWorker
@@ -149,8 +148,9 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             # A request's block ids are long: the planner reads them only where there is something to save.
             self.planner.scheduled(step, lambda request_id: state.resolve_block_ids(request_id)[0])
 
-    def _take_results(self, results: TransferResults) -> None:
-        self.planner.take_results(results)
+    def _take_results(self, results: list[TransferResults]) -> None:
+        for each in results:  # of the only worker
+            self.planner.take_results(each)
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
@@ -200,12 +200,13 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     # -- beside the model -------------------------------------------------------------
 
-    def _open_worker(self, rows: dict[str, ByteArray]) -> TransferWorker:
-        from ..kv_offload.cpu_device_backend import KvBlockArrays
+    def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> TransferWorker:
+        from ..kv_offload.cpu_device_backend import KvBlockArrays, block_rows
         from ..kv_transfer.transfer_manager import TransferManager
         from ..kv_transfer.transfer_worker import TransferWorker
 
         settings = self.settings
+        rows = {name: block_rows(name, cache, settings.blocks) for name, cache in kv_caches.items()}
         kv = KvBlockArrays(rows, settings.per_full)
         if kv.block_bytes != settings.identity.block_bytes or len(kv) != settings.identity.layers:
             raise SettingsError(

@@ -119,8 +119,8 @@ def read_surface(read: ReadSource) -> dict[str, str]:
     parse = cache(lambda module: _parse(read, module))
     for module, name in UPSTREAM.values():
         if name in _defined(parse, module) or parse(f"{module}.{name}") is not None:
-            node = _function(parse(module), name)
-            surface[f"{module}.{name}"] = "defined" if node is None else _describe(node, body=False)
+            function = _function(parse(module), name)
+            surface[f"{module}.{name}"] = "defined" if function is None else _describe(function, body=False)
     for table in (OVERRIDDEN, CALLED, READ):
         for class_name, members in table.items():
             module, name = UPSTREAM[class_name]

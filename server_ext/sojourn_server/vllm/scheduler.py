@@ -57,7 +57,8 @@ class SojournMixin:
         if groups != 1:
             raise UnsupportedModel(
                 f"this model has {groups} KV cache groups (sliding windows, state-space layers); "
-                "sojourn supports one. Serve it with --policy stock."
+                "sojourn supports one. --disable-hybrid-kv-cache-manager makes one of sliding windows and "
+                "full attention; otherwise serve it with --policy stock."
             )
         settings = PluginSettings.read(self.vllm_config.additional_config)  # type: ignore[attr-defined]
         self.sojourn = SchedulerAdapter(self, settings, clock=self.sojourn_clock)
