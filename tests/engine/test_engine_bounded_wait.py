@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from engine_tools import one_thread
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PATIENCE_S = 2.0
 MARGIN_S = 2.0

@@ -34,7 +34,7 @@ class Decoder:
     encode: Callable[[Any], bytes] | None = None
     """Writes a value, so that it must be read again as the same."""
     large_bytes: int = 64 * 1024
-    """Size of the inputs on which time and memory are measured; less for a slow parser of an operator's."""
+    """Size of the inputs on which time and memory are measured; less for slow readers of own files."""
 
 
 def in_file(read: Callable[[Path], Any], name: str = "input") -> Callable[[bytes, Path], Any]:

@@ -11,6 +11,7 @@ import pytest
 from file_decoders import (
     CHECKPOINT,
     HISTORY,
+    MANIFEST_EXAMPLE,
     SDK_SPAN,
     SPANS,
     TRACE_TEXT,
@@ -95,6 +96,8 @@ REGRESSIONS: dict[str, tuple[str, bytes]] = {
     "a span that ends beyond floats": ("OpenTelemetry spans", span(endTimeUnixNano=10**330)),
     "infinite tokens": ("OpenTelemetry spans", usage(float("inf"))),
     "a record of 5,000 digits": ("ledgers", DIGITS),
+    "a record that is half a surrogate pair": ("ledgers", b'"\\ud800"'),
+    "a long field of a manifest": ("manifest", json_bytes(json.loads(MANIFEST_EXAMPLE) | {LONG: 1})),
     "tokens beyond floats": (
         "OpenTelemetry spans",
         json_bytes(SPANS).replace(b'"1000"', b'"1' + b"0" * 400 + b'"'),

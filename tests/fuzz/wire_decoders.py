@@ -261,7 +261,8 @@ def route_request(data: bytes, folder: Path) -> Any:
 
 def check_names(body: bytes, question: Any) -> None:
     """An engine reads no program of another tenant in a body from ``alice``."""
-    document = json.loads(body.decode("utf-8", "surrogateescape"))  # messages may hold any bytes
+    # Messages may hold any bytes and numbers.
+    document = json.loads(body.decode("utf-8", "surrogateescape"), parse_int=str)
     xargs = document.get("vllm_xargs") or {}
     for session in (document.get("session_id"), xargs.get("session_id")):
         if isinstance(session, str):
@@ -634,6 +635,7 @@ WIRE_DECODERS: dict[str, Decoder] = {
     ),
     "stream of completions": Decoder(
         modules=("sojourn_server/replay/completions_client.py",),
+        large_bytes=16 * 1024,
         decode=ask_server,
         examples=(
             b'data: {"choices": [{"text": "x", "token_ids": [1]}]}\n\ndata: '

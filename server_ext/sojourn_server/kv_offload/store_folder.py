@@ -75,7 +75,7 @@ class IncompatibleStore(OffloadError):
 
     def __init__(self, path: Path, differences: Sequence[ManifestMismatch], advice: str) -> None:
         listed = "; ".join(
-            f"{d.field}: found {d.found!r:.100}, expected {d.expected!r:.100}"
+            f"{d.field:.100}: found {d.found!r:.100}, expected {d.expected!r:.100}"
             for d in differences[:_MAX_LISTED]
         )
         self.what = f"the KV store {path} is for something else ({listed})"

@@ -130,7 +130,7 @@ def _programs(record: Any, where: str) -> Iterator[_LedgerProgram]:
         )
     try:
         yield msgspec.convert(record, _LedgerProgram)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:
         raise TraceError(f"{where}: {error}") from None
 
 
