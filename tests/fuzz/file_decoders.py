@@ -757,7 +757,7 @@ FILE_DECODERS: dict[str, Decoder] = {
         decode=in_file(lambda path: read_config(path)),
         encode=lambda config: json_bytes(config.plain()),
         examples=(RAY, RAY_PAIRS),
-        large_bytes=4 * 1024,
+        large_bytes=1024,
         errors=(RayConfigError,),
     ),
     "model folder": Decoder(
