@@ -95,7 +95,7 @@ class SpanExport(ProgramListener):
     # ---- programs
 
     def program_started(self, program: Program) -> None:
-        """Start the program's ``invoke_agent`` span, unless the program was read from a framework's span."""
+        """Start the program's ``invoke_agent`` span, unless the program was itself made from a span."""
         if not program.implicit:
             self._open(program)
 

@@ -68,7 +68,7 @@ class VllmDialect:
 
 
 class VllmPriorityDialect(VllmDialect):
-    """Stock vLLM started with ``--scheduling-policy priority``: the header, and ``priority``.
+    """Stock vLLM started with ``--scheduling-policy priority``: the session header and ``priority``.
 
     In vLLM the *lower* number goes first, so the priority is negated. The user chooses this dialect; no probe
     finds it. By vLLM's API a server without that policy rejects a priority other than zero, though vLLM 0.32

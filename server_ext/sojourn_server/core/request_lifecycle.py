@@ -1,4 +1,7 @@
-"""Lifecycle of requests: they arrive, are admitted and preempted, and leave; the last one ends its turn."""
+"""Lifecycle of requests: they arrive, are admitted and preempted, and leave.
+
+A turn ends when the last of its requests leaves.
+"""
 
 from __future__ import annotations
 

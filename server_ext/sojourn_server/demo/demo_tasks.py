@@ -48,7 +48,8 @@ class DemoTask:
         return Path(shutil.copytree(TASKS_FOLDER / self.name / "repo", directory / self.name))
 
     def shortened(self, turns: int) -> DemoTask:
-        """The same task in ``turns`` turns: the first reading turns and the final ones.
+        """The same task in ``turns`` turns. Turns that only read files are cut, the last of them first; the
+        final turns (edit, test, check, submit) stay.
 
         ``context_tokens`` becomes an estimate that is rather too large. Raises ``ValueError`` if the final
         turns do not fit.

@@ -117,7 +117,8 @@ class ProgramTable:
         return None
 
     def longest_idle_s(self, now: float) -> float:
-        """Seconds of silence of the longest silent program between turns; 0 without such a program."""
+        """Of all programs between turns, the longest time in seconds since a client was heard from; 0 without
+        such a program."""
         oldest = [next(iter(acting)) for acting in self._acting if acting]
         return max((now - self._programs[program_id].last_contact_s for program_id in oldest), default=0.0)
 

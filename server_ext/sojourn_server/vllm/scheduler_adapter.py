@@ -265,7 +265,7 @@ class SchedulerAdapter:
         return refused
 
     def refuse(self, request_id: str, tell: Callable[[Request], None]) -> None:
-        """End a request with an error; ``tell`` sends it to the client."""
+        """End a request with an error; ``tell`` sends the error to the client."""
         request = self._scheduler.requests.get(request_id)
         if request is None or not self._waiting.is_parked(request):
             return

@@ -20,7 +20,10 @@ _RETURNING, _NEW, _NOT_READY = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelativeIdlenessPlacement:
-    """Places the busiest programs on the device and more idle ones below (M2–M4, M6, M8, M9; §4, §7.1).
+    """Places the busiest programs on the device and more idle ones below (MORI §4, §7.1; M2–M4, M6, M8, M9).
+
+    A program is *reasoning* during a turn, *acting* while its tool runs, and *ready* while its next request
+    waits. It is *pending* if it is to leave its tier when its turn ends.
 
     *Queues.* Each program is in one of four queues, and the programs of a tier never exceed its capacity. On
     the device there are two exceptions: a single program may be larger than the device, and running requests
@@ -46,8 +49,8 @@ class RelativeIdlenessPlacement:
     recomputes most contexts.
 
     *No starvation.* The paper has no rule against it. Under the rules above alone, a device full of acting
-    programs would exclude ready ones as long as the tools run, for ever if such a tool is an excluded
-    sub-agent; and large, idle and new programs could be skipped for ever.
+    programs would exclude ready ones as long as the tools run, for ever if such a tool is a
+    sub-agent that is itself kept off the device; and large, idle and new programs could be skipped for ever.
 
     1. A ready program on the device is never demoted, a reasoning one only after its turn. So each promotion
        is worth a turn, and programs do not cycle without progress.

@@ -24,7 +24,10 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLinks:
-    """A node's links; the defaults are the paper's example. Raises ``ValueError``."""
+    """Rates of one node's compute NICs, storage NIC and DRAM; the defaults are DualPath's example.
+
+    Raises ``ValueError`` for a rate that is not positive.
+    """
 
     devices: int = 8
     compute_nic_bytes_per_s: float = 50e9

@@ -49,7 +49,8 @@ class DecodeEngineView(NamedTuple):
 
 
 class StorageReadView(NamedTuple):
-    """A read of Full Blocks from storage, and the storage NICs of the two nodes that could do it."""
+    """A read of Full Blocks (DualPath's unit of storage, several engine blocks), and the storage NICs of the
+    prefill and the decode node, either of which could do it."""
 
     blocks: int
     prefill_queue_s: float

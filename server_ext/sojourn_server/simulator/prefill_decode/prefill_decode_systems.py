@@ -103,7 +103,10 @@ class RoundRobinPairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdSystem:
-    """One compared system. The work per step is a property of the cluster and so the same for all systems."""
+    """One system of DualPath's ablation: the settings in which the compared systems differ.
+
+    The cost of a step belongs to the cluster and is the same for all.
+    """
 
     name: str
     title: str

@@ -62,7 +62,10 @@ def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
 
 
 def latency_cv(cv: float) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
-    """Generator of Table 10's workload with the coefficient of variation ``cv``."""
+    """Generator of the workload of SAGA's Table 10.
+
+    Tool latencies have the coefficient of variation ``cv`` and always the same mean.
+    """
     tool_s = LogNormal.with_moments(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
     mean, least, most = SWE_STEPS
     draw_steps = TruncatedExponential.with_mean(mean, least, most)
