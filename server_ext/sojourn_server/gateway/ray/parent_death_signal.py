@@ -3,8 +3,8 @@
 python -m sojourn_server.gateway.ray.parent_death_signal PARENT COMMAND ...
 
 The signal (``PR_SET_PDEATHSIG``) exists on Linux only; elsewhere the command just runs. This module is a
-process of its own that becomes the command, because code between fork and exec may hang in a process with many
-threads.
+process of its own that becomes the command, because code between fork and exec may hang in a process with
+many threads.
 """
 
 from __future__ import annotations
