@@ -219,7 +219,8 @@ def test_what_is_loaded_was_computed(
     assert device.counts["preempted"] > 5
     assert device.counts["preempted in mid-step"] or not asynchronous
     assert device.counts["not filled"] > 3 or not failing
-    assert device.counts["loaded for nobody"]
+    # The order of program-fcfs differs between releases of vLLM, and with it who is aborted.
+    assert device.counts["loaded for nobody"] or policy == "program-fcfs"
     planner = engine.scheduler.connector.planner
     assert not any(entry.pins for entry in planner.host)
     connector = engine.scheduler.connector

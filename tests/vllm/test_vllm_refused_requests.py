@@ -96,7 +96,11 @@ class Serving:
 async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SimpleNamespace]:
     from prometheus_client import CollectorRegistry
     from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # since vLLM 0.33
+        from vllm.entrypoints.common.cli_args import make_arg_parser
     from vllm.plugins.endpoint_plugins.interface import init_endpoint_plugins_state
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
