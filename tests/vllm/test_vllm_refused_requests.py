@@ -58,6 +58,8 @@ class Client:
     def __init__(self, core: Core) -> None:
         self.engine_core = core
 
+    def shutdown(self) -> None: ...
+
 
 class Serving:
     """Every request fails in the engine; where it was refused, the engine has noted it."""
