@@ -25,6 +25,6 @@ async def test_no_request_is_kept_after_its_client_left_its_stream(silent: bool)
 
         def kept() -> int:
             gc.collect()
-            return sum(isinstance(found, ProxyRequest) for found in gc.get_objects())
+            return sum(type(found) is ProxyRequest for found in gc.get_objects())
 
         await until(lambda: kept() == 0, 20.0)
