@@ -345,8 +345,8 @@ def test_whatever_happens_what_is_loaded_is_right(
 def test_without_holding_the_model_something_loaded_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or a life could not tell. ``test_cuda_device_backend.py`` removes each wait, where no thread decides what
-    a life meets."""
+    """Or a life could not tell. ``test_cuda_device_backend.py`` removes each wait, where no thread decides
+    what a life meets."""
     monkeypatch.setattr(CudaDeviceBackend, "hold_compute", lambda backend, copy: None)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)  # the device fails on purpose
 
