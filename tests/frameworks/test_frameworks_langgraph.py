@@ -28,6 +28,7 @@ from sojourn_integrations import langchain, langgraph
 from sojourn_integrations.langchain import callback_handler, interrupted_programs, thread_program_ids
 from sojourn_integrations.langchain.run_tree import node_path
 from sojourn_integrations.langchain.thread_program_ids import thread_program_id
+from sojourn_integrations.langgraph import compiled_graph
 
 
 @pytest.fixture(autouse=True)
@@ -237,7 +238,7 @@ def test_a_graph_that_cannot_be_drawn(server: FakeServer, monkeypatch: pytest.Mo
     def broken(*args: object, **kwargs: object) -> None:
         raise ToolBroke
 
-    monkeypatch.setattr(langgraph, "_read", broken)
+    monkeypatch.setattr(compiled_graph, "_read", broken)
     planner(speaker(model_at(server.base_url, "m"))).invoke(HI)
     (program,) = recorded(server).values()
     assert program.nodes == ("plan", "work", "plan")
@@ -246,22 +247,22 @@ def test_a_graph_that_cannot_be_drawn(server: FakeServer, monkeypatch: pytest.Mo
 
 def test_a_graph_is_drawn_once_and_forgotten_with_its_builder(monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    original = langgraph._read
+    original = compiled_graph._read
 
     def counting(graph: Any) -> Any:
         read.append(1)
         return original(graph)
 
-    monkeypatch.setattr(langgraph, "_read", counting)
+    monkeypatch.setattr(compiled_graph, "_read", counting)
     graph = builder("a").compile()
     gc.collect()
-    before = len(langgraph._graphs)
+    before = len(compiled_graph._graphs)
     first = langgraph.graph_of(graph)
     assert langgraph.graph_of(graph.with_config(tags=["copy"])) is first
     assert len(read) == 1
     del graph
     gc.collect()
-    assert len(langgraph._graphs) <= before
+    assert len(compiled_graph._graphs) <= before
 
 
 def test_the_graph_is_reported_with_the_program(server: FakeServer) -> None:
