@@ -186,9 +186,8 @@ def test_a_hundred_preemptions_change_no_token(loud_model: str, stock: Report, p
     assert ours.counted("sojourn_lost_tokens_total", cause="preempted") > 1000, "and some was computed again"
     assert [one.tokens for one in ours.said] == [one.tokens for one in stock.said]
     assert max(map(most_off, ours.logprobs, stock.logprobs)) < MOST_OFF
-    # Three times, while there is another victim (``BestFitVictim.most_preemptions``). Requests whose KV is
-    # being loaded are no victims: of those that share so small a device often only one runs.
-    assert max(ours.times.values()) <= 5 * BestFitVictim().most_preemptions
+    # Three times, while there is another victim (``BestFitVictim.most_preemptions``).
+    assert max(ours.times.values()) <= 2 * BestFitVictim().most_preemptions
 
 
 def test_kv_that_comes_back_spoilt_would_show(

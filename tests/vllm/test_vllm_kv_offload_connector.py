@@ -34,10 +34,18 @@ def turn(engine: Any, request_id: str, tokens: list[int], program: str | None) -
 
 
 def arrive(engine: Any, planned: Any, *request_ids: str, without: set[int] = frozenset()) -> None:
-    """The end of a step, and of these requests' loads."""
+    """The end of a step, of its stores, and of these requests' loads."""
+    from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
+    from sojourn_server.vllm.kv_connector import StepReport
     from vllm.v1.outputs import KVConnectorOutput
 
-    engine.take_in(planned, KVConnectorOutput(finished_recving={*request_ids}, invalid_block_ids={*without}))
+    stores = planned.kv_connector_metadata.jobs.stores
+    report = KVConnectorOutput(
+        kv_connector_worker_meta=StepReport(OffloadResults(stored=dict.fromkeys(stores, CopyResult.MOVED))),
+        finished_recving={*request_ids},
+        invalid_block_ids={*without},
+    )
+    engine.take_in(planned, report)
 
 
 def nothing_is_left(engine: Any) -> bool:
@@ -279,6 +287,40 @@ def test_a_reset_of_what_is_not_in_use_fails_while_a_request_loads(engine: Any, 
     assert nothing_is_left(engine)
     assert engine.scheduler.reset_prefix_cache()
     assert len(planner(engine).host) == 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["as they come", "one ahead"])
+@pytest.mark.parametrize("policy", ["saga-paper", "continuum"])  # vLLM's victim, and the latest program's
+def test_a_running_request_takes_the_blocks_of_one_that_loads(
+    make_engine: Any, policy: str, asynchronous: bool
+) -> None:
+    """Otherwise one that runs alone would preempt itself, step after step. The load is repeated later."""
+    shape = {"blocks": 41, "host_blocks": 60, "max_model_len": 640}
+    engine = make_engine(policy, own_tiers=True, asynchronous=asynchronous, **shape)
+    turn(engine, "c0", prompt(9, 20), "C")
+    turn(engine, "a1", prompt(1, 480), "A")
+    turn(engine, "b1", prompt(2, 480), "B")
+    engine.add("c1", prompt(3, 40), max_tokens=300, program_id="C")
+    arrive(engine, engine.plan())
+    engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
+    planned = engine.plan()
+    assert planned.kv_connector_metadata.jobs.loads["a2"]
+    while engine.scheduler.requests["a2"].status.name == "WAITING_FOR_REMOTE_KVS":
+        arrive(engine, planned)
+        planned = engine.plan()
+        assert len(planned.num_scheduled_tokens) == 1, "c1 alone runs"
+    assert planned.num_scheduled_tokens == {"c1": 1}
+    assert not planned.preempted_req_ids
+    assert planned.kv_connector_metadata.jobs.settles, "the blocks may be written until then"
+    told = [
+        (each["kind"], each["program_id"], each["reason"]) for each in engine.ask("decisions")["decisions"]
+    ]
+    assert [each for each in told if each[0] == "preempt"] == [("preempt", "A", "load")]
+    arrive(engine, planned, "a2")
+    orders = turn(engine, "d1", prompt(5, 20), None)
+    assert not engine.scheduler.requests
+    assert sum(len(jobs.loads.get("a2", ())) for jobs in orders) > 10
+    assert nothing_is_left(engine)
 
 
 @pytest.mark.parametrize("connector_too", [False, True])

@@ -51,6 +51,19 @@ class DecisionRecorder:
                 in_cascade=self._cascades.length,
             )
 
+    def load_given_up(self, request_state: RequestState | None, now: float) -> None:
+        """Log that a request lost the blocks into which its KV was being loaded."""
+        self._recorder.count("sojourn_preemptions_total", mode="load")
+        if request_state is not None:
+            self._decisions.add(
+                now,
+                "preempt",
+                _program_id_of(request_state),
+                "load",
+                tokens=0,
+                times=request_state.preemptions,
+            )
+
     def step_completed(self) -> None:
         """Count an engine step."""
         self._steps += 1

@@ -318,7 +318,9 @@ class DemandForecaster:
         return view._replace(
             remaining=self._remaining(request_state, view.output_tokens, view.most_tokens, now),
             preemptions=request_state.preemptions,
-            stayed_tokens=view.output_tokens - request_state.output_tokens_at_admission,
+            stayed_tokens=view.output_tokens - request_state.output_tokens_at_admission
+            if request_state.running
+            else 0,  # its KV is still being loaded
             recover_s=recover_s if recover_s < math.inf else 0.0,
             of_program=request_state.program is not None,
         )

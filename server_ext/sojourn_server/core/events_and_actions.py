@@ -86,6 +86,13 @@ class RequestPreempted(_Event, tag="preempt", frozen=True):
     """Seconds until the queued copies are done."""
 
 
+class LoadGivenUp(_Event, tag="unload", frozen=True):
+    """A request whose KV was being loaded, or was loaded and did not run yet, lost its blocks to a running
+    one. It waits again; what it loaded is still in the tier below."""
+
+    request_id: str
+
+
 class TurnFinishReason(str, Enum):
     """How a request ended."""
 
@@ -175,11 +182,12 @@ class BlocksNeeded(_Event, tag="room", frozen=True):
 
 
 class VictimNeeded(_Event, tag="victim", frozen=True):
-    """A running request must be preempted. The answer is ``RequestChosen``; without an answer the engine
-    chooses."""
+    """A running request finds no free block, so that one request must lose its blocks. The answer is
+    ``RequestChosen``; without an answer the engine chooses."""
 
     short_blocks: int
     running: Sequence[RunningRequestView]
+    """Candidates: those that run, then those that hold blocks for KV that is being loaded."""
     used_blocks: int = 0
     """Number of blocks in use or leased."""
 
@@ -251,9 +259,9 @@ class CacheReset(_Event, tag="reset", frozen=True):
 
 
 Event = (
-    RequestArrived | UntrackedRequestArrived | RequestAdmitted | FirstToken | RequestPreempted | TurnFinished
-    | UntrackedRequestLeft | ClientEventReceived | Tick | StepCompleted | AdmissionRequested | BlocksNeeded
-    | VictimNeeded | DemandSampled | OutputLengthPredicted | BlockEvicted | CachedBlocksFound
+    RequestArrived | UntrackedRequestArrived | RequestAdmitted | FirstToken | RequestPreempted | LoadGivenUp
+    | TurnFinished | UntrackedRequestLeft | ClientEventReceived | Tick | StepCompleted | AdmissionRequested
+    | BlocksNeeded | VictimNeeded | DemandSampled | OutputLengthPredicted | BlockEvicted | CachedBlocksFound
     | PrefetchStarted | CacheReset
 )  # fmt: skip
 

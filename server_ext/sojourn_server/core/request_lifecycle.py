@@ -18,6 +18,7 @@ from .events_and_actions import (
     EngineActionKind,
     FirstToken,
     LeaseGranted,
+    LoadGivenUp,
     RecoveryChosen,
     RequestAdmitted,
     RequestArrived,
@@ -178,6 +179,14 @@ class RequestLifecycle:
                 request_state.record.preemptions += 1
         self._journal.preempted(request_state, now, recovery, tokens)
         return RecoveryChosen(recovery)
+
+    def load_given_up(self, event: LoadGivenUp, now: float) -> None:
+        """Record that a request lost its blocks before it ran. It counts as a preemption, so that victims
+        take turns."""
+        request_state = self._requests.states.get(event.request_id)
+        if request_state is not None:
+            request_state.preemptions += 1
+        self._journal.load_given_up(request_state, now)
 
     def finished(self, fact: TurnFinished, now: float) -> LeaseGranted | None:
         """Remove a request. The last one of its program's turn ends the turn; returns the lease, if any."""

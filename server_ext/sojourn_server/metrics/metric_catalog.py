@@ -123,7 +123,7 @@ PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
 TURN_OUTCOMES = frozenset({"stopped", "length", "aborted", "error"})
 PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
 """Outcomes of programs that clients report, and ``silent`` for a program removed for inactivity."""
-PREEMPTION_MODES = frozenset(recovery.value for recovery in RecoveryMethod)
+PREEMPTION_MODES = frozenset({*(recovery.value for recovery in RecoveryMethod), "load"})
 KV_STATES = frozenset({"running", "leased", "cached", "free"})
 PREFETCH_OUTCOMES = frozenset({"in_place", "in_host", "from_disk", "no_tier"})
 PROMPT_RESULTS = frozenset({"device", "host", "new", "tail", "lost"})
@@ -315,7 +315,7 @@ _ALL = (
     _counter("sojourn_hints_total", "Hints received, by result.", outcome=OUTCOMES),
     _counter(
         "sojourn_preemptions_total",
-        "Preempted running requests, by how they recover their KV.",
+        "Requests that lost their blocks, by how they recover their KV; load: it was still being loaded.",
         mode=PREEMPTION_MODES,
     ),
     _histogram(

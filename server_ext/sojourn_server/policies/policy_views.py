@@ -115,7 +115,8 @@ class RunningRequestView(NamedTuple):
     request_id: str
     program_rank: int
     position: int
-    """Index in the engine's running list; the engine's own choice is the last one."""
+    """Index among the running requests, followed by those whose KV is being loaded; the engine's own choice
+    is the last one."""
     blocks: int
     """Blocks of the request, shared ones included."""
     attained_s: float = 0.0

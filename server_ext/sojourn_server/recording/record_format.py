@@ -95,6 +95,7 @@ RECORD_SHAPES: dict[str, RecordShape] = {
         "a running request lost its blocks",
         ("request", "tokens", "copied_tokens", *_COPIES), ("recovery",)
     ),
+    "unload": RecordShape("a request lost the blocks into which its KV was being loaded", ("request",)),
     "evict": RecordShape(
         "cached blocks were reused", ("program_id", "taker", "blocks", "times_s")
     ),

@@ -65,6 +65,9 @@ class RecordingPlayer:
     def preempt(self, now: float, request: int | str, *rest: Any) -> SchedulerCall:
         return self._handle(ev.RequestPreempted(self._request_id(request), *rest), now)
 
+    def unload(self, now: float, request: int | str) -> SchedulerCall:
+        return self._handle(ev.LoadGivenUp(self._request_id(request)), now)
+
     def end(self, now: float, request: int | str, *rest: Any) -> SchedulerCall:
         request_id = self._gone(request)
         hashes = record_format.read_chain(self.program_scheduler.chain_before(request_id), rest[-1])

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from sojourn.ids import ProgramId
 
 from ..core.client_event_handler import EventHandler
-from ..core.events_and_actions import BlocksNeeded, DemandSampled, VictimNeeded, chosen_request
+from ..core.events_and_actions import BlocksNeeded, DemandSampled, LoadGivenUp, VictimNeeded, chosen_request
 from ..core.program_scheduler import ProgramScheduler
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
 from .compat import KVCacheBlock, KVCacheBlocks, Request, RequestStatus, SchedulingPolicy
+from .kv_offload_connector import SojournConnector
 from .offload_manager import OffloadManager
+from .waiting_queue import WaitingQueueAdapter, max_new_tokens
 
 if TYPE_CHECKING:
     from .compat import Scheduler
@@ -122,6 +124,7 @@ class AllocationFallback:
         guarded: Callable[..., Any],
         freed_by: Callable[[ProgramId], int],
         demand_monitor: DemandMonitor,
+        waiting: WaitingQueueAdapter,
     ) -> None:
         self._scheduler = scheduler
         self._program_scheduler = program_scheduler
@@ -131,6 +134,7 @@ class AllocationFallback:
         self._guarded = guarded
         self._freed_by = freed_by
         self._demand_monitor = demand_monitor
+        self._waiting = waiting
         self.allocating: Request | None = None
         """The request for which blocks are allocated: it causes the evictions."""
         self._victim: tuple[Request, int] | None = None
@@ -193,8 +197,12 @@ class AllocationFallback:
         running = request.status == RequestStatus.RUNNING
         # Guarded separately: vLLM preempts next, even if reclaiming leases failed.
         blocks: KVCacheBlocks | None = self._guarded(self._reclaim_leases, request, args, kwargs, running)
-        if blocks is None and running:
-            self._choose_victim(lambda: self._missing_blocks(request, args, kwargs, running))
+        while blocks is None and running:
+            victim = self._choose_victim(lambda: self._missing_blocks(request, args, kwargs, running))
+            if victim.status == RequestStatus.RUNNING:
+                break
+            self._give_up_load(victim)
+            blocks = self._allocate(request, *args, **kwargs)
         return blocks
 
     def _reclaim_leases(
@@ -247,19 +255,35 @@ class AllocationFallback:
             needed += getattr(manager, "watermark_blocks", 0)
         return max(1, int(needed - manager.block_pool.get_num_free_blocks()))
 
-    def _choose_victim(self, missing_blocks: Callable[[], int]) -> None:
-        """Make vLLM's priority branch preempt the policy's victim, or else vLLM's own choice."""
-        running = self._scheduler.running
-        lowest = max(candidate.priority for candidate in running) if self._by_user_priority else None
-        candidates = [c for c in running if lowest is None or c.priority == lowest]
+    def _choose_victim(self, missing_blocks: Callable[[], int]) -> Request:
+        """Return the policy's victim, or else vLLM's own choice. If it runs, vLLM's priority branch preempts
+        it next."""
+        self.restore_victim()
+        candidates = [*self._scheduler.running, *self._loading()]
+        if self._by_user_priority:
+            lowest = max(candidate.priority for candidate in candidates)
+            candidates = [candidate for candidate in candidates if candidate.priority == lowest]
         # Guarded separately: if the policy fails, vLLM's own choice is made.
         chosen = self._guarded(self._policy_victim, candidates, missing_blocks)
         victim = next((c for c in candidates if c.request_id == chosen), None)
         if victim is None:
             victim = self._stock_victim(candidates)
-        self.restore_victim()
-        self._victim = (victim, victim.priority)
-        victim.priority = sys.maxsize
+        if victim.status == RequestStatus.RUNNING:
+            self._victim = (victim, victim.priority)
+            victim.priority = sys.maxsize
+        return victim
+
+    def _loading(self) -> list[Request]:
+        """Return the requests that hold blocks for KV that is being loaded and can lose them.
+
+        Otherwise a request that runs alone between loading ones would preempt itself step after step. Another
+        connector may write the blocks at any time.
+        """
+        return self._waiting.loading() if isinstance(self._scheduler.connector, SojournConnector) else []
+
+    def _give_up_load(self, request: Request) -> None:
+        self._waiting.give_up_load(request, self._scheduler.connector)
+        self._handle(LoadGivenUp(request.request_id), self._clock())
 
     def _policy_victim(self, candidates: list[Request], missing_blocks: Callable[[], int]) -> str | None:
         views = self._demand_monitor.views(candidates)
@@ -278,9 +302,3 @@ def count_unshared_blocks(blocks: Sequence[KVCacheBlock]) -> int:
     if not blocks or blocks[0].ref_cnt <= 1:
         return len(blocks)
     return len(blocks) - bisect_left(blocks, True, key=lambda block: block.ref_cnt <= 1)
-
-
-def max_new_tokens(request: Request, max_model_len: int) -> int:
-    """Return the maximum number of tokens that the request may still generate, at least 1."""
-    allowed = request.max_tokens - request.num_output_tokens
-    return int(max(1, min(allowed, max_model_len - request.num_tokens)))

@@ -159,6 +159,7 @@ class SchedulerAdapter:
             guarded=self.guarded,
             freed_by=self._pinned.freed_by,
             demand_monitor=self._demand_monitor,
+            waiting=self._waiting,
         )
         self._length_predictor: LengthPredictor | None = None
         """Length predictor; set if the preset reads hidden states and the workers capture them."""
@@ -403,7 +404,7 @@ class SchedulerAdapter:
         """Free the blocks of requests that load KV, before vLLM preempts the running ones for a reset."""
         connector = self._scheduler.connector
         if isinstance(connector, SojournConnector):  # another connector may write them at any time
-            self._waiting.requeue_loading(connector.cancel_load)
+            self._waiting.requeue_loading(connector)
 
     def drop_cancelled(self, copies: KVConnectorOutput) -> None:
         """Remove what vLLM does not expect from a step's results, before vLLM handles them."""

@@ -12,12 +12,12 @@ from msgspec import structs
 from ..core.client_event_handler import EventHandler
 from ..core.events_and_actions import AdmissionRequested, is_let_in
 from ..core.program_scheduler import ProgramScheduler
-from .allocation_fallback import max_new_tokens
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy
 from .engine_description import is_one_of_a_pair
 
 if TYPE_CHECKING:
     from .compat import Scheduler
+    from .kv_offload_connector import SojournConnector
 
 QueueKey = tuple[Any, ...]
 
@@ -278,27 +278,39 @@ class WaitingQueueAdapter:
         """Forget a request that has left the engine."""
         self._shared.pop(request_id, None)
 
-    def requeue_loading(self, cancel_load: Callable[[str], None]) -> None:
-        """Free the blocks of requests that load KV, or have loaded it and do not run yet: the cache is about
-        to be reset, and vLLM preempts running requests only. ``cancel_load`` cancels a request's load."""
+    def loading(self) -> list[Request]:
+        """Return the requests that hold blocks for KV which is being loaded, or was and they do not run yet,
+        in the queue's order."""
+        return [
+            request
+            for request in self._scheduler.kv_holding_waiting
+            if request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
+        ]
+
+    def give_up_load(self, request: Request, connector: SojournConnector) -> None:
+        """Free the blocks of one of ``loading`` and queue it again. vLLM does so with running requests
+        only."""
+        scheduler = self._scheduler
+        connector.cancel_load(request.request_id)
+        for ids in (scheduler.finished_recving_kv_req_ids, scheduler.failed_recving_kv_req_ids):
+            ids.discard(request.request_id)
+        scheduler._inflight_prefills.discard(request)
+        scheduler._free_request_blocks(request)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+        scheduler.kv_holding_waiting.remove_request(request)
+        scheduler.deferred_waiting.discard(request)
+        scheduler.waiting.add_request(request)
+
+    def requeue_loading(self, connector: SojournConnector) -> None:
+        """Free all blocks into which KV is loaded: the cache is about to be reset."""
         scheduler = self._scheduler
         for request in tuple(scheduler.requests.values()):
             if request.is_finished():  # aborted; its blocks waited for the load
-                cancel_load(request.request_id)
+                connector.cancel_load(request.request_id)
                 scheduler._free_blocks(request)
-        for request in tuple(scheduler.kv_holding_waiting):
-            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
-                continue
-            cancel_load(request.request_id)
-            for ids in (scheduler.finished_recving_kv_req_ids, scheduler.failed_recving_kv_req_ids):
-                ids.discard(request.request_id)
-            scheduler._inflight_prefills.discard(request)
-            scheduler._free_request_blocks(request)
-            request.num_computed_tokens = 0
-            request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
-            scheduler.kv_holding_waiting.remove_request(request)
-            scheduler.deferred_waiting.discard(request)
-            scheduler.waiting.add_request(request)
+        for request in self.loading():
+            self.give_up_load(request, connector)
 
     def promote(self, now: float) -> None:
         """Move the requests whose key has changed only because they have waited."""
@@ -360,7 +372,7 @@ class WaitingQueueAdapter:
         return self._program_scheduler.blocks_later_requests(request.request_id, self._clock())
 
     def _may_be_admitted(self, request: Request) -> bool:
-        running = bool(self._scheduler.running or self._loading())
+        running = bool(self._scheduler.running or self.loading())
         entry = self._program_scheduler.preset.entry
         rejected = (request.request_id, self._program_scheduler.demand_changes)
         if entry.forecasts and running and rejected == self._last_rejected:
@@ -392,16 +404,11 @@ class WaitingQueueAdapter:
         """Return how many blocks admitted requests still need for the uncomputed part of their prompts."""
         manager, block_size = self._scheduler.kv_cache_manager, self._scheduler.block_size
         promised = 0
-        for request in (*self._scheduler.running, *self._loading()):
+        for request in (*self._scheduler.running, *self.loading()):
             if request.num_computed_tokens < request.num_tokens - 1:
                 held = len(manager.get_blocks(request.request_id).blocks[0])
                 promised += max(0, -(-request.num_tokens // block_size) - held)
         return promised
-
-    def _loading(self) -> list[Request]:
-        """Return the admitted requests that wait for a connector to load their KV, and hold its blocks."""
-        in_flight = self._scheduler._inflight_prefills
-        return [request for request in in_flight if request.status != RequestStatus.RUNNING]
 
     def _shared_blocks(self, request: Request) -> int:
         """Return how many blocks of the prompt other requests hold, looked up every few steps."""
@@ -411,3 +418,9 @@ class WaitingQueueAdapter:
             shared = sum(1 for block in hits[0] if block.ref_cnt > 0) if hits else 0
             known = self._shared[request.request_id] = (self._steps, shared)
         return known[1]
+
+
+def max_new_tokens(request: Request, max_model_len: int) -> int:
+    """Return the maximum number of tokens that the request may still generate, at least 1."""
+    allowed = request.max_tokens - request.num_output_tokens
+    return int(max(1, min(allowed, max_model_len - request.num_tokens)))
