@@ -121,6 +121,16 @@ def test_tiers_below_the_device_are_shown(told, ok, said):
     assert bool(check.next_step) == (ok is False)
 
 
+def test_mechanisms_that_are_off_are_shown():
+    missing = {"mechanisms": ["placement", "prefetch"], "because": "LMCacheConnectorV1 keeps KV"}
+    check = Server(__sojourn__v1__capabilities=(200, {**CAPABILITIES, "missing": missing})).examine()[
+        "mechanisms"
+    ]
+    assert check.ok is None
+    assert check.detail == "off: placement, prefetch, because LMCacheConnectorV1 keeps KV"
+    assert "mechanisms" not in Server(__sojourn__v1__capabilities=(200, CAPABILITIES)).examine()
+
+
 def test_an_engine_of_a_pair_has_its_kv_stored():
     paths = {"role": "decode", "peer": "tcp:10.0.0.7:8500", "node": "n7"}
     server = Server(__sojourn__v1__capabilities=(200, {**CAPABILITIES, "tiers": None, "paths": paths}))

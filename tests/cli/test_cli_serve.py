@@ -50,7 +50,8 @@ def test_a_hub_id_is_passed_on():
 def test_every_shipped_preset_is_a_policy():
     assert {"stock", "continuum"} <= set(serve_command.policies())
     for policy in serve_command.policies():
-        dry_run("tiny", "--policy", policy)
+        tiers = [] if policy == "stock" else ["--kv-host-gib", "0.001"]  # mori needs them
+        dry_run("tiny", "--policy", policy, *tiers)
 
 
 def test_a_policy_that_reads_hidden_states_is_known_by_its_preset(tmp_path, monkeypatch):
@@ -299,15 +300,49 @@ def test_settings_that_the_engine_would_refuse_are_refused_before_it_starts(opti
 
 
 def test_settings_without_effect_on_the_policy_are_reported():
-    assert "mori has no memory below the device" in invoke("tiny", "--policy", "mori", "--dry-run").output
-    assert "no memory below" not in invoke("tiny", "--policy", "saga", "--dry-run").output
-    with_host = invoke("tiny", "--policy", "mori", "--kv-host-gib", "0.001", "--dry-run").output
-    assert "no memory below" not in with_host
+    assert "policy saga: off: prefetch, because" in invoke("tiny", "--policy", "saga", "--dry-run").output
+    assert "off:" not in invoke("tiny", "--policy", "continuum", "--dry-run").output
+    for policy in ("mori", "saga"):
+        assert "off:" not in invoke("tiny", "--policy", policy, "--kv-host-gib", "0.001", "--dry-run").output
     assert "prefix caching" in invoke("tiny", "--no-enable-prefix-caching", "--dry-run").output
     assert (
         "prefix caching"
         not in invoke("tiny", "--policy", "stock", "--no-enable-prefix-caching", "--dry-run").output
     )
+
+
+OTHER_CONNECTORS = {
+    "LMCacheConnectorV1": [
+        "--kv-transfer-config",
+        '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}',
+    ],
+    "NixlConnector": ["--kv-transfer-config.kv_connector", "NixlConnector"],
+    "OffloadingConnector": ["--kv-offloading-size", "8"],
+    "host memory": [],
+}
+"""What the message names: the user's flags."""
+
+
+@pytest.mark.parametrize("named", OTHER_CONNECTORS)
+def test_a_policy_that_places_programs_is_refused_without_our_host_memory(named):
+    options = ["tiny", "--policy", "mori", "--dry-run", *OTHER_CONNECTORS[named]]
+    error = failure(*options)
+    assert named in error.message
+    assert "--kv-host-gib" in error.message
+    assert "allow_missing_tiers=true" in error.message
+    said = invoke(*options, "--sojourn-option", "allow_missing_tiers=true").output
+    assert "policy mori: off: placement, because" in said.replace("\n", " ")
+
+
+@pytest.mark.parametrize("named", OTHER_CONNECTORS)
+def test_mechanisms_that_are_off_beside_another_connector_are_named(named):
+    options = OTHER_CONNECTORS[named]
+    said = invoke("tiny", "--policy", "saga", "--dry-run", *options).output.replace("\n", " ")
+    assert "off: prefetch, because" in said
+    assert named in said
+    said = invoke("tiny", "--policy", "tetris", "--dry-run", *options).output.replace("\n", " ")
+    assert "off: recovery by copying, because" in said
+    assert "off:" not in invoke("tiny", "--policy", "continuum", "--dry-run", *options).output
 
 
 # -- engines of a pair -------------------------------------------------------------------
@@ -335,7 +370,8 @@ def test_a_role_installs_the_paths_and_takes_a_policy_that_holds_nothing(tmp_pat
 def test_a_policy_that_holds_kv_is_reported_as_without_effect(tmp_path, nothing_starts):
     for policy, noted in (("continuum", 1), ("mori", 1), ("observe", 0), ("stock", 0)):
         with serve_command.console.capture() as said:
-            result = invoke("tiny", *member(tmp_path, role="decode"), "--policy", policy, "--dry-run")
+            allow = [] if policy == "stock" else ["--sojourn-option", "allow_missing_tiers=true"]
+            result = invoke("tiny", *member(tmp_path, role="decode"), "--policy", policy, "--dry-run", *allow)
         assert result.exit_code == 0, result.exception
         assert said.get().count("in the memory of this decode engine") == noted, policy
 

@@ -104,6 +104,9 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         )
     if "tiers" in document:  # not in answers of older servers
         yield _tiers_check(document["tiers"], document.get("paths"), document.get("pairs"))
+    if isinstance(missing := document.get("missing"), dict):
+        names = ", ".join(as_text_list(missing.get("mechanisms")))
+        yield Check("mechanisms", None, f"off: {names}, because {missing.get('because')}")
     try:
         answer = client.post(
             EVENTS_PATH, content=encode(EventBatch(v=WIRE_VERSION, emitter="doctor", events=[]))

@@ -65,7 +65,9 @@ def serve(
     kv_disk_name: str | None = typer.Option(
         None, help="This engine's name in a directory that several engines share"
     ),
-    tier_backend: str = typer.Option("sojourn", help="Code that moves KV: sojourn (CPU), vllm (CUDA)"),
+    tier_backend: str = typer.Option(
+        "sojourn", help="Code that moves KV: sojourn, or vllm for its own connector (CUDA only)"
+    ),
     role: str | None = typer.Option(
         None,
         help="Serve as the prefill or decode engine of a pair. KV goes through --kv-store, so leases "
@@ -243,7 +245,12 @@ def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[
     from sojourn_server.launch.serve_command import STOCK_POLICY, EngineFlags
     from sojourn_server.policies.preset_store import PresetError
     from sojourn_server.policies.retention.retention_policies import NoRetention
-    from sojourn_server.vllm.plugin_settings import PluginSettings, SettingsError, check_scheduling
+    from sojourn_server.vllm.plugin_settings import (
+        PluginSettings,
+        SettingsError,
+        check_scheduling,
+        missing_tiers,
+    )
 
     if policy == STOCK_POLICY:
         return []
@@ -254,6 +261,7 @@ def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[
         settings.attention_costs(chunked=not flags.has("--no-enable-chunked-prefill"))
         preset = settings.preset()
         check_scheduling(preset, flags.value("--scheduling-policy") or "")
+        missing = missing_tiers(preset, flags.kv_connector(), allowed=settings.allow_missing_tiers)
     except (SettingsError, PresetError) as error:
         raise CliError(str(error), "see sojourn serve --help") from None
     notes = []
@@ -263,11 +271,8 @@ def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[
             "pair's store has that KV already, and the next turn may go to another engine; "
             f"{PREFILL_DECODE_POLICY}, the default with --role, keeps none"
         )
-    if preset.placement.places and not flags.has("--kv-transfer-config"):
-        notes.append(
-            f"policy {preset.name} has no memory below the device, so evicted KV is computed again; "
-            "add --kv-host-gib"
-        )
+    if missing is not None:
+        notes.append(f"policy {preset.name}: {missing}")
     if flags.has("--no-enable-prefix-caching"):
         notes.append("without prefix caching every turn is computed in full, and no policy helps")
     return notes

@@ -69,7 +69,8 @@ class EngineService:
     ``pool_state`` returns blocks by state (running, leased, cached, free); ``engine`` describes the engine in
     capabilities. ``tier_state`` returns, for each tier below the device, its ``used`` and ``free`` blocks,
     the results of copies (``moves``) and the ``traffic``: bytes moved, seconds, and seconds waited.
-    ``below_device`` is the part of capabilities on the tiers (``docs/wire.md``), ``None`` without tiers.
+    ``below_device`` is the part of capabilities on the tiers (``docs/wire.md``), ``None`` without tiers;
+    ``missing`` the part on mechanisms that are off without tiers, ``None`` if all are on.
     ``persist`` writes a chain of block hashes to disk and returns ``stored_blocks``, ``pending_blocks``,
     ``pending_bytes`` and ``shared``, or the ``reason`` why it cannot. ``paths`` describes an engine of a
     pair.
@@ -84,6 +85,7 @@ class EngineService:
         handle: EventHandler | None = None,
         tier_state: Callable[[], dict[str, Any]] = dict,
         below_device: Callable[[], dict[str, Any] | None] = lambda: None,
+        missing: msgspec.Struct | None = None,
         network_state: Callable[[], dict[str, Any] | None] = lambda: None,
         persist: Callable[[Sequence[Any]], dict[str, Any]] = lambda hashes: {"reason": "there is no disk"},
         paths: KVTransferStatus | None = None,
@@ -92,6 +94,7 @@ class EngineService:
         self._state = program_scheduler.state
         self._tier_state = tier_state
         self._below_device = below_device
+        self._missing = missing
         self._network_state = network_state
         self._persist_blocks = persist
         self._paths = paths
@@ -157,6 +160,7 @@ class EngineService:
             },
             "engine": self._engine,
             "tiers": self._below_device(),
+            "missing": self._missing,
             "paths": self._paths.capabilities() if self._paths is not None else None,
         }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,17 @@ class EngineFlags:
                 elif index + 1 < len(self.args):
                     found = self.args[index + 1]
         return found
+
+    def kv_connector(self) -> str | None:
+        """Name of the KV connector that the flags install; ``None``: none, or flags that vLLM refuses."""
+        if self.value("--kv-offloading-size") is not None:
+            backend = self.value("--kv-offloading-backend")
+            return "LMCacheConnectorV1" if backend == "lmcache" else "OffloadingConnector"
+        name = self.value("--kv-transfer-config.kv-connector")
+        with suppress(ValueError, RecursionError):
+            document = json.loads(self.value("--kv-transfer-config") or "{}")
+            name = document.get("kv_connector", name) if isinstance(document, dict) else name
+        return name if isinstance(name, str) else None
 
     def pop_json(self, flag: str) -> tuple[EngineFlags, dict[str, Any]]:
         """The flags without ``flag``, and the JSON object that was its value; {} if the flag is missing."""

@@ -143,6 +143,15 @@ class Preset:
     recovery: RecoveryPolicy
     ended: EndedKvHandling = EndedKvHandling.REUSED_FIRST
 
+    def tier_mechanisms(self) -> list[str]:
+        """Names of the preset's mechanisms that need host memory managed by sojourn."""
+        needs = {
+            "placement": self.placement.places,
+            "prefetch": self.prefetch.plans,
+            "recovery by copying": self.forecast.looks,
+        }
+        return [name for name, needed in needs.items() if needed]
+
 
 def preset_names() -> list[str]:
     """Names of the presets that ship with sojourn. ``stock``, the unmodified engine, is not a preset."""

@@ -10,10 +10,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from sojourn.errors import InputError
 
 from ..core.scheduler_limits import SchedulerLimits
 from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerState
+from ..launch.kv_offload_options import OFFLOAD_CONNECTOR
+from ..launch.prefill_decode_options import PREFILL_DECODE_CONNECTOR
 from ..policies.costs.engine_profile import EngineProfile
 from ..policies.custom_policies import custom_class_loader
 from ..policies.prefill_decode.prefill_compute_quota import AttentionCosts
@@ -64,6 +67,8 @@ class PluginSettings:
     max_programs: int = _LIMITS.max_programs
     compute_quota_s: float = 0.0
     """Maximum seconds of attention per step, according to the profile; 0: no limit."""
+    allow_missing_tiers: bool = False
+    """Whether a preset that places programs may run without host memory managed by sojourn."""
     strict: bool = False
     """Whether errors of sojourn are raised instead of logged. For tests."""
 
@@ -200,6 +205,38 @@ def check_scheduling(preset: Preset, scheduling_policy: str) -> None:
             f"--scheduling-policy is priority, but policy {preset.name} orders programs by where "
             "their KV is; expected --scheduling-policy fcfs, or a policy without placement"
         )
+
+
+class MissingTiers(msgspec.Struct, frozen=True):
+    """What a preset lacks in an engine whose host memory sojourn does not manage."""
+
+    mechanisms: list[str]
+    """Names of its mechanisms that are off."""
+    because: str
+
+    def __str__(self) -> str:
+        return f"off: {', '.join(self.mechanisms)}, because {self.because}"
+
+
+def missing_tiers(preset: Preset, connector: str | None, *, allowed: bool) -> MissingTiers | None:
+    """Return the mechanisms that are off beside ``connector``, the name in vLLM's ``--kv-transfer-config``
+    (``None``: there is none). Raises ``SettingsError`` for a preset that places programs, unless ``allowed``.
+    """
+    mechanisms = preset.tier_mechanisms()
+    if not mechanisms or connector == OFFLOAD_CONNECTOR:
+        return None
+    if connector is None:
+        because = "the engine has no host memory for KV: add --kv-host-gib"
+    elif connector == PREFILL_DECODE_CONNECTOR:
+        because = "the store of its pair keeps KV, and is read for each request"
+    else:
+        because = f"{connector} keeps KV outside of sojourn's control: use --kv-host-gib in its place"
+    if preset.placement.places and not allowed:
+        raise SettingsError(
+            f"policy {preset.name} places programs in host memory, and {because}. Or choose another policy, "
+            "or set allow_missing_tiers=true (sojourn serve --sojourn-option) to run without placement"
+        )
+    return MissingTiers(mechanisms, because)
 
 
 def _check_type(key: str, value: Any, default: Any) -> None:

@@ -56,7 +56,7 @@ from .history_file import HistoryFile
 from .kv_offload_connector import SojournConnector
 from .length_predictor import LengthPredictor, are_read
 from .offload_manager import OffloadManager
-from .plugin_settings import PluginSettings, build_program_scheduler, check_scheduling
+from .plugin_settings import PluginSettings, build_program_scheduler, check_scheduling, missing_tiers
 from .tool_call_reader import ToolCallReader
 from .waiting_queue import WaitingQueueAdapter
 
@@ -94,6 +94,14 @@ class SchedulerAdapter:
         rank = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
         self._history = HistoryFile(settings.history_file, clock(), rank=rank)
         preset = settings.preset()
+        transfer = scheduler.vllm_config.kv_transfer_config
+        missing = missing_tiers(
+            preset,
+            str(transfer.kv_connector) if transfer is not None and scheduler.connector is not None else None,
+            allowed=settings.allow_missing_tiers,
+        )
+        if missing is not None:
+            logger.warning("sojourn: policy %s: %s", preset.name, missing)
         host_blocks, disk_blocks = offload_capacity_blocks(scheduler)
         self.program_scheduler = build_program_scheduler(
             settings,
@@ -121,6 +129,7 @@ class SchedulerAdapter:
             handle=self.handle,
             tier_state=lambda: self._offload.state() if self._offload is not None else {},
             below_device=lambda: offload_description(scheduler),
+            missing=missing,
             network_state=lambda: (
                 self._length_predictor.state() if self._length_predictor is not None else None
             ),
