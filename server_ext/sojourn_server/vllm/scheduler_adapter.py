@@ -38,7 +38,7 @@ from ..core.events_and_actions import (
 from ..core.request_hints import read_identity
 from ..core.scheduler_state import KVPoolConfig
 from ..policies.preemption.preemption_recovery import RecoveryMethod
-from .allocation_fallback import AllocationFallback, DemandMonitor, max_new_tokens
+from .allocation_fallback import AllocationFallback, DemandMonitor
 from .block_owners import Owner
 from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash, dependent_blocks
 from .compat import KVCacheBlock, Request, RequestStatus, SchedulerOutput
@@ -58,7 +58,7 @@ from .length_predictor import LengthPredictor, are_read
 from .offload_manager import OffloadManager
 from .plugin_settings import PluginSettings, build_program_scheduler, check_scheduling, missing_tiers
 from .tool_call_reader import ToolCallReader
-from .waiting_queue import WaitingQueueAdapter
+from .waiting_queue import WaitingQueueAdapter, max_new_tokens
 
 if TYPE_CHECKING:
     from .compat import KVConnectorOutput, Scheduler
