@@ -203,7 +203,7 @@ def test_what_is_loaded_was_computed(
             device.step()
         if draw.random() < 0.05 and engine.scheduler.requests:
             engine.abort(draw.choice(sorted(engine.scheduler.requests)))
-        if draw.random() < 0.1 and device.loads:
+        if draw.random() < 0.3 and device.loads:
             engine.abort(draw.choice(sorted(device.loads)))
         if draw.random() < 0.05:
             engine.tell({"seq": number, "type": "program_end", "program_id": program})

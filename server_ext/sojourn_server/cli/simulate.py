@@ -27,8 +27,9 @@ DEFAULT_POLICIES = "stock,admit,continuum"
 CLUSTER_POLICIES = "prefix-affinity,thunderagent,saga,mori"
 """Default policies with several replicas; the usual default policies have no routing."""
 _RUN_OPTIONS = (
-    "policy", "replicas", "hardware", "model", "tp", "cpu_ratio", "disk_ratio", "programs", "rate", "hours",
-    "seed", "max_gap_s", "human_gaps", "pool_tokens", "max_model_len", "max_context", "sweep", "jobs",
+    "policy", "replicas", "hardware", "model", "tp", "async_scheduling", "cpu_ratio", "disk_ratio",
+    "programs", "rate", "hours", "seed", "max_gap_s", "human_gaps", "pool_tokens", "max_model_len",
+    "max_context", "sweep", "jobs",
 )  # fmt: skip
 """Options that define the runs. With ``--load`` they have no effect."""
 NEXT_TRACE = "check the file; docs/traces.md has the format of traces"
@@ -59,6 +60,9 @@ def simulate(
         None, help="Name or TOML file of a model. Default: the engine profile's, or llama-3.1-8b"
     ),
     tp: int = typer.Option(1, min=1, help="Tensor parallel size"),
+    async_scheduling: bool = typer.Option(
+        False, "--async-scheduling", help="Plan each step before the results of the one before it, as on CUDA"
+    ),
     cpu_ratio: float = typer.Option(1.0, min=0.0, help="Host memory for KV ÷ device memory for KV"),
     disk_ratio: float = typer.Option(
         0.0, min=0.0, help="Disk for KV ÷ device memory for KV; for presets with +host, and mori"
@@ -122,8 +126,9 @@ def simulate(
         specs = [
             replace(
                 spec, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio, disk_ratio=disk_ratio,
-                replicas=replicas, seed=seed, max_gap_s=max_gap_s, human_gaps=human_gaps,
-                pool_tokens=pool_tokens, max_model_len=max_model_len, max_context_tokens=max_context,
+                async_scheduling=async_scheduling, replicas=replicas, seed=seed, max_gap_s=max_gap_s,
+                human_gaps=human_gaps, pool_tokens=pool_tokens, max_model_len=max_model_len,
+                max_context_tokens=max_context,
             )
             for spec in specs
         ]  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -166,15 +166,26 @@ class SimulatedEngine:
         """Schedule the next step."""
         return self.scheduler.schedule()
 
-    def take_in(self, planned: SchedulerOutput, copies: KVConnectorOutput | None = None) -> list[str]:
+    def take_in(
+        self,
+        planned: SchedulerOutput,
+        copies: KVConnectorOutput | None = None,
+        sampled: Container[str] | None = None,
+    ) -> list[str]:
         """Apply the results of a step: one token for every request with a complete prompt, and finished
-        copies. Returns the ids of finished requests."""
+        copies. Returns the ids of finished requests.
+
+        ``sampled``: those requests, needed if the next step has been planned already.
+        """
         ids = list(planned.num_scheduled_tokens)
         requests = self.scheduler.requests
         tokens = []
         for request_id in ids:
             request = requests.get(request_id)
-            through = request is not None and request.num_computed_tokens >= request.num_tokens
+            if sampled is None:
+                through = request is not None and request.num_computed_tokens >= request.num_tokens
+            else:
+                through = request is not None and request_id in sampled
             tokens.append([self.tokens(request)] if through else [])
         outputs = self.scheduler.update_from_output(
             planned,

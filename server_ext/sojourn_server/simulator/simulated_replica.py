@@ -14,6 +14,7 @@ from .simulated_engine import SimulatedEngine
 from .token_accounting import InFlightTurn, TokenAccounting
 
 if TYPE_CHECKING:
+    from ..vllm.compat import SchedulerOutput
     from .limits.block_accesses import AccessRecorder
     from .tier_transfers import TierTransfers
     from .vllm_offload_transfers import VllmOffloadTransfers
@@ -37,8 +38,25 @@ class ReplicaStepCounts:
     """Time since which it has requests but can run none; ``None`` otherwise."""
 
 
+@dataclass(slots=True)
+class _Step:
+    """A step that has been planned."""
+
+    planned: SchedulerOutput
+    sampled: dict[str, InFlightTurn]
+    """Requests that get a token, by id."""
+    is_computing: bool
+    """Whether it computes anything, besides copies."""
+    ends_s: float
+    is_ahead: bool
+    """Whether it was planned before the results of the step before it."""
+
+
 class SimulatedReplica:
     """An engine, driven by the simulation loop.
+
+    With asynchronous scheduling a step is planned when the step before it begins, before that one's results
+    are known.
 
     ``due_s`` is the time of its next action: the end of its step; if nothing can run, the end of a copy or
     the next poll (a lease may end); ``inf`` if it is idle.
@@ -70,17 +88,20 @@ class SimulatedReplica:
         self._clock = clock
         self._on_first_token = on_first_token
         self._on_finished = on_finished
-        self._planned: Any = None
-        """Scheduler output of the current step; ``None`` between steps."""
-        self.is_computing = False
-        """Whether the current step computes anything, besides copies."""
-        self._first: list[InFlightTurn] = []
+        self._steps: deque[_Step] = deque()
+        """The current step, and the one planned ahead."""
+        self._plans_ahead = engine.options.asynchronous
         self._recalled_ids: list[str] = []
 
     @property
     def is_stepping(self) -> bool:
         """Whether a step is under way."""
-        return self._planned is not None
+        return bool(self._steps)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the current step computes anything, besides copies."""
+        return bool(self._steps) and self._steps[0].is_computing
 
     def submit(self, message: Callable[[], None]) -> None:
         """Queue a request or an event until the engine is between two steps."""
@@ -100,34 +121,48 @@ class SimulatedReplica:
             self._inbox.popleft()()
 
     def begin_next_step(self) -> None:
-        """Deliver messages, then begin the next step if there is work; called between two steps."""
+        """Deliver messages, then begin the next step if there is work; called when a step has ended."""
         self._abort_recalled()
         self.deliver()
-        if not self.engine.scheduler.has_requests() and not self._copying():
-            self.counts.blocked_since_s = None
-            self.due_s = NEVER_S
-            return
-        self._plan()
+        if not self._steps:
+            if not self.engine.scheduler.has_requests() and not self._copying():
+                self.counts.blocked_since_s = None
+                self.due_s = NEVER_S
+                return
+            self._plan(self._clock.now_s)
+        if self._plans_ahead and len(self._steps) == 1 and self.is_computing:
+            self._plan(self._steps[0].ends_s)
+        self.due_s = self._steps[0].ends_s
 
     def end_step(self) -> None:
         """End the step: first tokens, finished requests, finished copies."""
         now = self._clock.now_s
-        planned, self._planned = self._planned, None
+        step = self._steps.popleft()
         self._abort_recalled()
-        for turn in self._first:
+        for turn in step.sampled.values():
             # The first token of one request may recall another one of the same step.
-            if turn.request.request_id in self.account.live:
+            if turn.log.first_token_s is None and turn.request.request_id in self.account.live:
                 turn.log.first_token_s = now
                 self._on_first_token(self, turn)
         self._abort_recalled()
+        self._take_in(step, now)
+        if self._steps:
+            self.due_s = self._steps[0].ends_s
+            if not self.is_computing and self.due_s <= now:
+                self.end_step()
+
+    def _take_in(self, step: _Step, now: float) -> None:
         copies = self.host.finished(now) if self.host is not None else None
-        if not self.is_computing and copies is None:
-            self._mark_blocked()
+        if not step.is_computing and copies is None:
+            if step.is_ahead:
+                self.due_s = now  # the results of the step before it may let something run
+            else:
+                self._mark_blocked()
             return
         self.counts.blocked_since_s = None
         self.due_s = now
         entered = time.perf_counter()
-        finished = self.engine.take_in(planned, copies)
+        finished = self.engine.take_in(step.planned, copies, step.sampled)
         self.counts.scheduler_s += time.perf_counter() - entered
         for request_id in finished:
             turn = self.account.finished(request_id, now)
@@ -135,7 +170,8 @@ class SimulatedReplica:
                 self._recorder.finished(turn.request)
             self._on_finished(self, turn)
 
-    def _plan(self) -> None:
+    def _plan(self, begins_s: float) -> None:
+        """Plan a step that begins at ``begins_s``."""
         counts, now = self.counts, self._clock.now_s
         entered = time.perf_counter()
         planned = self.engine.plan()
@@ -147,17 +183,17 @@ class SimulatedReplica:
         if host is not None:
             for request_id, blocks in host.loads(orders):
                 self.account.loading(request_id, blocks)
-        work, self._first = self.account.step(planned, self.engine.scheduler.requests, now)
+        work, sampled = self.account.step(planned, self.engine.scheduler.requests, now)
         if self._recorder is not None:
             self._recorder.step(planned, self.engine.scheduler.requests)
-        over_s = host.begin_step(orders, now) if host is not None else now
+        over_s = host.begin_step(orders, begins_s) if host is not None else begins_s
         if work.tokens:
             took_s = self._latency.step_s(work)
             counts.steps += 1
             counts.busy_s += took_s
             over_s = self.host.step_end_s(over_s, took_s) if self.host is not None else over_s + took_s
-        self._planned, self.is_computing = planned, bool(work.tokens)
-        self.due_s = over_s
+        turns = {turn.request.request_id: turn for turn in sampled}
+        self._steps.append(_Step(planned, turns, bool(work.tokens), over_s, is_ahead=bool(self._steps)))
 
     def _mark_blocked(self) -> None:
         now = self._clock.now_s

@@ -150,8 +150,8 @@ class Simulation:
             over = self._pop_due_replicas()
             for sim_replica in over:
                 if sim_replica.is_stepping:
-                    self._replicas_in_step -= 1
                     sim_replica.end_step()
+                    self._replicas_in_step -= not sim_replica.is_stepping
                     self._schedule_wakeup(sim_replica)
                     self._stepped_s = clock.now_s
             if over:
@@ -197,22 +197,27 @@ class Simulation:
 
     def _begin_steps(self, over: Sequence[SimulatedReplica]) -> None:
         """Begin steps on the engines between two steps that have messages, or that are in ``over`` and
-        due."""
+        due. Those in ``over`` that have a step left plan the one after it."""
         now, messages = self._clock.now_s, self._clients.replicas_with_messages
         numbers = {self._numbers[replica] for replica in messages}
-        numbers.update(self._numbers[sim_replica.replica] for sim_replica in over if sim_replica.due_s <= now)
+        numbers.update(
+            self._numbers[sim_replica.replica]
+            for sim_replica in over
+            if sim_replica.due_s <= now or sim_replica.is_stepping
+        )
         if len(self._sim_replicas) == 1 and not over:
             # A single engine that can run nothing retries after every event.
             numbers.add(0)
         messages.clear()
         for number in sorted(numbers):
             sim_replica = self._sim_replicas[number]
-            if sim_replica.is_stepping:
+            stepping = sim_replica.is_stepping
+            if stepping and sim_replica not in over:
                 continue
             sim_replica.begin_next_step()
             if sim_replica.is_stepping and sim_replica.due_s <= now and not sim_replica.is_computing:
                 sim_replica.end_step()
-            self._replicas_in_step += sim_replica.is_stepping
+            self._replicas_in_step += sim_replica.is_stepping - stepping
             self._schedule_wakeup(sim_replica)
 
     def _is_stuck(self) -> bool:

@@ -59,6 +59,8 @@ class RunSpec:
     model: str | None = None
     """Name of a model, or a file; ``None``: that of the engine profile, else ``DEFAULT_MODEL``."""
     tp: int = 1
+    async_scheduling: bool = False
+    """Whether the engine plans each step before the results of the step before it, as on CUDA."""
     cpu_ratio: float = 1.0
     """Host memory for KV as a multiple of the device's KV memory, for policies that use it."""
     disk_ratio: float = 0.0
@@ -381,6 +383,7 @@ def _build_engine(
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=shape.max_num_batched_tokens,
             max_model_len=shape.max_context_tokens,
+            asynchronous=spec.async_scheduling,
             host_blocks=host_blocks,
             own_tiers=policy.own_tiers,
             disk_blocks=_disk_blocks(spec, policy, shape),

@@ -97,6 +97,8 @@ class TierTransfers:
         """Start the transfers of a step. Returns the time at which the step may begin."""
         jobs = orders.jobs
         begins_s = max([now, *(self._stores[job] for job in jobs.awaited if job in self._stores)])
+        if jobs.settles and self._loads:
+            begins_s = max(begins_s, self._loads[-1].done_s)
         if jobs.saves:
             # The step does not wait for the whole FIFO: only the forward pass must not write earlier.
             begins_s += self._copy_s(len(jobs.saves), to_host=True)

@@ -63,7 +63,7 @@ class TokenAccounting:
     def step(
         self, planned: SchedulerOutput, requests: dict[str, Request], now: float
     ) -> tuple[StepWork, list[InFlightTurn]]:
-        """Account for a scheduled step. Returns its work, and the requests that get their first token."""
+        """Account for a scheduled step. Returns its work, and the requests that get a token."""
         # It is a set: sorted for repeatable runs.
         for request_id in sorted(planned.preempted_req_ids or ()):
             self._preempted(requests[request_id], now)
@@ -74,8 +74,8 @@ class TokenAccounting:
             for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 if request_id in cached.resumed_req_ids:
                     self._admitted(requests[request_id], computed, now)
-        prefill = pairs = prefill_pairs = read = sampled = 0
-        first: list[InFlightTurn] = []
+        prefill = pairs = prefill_pairs = read = 0
+        sampled: list[InFlightTurn] = []
         live = self.live
         for request_id, new_tokens in planned.num_scheduled_tokens.items():
             request, turn = requests[request_id], live[request_id]
@@ -84,9 +84,7 @@ class TokenAccounting:
             turn.computed = context
             read += context
             if context >= request.num_tokens:
-                sampled += 1
-                if turn.log.first_token_s is None:
-                    first.append(turn)
+                sampled.append(turn)
             if new_tokens == 1:
                 pairs += context
                 if before < turn.prefill_until:
@@ -104,9 +102,9 @@ class TokenAccounting:
             attention_pairs=pairs,
             prefill_attention_pairs=prefill_pairs,
             kv_tokens_read=read,
-            sampled=sampled,
+            sampled=len(sampled),
         )
-        return work, first
+        return work, sampled
 
     def _admitted(self, request: Request, computed: int, now: float) -> None:
         turn = self.live[request.request_id]
@@ -154,7 +152,7 @@ class TokenAccounting:
         """Account for blocks of a waiting request that are being loaded from host memory."""
         turn = self.live.get(request_id)
         if turn is not None:
-            turn.loading_tokens += blocks * self._block_size
+            turn.loading_tokens = blocks * self._block_size  # an earlier load may have been given up
 
     def _preempted(self, request: Request, now: float) -> None:
         turn = self.live[request.request_id]

@@ -30,6 +30,16 @@ def host_s_per_token(scheduler: Scheduler, profile: EngineProfile | None) -> flo
     return size / int(scheduler.block_size) / bytes_per_s
 
 
+def connector_name(scheduler: Scheduler) -> str | None:
+    """Return the name of the engine's KV connector, ``None`` without one; ours also for its subclasses."""
+    connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
+    if connector is None or transfer is None:
+        return None
+    return (
+        SojournConnector.__name__ if isinstance(connector, SojournConnector) else str(transfer.kv_connector)
+    )
+
+
 def offload_capacity_blocks(scheduler: Scheduler) -> tuple[int, int]:
     """Return how many blocks sojourn's host memory and disk can hold."""
     connector = scheduler.connector

@@ -44,6 +44,7 @@ from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash, depen
 from .compat import KVCacheBlock, Request, RequestStatus, SchedulerOutput
 from .engine_description import (
     block_bytes,
+    connector_name,
     host_s_per_token,
     kv_transfer_member,
     offload_capacity_blocks,
@@ -94,14 +95,11 @@ class SchedulerAdapter:
         rank = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
         self._history = HistoryFile(settings.history_file, clock(), rank=rank)
         preset = settings.preset()
-        transfer = scheduler.vllm_config.kv_transfer_config
-        missing = missing_tiers(
-            preset,
-            str(transfer.kv_connector) if transfer is not None and scheduler.connector is not None else None,
-            allowed=settings.allow_missing_tiers,
-        )
+        missing = missing_tiers(preset, connector_name(scheduler), allowed=settings.allow_missing_tiers)
         if missing is not None:
-            logger.warning("sojourn: policy %s: %s", preset.name, missing)
+            # Without another connector nothing suggests that there is host memory.
+            level = logging.INFO if scheduler.connector is None else logging.WARNING
+            logger.log(level, "sojourn: policy %s: %s", preset.name, missing)
         host_blocks, disk_blocks = offload_capacity_blocks(scheduler)
         self.program_scheduler = build_program_scheduler(
             settings,
