@@ -32,6 +32,7 @@ class SmallRun:
         until_s: float | None = None,
         record: bool = False,
         call_s: float = 0.0,
+        asynchronous: bool = False,
     ) -> None:
         chosen = find_policy(policy) if isinstance(policy, str) else policy
         self.clock = VirtualClock()
@@ -49,6 +50,7 @@ class SmallRun:
                 max_num_seqs=8,
                 max_num_batched_tokens=256,
                 max_model_len=(blocks - 1) * BLOCK,
+                asynchronous=asynchronous,
                 host_blocks=host_blocks,
                 own_tiers=chosen.own_tiers,
                 disk_blocks=disk_blocks,

@@ -35,10 +35,11 @@ def repeatable(log: RunLog) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(log, wall_s=0.0, scheduler_s=0.0))
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["as they come", "one ahead"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_brings_every_program_to_its_end(policy: str):
+def test_every_policy_brings_every_program_to_its_end(policy: str, asynchronous: bool):
     loop = small_workload(seed=1)
-    run = SmallRun(policy, loop)
+    run = SmallRun(policy, loop, asynchronous=asynchronous)
     assert not run.log.notes
     assert run.log.hook_failures == run.log.refused_hints == 0
     assert {program.program_id for program in run.log.programs} == {p.instance_id for p in loop.programs}
@@ -57,15 +58,28 @@ def test_every_policy_brings_every_program_to_its_end(policy: str):
             assert after.submitted_s == before.finished_s + planned_turn.gap_s
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["as they come", "one ahead"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_prompt_token_is_found_or_computed(policy: str):
-    for turn in turns(SmallRun(policy, small_workload(seed=2)).log):
+def test_every_prompt_token_is_found_or_computed(policy: str, asynchronous: bool):
+    for turn in turns(SmallRun(policy, small_workload(seed=2), asynchronous=asynchronous).log):
         found = turn.device_tokens + turn.host_tokens
         if not turn.preemptions:
             assert turn.computed_tokens + found == turn.prompt_tokens
         assert turn.regenerated_tokens <= turn.computed_tokens
         assert turn.known_tokens % BLOCK == 0
         assert turn.known_tokens - found <= turn.regenerated_tokens
+
+
+def test_a_step_is_planned_before_the_one_before_it_has_ended():
+    """A request that ends is in one more step, of which nothing is used."""
+    for policy in ("stock", "mori"):
+        loop = SmallLoop(small_workload(seed=3).programs[:1])
+        at_once, ahead = (SmallRun(policy, loop, asynchronous=which).log for which in (False, True))
+        assert ahead.steps == at_once.steps + len(turns(at_once))
+        assert [turn.output_tokens for turn in turns(ahead)] == [
+            turn.output_tokens for turn in turns(at_once)
+        ]
+        assert ahead.busy_s > at_once.busy_s
 
 
 def test_the_same_seed_gives_the_same_bytes():

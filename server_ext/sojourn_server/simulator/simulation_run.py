@@ -200,7 +200,7 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
             )
         key = replace(
             spec,
-            policy="",
+            policy="placed" if policy.places_programs else "",  # they need host memory
             cpu_ratio=_cpu_ratio(spec, policy),
             disk_ratio=spec.disk_ratio if uses_disk_ratio(policy) else 0.0,
             replicas=None,
@@ -214,6 +214,7 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
         seen.add(key)
         _, shape = device_for_run(spec, _cpu_ratio(spec, policy))
         _disk_blocks(spec, policy, shape)
+        _check_host_memory(spec, policy, shape)
         options = PlaybackOptions(
             max_context_tokens=_longest_turn(spec, _context_fitting_pool(shape)),
             max_gap_s=spec.max_gap_s,
@@ -315,6 +316,15 @@ def _check_history(spec: RunSpec) -> None:
         )
 
 
+def _check_host_memory(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> None:
+    """Raise ``SimulatorError`` if the engine would refuse to start without host memory."""
+    if uses_cpu_ratio(policy) and shape.host_kv_tokens < shape.block_size and policy.places_programs:
+        raise SimulatorError(
+            f"{policy.name}: cpu_ratio is {spec.cpu_ratio:g}, no host memory; expected some: the policy places "
+            "programs there, and its engine would not start"
+        )
+
+
 def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> int:
     """Number of KV blocks on the disk. Raises ``SimulatorError`` for a disk that the engine would reject."""
     if not uses_disk_ratio(policy) or not spec.disk_ratio:
@@ -370,6 +380,7 @@ def _build_engine(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from .simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
+    _check_host_memory(spec, policy, shape)
     blocks = shape.kv_pool_tokens // shape.block_size
     host_blocks = shape.host_kv_tokens // shape.block_size if policy.host_cache else 0
     if policy.limit is UpperBound.FREE_IO:

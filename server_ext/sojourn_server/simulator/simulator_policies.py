@@ -184,6 +184,12 @@ class SimulatorPolicy:
             return "lru"
         return "latest-program" if isinstance(preset.eviction, LatestProgramEviction) else None
 
+    @property
+    def places_programs(self) -> bool:
+        """Whether it places programs in host memory, without which its engine would not start."""
+        preset = self._preset()
+        return preset is not None and preset.placement.places
+
     def _preset(self) -> Preset | None:
         if self.preset_file is not None:
             return read_preset(Path(self.preset_file))
