@@ -1,4 +1,4 @@
-"""Clients of ``soak.py``, one kind a process, each of which may be killed at any time.
+"""Clients of ``soak.py``, one kind for each process. A process may be killed at any time.
 
     python benchmarks/soak_clients.py agents URL --key KEY --seed 1 --seconds 60
 

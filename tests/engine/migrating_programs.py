@@ -1,4 +1,4 @@
-"""Three programs of three turns, of which the last may be another engine's: what they say and hear."""
+"""Three programs of three turns. The last turn may run on another engine. What they say and hear."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 
 class PairEngine(FakeEngine):
-    """Does what it is asked for: a prompt, of which it says where its KV is, or an answer."""
+    """Does what it is asked for: computes a prompt and says where its KV is, or answers."""
 
     def __init__(self, role: PairRole, node: str | None = None, **options: Any) -> None:
         super().__init__(**options)

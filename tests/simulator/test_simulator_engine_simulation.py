@@ -71,7 +71,7 @@ def test_every_prompt_token_is_found_or_computed(policy: str, asynchronous: bool
 
 
 def test_a_step_is_planned_before_the_one_before_it_has_ended():
-    """A request that ends is in one more step, of which nothing is used."""
+    """A request that ends is in one more step, whose result is not used."""
     for policy in ("stock", "mori"):
         loop = SmallLoop(small_workload(seed=3).programs[:1])
         at_once, ahead = (SmallRun(policy, loop, asynchronous=which).log for which in (False, True))

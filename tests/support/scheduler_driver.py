@@ -1,4 +1,4 @@
-"""A ``ProgramScheduler`` with one method an event, each of which goes through ``handle``, for tests."""
+"""A ``ProgramScheduler`` for tests, with one method for each event. All methods go through ``handle``."""
 
 from __future__ import annotations
 

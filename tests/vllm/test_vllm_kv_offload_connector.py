@@ -15,7 +15,7 @@ def prompt(start: int, tokens: int) -> list[int]:
 
 
 def turn(engine: Any, request_id: str, tokens: list[int], program: str | None) -> list[Any]:
-    """Runs the request to its end; returns the orders of its steps, of which all stores are carried out."""
+    """Runs the request to its end and carries out all stores. Returns the orders of its steps."""
     from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
     from sojourn_server.vllm.kv_connector import StepReport
     from vllm.v1.outputs import KVConnectorOutput

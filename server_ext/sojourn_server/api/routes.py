@@ -55,7 +55,7 @@ Status = Literal["reasoning", "acting", "gated", "ended", "expired"]
 
 
 def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
-    """The router with all routes, each of which checks the API key."""
+    """The router with all routes. Each route checks the API key."""
     router = APIRouter(prefix=PREFIX, route_class=_authenticated_route_class(keys), tags=["sojourn"])
     ask = EngineQueryLimiter(engine)
     events = EventIntake(engine)

@@ -179,7 +179,7 @@ def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[
 
 
 def _urls(role: str, texts: list[str], example: str) -> list[str]:
-    """The addresses in one option's values, each of which may have several, separated by commas. ``example``
+    """The addresses in one option's values. A value may have several, separated by commas. ``example``
     is for the error message."""
     from sojourn_server.gateway.http.replica_addresses import InvalidReplicaAddress, parse_engine_url
 

@@ -55,7 +55,7 @@ class WorkflowPredictor:
 
     @property
     def scale_changes(self) -> int:
-        """Counts changes of ``scale``, each of which changes all eviction keys."""
+        """Counts changes of ``scale``. A change of it changes all eviction keys."""
         return self._known.gaps_s.changes + self._known.context_blocks.changes
 
     # -- what happens -----------------------------------------------------------

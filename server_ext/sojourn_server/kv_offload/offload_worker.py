@@ -218,7 +218,7 @@ class OffloadWorker:
             self._to_host.submit(lambda: Moved(moved_bytes, copy.wait()))
 
     def _load(self, request_id: str, copies: Sequence[BlockCopy], fence: Any) -> None:
-        # A slot of which a save has failed: the planner did not know that yet.
+        # The save of this slot has failed, and the planner did not know it yet.
         invalid = {copy.block_id for copy in copies if copy.slot in self._lost}
         copies = [copy for copy in copies if copy.slot not in self._lost]
         self.loading.add(request_id)

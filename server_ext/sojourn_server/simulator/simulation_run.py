@@ -320,8 +320,8 @@ def _check_host_memory(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShap
     """Raise ``SimulatorError`` if the engine would refuse to start without host memory."""
     if uses_cpu_ratio(policy) and shape.host_kv_tokens < shape.block_size and policy.places_programs:
         raise SimulatorError(
-            f"{policy.name}: cpu_ratio is {spec.cpu_ratio:g}, no host memory; expected some: the policy places "
-            "programs there, and its engine would not start"
+            f"{policy.name}: cpu_ratio is {spec.cpu_ratio:g}, no host memory; expected some: the policy "
+            "places programs there, and its engine would not start"
         )
 
 

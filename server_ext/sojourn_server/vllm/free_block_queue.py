@@ -61,7 +61,7 @@ def _falls_back(
 
 
 class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
-    """Free blocks of one pool, all of which are free when this queue replaces ``replaced``.
+    """Free blocks of one pool. All blocks are free when this queue replaces ``replaced``.
 
     Without a ``scorer`` all blocks keep vLLM's order. ``before_reuse`` gets all blocks that are about to be
     reused; then ``evicted`` gets each cached one with an owner or an ended owner, while it still has its

@@ -116,7 +116,7 @@ def link_utilisation(links: NodeLinks, prefill_nodes: int, decode_nodes: int) ->
 class AverageTurnSizes:
     """Sizes of an average turn; the defaults are the simulator's 64K workload on DeepSeek-V3.2.
 
-    Averages here are over turns. The paper averages over trajectories, of which long ones append less per
+    Averages here are over turns. The paper averages over trajectories; long ones append less per
     turn. Raises ``ValueError``.
     """
 

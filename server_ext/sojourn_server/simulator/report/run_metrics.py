@@ -199,7 +199,7 @@ def summary_statistics(values: Iterable[float]) -> SummaryStatistics:
 
 
 def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -> SummaryStatistics:
-    """Mean and percentiles of values of which some are known only as lower bounds.
+    """Mean and percentiles of values. Some are known only as lower bounds.
 
     Raising a value lowers no percentile: computed from the bounds, every statistic is a lower bound. A
     percentile is exact if all values up to its rank are exact: raising a later value does not change it.
