@@ -6,7 +6,8 @@ Two engines (model ``tiny``, host memory and disk) stand behind two gateways wit
 gateway *a* live throughout; the others are killed and restarted at random, under load. Each round is
 ``--load`` seconds of agents, floods of events and hostile clients, some of them killed, and then silence. In
 silence all blocks, leases, requests, copies and connections have to come back within ``--silence`` seconds.
-The memory of each process is compared from minute ``--settle`` of its life to its end. All choices come from ``--seed`` and the number of the round. The page is written after every round.
+The memory of each process is compared from minute ``--settle`` of its life to its end. All choices come from
+``--seed`` and the number of the round. The page is written after every round.
 """
 
 from __future__ import annotations
