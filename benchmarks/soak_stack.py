@@ -24,6 +24,8 @@ ADMIN_KEY = "key-of-the-operator"
 STOP_BOUND_S = 75.0
 """Longest time from SIGTERM to the end of a server; a gateway gives streams a minute."""
 READY_S = 300.0
+SILENT_PROGRAM_S = 120
+"""Until a gateway forgets a program whose client was killed: less than a round."""
 MOST_PROGRAMS = 500
 """In an engine's table. It is full within ten minutes, so that growth after them is a leak; the default of
 20,000 fills for hours."""
@@ -170,6 +172,7 @@ class Gateway:
             sys.executable, "-m", "sojourn_server.cli", "gateway",
             "--engines", ",".join(engine.url for engine in engines), "--port", str(self._port),
             "--tenants", str(tenants), "--admin-key", ADMIN_KEY, "--state", str(folder / f"{name}.state"),
+            "--silent-program-s", str(SILENT_PROGRAM_S),
         ]  # fmt: skip
         self._logs = folder
         self._lives = 0

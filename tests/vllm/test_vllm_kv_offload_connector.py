@@ -179,6 +179,42 @@ def test_capabilities_tell_of_a_connector_that_is_not_ours_and_of_none(make_engi
     assert told["host"]["bytes"] > 0
 
 
+OFF = {"saga": ["prefetch"], "tetris": ["recovery by copying"], "mori": ["placement"], "continuum": []}
+"""Mechanisms that need host memory which sojourn manages, by policy."""
+
+
+@pytest.mark.parametrize("connector", [None, "OffloadingConnector", "SojournConnector"])
+@pytest.mark.parametrize("policy", OFF)
+def test_an_engine_tells_what_is_off_without_our_host_memory(
+    make_engine: Any, caplog: pytest.LogCaptureFixture, policy: str, connector: str | None
+) -> None:
+    """At its start, and in its capabilities. A policy that places programs does not start there."""
+    from sojourn_server.vllm.plugin_settings import SettingsError
+
+    shape = {"blocks": 41, "max_model_len": 640}
+    if connector is not None:
+        shape |= {"host_blocks": 60, "own_tiers": connector == "SojournConnector"}
+    allowed: dict[str, Any] = {}
+    if policy == "mori" and connector != "SojournConnector":
+        with pytest.raises(SettingsError, match="policy mori places programs in host memory, and"):
+            make_engine(policy, **shape)
+        allowed = {"allow_missing_tiers": True}
+    with caplog.at_level("INFO", logger="vllm.sojourn"):
+        missing = make_engine(policy, allowed, **shape).ask("capabilities")["missing"]
+    lines = [record for record in caplog.records if " off: " in record.getMessage()]
+    if connector == "SojournConnector" or not OFF[policy]:
+        assert missing is None
+        assert not lines
+        return
+    assert missing["mechanisms"] == OFF[policy]
+    assert (connector or "--kv-host-gib") in missing["because"]
+    (line,) = lines
+    assert line.levelname == ("INFO" if connector is None else "WARNING")
+    assert (
+        line.getMessage() == f"sojourn: policy {policy}: off: {OFF[policy][0]}, because {missing['because']}"
+    )
+
+
 def test_a_request_runs_when_its_blocks_have_arrived(engine: Any, loading: Any) -> None:
     copies = loading.kv_connector_metadata.jobs.loads["a2"]
     slots = planner(engine).host._by_slot

@@ -73,6 +73,9 @@ def gateway(
     ),
     max_waiting: int = typer.Option(20_000, min=1, help="Most waiting requests; further ones get a 429"),
     wait_s: float = typer.Option(600.0, min=0.1, help="Longest wait of a request for capacity, seconds"),
+    silent_program_s: float = typer.Option(
+        1800.0, min=1.0, help="Seconds until a program that sends nothing is forgotten"
+    ),
     state: Path | None = typer.Option(None, help="File that keeps program affinities over a restart"),
     log_level: str = typer.Option("info", help="debug, info, warning or error"),
     ray: Path | None = typer.Option(
@@ -127,7 +130,7 @@ def gateway(
     from sojourn_server.gateway.http.gateway_app import GatewayOptions
     from sojourn_server.routing.routing_limits import RoutingLimits
 
-    limits = RoutingLimits(most_waiting=max_waiting, wait_s=wait_s)
+    limits = RoutingLimits(most_waiting=max_waiting, wait_s=wait_s, silent_program_s=silent_program_s)
     options = GatewayOptions(
         policy=preset.name if preset is not None else "dualpath",
         engine_key=engine_key,

@@ -61,6 +61,10 @@ class Histories:
     """Errors of hinted output lengths."""
 
 
+MIN_REMEMBERED = 1000
+"""Turns and decisions that are kept at least; otherwise as many as ``max_programs``."""
+
+
 class SchedulerState:
     """Configuration and tables of one engine's scheduler.
 
@@ -90,8 +94,9 @@ class SchedulerState:
         """Why the KV of each known program was released since its last admission."""
         self.eviction_log = EvictionLog(2 * pool.blocks)
         self.graphs = GraphStore(self.limits.max_graphs, self.limits.max_graph_bytes)
-        self.ledger = TurnLedger()
-        self.decisions = DecisionLog()
+        remembered = max(MIN_REMEMBERED, self.limits.max_programs)
+        self.ledger = TurnLedger(remembered)
+        self.decisions = DecisionLog(remembered)
         self.recorder = MetricsRecorder()
         self.actions: list[Action] = []
         """Actions of the event being handled, oldest first; ``ProgramScheduler.handle`` empties it."""

@@ -15,7 +15,7 @@ class Decision:
     seq: int
     at_s: float
     kind: str
-    """``keep``, ``release``, ``drop``, ``preempt`` or ``late_keep``."""
+    """What was decided, for example ``keep``, ``release``, ``preempt`` or ``move``."""
     program_id: str | None
     reason: str
     numbers: dict[str, float]
@@ -37,6 +37,7 @@ class DecisionLog:
     """The last ``capacity`` decisions."""
 
     def __init__(self, capacity: int = 20_000) -> None:
+        self.capacity = capacity
         self._ring: deque[Decision] = deque(maxlen=capacity)
         self._next = 0
 

@@ -214,7 +214,11 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
         seen.add(key)
         _, shape = device_for_run(spec, _cpu_ratio(spec, policy))
         _disk_blocks(spec, policy, shape)
-        _check_host_memory(spec, policy, shape)
+        if _lacks_host_memory(policy, shape):
+            notes[
+                f"{name} has no host memory to place programs in: an engine starts only with "
+                "allow_missing_tiers=true"
+            ] = None
         options = PlaybackOptions(
             max_context_tokens=_longest_turn(spec, _context_fitting_pool(shape)),
             max_gap_s=spec.max_gap_s,
@@ -316,13 +320,10 @@ def _check_history(spec: RunSpec) -> None:
         )
 
 
-def _check_host_memory(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> None:
-    """Raise ``SimulatorError`` if the engine would refuse to start without host memory."""
-    if uses_cpu_ratio(policy) and shape.host_kv_tokens < shape.block_size and policy.places_programs:
-        raise SimulatorError(
-            f"{policy.name}: cpu_ratio is {spec.cpu_ratio:g}, no host memory; expected some: the policy "
-            "places programs there, and its engine would not start"
-        )
+def _lacks_host_memory(policy: SimulatorPolicy, shape: DeviceShape) -> bool:
+    """Whether the policy places programs in host memory and has none. An engine then starts only with
+    ``allow_missing_tiers``."""
+    return uses_cpu_ratio(policy) and shape.host_kv_tokens < shape.block_size and policy.places_programs
 
 
 def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> int:
@@ -380,7 +381,9 @@ def _build_engine(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from .simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
-    _check_host_memory(spec, policy, shape)
+    settings = policy.settings
+    if settings is not None and _lacks_host_memory(policy, shape):
+        settings["allow_missing_tiers"] = True
     blocks = shape.kv_pool_tokens // shape.block_size
     host_blocks = shape.host_kv_tokens // shape.block_size if policy.host_cache else 0
     if policy.limit is UpperBound.FREE_IO:
@@ -398,7 +401,7 @@ def _build_engine(
             host_blocks=host_blocks,
             own_tiers=policy.own_tiers,
             disk_blocks=_disk_blocks(spec, policy, shape),
-            sojourn=policy.settings,
+            sojourn=settings,
         ),
         clock,
     )

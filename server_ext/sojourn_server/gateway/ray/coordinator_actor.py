@@ -42,7 +42,9 @@ class CoordinatorActor:
 
     def __init__(self, config: RayConfig) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        limits = RoutingLimits(most_waiting=config.max_waiting, wait_s=config.wait_s)
+        limits = RoutingLimits(
+            most_waiting=config.max_waiting, wait_s=config.wait_s, silent_program_s=config.silent_program_s
+        )
         options = CoordinatorOptions(
             checkpoint=Path(config.checkpoint) if config.checkpoint is not None else None,
             autoscale=config.autoscale,

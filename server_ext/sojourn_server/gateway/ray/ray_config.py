@@ -128,6 +128,7 @@ class RayConfig:
     keys: KeysConfig = KeysConfig()
     max_waiting: int = 20_000
     wait_s: float = 600.0
+    silent_program_s: float = 1800.0
     address: str = "local"
     """``local``: a cluster on this machine that ends with the command; otherwise the address of a running
     cluster."""
@@ -321,6 +322,8 @@ def _check_config(config: RayConfig, source: str) -> None:
         raise wrong("max_waiting", config.max_waiting, "at least 1")
     if not config.wait_s > 0:
         raise wrong("wait_s", config.wait_s, "more than 0")
+    if not config.silent_program_s > 0:
+        raise wrong("silent_program_s", config.silent_program_s, "more than 0")
     if not config.address.strip():
         raise wrong("address", config.address, "local, auto, or HOST:PORT of a running cluster")
     if not config.name.replace("-", "").replace("_", "").isalnum() or not config.name.isascii():
