@@ -5,7 +5,8 @@ cannot be sent are dropped and counted.
                                                └── take ──▶ carried by the program's next request
 
 The dialect's event transport sends a batch (``dialects/event_transport.py``). An event leaves in a batch or
-with a request, and returns to the queue if that request fails. A failed batch is dropped, not resent: old
+with a request, and returns to the queue if that request fails. A failed batch is dropped, not resent (the
+only retry, on a connection that the server had closed, is in ``http_transport.py``): old
 facts no longer help decisions, and the server handles silence by leases. Locks are re-entrant: a garbage
 collection inside ``take`` may close a generator that ends a program, which puts an event.
 

@@ -341,7 +341,7 @@ def test_mechanisms_that_are_off_beside_another_connector_are_named(named):
     assert "off: prefetch, because" in said
     assert named in said
     said = invoke("tiny", "--policy", "tetris", "--dry-run", *options).output.replace("\n", " ")
-    assert "off: recovery by copying, because" in said
+    assert "off: early copies, because" in said
     assert "off:" not in invoke("tiny", "--policy", "continuum", "--dry-run", *options).output
 
 

@@ -19,7 +19,7 @@ WORDS = 4000
 """Tokens that prompts are made of; the least vocabulary of the models has a few more."""
 
 
-def arm(model: str, sojourn: dict[str, Any] | None, **settings: Any) -> Iterator[Any]:
+def arm(model: str, sojourn: dict[str, Any] | None, blocks: int = BLOCKS, **settings: Any) -> Iterator[Any]:
     """An engine for one arm."""
     if sojourn is not None:
         settings["scheduler_cls"] = "sojourn_server.vllm.scheduler.make_scheduler"
@@ -29,7 +29,7 @@ def arm(model: str, sojourn: dict[str, Any] | None, **settings: Any) -> Iterator
         max_model_len=1024,
         max_num_seqs=8,
         max_num_batched_tokens=1024,
-        num_gpu_blocks_override=BLOCKS + 1,
+        num_gpu_blocks_override=blocks + 1,
         disable_log_stats=True,
         **settings,
     ) as llm:
@@ -55,7 +55,7 @@ def generate(
 
     ``hints`` may be a function that gives the ``agentic_context`` of a program's turn, well formed or not.
     Prompts are made of the first ``words`` tokens of the vocabulary. ``settings`` are the engine's, besides
-    what all arms have.
+    what all arms have; ``blocks`` is the size of the device's memory.
     """
     from vllm import SamplingParams
 

@@ -179,7 +179,7 @@ def test_capabilities_tell_of_a_connector_that_is_not_ours_and_of_none(make_engi
     assert told["host"]["bytes"] > 0
 
 
-OFF = {"saga": ["prefetch"], "tetris": ["recovery by copying"], "mori": ["placement"], "continuum": []}
+OFF = {"saga": ["prefetch"], "tetris": ["early copies"], "mori": ["placement"], "continuum": []}
 """Mechanisms that need host memory which sojourn manages, by policy."""
 
 
@@ -341,11 +341,12 @@ def test_a_running_request_takes_the_blocks_of_one_that_loads(
     engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
     planned = engine.plan()
     assert planned.kv_connector_metadata.jobs.loads["a2"]
+    engine.add("d1", prompt(5, 224), max_tokens=2)  # which needs more than is left
     while engine.scheduler.requests["a2"].status.name == "WAITING_FOR_REMOTE_KVS":
         arrive(engine, planned)
         planned = engine.plan()
         assert len(planned.num_scheduled_tokens) == 1, "c1 alone runs"
-    assert planned.num_scheduled_tokens == {"c1": 1}
+    assert planned.num_scheduled_tokens == {"c1": 1}, "what a2 gave up goes to none behind it in this step"
     assert not planned.preempted_req_ids
     assert planned.kv_connector_metadata.jobs.settles, "the blocks may be written until then"
     told = [
@@ -353,10 +354,34 @@ def test_a_running_request_takes_the_blocks_of_one_that_loads(
     ]
     assert [each for each in told if each[0] == "preempt"] == [("preempt", "A", "load")]
     arrive(engine, planned, "a2")
-    orders = turn(engine, "d1", prompt(5, 20), None)
+    orders = turn(engine, "e1", prompt(6, 20), None)
     assert not engine.scheduler.requests
     assert sum(len(jobs.loads.get("a2", ())) for jobs in orders) > 10
     assert nothing_is_left(engine)
+
+
+def test_admission_knows_of_requests_that_load(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing runs while the first of two returning programs loads; the second is not let in as if alone."""
+    from sojourn_server.core.events_and_actions import AdmissionRequested
+
+    engine = make_engine("continuum", own_tiers=True, blocks=41, host_blocks=80, max_model_len=640)
+    for number, name in enumerate(("A", "B", "C"), 1):
+        turn(engine, f"{name}1", prompt(number, 400), name)
+    asked, program_scheduler = {}, engine.scheduler.sojourn.program_scheduler
+    handle = program_scheduler.handle
+
+    def noted(event: Any, now: float) -> Any:
+        if isinstance(event, AdmissionRequested):
+            asked.setdefault(event.request_id, event.anything_running)
+        return handle(event, now)
+
+    monkeypatch.setattr(program_scheduler, "handle", noted)
+    for number, name in enumerate(("A", "B"), 1):
+        engine.add(f"{name}2", [*prompt(number, 400), *prompt(7, 20)], max_tokens=2, program_id=name)
+    planned = engine.plan()
+    assert planned.kv_connector_metadata.jobs.loads
+    assert not planned.num_scheduled_tokens
+    assert asked == {"A2": False, "B2": True}
 
 
 @pytest.mark.parametrize("connector_too", [False, True])

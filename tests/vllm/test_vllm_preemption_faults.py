@@ -56,6 +56,15 @@ class Timed(Device):
 
     def __init__(self, engine: Any, clock: Any, copy_s: float = COPY_S) -> None:
         super().__init__(engine)
+        connector = engine.scheduler.connector
+        cancel_load = connector.cancel_load
+
+        def cancelled(request_id: str) -> None:
+            self.times[request_id] += 1
+            self.counts["given up"] += 1
+            cancel_load(request_id)
+
+        connector.cancel_load = cancelled
         self.clock = clock
         self.copy_s = copy_s
         self.ends: dict[int, float] = {}
@@ -531,6 +540,7 @@ def test_preempted_as_the_copy_ahead_ends(crowded: Any, asynchronous: bool) -> N
     run = serve(on, wishes)
     assert ended["now"] >= 3
     everybody_ended(run, wishes)
+    assert on.counts["given up"] >= 3
     assert max(run.times.values()) <= MOST_TIMES_CROWDED
     nothing_is_left(on)
 

@@ -237,7 +237,7 @@ def test_loads_from_host_memory_count_and_begin_behind_a_cut(
     assert (first.request_id, first.cached) == ("external", 8_000)
     assert attention_s([first]) <= 0.5 < attention_s([Chunk(cached=8_000, new=first.new + BLOCK)])
     # The connector is asked about the request whose KV is still to be read, so that its read begins; the next
-    # request that could be computed waits. vLLM 0.33 also asks about the requests behind it.
+    # request that could be computed waits.
     assert [request_id for request_id, _ in asked] == ["external", "read", "ready"]
     reading.clear()
     engine.take_in(planned)

@@ -68,11 +68,12 @@ class VllmDialect:
 
 
 class VllmPriorityDialect(VllmDialect):
-    """Stock vLLM started with ``--scheduling-policy priority``: the session header and ``priority``.
+    """Sends the session header and ``priority`` to stock vLLM that was started with ``--scheduling-policy
+    priority``.
 
     In vLLM the *lower* number goes first, so the priority is negated. The user chooses this dialect; no probe
-    finds it. By vLLM's API a server without that policy rejects a priority other than zero, though vLLM 0.32
-    was seen to ignore it.
+    finds it. vLLM documents that a server without that flag rejects a priority other than zero; vLLM 0.32
+    ignored it instead.
     """
 
     name = "vllm_priority"

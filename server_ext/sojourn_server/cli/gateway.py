@@ -156,6 +156,9 @@ def gateway(
     _serve(app, host, port, log_level)
 
 
+_NO_AFFINITY = "pairs have no program affinity"
+
+
 def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[str], read_side: str) -> bool:
     """Whether prefill and decode engines are given. Raises ``CliError`` for options that do not fit
     together."""
@@ -169,9 +172,20 @@ def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[
     if len(there) == 1:
         [absent] = given.keys() - there
         raise CliError(f"{there[0]} is given without {absent}: a request needs one of each", _PAIRS)
-    for flag in ("--engines", "--policy", "--policy-file", "--allow-policy-modules", "--state"):
+    for flag in (
+        "--engines",
+        "--policy",
+        "--policy-file",
+        "--allow-policy-modules",
+        "--state",
+        "--silent-program-s",
+    ):
         if flag in others:
-            why = {"--engines": "an engine has one role", "--state": "pairs have no program affinity"}
+            why = {
+                "--engines": "an engine has one role",
+                "--state": _NO_AFFINITY,
+                "--silent-program-s": _NO_AFFINITY,
+            }
             raise CliError(
                 f"{flag} and --prefill are both given; {why.get(flag, 'pairs are chosen by load alone')}",
                 f"remove {flag}",

@@ -261,7 +261,11 @@ def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[
         settings.attention_costs(chunked=not flags.has("--no-enable-chunked-prefill"))
         preset = settings.preset()
         check_scheduling(preset, flags.value("--scheduling-policy") or "")
-        missing = missing_tiers(preset, flags.kv_connector(), allowed=settings.allow_missing_tiers)
+        # A file may install our connector; the engine decides then.
+        elsewhere = flags.has("--config")
+        missing = missing_tiers(
+            preset, flags.kv_connector(), allowed=settings.allow_missing_tiers or elsewhere
+        )
     except (SettingsError, PresetError) as error:
         raise CliError(str(error), "see sojourn serve --help") from None
     notes = []
@@ -271,7 +275,7 @@ def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[
             "pair's store has that KV already, and the next turn may go to another engine; "
             f"{PREFILL_DECODE_POLICY}, the default with --role, keeps none"
         )
-    if missing is not None:
+    if missing is not None and not elsewhere:
         notes.append(f"policy {preset.name}: {missing}")
     if flags.has("--no-enable-prefix-caching"):
         notes.append("without prefix caching every turn is computed in full, and no policy helps")

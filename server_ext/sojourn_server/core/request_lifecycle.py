@@ -184,6 +184,8 @@ class RequestLifecycle:
         """Record that a request lost its blocks before it ran. It counts as a preemption, so that victims
         take turns."""
         request_state = self._requests.states.get(event.request_id)
+        self._forecaster.gone(event.request_id)
+        self._admission.drop_holder(event.request_id)
         if request_state is not None:
             request_state.preemptions += 1
         self._journal.load_given_up(request_state, now)

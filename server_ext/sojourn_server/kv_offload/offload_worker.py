@@ -1,8 +1,8 @@
 """Carries out the jobs of each step in the model's process: the counterpart of ``offload_planner``.
 
 Works on any device whose KV blocks a ``DeviceBackend`` can copy. Each direction has a thread of its own: host
-memory to device, device to host, host to disk, disk to host. No step waits for a load: the request that needs
-it is in no step until it is complete, and other requests compute meanwhile."""
+memory to device, device to host, host to disk, disk to host. No step waits for a load, unless one was
+cancelled: the request that needs it is in no step until it is complete, and others compute meanwhile."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class OffloadWorker:
         awaited = [self._unfinished(job, copies) for job, copies in jobs.awaited.items()]
         self._save([copy for copies in awaited for copy in copies])
         self._save(jobs.saves)
-        if jobs.awaited or jobs.saves:
+        if jobs.settles or jobs.awaited or jobs.saves:
             self._waited_s += time.perf_counter() - began
         # After the saves: a load may fill a block that this step saves.
         fence = self._device.fence() if jobs.loads or jobs.stores else None

@@ -66,7 +66,8 @@ class PeerTransport(Protocol):
         ...
 
     async def listen(self, rest: str, accept: AcceptCallback) -> TransportListener:
-        """Listen on ``rest``; ``accept`` is called with each connection, concurrently."""
+        """Listen on ``rest``, the address without its scheme. ``accept`` is called for each connection,
+        concurrently."""
         ...
 
 

@@ -22,7 +22,7 @@ class StallDetector:
         self._done: dict[str, int] = {}
 
     def note_progress(self, now: float) -> None:
-        """Note progress."""
+        """Record that the transfer made progress."""
         self._seen_s = now
 
     def note_counter(self, done: int, now: float, by: str = "peer") -> bool:

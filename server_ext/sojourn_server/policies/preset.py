@@ -148,7 +148,7 @@ class Preset:
         needs = {
             "placement": self.placement.places,
             "prefetch": self.prefetch.plans,
-            "recovery by copying": self.forecast.looks,
+            "early copies": self.forecast.looks,
         }
         return [name for name, needed in needs.items() if needed]
 

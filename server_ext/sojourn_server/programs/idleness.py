@@ -146,7 +146,7 @@ class IdlenessTracker:
         self._count()
 
     def reading(self) -> Idleness:
-        """The idleness as an object that stays valid until the next event; O(1)."""
+        """A snapshot that gives the idleness at any time up to the next event; O(1)."""
         return Idleness(
             self._earlier_reasoning_s + self._reasoning_s,
             self._earlier_acting_s + self._acting_s,

@@ -68,7 +68,7 @@ class VllmOffloadTransfers:
             self._store(job_id, job, now)
         self._to_submit.clear()
         waits_for = metadata.jobs_to_flush or ()
-        begins_s = max((copy.done_s for copy in self._stores if copy.job_id in waits_for), default=now)
+        begins_s = max([now, *(copy.done_s for copy in self._stores if copy.job_id in waits_for)])
         for job_id, job in metadata.load_jobs.items():
             size = len(job.dst_spec.block_ids) * self._block_bytes
             self.to_device_bytes += size

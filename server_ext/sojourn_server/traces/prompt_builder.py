@@ -214,7 +214,7 @@ class PromptBuilder:
         return True
 
     def _fresh(self, index: int, start: int) -> list[int]:
-        """New ids for the prompt of turn ``index`` from ``start`` on; no earlier turn has them."""
+        """New ids for the rest of turn ``index``'s prompt, from position ``start``; in no earlier turn."""
         plan = self.plans[index]
         if self._outline.runs is not None:
             return self._from_blocks(index, start, plan.prompt_tokens)

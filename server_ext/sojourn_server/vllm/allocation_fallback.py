@@ -198,7 +198,9 @@ class AllocationFallback:
         # Guarded separately: vLLM preempts next, even if reclaiming leases failed.
         blocks: KVCacheBlocks | None = self._guarded(self._reclaim_leases, request, args, kwargs, running)
         while blocks is None and running:
-            victim = self._choose_victim(lambda: self._missing_blocks(request, args, kwargs, running))
+            victim = self._choose_victim(
+                request, lambda: self._missing_blocks(request, args, kwargs, running)
+            )
             if victim.status == RequestStatus.RUNNING:
                 break
             self._give_up_load(victim)
@@ -255,9 +257,9 @@ class AllocationFallback:
             needed += getattr(manager, "watermark_blocks", 0)
         return max(1, int(needed - manager.block_pool.get_num_free_blocks()))
 
-    def _choose_victim(self, missing_blocks: Callable[[], int]) -> Request:
-        """Return the policy's victim, or else vLLM's own choice. If it runs, vLLM's priority branch preempts
-        it next."""
+    def _choose_victim(self, request: Request, missing_blocks: Callable[[], int]) -> Request:
+        """Return the policy's victim, or vLLM's own choice; in place of ``request`` itself one that loads.
+        If the victim runs, vLLM's priority branch preempts it next."""
         self.restore_victim()
         candidates = [*self._scheduler.running, *self._loading()]
         if self._by_user_priority:
@@ -267,7 +269,10 @@ class AllocationFallback:
         chosen = self._guarded(self._policy_victim, candidates, missing_blocks)
         victim = next((c for c in candidates if c.request_id == chosen), None)
         if victim is None:
-            victim = self._stock_victim(candidates)
+            running = [c for c in candidates if c.status == RequestStatus.RUNNING]
+            victim = self._stock_victim(running or candidates)
+            if victim is request:
+                victim = candidates[-1]
         if victim.status == RequestStatus.RUNNING:
             self._victim = (victim, victim.priority)
             victim.priority = sys.maxsize
@@ -279,10 +284,14 @@ class AllocationFallback:
         Otherwise a request that runs alone between loading ones would preempt itself step after step. Another
         connector may write the blocks at any time.
         """
-        return self._waiting.loading() if isinstance(self._scheduler.connector, SojournConnector) else []
+        if not isinstance(self._scheduler.connector, SojournConnector):
+            return []
+        # A session that streams its input keeps what it has computed.
+        return [request for request in self._waiting.loading() if not request.resumable]
 
     def _give_up_load(self, request: Request) -> None:
         self._waiting.give_up_load(request, self._scheduler.connector)
+        self._waiting.admit_nobody()
         self._handle(LoadGivenUp(request.request_id), self._clock())
 
     def _policy_victim(self, candidates: list[Request], missing_blocks: Callable[[], int]) -> str | None:

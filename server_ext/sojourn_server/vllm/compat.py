@@ -1,4 +1,6 @@
-"""The supported vLLM releases, and every name that sojourn takes from vLLM.
+"""The supported vLLM releases, and every module-level name that sojourn imports from vLLM.
+
+``release_surface.py`` lists the methods and attributes that sojourn uses.
 
 No other module of sojourn names a module of vLLM. docs/vllm-releases.md says how a release is added.
 

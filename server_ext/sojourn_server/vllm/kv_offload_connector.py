@@ -98,7 +98,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             jobs = self.planner.take_jobs(spill=not self.off)
         except Exception as error:
             self.failed(error)
-            jobs = OffloadJobs()
+            jobs = OffloadJobs(settles=True)  # it may have been asked for
         for request_id in jobs.loads.keys() - ordered.keys():
             del jobs.loads[request_id]  # of a step whose planning failed: its blocks may be another's now
         # A request that no job loads for would wait for ever.
@@ -125,9 +125,10 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     def cancel_load(self, request_id: str) -> None:
         """The request's blocks are free from now on, although they may still be written until the next step
         begins. Its tokens count as not loaded."""
+        unanswered = request_id in self._waiting
         self._waiting.discard(request_id)
         self.loaded_tokens.pop(request_id, None)
-        if self.planner.cancel_load(request_id):
+        if self.planner.cancel_load(request_id) or unanswered:
             self._cancelled.add(request_id)
 
     def drop_cancelled(self, output: KVConnectorOutput) -> None:

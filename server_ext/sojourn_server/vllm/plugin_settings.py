@@ -230,7 +230,10 @@ def missing_tiers(preset: Preset, connector: str | None, *, allowed: bool) -> Mi
     elif connector == PREFILL_DECODE_CONNECTOR:
         because = "the store of its pair keeps KV, and is read for each request"
     else:
-        because = f"{connector} keeps KV outside of sojourn's control: use --kv-host-gib in its place"
+        because = (
+            f"{connector} keeps KV outside of sojourn's control: give --kv-host-gib instead, without "
+            "--tier-backend vllm"
+        )
     if preset.placement.places and not allowed:
         raise SettingsError(
             f"policy {preset.name} places programs in host memory, and {because}. Or choose another policy, "

@@ -51,7 +51,7 @@ them or relies on their behaviour."""
 CALLED: Mapping[str, tuple[str, ...]] = {
     "Scheduler": (
         "finish_requests", "_handle_invalid_blocks", "_reserve_prefill_lookahead",
-        "_update_request_with_output", "_get_local_prefix_cache_hit",
+        "_update_request_with_output", "_get_local_prefix_cache_hit", "_free_blocks", "_free_request_blocks",
     ),
     "KVCacheManager": (
         "allocate_slots", "get_block_ids", "get_blocks", "get_computed_blocks",
@@ -66,9 +66,12 @@ CALLED: Mapping[str, tuple[str, ...]] = {
 
 READ: Mapping[str, tuple[str, ...]] = {
     "Scheduler": (
-        "block_size", "connector", "kv_cache_manager", "kv_holding_waiting", "max_model_len", "policy",
-        "requests", "running", "scheduler_config", "waiting",
+        "_inflight_prefills", "block_size", "connector", "deferred_waiting", "failed_recving_kv_req_ids",
+        "finished_recving_kv_req_ids", "kv_cache_config", "kv_cache_manager", "kv_holding_waiting",
+        "max_model_len", "max_num_scheduled_tokens", "need_mamba_block_aligned_split", "num_spec_tokens",
+        "policy", "requests", "running", "scheduler_config", "vllm_config", "waiting",
     ),
+    "KVCacheManager": ("block_pool",),
     "BlockPool": ("cached_block_hash_to_block", "free_block_queue", "num_gpu_blocks"),
     "KVCacheBlock": (
         "block_hash", "block_id", "is_null", "next_free_block", "prev_free_block", "ref_cnt",
@@ -84,7 +87,8 @@ READ: Mapping[str, tuple[str, ...]] = {
         "arrival_time", "block_hashes", "client_index", "kv_transfer_params", "max_tokens",
         "num_computed_tokens", "num_prompt_tokens", "priority", "request_id", "sampling_params",
         "skip_reading_prefix_cache", "spec_token_ids", "status", "num_tokens", "num_output_tokens",
-        "output_token_ids", "all_token_ids", "is_finished", "has_encoder_inputs",
+        "output_token_ids", "all_token_ids", "is_finished", "has_encoder_inputs", "is_prefill_chunk",
+        "num_preemptions", "resumable",
     ),
 }  # fmt: skip
 """Class → attributes that sojourn reads."""

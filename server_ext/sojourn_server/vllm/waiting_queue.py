@@ -257,6 +257,8 @@ class WaitingQueueAdapter:
         )
         scheduler.kv_holding_waiting = PolicyRequestQueue(self._queue_key)
         self._steps = 0
+        self._admits_nobody_until = 0
+        """Number of the step until which nobody is admitted."""
         self._promotions: list[tuple[float, str]] = []
         """Heap of (time at which a request's key changes only because it has waited, request id)."""
         self._shared: dict[str, tuple[int, int]] = {}
@@ -269,6 +271,8 @@ class WaitingQueueAdapter:
         """Start a step, before the scheduler plans it."""
         self._queue.open_step()
         self._steps += 1
+        if self._steps <= self._admits_nobody_until:
+            self._queue.fill_step()
 
     def rekey(self, request: Request) -> None:
         """Move a request whose key may have changed."""
@@ -280,7 +284,7 @@ class WaitingQueueAdapter:
 
     def loading(self) -> list[Request]:
         """Return the requests that hold blocks for KV which is being loaded, or was and they do not run yet,
-        in the queue's order."""
+        in the queue's order. While vLLM looks at waiting requests, it has taken them out of the queue."""
         return [
             request
             for request in self._scheduler.kv_holding_waiting
@@ -302,8 +306,15 @@ class WaitingQueueAdapter:
         scheduler.deferred_waiting.discard(request)
         scheduler.waiting.add_request(request)
 
+    def admit_nobody(self) -> None:
+        """Admit nobody in this step, as vLLM does after a preemption: a request that gave up its load can
+        load again only after its answer, and its blocks must not go to later requests meanwhile. With steps
+        planned ahead the answer comes one step later."""
+        self._admits_nobody_until = self._steps + bool(self._scheduler.scheduler_config.async_scheduling)
+        self._queue.fill_step()
+
     def requeue_loading(self, connector: SojournConnector) -> None:
-        """Free all blocks into which KV is loaded: the cache is about to be reset."""
+        """Before a cache reset: cancel all loads, free their blocks, and queue unfinished requests again."""
         scheduler = self._scheduler
         for request in tuple(scheduler.requests.values()):
             if request.is_finished():  # aborted; its blocks waited for the load
@@ -372,7 +383,7 @@ class WaitingQueueAdapter:
         return self._program_scheduler.blocks_later_requests(request.request_id, self._clock())
 
     def _may_be_admitted(self, request: Request) -> bool:
-        running = bool(self._scheduler.running or self.loading())
+        running = bool(self._scheduler.running or self._admitted_loading())
         entry = self._program_scheduler.preset.entry
         rejected = (request.request_id, self._program_scheduler.demand_changes)
         if entry.forecasts and running and rejected == self._last_rejected:
@@ -404,11 +415,16 @@ class WaitingQueueAdapter:
         """Return how many blocks admitted requests still need for the uncomputed part of their prompts."""
         manager, block_size = self._scheduler.kv_cache_manager, self._scheduler.block_size
         promised = 0
-        for request in (*self._scheduler.running, *self.loading()):
+        for request in (*self._scheduler.running, *self._admitted_loading()):
             if request.num_computed_tokens < request.num_tokens - 1:
                 held = len(manager.get_blocks(request.request_id).blocks[0])
                 promised += max(0, -(-request.num_tokens // block_size) - held)
         return promised
+
+    def _admitted_loading(self) -> list[Request]:
+        """Return the admitted requests that wait for a connector to load their KV, and hold its blocks."""
+        in_flight = self._scheduler._inflight_prefills
+        return [request for request in in_flight if request.status != RequestStatus.RUNNING]
 
     def _shared_blocks(self, request: Request) -> int:
         """Return how many blocks of the prompt other requests hold, looked up every few steps."""

@@ -64,7 +64,8 @@ def client_response_headers(headers: RawHeaders, replica_id: str) -> list[tuple[
 
 
 def _utf8_roundtrip(value: bytes) -> str:
-    """Text that gives the same bytes when it is encoded as UTF-8."""
+    """Decode a header value so that encoding the text as UTF-8 gives its bytes again, if they are UTF-8;
+    other bytes are decoded as Latin-1."""
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError:

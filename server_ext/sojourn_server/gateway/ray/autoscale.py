@@ -57,7 +57,8 @@ class AutoscaleDecision:
 def wanted_engines(
     need: CapacityDemand, before: AutoscaleDecision, limits: AutoscaleLimits, now: float
 ) -> AutoscaleDecision:
-    """The next decision. The number grows at once, and shrinks by one engine after ``shrink_after_s``.
+    """Decide how many engines to run. The number grows at once; it shrinks by one after low demand for
+    ``shrink_after_s``.
     ``before``: the last decision."""
     engines = min(max(before.engines, limits.min_engines), limits.max_engines)
     if need.engine_tokens <= 0:

@@ -64,7 +64,8 @@ class StorageReadView(NamedTuple):
 
 
 class ReadSplit(NamedTuple):
-    """Full Blocks read by each side: the prefill side reads the first blocks of the prompt."""
+    """How many Full Blocks (DualPath's unit of storage) the prefill engine and the decode engine read from
+    storage. The prefill engine reads the first ones."""
 
     prefill_blocks: int
     decode_blocks: int

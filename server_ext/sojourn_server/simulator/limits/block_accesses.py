@@ -1,4 +1,5 @@
-"""Block accesses of one run: their recorder, their log, and the checked sequence that replays use."""
+"""Block accesses of one run: a recorder, the log that it writes, and the checked sequence that a replay of
+evictions reads."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class ProgramPlanner:
         return min(max(0.0, offset_in_gap_s), self._options.gap_s(turn))
 
     def _outline(self, program: TraceProgram) -> tuple[PromptPlan, int]:
-        """Prompt plan, and number of leading turns that fit."""
+        """The program's prompt plan, and how many of its first turns fit into the longest context."""
         known = self._outlines.get(program.program_id)
         if known is None:
             outline = PromptPlan(program, self._options.token_scale)

@@ -1,0 +1,93 @@
+"""Models of several kinds say what they say on stock, with leases, with host memory and with programs placed.
+
+Small and random, in float32 at temperature 0; each next token depends on all tokens before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_tools import with_tiers
+from multi_turn_programs import BLOCKS, generate
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+HOST_BYTES = 64 << 20
+COMMON = {
+    "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "initializer_range": 0.15,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "sliding windows": ("Mistral", {"sliding_window": 64}),
+    "sliding windows and full attention": ("Gemma3Text", {"sliding_window": 64, "sliding_window_pattern": 2}),
+}
+"""The model's class in transformers, and what it has besides ``COMMON``."""
+
+
+@pytest.fixture(scope="module")
+def make_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """``make_model(kind)``: the directory of a model of ``KINDS``."""
+    import torch
+    import transformers
+
+    made: dict[str, Path] = {}
+
+    def make(kind: str) -> str:
+        if kind not in made:
+            name, more = KINDS[kind]
+            config = getattr(transformers, f"{name}Config")(**{**COMMON, **more})
+            causal = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
+            target = made[kind] = tmp_path_factory.mktemp("model")
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(1)
+                causal(config).to(torch.float32).save_pretrained(target)
+            transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(target)
+        return str(made[kind])
+
+    return make
+
+
+def says_what_stock_says(model: str, programs: int = 8, *, loads: bool = True, **settings: Any) -> None:
+    """``loads``: whether host memory has what the device lost."""
+    settings = {"programs": programs, "turns": 2, **settings}
+    stock, _ = generate(model, None, hints=False, **settings)
+    assert len({tuple(tokens) for tokens in stock}) == programs, "the programs must differ"
+    for policy in ("continuum", "mori"):
+        tiers = with_tiers(host_bytes=HOST_BYTES) if policy == "mori" else {}
+        tokens, report = generate(model, {"policy": policy}, hints=True, **tiers, **settings)
+        assert tokens == stock, policy
+        kinds = {decision["kind"] for decision in report["decisions"]}
+        assert kinds & {"keep", "to_host"}, policy
+    assert report["stats"]["tiers"]["moves"]["stored"] > 0
+    assert (report["stats"]["ledger"]["host_tokens"] > 0) is loads
+    assert not loads or report["stats"]["ledger"]["lost_tokens"] == {}
+
+
+def test_a_mixture_of_experts_says_what_it_says_on_stock(make_model: Callable[[str], str]) -> None:
+    says_what_stock_says(make_model("experts"))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["as they are", "kept whole"])
+def test_a_model_of_sliding_windows_says_what_it_says_on_stock(
+    make_model: Callable[[str], str], whole: bool
+) -> None:
+    """vLLM frees the blocks behind the window, so that host memory never has a context from its beginning."""
+    model = make_model("sliding windows")
+    says_what_stock_says(model, programs=24, loads=False, disable_hybrid_kv_cache_manager=whole)
+
+
+def test_sliding_windows_beside_full_attention_are_kept_whole(make_model: Callable[[str], str]) -> None:
+    model = make_model("sliding windows and full attention")
+    says_what_stock_says(model, disable_hybrid_kv_cache_manager=True)
+
+
+def test_several_groups_are_refused_with_the_flag_that_helps(make_model: Callable[[str], str]) -> None:
+    model = make_model("sliding windows and full attention")
+    for tiers in ({}, with_tiers(host_bytes=HOST_BYTES)):
+        with pytest.raises(Exception, match="--disable-hybrid-kv-cache-manager"):
+            generate(model, {"policy": "continuum"}, hints=True, blocks=3 * BLOCKS, **tiers)
