@@ -194,13 +194,11 @@ def test_an_engine_tells_what_is_off_without_our_host_memory(
     shape = {"blocks": 41, "max_model_len": 640}
     if connector is not None:
         shape |= {"host_blocks": 60, "own_tiers": connector == "SojournConnector"}
-    allowed: dict[str, Any] = {}
     if policy == "mori" and connector != "SojournConnector":
         with pytest.raises(SettingsError, match="policy mori places programs in host memory, and"):
-            make_engine(policy, **shape)
-        allowed = {"allow_missing_tiers": True}
+            make_engine(policy, {"allow_missing_tiers": False}, **shape)
     with caplog.at_level("INFO", logger="vllm.sojourn"):
-        missing = make_engine(policy, allowed, **shape).ask("capabilities")["missing"]
+        missing = make_engine(policy, **shape).ask("capabilities")["missing"]
     lines = [record for record in caplog.records if " off: " in record.getMessage()]
     if connector == "SojournConnector" or not OFF[policy]:
         assert missing is None

@@ -928,7 +928,7 @@ def test_without_programs_every_step_is_stock_vllms(make_engine: Any, asynchrono
     }
     for seed in range(4):
         stock = make_engine(None, **shape)
-        ours = make_engine("mori", {"allow_missing_tiers": True}, **shape)
+        ours = make_engine("mori", **shape)
         preempted = SimpleNamespace(count=0)
         original = stock.scheduler._preempt_request
 

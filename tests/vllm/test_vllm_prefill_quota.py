@@ -410,7 +410,7 @@ def test_without_a_quota_the_scheduler_is_left_alone(make_engine: Callable[..., 
 @pytest.mark.parametrize("policy", ["continuum", "tetris", "mori"])
 def test_policies_order_and_gate_as_before(make: Callable[..., Any], policy: str) -> None:
     """Whoever is asked to enter and then kept out by the quota is asked again, and everybody comes in."""
-    engine = make(0.01, policy=policy, settings={"allow_missing_tiers": True}, **SMALL)
+    engine = make(0.01, policy=policy, **SMALL)
     draw = random.Random(2)
     for turn in range(3):
         for agent in range(6):

@@ -271,7 +271,10 @@ def _engine_vllm_config(options: SimulatedEngineOptions, page_bytes: int) -> Vll
         cache_config=cache,
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=_transfer_config(options, page_bytes),
-        additional_config={"sojourn": options.sojourn} if options.sojourn is not None else {},
+        # A simulation without the host memory that a policy needs runs, and says so.
+        additional_config={"sojourn": {"allow_missing_tiers": True, **options.sojourn}}
+        if options.sojourn is not None
+        else {},
     )
     cache.num_gpu_blocks = options.blocks
     return config

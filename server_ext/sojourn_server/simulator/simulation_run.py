@@ -381,9 +381,6 @@ def _build_engine(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from .simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
-    settings = policy.settings
-    if settings is not None and _lacks_host_memory(policy, shape):
-        settings["allow_missing_tiers"] = True
     blocks = shape.kv_pool_tokens // shape.block_size
     host_blocks = shape.host_kv_tokens // shape.block_size if policy.host_cache else 0
     if policy.limit is UpperBound.FREE_IO:
@@ -401,7 +398,7 @@ def _build_engine(
             host_blocks=host_blocks,
             own_tiers=policy.own_tiers,
             disk_blocks=_disk_blocks(spec, policy, shape),
-            sojourn=settings,
+            sojourn=policy.settings,
         ),
         clock,
     )

@@ -27,7 +27,8 @@ class BestFitVictim:
 
     A preempted request is immune until it has generated ``immune_tokens`` more, and after
     ``most_preemptions`` preemptions, while there are other candidates. This prevents ping-pong and
-    starvation. If nothing is known about any program's request, the engine chooses.
+    starvation. While no program's remaining output is known, the victim is the engine's own choice among the
+    candidates: the last one. Without programs the engine chooses.
     """
 
     horizon_steps: float = 1024.0
@@ -42,12 +43,16 @@ class BestFitVictim:
             )
 
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
-        if not any(view.of_program and view.remaining for view in running):
+        if not any(view.of_program for view in running):
             return None
         candidates = [view for view in running if not self._is_immune(view)]
         if not candidates:
             least = min(view.preemptions for view in running)
             candidates = [view for view in running if view.preemptions == least]
+        if not any(view.of_program and view.remaining for view in running):
+            if len(candidates) == len(running):
+                return None
+            return max(candidates, key=lambda view: (view.position, view.request_id)).request_id
         # A fixed order, so that floating-point sums do not depend on the order of the requests.
         in_order: Sequence[RunningRequestView] = sorted(running, key=lambda view: view.request_id)
         needed = needed_blocks(in_order, need.block_size)
