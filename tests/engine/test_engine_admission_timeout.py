@@ -22,7 +22,7 @@ TOLD = refusal_message(GATE_TIMEOUT_S)
 TOKENS = 4096
 ARGS = (
     "--block-size", "32", "--num-gpu-blocks-override", str(TOKENS // 32 + 1), "--max-model-len", str(TOKENS),
-    "--sojourn-option", f"gate_timeout_s={GATE_TIMEOUT_S}",
+    "--sojourn-option", f"gate_timeout_s={GATE_TIMEOUT_S}", "--sojourn-option", "allow_missing_tiers=true",
 )  # fmt: skip
 HELD = {"prompt": "other " * 1000, "max_tokens": 3000, "ignore_eos": True}
 LONG = "word " * 3300
