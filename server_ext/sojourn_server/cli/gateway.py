@@ -157,6 +157,12 @@ def gateway(
 
 
 _NO_AFFINITY = "pairs have no program affinity"
+_BY_LOAD = "pairs are chosen by load alone"
+_NOT_WITH_PAIRS = {
+    "--engines": "an engine has one role", "--policy": _BY_LOAD, "--policy-file": _BY_LOAD,
+    "--allow-policy-modules": _BY_LOAD, "--state": _NO_AFFINITY, "--silent-program-s": _NO_AFFINITY,
+}  # fmt: skip
+"""Options that have no meaning with ``--prefill`` and ``--decode``, and why."""
 
 
 def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[str], read_side: str) -> bool:
@@ -172,24 +178,9 @@ def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[
     if len(there) == 1:
         [absent] = given.keys() - there
         raise CliError(f"{there[0]} is given without {absent}: a request needs one of each", _PAIRS)
-    for flag in (
-        "--engines",
-        "--policy",
-        "--policy-file",
-        "--allow-policy-modules",
-        "--state",
-        "--silent-program-s",
-    ):
+    for flag, why in _NOT_WITH_PAIRS.items():
         if flag in others:
-            why = {
-                "--engines": "an engine has one role",
-                "--state": _NO_AFFINITY,
-                "--silent-program-s": _NO_AFFINITY,
-            }
-            raise CliError(
-                f"{flag} and --prefill are both given; {why.get(flag, 'pairs are chosen by load alone')}",
-                f"remove {flag}",
-            )
+            raise CliError(f"{flag} and --prefill are both given; {why}", f"remove {flag}")
     if read_side not in _READ_SIDES:
         raise CliError(f"unknown --read-side {read_side!r}", f"use one of {', '.join(_READ_SIDES)}")
     return True

@@ -37,7 +37,6 @@ class DecisionLog:
     """The last ``capacity`` decisions."""
 
     def __init__(self, capacity: int = 20_000) -> None:
-        self.capacity = capacity
         self._ring: deque[Decision] = deque(maxlen=capacity)
         self._next = 0
 

@@ -192,8 +192,7 @@ class SimulatedReplica:
             counts.steps += 1
             counts.busy_s += took_s
             over_s = self.host.step_end_s(over_s, took_s) if self.host is not None else over_s + took_s
-        turns = {turn.request.request_id: turn for turn in sampled}
-        self._steps.append(_Step(planned, turns, bool(work.tokens), over_s, is_ahead=bool(self._steps)))
+        self._steps.append(_Step(planned, sampled, bool(work.tokens), over_s, is_ahead=bool(self._steps)))
 
     def _mark_blocked(self) -> None:
         now = self._clock.now_s

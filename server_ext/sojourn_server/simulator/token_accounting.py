@@ -62,8 +62,8 @@ class TokenAccounting:
 
     def step(
         self, planned: SchedulerOutput, requests: dict[str, Request], now: float
-    ) -> tuple[StepWork, list[InFlightTurn]]:
-        """Account for a scheduled step. Returns its work, and the requests that get a token."""
+    ) -> tuple[StepWork, dict[str, InFlightTurn]]:
+        """Account for a scheduled step. Returns its work, and the requests that get a token, by id."""
         # It is a set: sorted for repeatable runs.
         for request_id in sorted(planned.preempted_req_ids or ()):
             self._preempted(requests[request_id], now)
@@ -75,7 +75,7 @@ class TokenAccounting:
                 if request_id in cached.resumed_req_ids:
                     self._admitted(requests[request_id], computed, now)
         prefill = pairs = prefill_pairs = read = 0
-        sampled: list[InFlightTurn] = []
+        sampled: dict[str, InFlightTurn] = {}
         live = self.live
         for request_id, new_tokens in planned.num_scheduled_tokens.items():
             request, turn = requests[request_id], live[request_id]
@@ -84,7 +84,7 @@ class TokenAccounting:
             turn.computed = context
             read += context
             if context >= request.num_tokens:
-                sampled.append(turn)
+                sampled[request_id] = turn
             if new_tokens == 1:
                 pairs += context
                 if before < turn.prefill_until:

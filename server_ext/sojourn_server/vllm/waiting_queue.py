@@ -258,7 +258,7 @@ class WaitingQueueAdapter:
         scheduler.kv_holding_waiting = PolicyRequestQueue(self._queue_key)
         self._steps = 0
         self._admits_nobody_until = 0
-        """Number of the step until which nobody is admitted."""
+        """Number of the last step that admits nobody."""
         self._promotions: list[tuple[float, str]] = []
         """Heap of (time at which a request's key changes only because it has waited, request id)."""
         self._shared: dict[str, tuple[int, int]] = {}
@@ -307,9 +307,10 @@ class WaitingQueueAdapter:
         scheduler.waiting.add_request(request)
 
     def admit_nobody(self) -> None:
-        """Admit nobody in this step, as vLLM does after a preemption: a request that gave up its load can
-        load again only after its answer, and its blocks must not go to later requests meanwhile. With steps
-        planned ahead the answer comes one step later."""
+        """Admit nobody in this step, as vLLM does after a preemption.
+
+        A request that gave up its load waits until the worker has answered. Its blocks must not go to later
+        requests before that. With asynchronous scheduling the answer comes one step later."""
         self._admits_nobody_until = self._steps + bool(self._scheduler.scheduler_config.async_scheduling)
         self._queue.fill_step()
 
