@@ -38,8 +38,11 @@ ENGINE_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "SOJOURN_HISTORY": "off",
 }
+"""oneDNN keeps a compiled kernel for each number of tokens in a batch: 1,024 of them, some 300 MiB, which
+fill for an hour. 64 are there within minutes."""
 
 
 @dataclass
