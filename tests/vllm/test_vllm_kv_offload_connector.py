@@ -429,6 +429,25 @@ def test_the_end_of_a_load_that_was_given_up_is_not_that_of_the_next_in_its_bloc
     assert not connector._cancelled
 
 
+def test_one_workers_failed_copy_for_a_cancelled_load_is_not_its_blocks_next_owners(
+    engine: Any, loading: Any
+) -> None:
+    from vllm.v1.outputs import KVConnectorOutput
+
+    copies = loading.kv_connector_metadata.jobs.loads["a2"]
+    connector = engine.scheduler.connector
+    arrive(engine, loading)
+    connector.cancel_load("a2")
+    first = KVConnectorOutput(invalid_block_ids={copies[0].block_id, 39})
+    connector.drop_cancelled(first)
+    assert first.invalid_block_ids == {39}
+    assert connector._cancelled == {"a2"}, "the other worker has not answered yet"
+    last = KVConnectorOutput(finished_recving={"a2"})
+    connector.drop_cancelled(last)
+    assert not last.finished_recving
+    assert not connector._cancelled
+
+
 def test_a_program_that_is_preempted_loads_as_any_other(engine: Any) -> None:
     turn(engine, "a1", prompt(1, 480), "A")
     turn(engine, "b1", prompt(2, 480), "B")

@@ -292,9 +292,14 @@ class OffloadPlanner:
         self._jobs.settles = self._jobs.settles or request_id in self._loads
         return request_id in self._loads
 
-    def loading_blocks(self) -> set[int]:
-        """Device blocks of all loads that have not been answered."""
-        return {block_id for load in self._loads.values() for block_id in load.block_ids}
+    def loading_blocks(self, without: Collection[str] = ()) -> set[int]:
+        """Device blocks of all loads that have not been answered, except those of the requests ``without``."""
+        return {
+            block_id
+            for request_id, load in self._loads.items()
+            if request_id not in without
+            for block_id in load.block_ids
+        }
 
     def take_loaded(self, request_id: str, not_filled: Collection[int] = ()) -> int:
         """The worker has copied a request's blocks, except ``not_filled``. Returns how many leading ones

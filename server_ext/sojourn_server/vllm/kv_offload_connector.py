@@ -133,17 +133,19 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     def drop_cancelled(self, output: KVConnectorOutput) -> None:
         """Take the answers of cancelled loads out of ``output``: vLLM does not expect them."""
-        answered = self._cancelled & (output.finished_recving or set())
-        if not answered:
+        if not self._cancelled:
             return
-        output.finished_recving = (output.finished_recving or set()) - answered
-        self._cancelled -= answered
-        given_up = self.planner.loading_blocks()
-        for request_id in answered:
-            self.planner.take_loaded(request_id)
-        # Their blocks may have been loaded again since.
-        output.invalid_block_ids -= given_up - self.planner.loading_blocks()
-        self._load_errors &= self.planner.loading_blocks()
+        # Those blocks are others' now. One worker's copy may fail steps before the last worker has answered.
+        # A block that is loaded again since stays in: the later load may be the one that failed.
+        loading = self.planner.loading_blocks()
+        output.invalid_block_ids -= loading - self.planner.loading_blocks(without=self._cancelled)
+        answered = self._cancelled & (output.finished_recving or set())
+        if answered:
+            output.finished_recving = (output.finished_recving or set()) - answered
+            self._cancelled -= answered
+            for request_id in answered:
+                self.planner.take_loaded(request_id)
+            self._load_errors &= self.planner.loading_blocks()
 
     def _take_results(self, results: list[OffloadResults]) -> None:
         combined = self._rank_results.add(results)
