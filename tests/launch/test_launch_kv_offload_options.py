@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from sojourn_server.launch.kv_offload_options import KvOffloadOptions
+from sojourn_server.launch.kv_offload_options import CACHE_POLICY, KvOffloadOptions
 from sojourn_server.launch.launch_errors import InvalidOption
 from sojourn_server.launch.serve_command import LaunchEnvironment, ServeOptions, build_command
 
@@ -66,11 +66,13 @@ def test_engines_that_plan_steps_ahead_may_have_tiers():
 def test_vllms_own_connector_keeps_outputs_too():
     told = config(build(host_gib=2, backend="vllm", cpu=False))
     assert told["kv_connector"] == "OffloadingConnector"
-    assert told["kv_connector_extra_config"] == {"cpu_bytes_to_use": 2 * GIB, "offload_prompt_only": False}
+    extra = {"cpu_bytes_to_use": 2 * GIB, "offload_prompt_only": False}
+    assert told["kv_connector_extra_config"] == {**extra, **CACHE_POLICY}
 
 
-def test_vllms_own_connector_works_with_the_stock_scheduler():
-    assert config(build(host_gib=2, backend="vllm", cpu=False, policy="stock"))
+def test_vllms_own_connector_works_with_the_stock_scheduler_in_its_own_order():
+    told = config(build(host_gib=2, backend="vllm", cpu=False, policy="stock"))
+    assert not told["kv_connector_extra_config"].keys() & CACHE_POLICY.keys()
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ class OffloadPlanner:
         return request_id in self._loads
 
     def loading_blocks(self, without: Collection[str] = ()) -> set[int]:
-        """Device blocks of all loads that have not been answered, except those of the requests ``without``."""
+        """Device blocks of unanswered loads, except those of the requests ``without``."""
         return {
             block_id
             for request_id, load in self._loads.items()

@@ -14,6 +14,11 @@ GIB = 1 << 30
 BACKENDS = ("sojourn", "vllm")
 OFFLOAD_CONNECTOR = "SojournConnector"
 OFFLOAD_CONNECTOR_MODULE = "sojourn_server.vllm.kv_offload_connector"
+CACHE_POLICY = {
+    "eviction_policy": "ProgramCachePolicy",
+    "cache_policy_module_path": "sojourn_server.vllm.offload_cache_policy",
+}
+"""Options of vLLM's own connector that load sojourn's order of eviction in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +74,11 @@ def offload_transfer_config(options: KvOffloadOptions, *, cpu_build: bool, stock
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             # By default vLLM keeps prompts only, but an agent's next prompt contains its last output.
-            "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes, "offload_prompt_only": False},
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": host_bytes,
+                "offload_prompt_only": False,
+                **({} if stock else CACHE_POLICY),
+            },
         }
     if stock:
         raise InvalidOption(

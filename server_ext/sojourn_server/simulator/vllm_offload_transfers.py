@@ -1,9 +1,10 @@
 """vLLM's offloading connector with transfers in virtual time.
 
-The scheduler side is vLLM's: which blocks are stored, when, where they are found, and what host memory evicts
-(LRU). Only the worker side, the transfers, is simulated, in the worker's order: stores begin with the step
-after the one that computed them, loads with the step that orders them, and a step waits for stores of blocks
-that it overwrites. Each direction is one FIFO, like one DMA engine per direction.
+The scheduler side is vLLM's: which blocks are stored, when, where they are found, and what host memory
+evicts (LRU, or with sojourn's scheduler the order of ``ProgramCachePolicy``). Only the worker side, the
+transfers, is simulated, in the worker's order: stores begin with the step after the one that computed them,
+loads with the step that orders them, and a step waits for stores of blocks that it overwrites. Each direction
+is one FIFO, like one DMA engine per direction.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..launch.kv_offload_options import CACHE_POLICY
 from ..vllm.compat import (
     KVConnectorOutput,
     KVTransferConfig,
@@ -113,9 +115,9 @@ class VllmOffloadTransfers:
             yield lane.popleft()
 
 
-def vllm_offload_transfer_config(host_blocks: int, page_bytes: int) -> KVTransferConfig:
+def vllm_offload_transfer_config(host_blocks: int, page_bytes: int, *, stock: bool) -> KVTransferConfig:
     """vLLM's configuration for ``host_blocks`` blocks of host memory; ``page_bytes`` is the block size in the
-    KV cache specification.
+    KV cache specification. ``stock``: the engine runs without sojourn.
 
     Outputs are stored too, unlike in vLLM's default: the next prompt of an agent contains its last output.
     """
@@ -127,5 +129,6 @@ def vllm_offload_transfer_config(host_blocks: int, page_bytes: int) -> KVTransfe
         kv_connector_extra_config={
             "cpu_bytes_to_use": host_blocks * chunk_bytes,
             "offload_prompt_only": False,
+            **({} if stock else CACHE_POLICY),
         },
     )

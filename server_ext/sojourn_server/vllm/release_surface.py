@@ -44,6 +44,8 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "KVConnectorWorkerMetadata": ("aggregate",),
     "SupportsHMA": ("request_finished_all_groups",),
     "AsyncModelRunnerOutput": ("get_output",),
+    "CachePolicy": ("on_store_miss",),
+    "LRUCachePolicy": ("__init__", "clear", "evict", "on_request_finished", "remove"),
 }  # fmt: skip
 """Class, by its name in ``compat`` → methods that sojourn overrides. Their bodies matter: sojourn replaces
 them or relies on their behaviour."""
@@ -61,6 +63,8 @@ CALLED: Mapping[str, tuple[str, ...]] = {
         "get_new_blocks", "get_num_free_blocks", "touch",
     ),
     "AsyncModelRunnerOutput": ("get_kv_connector_output",),
+    "LRUCachePolicy": ("get",),
+    "ReqContext": ("get_state", "set_state"),
 }  # fmt: skip
 """Class → methods that sojourn calls or wraps. Their parameters matter."""
 
@@ -72,6 +76,8 @@ READ: Mapping[str, tuple[str, ...]] = {
         "policy", "requests", "running", "scheduler_config", "vllm_config", "waiting",
     ),
     "KVCacheManager": ("block_pool",),
+    "ReqContext": ("req_id",),
+    "ChunkStatus": ("ref_cnt",),
     "BlockPool": ("cached_block_hash_to_block", "free_block_queue", "num_gpu_blocks"),
     "KVCacheBlock": (
         "block_hash", "block_id", "is_null", "next_free_block", "prev_free_block", "ref_cnt",

@@ -56,6 +56,7 @@ from .hidden_state_capture import HiddenStateRows
 from .history_file import HistoryFile
 from .kv_offload_connector import SojournConnector
 from .length_predictor import LengthPredictor, are_read
+from .offload_cache_policy import find_cache_policy
 from .offload_manager import OffloadManager
 from .plugin_settings import PluginSettings, build_program_scheduler, check_scheduling, missing_tiers
 from .tool_call_reader import ToolCallReader
@@ -142,6 +143,10 @@ class SchedulerAdapter:
         if isinstance(connector, SojournConnector):
             connector.clock, connector.strict = clock, settings.strict
             self._offload = OffloadManager(connector, self.program_scheduler)
+        self._cache_policy = find_cache_policy(connector)
+        """Order of eviction in the host memory of vLLM's own connector, if sojourn provides it."""
+        if self._cache_policy is not None:
+            self._cache_policy.follow(self.program_scheduler)
         self._eviction = EvictionAdapter(
             self.program_scheduler,
             self._pool.free_block_queue,
@@ -464,6 +469,8 @@ class SchedulerAdapter:
         if action.kind is EngineActionKind.DROP:
             if self._offload is not None:
                 self._offload.program_ended(program_id, self._queue.owners)
+            if self._cache_policy is not None:
+                self._cache_policy.program_ended(program_id)
             self._pinned.drop(program_id)
         elif action.kind is EngineActionKind.RELEASE:
             self._pinned.release(program_id)
