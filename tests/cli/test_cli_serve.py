@@ -47,6 +47,21 @@ def test_a_hub_id_is_passed_on():
     assert "org/name" in dry_run("org/name", "--policy", "stock")
 
 
+def test_layers_of_several_kinds_are_kept_as_one_group_and_states_are_refused(tmp_path):
+    flag, config = "--disable-hybrid-kv-cache-manager", tmp_path / "config.json"
+    assert dry_run("tiny").count(flag) == 1
+    assert dry_run("tiny", flag).count(flag) == 1
+    assert flag not in dry_run("tiny", "--no-disable-hybrid-kv-cache-manager")
+    assert flag not in dry_run("tiny", "--policy", "stock")
+    config.write_text(json.dumps({"layer_types": ["sliding_attention", "full_attention"]}))
+    assert "attend to a window" in " ".join(invoke(str(tmp_path), "--dry-run").output.split())
+    config.write_text(json.dumps({"layer_types": ["linear_attention", "full_attention"]}))
+    told = failure(str(tmp_path), "--dry-run")
+    assert "linear-attention layers" in str(told)
+    assert "--policy stock" in told.next_step
+    assert dry_run(str(tmp_path), "--policy", "stock")
+
+
 def test_every_shipped_preset_is_a_policy():
     assert {"stock", "continuum"} <= set(serve_command.policies())
     for policy in serve_command.policies():

@@ -106,7 +106,7 @@ def serve(
     from sojourn_server.launch.launch_environment import detect_launch_environment
     from sojourn_server.launch.launch_errors import InvalidOption
     from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
-    from sojourn_server.launch.serve_command import ServeOptions, build_command
+    from sojourn_server.launch.serve_command import STOCK_POLICY, ServeOptions, build_command
     from sojourn_server.models import CHAT_TEMPLATE, LOCAL_MODELS, model_directory
 
     if model.startswith("-"):
@@ -166,6 +166,8 @@ def serve(
         )
         _print_notes(command.warnings)
         _print_notes(_check_settings(policy, command.argv, role))
+        if policy != STOCK_POLICY:
+            _print_notes(_check_model(model_path, command.argv))
         if dry_run:  # before the checks: the command may be for another machine
             sys.stdout.write(command.as_shell() + "\n")
         if tiers.any:
@@ -238,6 +240,15 @@ def _check_engine(policy: str, role: str | None) -> None:
     except UnsupportedEngine as error:
         message, _, next_step = str(error).partition(". ")
         raise CliError(message, next_step) from None
+
+
+def _check_model(model_path: str, argv: Sequence[str]) -> list[str]:
+    """Check a model whose configuration is on this machine. Returns notes. Raises ``InvalidOption``."""
+    from sojourn_server.launch.model_config import check_layers, read_model_config
+    from sojourn_server.launch.serve_command import EngineFlags
+
+    config = read_model_config(model_path, EngineFlags(tuple(argv)).value("--revision"))
+    return check_layers(model_path, config) if config is not None else []
 
 
 def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[str]:

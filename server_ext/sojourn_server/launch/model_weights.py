@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from pathlib import Path
+
+from .model_config import read_model_config
 
 HASHED_TAIL_BYTES = 1 << 16
 """Bytes hashed at the end of each weight file; files of the same shapes begin alike."""
@@ -142,11 +143,10 @@ def known_weights(model: str) -> str | None:
     It is certain for directories only, since vLLM may replace a hub id by the path of its own copy. If the
     directory is a draft model, vLLM loads the target model instead.
     """
-    path = Path(model)
+    config = read_model_config(model) if Path(model).is_dir() else None
+    if config is None or "speculators_config" in config:
+        return None
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(config, dict) or "speculators_config" in config:
-            return None
         return weights_fingerprint(model, None)
-    except (OSError, ValueError, RecursionError):  # the engine reports the error
+    except (OSError, ValueError):  # the engine reports the error
         return None

@@ -174,6 +174,8 @@ def build_command(
         config = _pair_config(options, flags, facts)
         added += ["--kv-transfer-config", json.dumps(config)]
         env.update(hash_seed_environment(environ))
+    if options.policy != STOCK_POLICY or options.pair.any:
+        default("--disable-hybrid-kv-cache-manager")  # sojourn supports one group of KV caches
     # An engine of a pair reports itself to gateways, with any scheduler.
     env["VLLM_PLUGINS"] = _plugins(options.policy != STOCK_POLICY or options.pair.any, facts, environ)
     # Changes the answers only: they report the reused part of the prompt.
