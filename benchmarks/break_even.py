@@ -3,13 +3,13 @@
     python benchmarks/break_even.py --out benchmarks/results
 
 Two servers with the same model and pool run one after the other. On the first, ``sojourn profile`` measures
-prefill and copies and predicts the break-even. The second has host memory below the device. For each length S
-it measures the time to first token of a context of S tokens that is computed, then of the same context loaded
-from host memory; ``--rounds`` times. Before each reload, another context as large as the pool is loaded and
-fills the device, so neither measurement waits for copies of evicted blocks. The cost of copying S tokens out
-comes from the engine's counters over all copies of the run. Tetris compares the sum of that cost and the
-reload with computing. Figures are medians over the rounds; the first one or two rounds are slower, because
-they use the pages of host memory for the first time. Run it on an idle machine.
+prefill and copies and predicts the break-even. The second also has host memory for KV. There, the time to
+first token of a context of S tokens is measured twice for each length S: when the context is computed, and
+when it is loaded from host memory. Before each reload, a filler context as large as the pool is loaded, so
+neither measurement waits for copies of evicted blocks. The cost of copying S tokens out comes from the
+engine's counters over all copies of the run. Tetris compares computing with the sum of that cost and the
+reload. Figures are medians over ``--rounds`` rounds. The first one or two rounds are slower, because they use
+the pages of host memory for the first time. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from sojourn_server.traces.prompt_builder import FIRST_ID
 BLOCK_TOKENS = 32
 VOCABULARY = 8000
 POLICY = "observe"
-"""Preset with vLLM's own order: only the tiers differ from stock."""
+"""Preset that evicts in vLLM's own order, so that only the tiers differ from stock."""
 HOST_POOLS = 5
-"""Size of host memory in KV pools: two for the contexts that evict others, the rest for measured contexts."""
+"""Size of host memory in KV pools: two for the filler contexts, the rest for measured contexts."""
 
 
 class Point(NamedTuple):
@@ -68,16 +68,16 @@ class Plan(NamedTuple):
     """Sizes of the measurement, in blocks."""
 
     lengths: tuple[int, ...]
-    """Context lengths; a context has one token more, since at least one token is computed."""
+    """Context lengths in blocks. A prompt has one token more, because at least one token is computed."""
     pool: int
-    """Blocks of the pool that requests can use."""
+    """Number of blocks of the KV pool that requests can use."""
 
     def serve_args(self) -> tuple[str, ...]:
-        """The engine's flags, the same for both servers."""
+        """Return the engine's flags, which are the same for both servers."""
         return (
             "--block-size", str(BLOCK_TOKENS),
             "--num-gpu-blocks-override", str(self.pool + 1),  # one is vLLM's null block
-            # Without it the CPU engine insists on most of the machine's memory; the line above limits it.
+            # Without this flag the CPU engine reserves most of the machine's memory.
             "--kv-cache-memory-bytes", str(1 << 30),
             "--max-model-len", str(self.pool * BLOCK_TOKENS),
             "--max-num-seqs", "8",
@@ -86,17 +86,17 @@ class Plan(NamedTuple):
 
 
 def plan(longest: int) -> Plan:
-    """Contexts of 1, 2, 4, … blocks up to ``longest`` tokens."""
+    """Return a plan with contexts of 1, 2, 4, … blocks, up to ``longest`` tokens."""
     most = max(1, longest // BLOCK_TOKENS)
     lengths = tuple(1 << power for power in range(most.bit_length()) if 1 << power <= most)
     return Plan(lengths, lengths[-1] + 2)
 
 
 def crossing(points: Sequence[Point], other: Callable[[Point], float]) -> dict[str, Any]:
-    """The context length from which ``other`` takes less time than computing, there and at every longer
-    length.
+    """Return the context length in tokens from which on ``other`` is faster than computing.
 
-    Between two measured lengths: the crossing of the straight lines through them.
+    ``other`` returns the seconds of the alternative at a point. The result lies between two measured lengths,
+    by linear interpolation. ``faster`` says whether there is such a length.
     """
     wins = [other(point) < point.computed_s for point in points]
     if not wins[-1]:
@@ -111,7 +111,7 @@ def crossing(points: Sequence[Point], other: Callable[[Point], float]) -> dict[s
 
 
 def words(found: dict[str, Any]) -> str:
-    """A break-even, measured or predicted, as text."""
+    """Return a measured or predicted break-even as text."""
     tokens = found["tokens"]
     if found["faster"] == "from the shortest":
         return f"at or below {tokens:,} tokens, the shortest measured"
@@ -126,7 +126,7 @@ def words(found: dict[str, Any]) -> str:
 
 
 def predict(url: str, longest: int) -> dict[str, Any]:
-    """The break-even that ``sojourn profile`` predicts for the server."""
+    """Return the profile that ``sojourn profile`` measures, with the predicted break-even."""
     command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "profile"]
     options = ("--url", url, "--no-decode", "--json", "--max-context", str(longest + 1))
     done = subprocess.run([*command, *options], check=True, stdout=subprocess.PIPE)
@@ -137,8 +137,8 @@ def predict(url: str, longest: int) -> dict[str, Any]:
 async def measure(
     url: str, model: str, plan: Plan, rounds: int, seed: int, progress: Progress
 ) -> tuple[dict[int, tuple[list[float], list[float]]], list[dict[str, Any]]]:
-    """Measure all lengths. Returns, for each length in tokens, the seconds to first token when computed and
-    when reloaded; and the engine's copy counters before the first round and after each round."""
+    """Measure all lengths. Returns two things: for each length in tokens, the seconds to first token when
+    computed and when reloaded; and the engine's copy counters before the first and after each round."""
     rng = random.Random(seed)
 
     def fresh(tokens: int) -> list[int]:
@@ -147,10 +147,10 @@ async def measure(
     samples: dict[int, tuple[list[float], list[float]]] = {
         blocks * BLOCK_TOKENS + 1: ([], []) for blocks in plan.lengths
     }
-    # With its output a filler takes up the pool to the last token.
+    # A filler and its output fill the pool to the last token.
     fillers = [fresh(plan.pool * BLOCK_TOKENS - 1) for _ in range(2)]
     found = 0
-    """Number of tokens so far that were not computed, including the filler contexts'."""
+    """Number of cached tokens so far, including those of the fillers."""
     counted: list[dict[str, Any]] = []
 
     async def ask(prompt: list[int], expected: int) -> float:
@@ -183,21 +183,21 @@ async def measure(
 
 
 async def tiers(url: str) -> dict[str, Any]:
-    """The server's present statistics of host memory."""
-    await asyncio.sleep(2 * CACHE_TTL_S)  # for so long it gives the answer it gave before
+    """Return the server's current statistics of host memory."""
+    await asyncio.sleep(2 * CACHE_TTL_S)  # the server caches its answer for CACHE_TTL_S
     answer = httpx.get(f"{url}/sojourn/v1/stats", timeout=30.0, trust_env=False)
     found: dict[str, Any] = answer.raise_for_status().json()["tiers"]
     return found
 
 
 def seconds_a_byte(traffic: Sequence[dict[str, Any]], lane: str) -> float:
-    """Seconds per byte of copies in the direction ``lane``, the median over the rounds."""
+    """Return the seconds per byte of copies in the direction ``lane``, as a median over the rounds."""
     totals = [(of["seconds"][lane], of["moved_bytes"][lane]) for of in traffic]
     return float(median((s1 - s0) / (b1 - b0) for (s0, b0), (s1, b1) in pairwise(totals)))
 
 
 def run(model: str, plan: Plan, rounds: int, seed: int, console: Console) -> dict[str, Any]:
-    """Run both servers; returns the predicted and the measured break-even."""
+    """Run both servers. Return the predicted and the measured break-even."""
     longest = plan.lengths[-1] * BLOCK_TOKENS
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("", total=None)
@@ -245,7 +245,7 @@ def run(model: str, plan: Plan, rounds: int, seed: int, console: Console) -> dic
 
 
 def thresholds(result: dict[str, Any]) -> dict[str, str]:
-    """The break-even by each method, as text."""
+    """Return method → break-even as text."""
     measured, predicted = result["measured"], result["predicted"]["break_even"]
     return {
         "measured, out and in again": words(measured["out_and_in"]),
@@ -259,7 +259,7 @@ HEAD = ("tokens", "computed s", "reloaded s", "out s", "computed ÷ both", "curv
 
 
 def lines(result: dict[str, Any]) -> list[list[str]]:
-    """The table's cells."""
+    """Return the table's rows, one per context length."""
     curve = PrefillCurve(**result["predicted"]["prefill"])
     copy_s = result["predicted"]["break_even"]["copy_s_per_token"]
     return [
@@ -273,7 +273,7 @@ def lines(result: dict[str, Any]) -> list[list[str]]:
 
 
 def page(result: dict[str, Any], made: Provenance, wall_s: float) -> str:
-    """The result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
+    """Return the result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
     measured, predicted = result["measured"], result["predicted"]
     even = predicted["break_even"]
     return "\n".join(
@@ -313,7 +313,7 @@ def page(result: dict[str, Any], made: Provenance, wall_s: float) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Seconds over context, measured and predicted."""
+    """Plot seconds over context length, measured and predicted."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -54,19 +54,19 @@ TENANT_POLICIES = (
     "sojourn/saga", "saga/saga", "prefix-affinity/stock", "thunderagent/thunderagent",
     "saga-no-affinity/saga", "saga-no-stealing/saga", "saga-no-shares/saga",
 )  # fmt: skip
-"""Policies under load: whole systems, and SAGA without one part of its gateway each."""
+"""Policies under load: whole systems, and SAGA with one part of its gateway removed each."""
 ENGINE_POLICIES = ("saga/saga-paper", "saga/saga-no-eviction", "saga/saga-no-ttl", "saga/saga-no-prefetch")
-"""SAGA with engines as published: whole, and without one part each."""
+"""SAGA with the published engine policy: whole, and with one part removed each."""
 LESS_POLICIES = TENANT_POLICIES[:2]
 """Policies that are also run at lower load."""
 WHOLE = {"saga-no-": "saga/saga", "saga/saga-no-": "saga/saga-paper"}
-"""Policy with which an ablation is compared, by the prefix of the ablation's name."""
+"""Prefix of an ablation's name → the policy with which the ablation is compared."""
 TENANT_HARDWARE, TENANT_MODEL, TENANT_TP = "a100-80gb", "llama-3.1-70b", 4
 """SAGA §8: Llama-3-70B on four A100 per instance."""
 SEEN = 300
-"""Number of programs that ended before the run: SAGA profiles its agents (§6.1)."""
+"""Number of finished programs that the policies know before the run: SAGA profiles its agents (§6.1)."""
 AT_ONCE_PER_S = 1000.0
-"""Arrivals per second at which all programs are present nearly at once."""
+"""Arrivals per second. At this rate all programs are present almost at once."""
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -99,7 +99,7 @@ LONG_CONTEXTS = "synthetic:dualpath-64k"
 
 
 def mori_specs(options: argparse.Namespace) -> list[RunSpec]:
-    """Specifications of MORI's runs: each load in turn, with all policies."""
+    """Return the specifications of MORI's runs: for each load in turn, one per policy."""
     workloads = options.workloads
     if workloads is None:
         if options.traces is None:
@@ -112,14 +112,14 @@ def mori_specs(options: argparse.Namespace) -> list[RunSpec]:
             seed=options.seed,
         )
         for workload in workloads
-        # Contexts of 64,000 tokens take an hour of these cores for each hour that is played.
+        # With contexts of 64,000 tokens, a virtual hour takes a real hour.
         for each in (options.each[:1] if workload == LONG_CONTEXTS else options.each)
         for policy in MORI_POLICIES
     ]  # fmt: skip
 
 
 def tenant_spec(options: argparse.Namespace, policy: str, rate_per_s: float) -> RunSpec:
-    """Specification of one run of the ten tenants, until all programs have finished."""
+    """Return the specification of a run of the ten tenants that lasts until all programs have finished."""
     return RunSpec(
         policy=policy, workload="synthetic:saga-ten-tenants", hardware=TENANT_HARDWARE, model=TENANT_MODEL,
         tp=TENANT_TP, replicas=options.tenant_replicas, programs=options.tenant_programs,
@@ -149,7 +149,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def write_cluster(options: argparse.Namespace, run: Run, began: float) -> None:
-    """Run MORI's replicas and the scale, and write their page."""
+    """Run the parts ``mori`` and ``scale``, and write their page."""
     sections: list[str] = []
     rows_of: dict[str, list[RunRow]] = {}
     if "mori" in options.only:
@@ -172,7 +172,7 @@ def write_cluster(options: argparse.Namespace, run: Run, began: float) -> None:
 
 
 def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
-    """Run SAGA's tenants, and write their page."""
+    """Run the part ``tenants``, and write its page."""
     at_once = run([tenant_spec(options, policy, AT_ONCE_PER_S) for policy in AT_MOST_POLICIES])
 
     def under(load: float, policies: Sequence[str]) -> list[RunRow]:
@@ -198,7 +198,7 @@ def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
 
 
 def rate_of(at_once: Sequence[RunRow], load: float) -> float:
-    """Arrival rate, in programs per second, that is the share ``load`` of the best policy's maximum."""
+    """Return ``load`` times the throughput of the best policy, in programs per second."""
     most = max(row.programs_per_hour or 0.0 for row in at_once)
     return round(load * most / 3600.0, 6)
 
@@ -238,7 +238,7 @@ def write(
 
 
 def mori_section(rows: Sequence[RunRow]) -> list[str]:
-    """Section of MORI's results: one row per load and policy."""
+    """Return the page's section with MORI's results: one row per load and policy."""
     first = rows[0]
     lines = []
     for row in rows:
@@ -281,7 +281,7 @@ def mori_section(rows: Sequence[RunRow]) -> list[str]:
 
 
 def at_most_section(rows: Sequence[RunRow]) -> list[str]:
-    """Section of the policies' maximum throughput."""
+    """Return the page's section on the maximum throughput of the policies."""
     first = rows[0]
     most = max(row.programs_per_hour or 0.0 for row in rows)
     lines = [
@@ -315,7 +315,7 @@ def at_most_section(rows: Sequence[RunRow]) -> list[str]:
 
 
 def tenant_section(rows: Sequence[RunRow], load: float, rate_per_s: float) -> list[str]:
-    """Section of the programs that finish in time at ``load``, relative to the best policy's maximum."""
+    """Return the page's section on programs that finish in time, at ``load`` times the best throughput."""
     means = {row.policy: row.completion_s.mean for row in rows}
     lines = [
         [
@@ -352,7 +352,7 @@ def tenant_section(rows: Sequence[RunRow], load: float, rate_per_s: float) -> li
 
 
 def _against_whole(policy: str, means: dict[str, float | None]) -> str:
-    """An ablation's mean completion relative to the whole system's."""
+    """Return an ablation's mean completion time relative to the whole system; empty for other policies."""
     for begins, whole in WHOLE.items():
         mine, its = means.get(policy), means.get(whole)
         if policy.startswith(begins) and mine is not None and its is not None:
@@ -361,7 +361,7 @@ def _against_whole(policy: str, means: dict[str, float | None]) -> str:
 
 
 def scale_section(row: RunRow) -> list[str]:
-    """Section on the cost of one large run."""
+    """Return the page's section on the cost of one large run."""
     turns = sum(replica.turns for replica in row.per_replica)
     return [
         "## Scale",
@@ -374,7 +374,7 @@ def scale_section(row: RunRow) -> list[str]:
 
 
 def draw(rows_of: dict[str, list[RunRow]], path: Path) -> bool:
-    """Plot tokens per second by load, and programs in time by policy. Returns false if there is no data."""
+    """Plot tokens per second by load, and programs in time by policy. Returns False if there is no data."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -411,7 +411,7 @@ def draw(rows_of: dict[str, list[RunRow]], path: Path) -> bool:
 
 
 def _met(row: RunRow, tenants: Sequence[str]) -> str:
-    """Share of programs in time, as the mean over the tenants."""
+    """Return the share of programs that finished in time, as the mean over ``tenants``."""
     known = [(row.slo_attainment or {})[name] for name in tenants if name in (row.slo_attainment or {})]
     return f"{sum(known) / len(known):.1%}" if known else "–"
 

@@ -4,14 +4,14 @@
 
 Several engines run as data-parallel ranks with shared expert layers. Each is vLLM's scheduler and prefix
 cache without a model. Each plans a step, and the next step begins when the slowest engine has finished
-(DualPath §6.2). Each engine has its own agents. One of them always has a turn waiting: a long cached context
-and a short append. Time is virtual and comes from a device and model profile or from ``sojourn profile``
+(DualPath §6.2). Each engine has its own agents, which send their next turn at once: a long cached context and
+a short append. Time is virtual and comes from a device and model profile or from ``sojourn profile``
 (``--profile``). The quota knows only the attention costs of that profile.
 
-The report covers the steps in which every engine has a waiting request. For each bound it has the attention
-per step and engine (mean, spread, maximum over the quota), the used share of the quota, the maximum over the
-mean of the engines (1: no engine waits), and the time for all turns. There is no decode and no copying.
-``--rows`` prints every step.
+The report covers the steps in which every engine has a waiting request. For each bound it shows the attention
+per step and engine (mean, spread, maximum ÷ quota), the used share of the quota, the maximum ÷ the mean of
+the engines (1: no engine waits), and the time for all turns. There is no decode and no copying. ``--rows``
+prints every step.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from sojourn_server.simulator.report.results_file import made_with
 
 BLOCK_TOKENS = 16
 SHORT_SHARE = 0.85
-"""Share of appends that are answers of tools; the others are files that were read."""
+"""Share of appends that are short tool results. The others are the contents of files."""
 SHORT_TOKENS, LONG_TOKENS = (50, 1_500), (2_000, 12_000)
 UNBOUNDED_TOKENS = 65_536
-"""Token limit of a step for runs in which only the quota limits it."""
+"""Token limit of a step, for runs in which only the quota limits the step."""
 
 
 class Way(NamedTuple):
-    """One way to limit a step."""
+    """One way to limit a step: to ``tokens``, and to ``quota_s`` seconds of attention."""
 
     name: str
     tokens: int
@@ -67,7 +67,7 @@ class Planned(NamedTuple):
 
 @dataclass(slots=True)
 class Load:
-    """Requests of one engine's agents, the same for every limit of steps."""
+    """Requests of one engine's agents. Every way to limit steps gets the same requests."""
 
     contexts: list[int]
     appends: list[list[int]]
@@ -97,8 +97,8 @@ class Load:
 
 
 class PrefillEngine:
-    """vLLM's scheduler with a prefix cache large enough to keep everything; agents begin their next turn at
-    once."""
+    """vLLM's scheduler with a prefix cache large enough to keep everything. Its agents send their next turn
+    at once."""
 
     def __init__(self, load: Load, way: Way, profile: Path | None, latency: LatencyModel) -> None:
         from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
@@ -134,7 +134,7 @@ class PrefillEngine:
         return bool(self.engine.scheduler.has_unfinished_requests())
 
     def step(self, attention: AttentionCosts) -> Planned | None:
-        """Plan a step and apply its results; ``None``: no work is left."""
+        """Plan a step and apply its results. Return the plan, or ``None`` if no work is left."""
         if not self.busy:
             return None
         scheduler = self.engine.scheduler
@@ -226,7 +226,7 @@ def _attention(steps: Sequence[Sequence[Planned]]) -> Iterator[list[float]]:
 
 
 def play(way: Way, loads: Sequence[Load], latency: LatencyModel, costs: StepCosts) -> Outcome:
-    """Run all turns of all agents, with the engines in lockstep."""
+    """Run all turns of all agents, with the engines in lockstep, and return the results."""
     attention = AttentionCosts.of(costs)
     outcome = Outcome(way)
     with tempfile.TemporaryDirectory() as folder:
@@ -236,7 +236,7 @@ def play(way: Way, loads: Sequence[Load], latency: LatencyModel, costs: StepCost
         while any(engine.busy for engine in engines):
             step = [engine.step(attention) for engine in engines]
             mine = [planned for planned in step if planned is not None]
-            # What is not attention is the shared layers', and as long for all of them.
+            # The time outside attention belongs to the shared layers and is the same for all engines.
             rest_s = max(planned.step_s - planned.attention_s for planned in mine)
             outcome.virtual_s += max(planned.attention_s for planned in mine) + rest_s
             outcome.steps.append(step)
@@ -244,7 +244,7 @@ def play(way: Way, loads: Sequence[Load], latency: LatencyModel, costs: StepCost
 
 
 def costs_of(latency: LatencyModel) -> StepCosts:
-    """The attention costs of a latency model, which is linear in pairs and in KV read."""
+    """Return the attention costs of a latency model that is linear in attention pairs and in KV reads."""
     nothing = StepWork(1, 1, 1, 0, 0, 0, 0)
     many = 10**9
     base_s = latency.step_s(nothing)
@@ -272,7 +272,7 @@ HEAD = (
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Cells of a table row."""
+    """Return the cells of a table row."""
     bounded = row["way"].startswith("the quota")
     return [
         row["way"],
@@ -291,7 +291,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def plot(outcomes: Sequence[Outcome], quota_s: float, path: Path) -> None:
-    """Plot the attention seconds of every engine's step, sorted: a flat line means even steps."""
+    """Plot the sorted attention times of all steps. A flat line means that steps are even."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -312,7 +312,7 @@ def plot(outcomes: Sequence[Outcome], quota_s: float, path: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[list[Outcome], StepCosts]:
-    """Run all ways to limit steps on the same loads."""
+    """Run every way to limit steps on the same loads. Return the results and the attention costs."""
     hardware = str(options.profile) if options.profile is not None else options.hardware
     latency, _ = load_latency_model(hardware, None if options.profile is not None else options.model)
     costs = costs_of(latency)
@@ -328,7 +328,7 @@ def run(options: argparse.Namespace) -> tuple[list[Outcome], StepCosts]:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--hardware", default="h200", help="a shipped device (default: h200)")
     parser.add_argument("--model", default="qwen2.5-32b", help="a shipped model (default: qwen2.5-32b)")

@@ -2,8 +2,8 @@
 
     python benchmarks/continuum_figures.py
 
-The paper's synthetic workloads (Table 1), A100-80GB, llama-3.1-8b, Poisson arrivals until all programs have
-finished (§6.1). Delay is a program's time from arrival to its last token. Prints a table and writes
+Runs the paper's synthetic workloads (Table 1) on A100-80GB with llama-3.1-8b and Poisson arrivals, until all
+programs have finished (§6.1). Delay is a program's time from arrival to last token. Prints a table and writes
 continuum_figures.json, .md and .svg into benchmarks/results. Text between the marks of the .md is written by
 hand and kept.
 """
@@ -38,10 +38,10 @@ RATES = {
     "synthetic:continuum-swe-bench:0.05": (0.030, 0.060, 0.130),
     "synthetic:continuum-bfcl:0.05": (0.050, 0.100, 0.200),
 }
-"""Programs per second, from a load without queueing to one whose queue only grows. After the colon: the share
-of a context that the model writes, which the paper does not state; without it, a fifth."""
+"""Workload → programs per second, from a load without queueing to one whose queue only grows. The suffix
+``:0.05`` is the share of a context that the model writes (default: a fifth); the paper does not state it."""
 PROGRAMS = {workload: 60 if workload.endswith(":0.05") else 40 for workload in RATES}
-"""Number of arrivals of a run; more where programs are short."""
+"""Workload → number of arrivals per run. Workloads with short programs have more."""
 ABLATION = ("stock", "program-fcfs", "static-ttl", "continuum-paper")
 """Policies of the ablation in Figure 15, in its order."""
 POLICIES = (*ABLATION, "continuum", "unlimited")
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def cells(rows: Iterable[RunRow]) -> dict[Cell, dict[str, RunRow]]:
-    """The rows of each workload and rate, by policy."""
+    """Return the rows grouped by workload and rate, and then by policy."""
     found: dict[Cell, dict[str, RunRow]] = {}
     for row in rows:
         assert row.rate_per_s is not None
@@ -114,13 +114,13 @@ def cells(rows: Iterable[RunRow]) -> dict[Cell, dict[str, RunRow]]:
 
 
 def factor(rows: dict[str, RunRow], policy: str) -> float | None:
-    """Mean delay of stock ÷ mean delay of the policy."""
+    """Return the mean delay of stock ÷ that of the policy; ``None`` if one of them is missing."""
     stock, mine = rows.get("stock"), rows[policy].completion_s.mean
     return stock.completion_s.mean / mine if stock and stock.completion_s.mean and mine else None
 
 
 def seconds_by(log: RunLog) -> dict[str, float]:
-    """Mean seconds of a program's delay in each kind of phase; ``mean`` is their sum."""
+    """Return the mean seconds that a program spends in each kind of phase; ``mean`` is the sum."""
     sums = dict.fromkeys(PHASE_KINDS, 0.0)
     for program in log.programs:
         for kind, seconds in totals(program, log.virtual_s).items():
@@ -129,7 +129,7 @@ def seconds_by(log: RunLog) -> dict[str, float]:
 
 
 def table(rows: Sequence[RunRow]) -> Table:
-    """Table of mean delays in seconds, with the factor relative to stock."""
+    """Return a table of mean delays in seconds, with the factor relative to stock."""
     names = list(dict.fromkeys(row.policy for row in rows))
     shown = Table(title=f"mean delay, s, and stock ÷ policy; published {PUBLISHED[0]}–{PUBLISHED[1]}×")
     for name in ("workload", "programs/s", *names):
@@ -148,7 +148,7 @@ def _cell(rows: dict[str, RunRow], policy: str) -> str:
 
 
 def markdown(rows: Sequence[RunRow], logs: Sequence[RunLog], made: str) -> str:
-    """The result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
+    """Return the result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
     names = list(dict.fromkeys(row.policy for row in rows))
     first = rows[0]
     programs = " or ".join(str(count) for count in sorted({row.programs for row in rows}))
@@ -216,7 +216,7 @@ def _evidence(rows: Sequence[RunRow], logs: Sequence[RunLog]) -> list[list[str]]
 
 
 def ablation(rows: Sequence[RunRow]) -> list[str]:
-    """Text that says whether each step of Figure 15 helps, for every load."""
+    """Return lines of text that say at how many loads each step of Figure 15 helps."""
     lines = []
     for trace in dict.fromkeys(row.trace for row in rows):
         loads = [mine for (name, _), mine in cells(rows).items() if name == trace]

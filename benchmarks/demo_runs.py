@@ -22,16 +22,16 @@ from rich.table import Table
 
 
 def run_demo(seed: int, target: Path) -> dict[str, Any]:
-    """Run the demo once; raises ``CalledProcessError`` if a repository was not fixed."""
+    """Run the demo once and return its JSON. Raises ``CalledProcessError`` if a repository was not fixed."""
     command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "demo"]
-    # Every second run takes the arms the other way round, so that neither always has the warmer machine.
+    # Every second run reverses the order of the arms, so that no arm always gets the warmer machine.
     arms = "sojourn,stock" if seed % 2 else "stock,sojourn"
     subprocess.run([*command, "--json", str(target), "--seed", str(seed), "--arms", arms], check=True)
     return dict(json.loads(target.read_text()))
 
 
 def without_details(document: dict[str, Any]) -> dict[str, Any]:
-    """A run's figures without the details of its turns."""
+    """Return a run's figures without the details of its turns."""
     arms = {
         name: {key: value for key, value in arm.items() if key != "details"}
         for name, arm in document["arms"].items()
@@ -40,7 +40,7 @@ def without_details(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median over the runs of each ratio and each numeric figure."""
+    """Return the median over the runs, for each ratio and each numeric figure."""
     arms: dict[str, dict[str, float]] = {}
     for name, arm in runs[0]["arms"].items():
         numbers = [key for key, value in arm.items() if isinstance(value, int | float)]

@@ -2,9 +2,9 @@
 
     python benchmarks/demo_variants.py --json benchmarks/results/demo_variants.json
 
-One run each of stock, stock with ``--max-num-seqs 3``, and the presets ``program-fcfs``, ``static-ttl``,
+Runs once each: stock, stock with ``--max-num-seqs 3``, and the presets ``program-fcfs``, ``static-ttl``,
 ``continuum-paper`` and ``continuum``, with the same tasks, seed, flags and KV pool. ``--only NAME …`` runs
-some and keeps the other results of the file.
+some of them and keeps the other results of the file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KEPT = (
 
 
 def run_variant(options: tuple[str, ...], target: Path) -> dict[str, Any]:
-    """Run one arm; returns its figures and the facts of its run."""
+    """Run one arm. Return its figures, with machine, versions, seed and pool."""
     command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "demo"]
     subprocess.run([*command, *options, "--json", str(target)], check=True)
     document = json.loads(target.read_text())

@@ -2,10 +2,10 @@
 
     python benchmarks/event_flood.py --out benchmarks/results
 
-One engine with the model ``tiny``. A client streams completions one after another, and another posts a few
-events five times a second, as an agent's SDK does. In every second round a process with eight connections
-posts batches of 1,000 events as fast as they are answered. Reports time to first token, time per output
-token, and the events that were not answered with 200. Run it while nothing else runs.
+One engine serves the model ``tiny``. One client streams completions one after another. Another client posts a
+few events five times a second, as an agent's SDK does. In half of the rounds (order A B B A), a process with
+eight connections posts batches of 1,000 events as fast as they are answered. Reports time to first token,
+time per output token, and lost events. Run it while nothing else runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OUTPUT_TOKENS = 32
 EVENT_INTERVAL_S = 0.2
 ROUND_S = 8.0
 LEAD_S = 1.0
-"""Seconds for which the flood runs before a round's measurement begins."""
+"""Seconds from the start of the flood to the start of a round's measurement."""
 ARGS = ("--max-model-len", "2048")
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -48,7 +48,8 @@ HEAD = ("", "TTFT p50 ms", "TTFT p95 ms", "TPOT p50 ms", "TPOT p95 ms", "own eve
 def flood(
     host: str, port: int, stop: multiprocessing.synchronize.Event, handled: multiprocessing.Queue[int]
 ) -> None:
-    """Post batches over ``CONNECTIONS`` connections until ``stop`` is set; then report the events handled."""
+    """Post batches over ``CONNECTIONS`` connections until ``stop`` is set. Then put the number of accepted
+    events into ``handled``."""
     batches = []
     for number in range(16):
         events = [
@@ -95,8 +96,8 @@ def flood(
 
 
 async def measure(url: str, seed: int) -> tuple[list[float], list[float], int, int]:
-    """Measure one round. Returns the seconds to first token and per output token, and the numbers of lost and
-    of sent events of the small client."""
+    """Measure one round. Returns each request's seconds to first token, its seconds per output token, and the
+    numbers of lost and sent events of the client that posts a few."""
     ttft, tpot = [], []
     lost = sent = 0
     end = time.perf_counter() + ROUND_S

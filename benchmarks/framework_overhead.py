@@ -3,11 +3,11 @@
     .tox/frameworks/bin/python benchmarks/framework_overhead.py [--rounds 40] [--turns 20] [--json FILE]
 
 A scripted agent makes ``turns`` turns, each with one LLM request and one tool call, against a server in
-another process. The server takes ``--answer-ms`` per answer, as a model would, and the sender thread works
-meanwhile. With 0, the sender competes for the interpreter with an agent that never waits, which no real agent
-does. Rounds alternate between bare and instrumented, so that both see the same machine. The result is the
-median of the differences of each pair. Frameworks that cannot be imported are left out: use the engine's
-environment for openai, litellm and mini-swe-agent, and ``tox``'s for the others. Uses this machine only.
+another process. The server takes ``--answer-ms`` per answer, as a model would. Meanwhile the SDK's sender
+thread works. With ``--answer-ms 0`` the agent never waits, unlike real agents, so the sender competes with it
+for the interpreter. Rounds alternate between bare and instrumented, so that both see the same machine. The
+result is the median of the differences of each pair. Frameworks that cannot be imported are left out: use the
+engine's environment for openai, litellm and mini-swe-agent, and ``tox``'s for the others.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ with FakeServer(answer) as server:
 
 Run = Callable[[], Any]
 Prepare = Callable[[str, bool], Run]
-"""Builds the agent for one round, outside the measured time: (base URL, whether to instrument) → function
-that runs it."""
+"""Function that builds the agent for one round, outside the measured time. It maps (base URL, whether to
+instrument) to a function that runs the agent."""
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def measure(rounds: int, turns: int, answer_ms: float, names: list[str]) -> dict[str, Any]:
-    """All numbers, as plain data."""
+    """Measure the named frameworks that are installed. Return all figures as plain data."""
     here = [name for name in names if find_spec(FRAMEWORKS[name].package) is not None]
     rows = {name: one(name, rounds, turns, answer_ms) for name in here}
     settings = f"--rounds {rounds} --turns {turns} --answer-ms {answer_ms:g}"
@@ -105,7 +105,8 @@ def measure(rounds: int, turns: int, answer_ms: float, names: list[str]) -> dict
 
 
 def one(name: str, rounds: int, turns: int, answer_ms: float) -> dict[str, Any]:
-    """Measure one framework. Raises ``RuntimeError`` if its agent does not make the expected turns."""
+    """Measure one framework and return its figures. Raises ``RuntimeError`` if its agent does not make the
+    expected turns."""
     framework = FRAMEWORKS[name]
     took: dict[bool, list[Took]] = {False: [], True: []}
     with ServerProcess(turns, answer_ms / 1000) as url:
@@ -153,7 +154,7 @@ class Took(NamedTuple):
 
 
 def timed(run: Run, turns: int) -> Took:
-    """Measure one run, with garbage collection disabled."""
+    """Return the cost per turn of one run, with garbage collection disabled."""
     gc.collect()
     gc.disable()
     try:
@@ -184,8 +185,8 @@ def work(text: str) -> str:
 
 
 def by_hand(ask: Callable[..., Any], instrumented: bool) -> Run:
-    """An agent loop around ``ask(messages=, tools=)``, with sojourn's context managers if
-    ``instrumented``."""
+    """Return an agent loop that calls ``ask(messages=, tools=)``. If ``instrumented``, the loop uses
+    sojourn's context managers."""
 
     def run() -> None:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
@@ -228,7 +229,7 @@ def mini(base_url: str, instrumented: bool) -> Run:
     from minisweagent.models.litellm_model import LitellmModel
 
     class Nothing(LocalEnvironment):
-        """A replacement for a shell environment: starting a shell would take most of a turn."""
+        """An environment that starts no shell, because that would take most of a turn."""
 
         def execute(self, action: Any, cwd: str = "", **_: Any) -> dict[str, Any]:
             if action["command"] == "submit":
@@ -313,7 +314,7 @@ FRAMEWORKS = {
 
 
 class ServerProcess:
-    """A scripted ``FakeServer`` in its own process; the ``with`` block gets its URL."""
+    """Context manager that runs a scripted ``FakeServer`` in its own process. Yields the server's URL."""
 
     def __init__(self, turns: int, answer_s: float) -> None:
         code = SERVER.format(turns=turns, answer_s=answer_s)

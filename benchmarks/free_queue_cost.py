@@ -30,7 +30,7 @@ FOUND_BLOCKS = 100
 
 
 class Pool:
-    """A free block queue, and the turns that use it."""
+    """A free block queue, and random turns of programs that use it."""
 
     def __init__(self, blocks: int, programs: int, *, by_program: bool) -> None:
         from sojourn_server.vllm.free_block_queue import ProgramFreeBlockQueue
@@ -57,7 +57,7 @@ class Pool:
         return standing
 
     def turn(self) -> float:
-        """Run one turn of a random program; returns the CPU seconds inside the queue."""
+        """Run one turn of a random program. Return the CPU seconds per block spent in the queue."""
         program = f"p{self._random.randrange(len(self.scores))}"
         found = [
             block for block in self.left[program][:FOUND_BLOCKS] if self._owner.get(block.block_id) == program
@@ -109,7 +109,7 @@ def main() -> None:
         "vllm": Pool(options.blocks, options.programs, by_program=False),
         "sojourn": Pool(options.blocks, options.programs, by_program=True),
     }
-    for pool in pools.values():  # until the pool is full of what programs left
+    for pool in pools.values():  # until the pool is full of blocks that programs freed
         for _ in range(options.blocks // TURN_BLOCKS):
             pool.turn()
     costs: dict[str, list[float]] = {name: [] for name in pools}

@@ -3,9 +3,9 @@
     python benchmarks/gateway_coordinator.py --out benchmarks/results
 
 A coordinator runs as an actor on a Ray cluster on this machine, with 64 replicas that exist only in its
-state. In this process, one gateway's decider asks it where new programs go, many at once, and receives its
-updates. Facts (begins and ends of answers) are sent in batches, as gateways collect them for 15 ms. Run it
-on an idle machine.
+state. The routing backend of one gateway runs in this process. It asks the coordinator where new programs go,
+many at once, and receives updates. Facts (starts and ends of responses) are sent in batches, because gateways
+collect them for 15 ms. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ HEAD = ("what", "at once, or a batch", "a second, median", "slowest round")
 async def decisions(
     routing_backend: CoordinatedRoutingBackend, at_once: int, seconds: float, first: int
 ) -> tuple[float, int]:
-    """Place new programs, ``at_once`` concurrently, for ``seconds``. Returns programs per second and their
-    number."""
+    """Place new programs, ``at_once`` concurrently, for ``seconds``. Returns the programs per second, and the
+    last number used, as ``first`` of the next call."""
     done, number = 0, first
     end = time.perf_counter() + seconds
 
@@ -66,7 +66,8 @@ async def decisions(
 
 
 async def told(calls: Any, batch: int, seconds: float) -> float:
-    """Facts accepted per second from one gateway, with four batches in flight."""
+    """Return the facts per second that the coordinator accepts from one gateway, with four batches in
+    flight."""
     name = f"facts-{batch}-{time.perf_counter_ns()}"
     joined = await calls.join(m.JoinRequest(name, 0))
     sent = routing_events.RequestSent("never", "h:0", "t", 10)
@@ -89,7 +90,7 @@ async def told(calls: Any, batch: int, seconds: float) -> float:
 
 
 async def measure(config: Any, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Rates of each round, by kind of call."""
+    """Return kind of call → its rate in each round, per second."""
     from sojourn_server.gateway.ray.coordinator_actor import CoordinatorActorClient
 
     calls = CoordinatorActorClient(config)
@@ -120,21 +121,22 @@ async def register(calls: Any) -> None:
 
 
 async def live(calls: Any) -> None:
-    """Report all replicas as alive again: the coordinator checks replicas that are silent for ten seconds."""
+    """Report all replicas as alive every three seconds. The coordinator checks replicas that are silent for
+    ten seconds."""
     while True:
         await asyncio.sleep(3.0)
         await register(calls)
 
 
 def lines(found: dict[str, list[float]]) -> list[list[str]]:
-    """Rows of the table."""
+    """Return the rows of the table."""
     return [
         [*name.split("/"), f"{median(rates):,.0f}", f"{min(rates):,.0f}"] for name, rates in found.items()
     ]
 
 
 def page(found: dict[str, list[float]], made: Provenance, rounds: int, seconds: float, wall_s: float) -> str:
-    """The result page in Markdown."""
+    """Return the result page in Markdown."""
     return f"""# The coordinator on Ray
 
 {made_by(made, wall_s)}

@@ -2,12 +2,12 @@
 
     python benchmarks/gateway_latency.py --ray --out benchmarks/results
 
-Two engines with the model ``tiny`` answer requests of one token; each program has a home. Each round sends
-the same engine three requests: directly; through a relay of uvicorn and aiohttp, the lower bound for a
-gateway built on these libraries; and through the gateway. The order rotates and one request is in flight at a
-time, so that other load on the machine affects all of them. Reports medians, 95th percentiles, and the median
-difference to the direct request of the same round. ``--ray`` does the same with a Ray cluster on this machine
-and two gateways that know the homes. Run it on an idle machine.
+Two engines with the model ``tiny`` answer requests of one token. The gateway sends all requests of a program
+to one engine, its home. Each round sends three requests to a home: directly; through a relay of uvicorn and
+aiohttp, the lower bound for a gateway built on these libraries; and through the gateway. The order rotates
+and one request is in flight at a time, so that other load affects all paths. Reports medians, 95th
+percentiles, and the median difference to the direct request of the same round. ``--ray`` does the same with a
+Ray cluster on this machine and two gateways that know the homes. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROGRAMS = 8
 ARGS = ("--max-model-len", "2048")
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # Two engines on few cores: threads that wait by spinning would take them from each other.
+    # Two engines share few cores: threads that spin while they wait would slow the other engine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -49,8 +49,8 @@ HEAD = ("path", "p50 ms", "p95 ms", "added p50 ms", "added p95 ms")
 async def measure(
     gateway: str, rounds: int, label: str, bare: Mapping[str, str] | None = None
 ) -> dict[str, list[float]]:
-    """Seconds of each request by its path, in the order of rounds. ``bare``: address of each engine → address
-    of the relay in front of it."""
+    """Return path → seconds of each request, in the order of rounds. ``bare``: address of each engine →
+    address of the relay in front of it."""
     took: dict[str, list[float]] = {name: [] for name in (DIRECT, *([BARE] if bare else []), GATEWAY)}
     async with aiohttp.ClientSession() as http:
 
@@ -82,7 +82,7 @@ async def measure(
 
 
 def figures(took: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Figures in milliseconds, by path."""
+    """Return path → figures in milliseconds."""
 
     def at(values: list[float], share: float) -> float:
         return round(1000 * sorted(values)[min(len(values) - 1, int(share * len(values)))], 3)
@@ -102,7 +102,7 @@ def figures(took: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def lines(result: dict[str, dict[str, dict[str, float]]]) -> list[list[str]]:
-    """Rows of the table."""
+    """Return the rows of the table."""
     keys = ("p50_ms", "p95_ms", "added_p50_ms", "added_p95_ms")
     return [
         [f"{where}: {name}", *(f"{found[key]:.2f}" for key in keys)]
@@ -112,7 +112,7 @@ def lines(result: dict[str, dict[str, dict[str, float]]]) -> list[list[str]]:
 
 
 def page(result: dict[str, dict[str, dict[str, float]]], made: Provenance, rounds: int, wall_s: float) -> str:
-    """The result page in Markdown."""
+    """Return the result page in Markdown."""
     rows = "\n".join(f"| {' | '.join(row)} |" for row in lines(result))
     return f"""# What a gateway adds to a request
 
@@ -151,8 +151,8 @@ def standalone(rounds: int, console: Console) -> dict[str, list[float]]:
 
 
 def on_ray(rounds: int) -> dict[str, list[float]]:
-    """Measure two engines behind ``sojourn gateway --ray``, with two gateways that accept requests
-    themselves."""
+    """Measure two engines behind ``sojourn gateway --ray``. Its two gateways accept requests directly, not
+    through Ray's proxy."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"

@@ -1,12 +1,12 @@
-"""The gateway's own share of its latency, against the same libraries without routing.
+"""Latency that the gateway's own code adds, compared with the same libraries without routing.
 
     python benchmarks/gateway_own_cost.py --out benchmarks/results
 
-The engine is a process that answers every request at once with the same bytes. It is compared directly,
-behind uvicorn that answers by itself, behind uvicorn and aiohttp that only relay, and behind ``sojourn
-gateway``. One request at a time uses one connection, either back to back (*hot*) or with pauses in which this
-process reads memory as an engine's step does (*cold*: the caches hold other data, as beside an engine).
-Reports medians, and CPU time per request of the gateway's process. Linux only; run it on an idle machine.
+The engine is a process that answers every request at once with the same bytes. Requests go to the engine
+directly, to a uvicorn that answers by itself, through uvicorn and aiohttp that only relay, and through
+``sojourn gateway``. Requests are sent one at a time, either back to back (*hot*) or after pauses in which
+this process reads memory as an engine's step does (*cold*: the CPU caches hold other data). Reports medians,
+and CPU time per request of the process in front. Linux only. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def ask(self, program: int) -> float:
-        """Send a request and read the answer; returns the seconds."""
+        """Send a request and read the answer. Return the seconds that took."""
         body = json.dumps({"model": "tiny", "prompt": [100 + program] * 64, "max_tokens": 1}).encode()
         asked = (
             b"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nX-Session-ID: p%d\r\n"
@@ -71,20 +71,20 @@ class Connection:
 
 
 def cpu_s(process_id: int) -> float:
-    """CPU seconds of a process's first thread."""
+    """Return the CPU seconds of a process's first thread."""
     return int(Path(f"/proc/{process_id}/schedstat").read_text().split()[0]) / 1e9
 
 
 def pause(memory: array[float]) -> None:
-    """Wait as long as a small step takes, reading more memory than the caches hold."""
+    """Read more memory than the CPU caches hold, for as long as a small engine step takes."""
     end = time.perf_counter() + PAUSE_S
     while time.perf_counter() < end:
         sum(memory[:: os.sysconf("SC_PAGESIZE") // 64])
 
 
 def measure(engine: int, ways: dict[str, tuple[int, int]], rounds: int, cold: bool) -> dict[str, Any]:
-    """Medians by what is in front of the engine. Each round sends one request to every way, in a rotating
-    order. ``cold``: with pauses that empty the caches."""
+    """Return medians for each path to the engine. Each round sends one request on every path, in rotating
+    order. ``cold``: with pauses that overwrite the CPU caches. ``ways``: path → (port, process id)."""
     direct = Connection(engine)
     to = {name: Connection(port) for name, (port, _) in ways.items()}
     memory = array("d", bytes(64 << 20)) if cold else array("d")
@@ -122,13 +122,13 @@ def measure(engine: int, ways: dict[str, tuple[int, int]], rounds: int, cold: bo
 
 
 def lines(found: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Rows of the table."""
+    """Return the rows of the table."""
     cells = [(way, key) for way in ("hot", "cold") for key in ("added_p50_ms", "cpu_ms")]
     return [[name, *(f"{found[way][name][key]:.2f}" for way, key in cells)] for name in PATHS]
 
 
 def page(found: dict[str, dict[str, Any]], made: Provenance, rounds: int, wall_s: float) -> str:
-    """The result page in Markdown."""
+    """Return the result page in Markdown."""
     return f"""# The gateway's own share of its latency
 
 {made_by(made, wall_s)}

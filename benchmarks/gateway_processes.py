@@ -1,7 +1,7 @@
 """Processes of the gateway benchmarks: a gateway, a plain relay, an engine with fixed answers.
 
-python gateway_processes.py --engine PORT           # answers everything with the same bytes at once
-python gateway_processes.py --floor PORT            # uvicorn, which answers the same by itself
+python gateway_processes.py --engine PORT           # an engine that answers at once with fixed bytes
+python gateway_processes.py --floor PORT            # uvicorn, which gives the same answer by itself
 python gateway_processes.py --floor PORT ENGINE     # uvicorn and aiohttp, which relay to port ENGINE
 """
 
@@ -33,13 +33,13 @@ PAGES = {
     b"/v1/completions": ANSWER,
     b"/v1/models": b'{"object": "list", "data": [{"id": "tiny", "max_model_len": 2048}]}',
 }
-"""Answers to all requests that a gateway sends to an engine by itself."""
+"""Path → response body, for every path that a gateway requests from an engine."""
 GATEWAY_READY_S = 180.0
 CHILD_READY_S = 30.0
 
 
 def free_port() -> int:
-    """A port that is free at the moment."""
+    """Return a port that is free at the moment."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return int(bound.getsockname()[1])
@@ -47,7 +47,7 @@ def free_port() -> int:
 
 @contextmanager
 def process(flags: list[str], url: str, replicas: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Run ``sojourn gateway``; yields the process when the gateway knows ``replicas`` replicas."""
+    """Run ``sojourn gateway``. Yield the process once the gateway knows ``replicas`` replicas."""
     command = [sys.executable, "-m", "sojourn_server.cli", "gateway", *flags]
     with tempfile.TemporaryFile() as log:
         running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -72,7 +72,7 @@ def process(flags: list[str], url: str, replicas: int) -> Iterator[subprocess.Po
 
 @contextmanager
 def child(*words: str, port: int) -> Iterator[int]:
-    """Run this file as another process; yields its process id when it listens on ``port``."""
+    """Run this file as another process. Yield its process id once it listens on ``port``."""
     with tempfile.TemporaryFile() as log:
         running = subprocess.Popen([sys.executable, __file__, *words], stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -125,7 +125,7 @@ def serve_engine(port: int) -> None:
 
 
 def serve_floor(port: int, engine: int | None) -> None:
-    """Run uvicorn; with ``engine``, relay to that port through aiohttp."""
+    """Run uvicorn, which answers by itself, or relays to the port ``engine`` through aiohttp."""
     import aiohttp
     import uvicorn
 

@@ -1,8 +1,8 @@
 """The KV transfer connector with a control socket, loaded by name in the engines of a benchmark.
 
-It listens on a Unix socket in the folder that ``prefill_decode_engines.WATCHES`` names and answers each line
-of JSON with one line: ``{}`` returns the bytes that the links moved and the seconds that steps waited;
-``{"layerwise": false}`` also sets the worker's switch.
+The connector listens on a Unix socket in a folder, which an environment variable names
+(``prefill_decode_engines.WATCHES``). It answers each line of JSON with one line. ``{}`` returns statistics,
+such as the bytes moved by links. ``{"layerwise": false}`` also turns layerwise transfer off.
 """
 
 from __future__ import annotations

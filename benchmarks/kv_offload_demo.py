@@ -1,5 +1,4 @@
-"""The demo with contexts larger than the device's memory: stock, host memory with LRU, host memory with our
-presets.
+"""The demo with contexts larger than the KV pool: stock, and host memory with LRU or our presets.
 
     python benchmarks/kv_offload_demo.py --json benchmarks/results/kv_offload_demo.json
 
@@ -36,7 +35,7 @@ KEPT = ("completion_mean_s", "completion_p95_s", "ttft_mean_s", "prefill_again_t
 
 
 def run_arm(options: tuple[str, ...], times: float, target: Path) -> dict[str, Any]:
-    """Run one arm; returns its figures and the facts of its run."""
+    """Run one arm. Return its figures, and machine, versions, seed and pool under ``facts``."""
     command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "demo"]
     resident = ("--resident", f"{PROGRAMS / times:.4f}")
     subprocess.run([*command, *options, *resident, "--json", str(target)], check=True)
@@ -48,12 +47,12 @@ def run_arm(options: tuple[str, ...], times: float, target: Path) -> dict[str, A
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """The median of each figure over the runs of one arm."""
+    """Return the median of each figure over the runs of one arm."""
     return {key: median(run[key] for run in runs) for key in KEPT}
 
 
 def overlap(runs: list[dict[str, Any]]) -> str:
-    """Median share of the copies between device and host memory for which no request waited."""
+    """Return the median share of copies between device and host memory for which no request waited."""
     shares = [run["tiers"].get("traffic", {}).get("overlapped") for run in runs]
     known = [share for share in shares if share is not None]
     return f"{median(known):.0%}" if known else "–"

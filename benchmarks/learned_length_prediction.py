@@ -5,10 +5,10 @@
 ``smol`` answers ``--requests`` chat requests of eight kinds (a greeting, a definition, a list, a story, …),
 equally many of each and all on different topics, in an order drawn from the seed. Each answer ends by itself,
 or at ``--longest`` tokens. The engine runs ``tetris-learned`` and records the network's predictions, their
-times, and the final lengths. No prediction uses the answer that it predicts. Over the half of the answers
-that end later, the network is compared with ``survival`` and the mean at the same positions. Both are used
-without the kind of a request (``of all``) and with it; agents may declare the kind, and the network never
-gets it. All predictors learn online, from both halves.
+times, and the final lengths. No prediction uses the answer that it predicts. The network is compared with
+``survival`` and with the mean, at the same positions of the later half of the answers. These two predict from
+all requests (``of all``) and from requests of the same kind (``by kind``), which agents may declare. The
+network never gets the kind. All predictors learn online, from both halves.
 
 Then the cost is measured: the time of calls on the engine's thread (``--calls`` steps of 20 ms, while a
 network trains with its share of a core, with a whole core, or not at all), and the processor time of the
@@ -71,7 +71,7 @@ PREDICTORS = ("network", "survival, of all", "mean, of all", "survival, by kind"
 
 
 def load(requests: int, seed: int) -> list[tuple[str, str]]:
-    """(kind, prompt) of each request: equally many of each kind, all prompts different."""
+    """Return (kind, prompt) of each request: equally many of each kind, all prompts different."""
     draw = random.Random(seed)
     dealt = [
         (kind, text.format(TOPICS[number]))
@@ -85,7 +85,7 @@ def load(requests: int, seed: int) -> list[tuple[str, str]]:
 def serve(
     requests: Sequence[tuple[str, str]], options: argparse.Namespace, recording: Path
 ) -> dict[str, Any]:
-    """Run all requests; returns the engine's final statistics of its network."""
+    """Run all requests. Return the engine's final statistics of its network."""
     from sojourn_server.launch.engine_server import EngineServer
 
     flags = (
@@ -120,7 +120,8 @@ def serve(
 def answers(
     recording: Path, requests: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, list[Answer]], list[int]]:
-    """Each predictor's predictions for the answers in the later half; and the lengths of all answers."""
+    """Return each predictor's predictions for the later half of the answers, and the lengths of all
+    answers."""
     from sojourn_server.recording.recording_file import RecordingReader
 
     number_of: dict[int, int] = {}
@@ -162,7 +163,7 @@ def answers(
             lengths.append(tokens)
             if len(lengths) <= len(requests) // 2:
                 continue
-            # Only if all of them predict, so that all get the same questions.
+            # Only positions at which all predictors predict, so that all are compared on the same ones.
             by_place: dict[int, dict[str, tuple[float, ...]]] = defaultdict(dict)
             for name, at_tokens, left in said[request]:
                 by_place[at_tokens][name] = left
@@ -174,7 +175,7 @@ def answers(
 
 
 def calls(steps: int) -> dict[str, Any]:
-    """Seconds of the calls on the engine's thread, for each share of a core that training may use."""
+    """Return the seconds of calls on the engine's thread, for each share of a core that training may use."""
     import torch
     from sojourn_server.predictors.background_trainer import CPU_SHARE, BackgroundTrainer
 
@@ -209,7 +210,7 @@ COSTS = ("training", "batches", "mean µs", "P99 µs", "longest µs")
 
 
 def errors(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One row per predictor."""
+    """Return the table of prediction errors: one row per predictor."""
     lines = []
     for name, of in result["second_half"].items():
         figures = (
@@ -222,7 +223,7 @@ def errors(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def costs(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One row per share of a core."""
+    """Return the table of call times: one row per share of a core that training may use."""
     return [
         (
             name, f"{of['batches']:.0f}", f"{1e6 * of['mean_s']:.1f}", f"{1e6 * of['p99_s']:.0f}",
@@ -233,7 +234,7 @@ def costs(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """Text on the run and the processor time of the network's thread."""
+    """Return a text on the run and on the processor time of the network's thread."""
     of, engine = result["lengths"], result["engine"]
     network = engine["network"]
     cut = f"{of['cut']} cut at {of['longest']:,}"
@@ -247,7 +248,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def page(result: dict[str, Any], made: Provenance, wall_s: float) -> str:
-    """The result page in Markdown, without hand-written text."""
+    """Return the result page in Markdown, without hand-written text."""
     return f"""# Output lengths predicted from hidden states
 
 Generated by the command below, but for what is between the marks.

@@ -1,4 +1,4 @@
-"""Error of predictions of remaining output lengths, on real traces with programs held back.
+"""Error of predicted remaining output lengths, on real traces with half of the programs held back.
 
     python benchmarks/length_prediction_error.py --traces traces --out benchmarks/results
 
@@ -9,10 +9,10 @@ tokens at its beginning and at 32, 128, 512 and 2,048 tokens. ``held back``: not
 half. ``online``: its outputs are learned as they end, as in an engine.
 
 32 programs run at once, or a quarter of a half if that is less; when one ends, the next starts. A token takes
-20 ms, a tool at most a minute. The learning half is played twice and learned the second time, since short
-outputs are the first to end in an engine that has just started; the other half follows it. Contexts end at
-the 131,072 tokens of the simulator's default model. Splits are by program, so that no output is predicted
-from its own program except online; several programs of a trace may work on the same task.
+20 ms, a tool at most a minute. The learning half is played twice and learned the second time, because in an
+engine that has just started, short outputs end first. The other half follows. Contexts end at the 131,072
+tokens of the simulator's default model. Splits are by program, so that no output is predicted from its own
+program except online. Several programs of a trace may work on the same task.
 
 Predictors: ``survival`` and ``mean``, as in the engine; ``survival, of all`` and ``mean, of all``, without
 types and tools; ``none`` (always one token) and ``oracle``, as bounds. The functions below define the
@@ -68,9 +68,9 @@ MAX_MODEL_LEN = 131_072
 VARIANTS = ("held back", "online")
 PREDICTORS = ("survival", "mean", "survival, of all", "mean, of all", "none", "oracle")
 LEVELS = tuple((point + 0.5) / QUANTILE_POINTS for point in range(QUANTILE_POINTS))
-"""Probability levels of the values of a prediction: the share of outputs that should be shorter than each."""
+"""Level of each value of a prediction: the share of outputs that should be shorter than the value."""
 LEAST_ANSWERS = 50
-"""Minimum number of answers in a split for a figure to be printed."""
+"""Minimum number of answers in a split. Figures from fewer answers are left out."""
 
 
 class Output(NamedTuple):
@@ -82,7 +82,7 @@ class Output(NamedTuple):
     prompt_tokens: int
     tokens: int
     place: int = 0
-    """Index of its program in the order of the run."""
+    """Index of the output's program in the order of the run."""
 
     @property
     def ends_s(self) -> float:
@@ -101,7 +101,7 @@ class Answer(NamedTuple):
 
     @property
     def middle(self) -> float:
-        """The expected value, as the engine's metrics define it."""
+        """The middle one of the predicted values, which the engine's metrics use as the prediction."""
         return self.left[len(self.left) // 2]
 
 
@@ -109,13 +109,13 @@ class Answer(NamedTuple):
 
 
 def log_error(answer: Answer) -> float:
-    """|ln(predicted ÷ actual)| of the output's total length, for the middle value."""
+    """Return |ln(predicted ÷ actual)| of the output's total length, for the middle predicted value."""
     return abs(math.log((answer.so_far + answer.middle) / (answer.so_far + answer.actual)))
 
 
 def pinball(answer: Answer) -> float:
-    """Twice the quantile loss in tokens, mean over ``LEVELS``. For a single value it is the absolute error,
-    so a useful distribution has a lower loss than its middle alone."""
+    """Return twice the quantile loss in tokens, as a mean over ``LEVELS``. For a single value it is the
+    absolute error, so a useful distribution has a lower loss than its middle alone."""
     losses = (
         (level if answer.actual >= point else level - 1) * (answer.actual - point)
         for level, point in zip(LEVELS, points(answer.left), strict=True)
@@ -124,12 +124,13 @@ def pinball(answer: Answer) -> float:
 
 
 def points(left: Sequence[float]) -> Sequence[float]:
-    """One value for each of ``LEVELS``; a single value is used for all of them."""
+    """Return one value for each of ``LEVELS``. A single value is repeated for all of them."""
     return left if len(left) == QUANTILE_POINTS else [left[0]] * QUANTILE_POINTS
 
 
 def coverage(answers: Sequence[Answer]) -> list[float]:
-    """Share of actual lengths below the predicted value, for each of ``LEVELS``; an exact hit counts half."""
+    """Return the share of actual lengths below the predicted value, for each of ``LEVELS``. An exact hit
+    counts half."""
     below = [0.0] * QUANTILE_POINTS
     for answer in answers:
         for index, point in enumerate(points(answer.left)):
@@ -138,17 +139,17 @@ def coverage(answers: Sequence[Answer]) -> list[float]:
 
 
 def off(covered: Sequence[float]) -> float:
-    """Largest difference between a level and its coverage."""
+    """Return the largest difference between a level and its coverage."""
     return max(abs(share - level) for share, level in zip(covered, LEVELS, strict=True))
 
 
 def bias(answers: Sequence[Answer]) -> float:
-    """Mean predicted ÷ mean actual remaining tokens: the error of a forecast of total demand."""
+    """Return mean predicted ÷ mean actual remaining tokens: the error of a forecast of total demand."""
     return math.fsum(fmean(answer.left) for answer in answers) / sum(answer.actual for answer in answers)
 
 
 def measures(answers: Sequence[Answer]) -> dict[str, Any]:
-    """All measures of at least one answer."""
+    """Return all measures over ``answers``, which must not be empty."""
     errors = [log_error(answer) for answer in answers]
     covered = coverage(answers)
     return {
@@ -174,7 +175,8 @@ def halves(programs: Sequence[ProgramPlan], seed: int) -> tuple[list[ProgramPlan
 
 
 def outputs(programs: Sequence[ProgramPlan], at_once: int) -> tuple[list[Output], list[float]]:
-    """Outputs of all turns, and the start time of each program, with ``at_once`` programs at a time."""
+    """Return the outputs of all turns, and the start time of each program, if ``at_once`` programs run at a
+    time."""
     free = [0.0] * at_once
     made: list[Output] = []
     begins: list[float] = []
@@ -185,7 +187,7 @@ def outputs(programs: Sequence[ProgramPlan], at_once: int) -> tuple[list[Output]
 
 
 def _played(plan: ProgramPlan, begins_s: float, kind: str, place: int, made: list[Output]) -> float:
-    """Add the outputs of a program and its sub-agents; returns the program's end time."""
+    """Add the outputs of a program and its sub-agents to ``made``. Return the program's end time."""
     tool: str | None = None
     for child in [child for child in plan.children if child.parent_turn is None]:
         _played(child, begins_s + (child.start_offset_s or 0.0), "sub-agent", place, made)
@@ -212,11 +214,11 @@ class Lesson(NamedTuple):
     learned: list[Output]
     of: list[Output]
     later: list[Output]
-    """Outputs that end during the predictions; learned if ``online``."""
+    """Outputs that end during the predictions. They are learned in the variant ``online``."""
 
 
 def lesson(past: Sequence[ProgramPlan], held_back: Sequence[ProgramPlan]) -> Lesson:
-    """The lesson in which outputs of ``past`` are learned and outputs of ``held_back`` are predicted."""
+    """Return the lesson in which outputs of ``past`` are learned and outputs of ``held_back`` predicted."""
     at_once = max(1, min(AT_ONCE, len(past) // 4))
     played, begins = outputs([*past, *past, *held_back], at_once)
     again_s, asked_s = begins[len(past)], begins[2 * len(past)]
@@ -228,8 +230,8 @@ def lesson(past: Sequence[ProgramPlan], held_back: Sequence[ProgramPlan]) -> Les
 
 
 def asked(lesson: Lesson, *, online: bool) -> Iterator[tuple[Output, int, OutputLengthHistory]]:
-    """Each output that reached a prediction point, its tokens so far, and the history at that time. Use the
-    history at once: it changes."""
+    """Yield (output, tokens so far, history) for each prediction to make, in order of time. The history
+    changes later, so use it at once."""
     known = OutputLengthHistory()
     for output in sorted(lesson.learned, key=lambda output: output.ends_s):
         known.observe(*output.key, output.tokens)
@@ -249,7 +251,7 @@ def asked(lesson: Lesson, *, online: bool) -> Iterator[tuple[Output, int, Output
 
 
 def answers(lesson: Lesson, *, online: bool) -> dict[str, dict[int, list[Answer]]]:
-    """Answers of each predictor at each of ``SO_FAR``."""
+    """Return the answers of each predictor at each of ``SO_FAR``."""
     survival, mean = SurvivalPrediction(), MeanLengthPrediction()
     found: dict[str, dict[int, list[Answer]]] = {
         name: {so_far: [] for so_far in SO_FAR} for name in PREDICTORS
@@ -279,7 +281,7 @@ Figures = dict[str, dict[str, dict[int, dict[str, Any]]]]
 
 
 def measure(programs: Sequence[ProgramPlan], splits: int, seed: int) -> Figures:
-    """The figures of one load."""
+    """Return the figures of one load, over ``splits`` splits of its programs."""
     found: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for split in range(seed, seed + splits):
         taught = lesson(*halves(programs, split))
@@ -296,7 +298,7 @@ def measure(programs: Sequence[ProgramPlan], splits: int, seed: int) -> Figures:
 
 
 def over_splits(of: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians over the splits, and ``pinball_tokens`` of each split."""
+    """Return the medians over the splits, and ``pinball_tokens`` of each split."""
     made: dict[str, Any] = {
         name: _rounded(median(one[name] for one in of)) for name in of[0] if name != "coverage"
     }
@@ -331,7 +333,7 @@ of |ln|, and every predictor, `none` and `oracle` among them."""
 
 
 def lines(found: Mapping[str, Any], variant: str) -> Iterator[list[str]]:
-    """Rows of the table."""
+    """Yield the rows of the table."""
     for load, of in found.items():
         figures = of["figures"][variant]
         for so_far in figures["survival"]:
@@ -352,7 +354,7 @@ def lines(found: Mapping[str, Any], variant: str) -> Iterator[list[str]]:
 
 
 def page(result: Mapping[str, Any], made: Provenance, wall_s: float) -> str:
-    """The result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
+    """Return the result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
     tables = []
     for variant in VARIANTS:
         tables += [f"## {variant.capitalize()}", "", marked(HEAD, lines(result["loads"], variant)), ""]
@@ -380,7 +382,8 @@ def page(result: Mapping[str, Any], made: Provenance, wall_s: float) -> str:
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Reliability plot: share of actual lengths below each level for each load, held back."""
+    """Draw the reliability plot of each load, held back: the share of actual lengths below each predicted
+    value, by the value's level."""
     import matplotlib
 
     matplotlib.use("svg")

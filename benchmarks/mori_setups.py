@@ -2,10 +2,10 @@
 
     python benchmarks/mori_setups.py --traces traces --json benchmarks/results/mori_setups.json
 
-Three set-ups, 20, 50 and 80 concurrent programs, host memory of once and twice the device's, one virtual hour
-each of the Claude Code trace in a closed loop. Reports output throughput and mean TTFT, absolute and relative
-to ``thunderagent-offload``, the paper's baseline. ``--only SETUP …`` and ``--policies …`` run some and keep
-the other results of the JSON.
+Each run is one virtual hour of the Claude Code trace in a closed loop: three set-ups, with 20, 50 and 80
+concurrent programs, and with host memory of one and two times the KV pool. Reports output throughput and mean
+TTFT, absolute and relative to ``thunderagent-offload``, the paper's baseline. ``--only SETUP …`` and
+``--policies …`` run some of these and keep the other results of the JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RATIOS = ("1", "2")
 def simulate(
     trace: Path, options: tuple[str, ...], policies: list[str], load: str, hours: str, target: Path
 ) -> dict[str, Any]:
-    """The JSON of one sweep over the size of host memory."""
+    """Run one sweep over the size of host memory, and return its JSON."""
     command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "simulate", str(trace)]
     ratios = ("--sweep", f"cpu_ratio={','.join(RATIOS)}")
     more = ("--policy", ",".join(policies), "--programs", load, "--hours", hours, *ratios)
@@ -46,7 +46,7 @@ def simulate(
 
 
 def cells(document: dict[str, Any]) -> dict[str, Any]:
-    """The table's figures for each host memory ratio and policy."""
+    """Return the table's figures for each host memory ratio and policy."""
     runs = document["runs"]
     found: dict[str, Any] = {}
     for value in document["sweep"]["values"]:

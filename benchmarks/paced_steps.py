@@ -4,8 +4,8 @@
         sojourn serve tiny --logits-processors paced_steps:PacedForcedTokens
 
 The worker computes as usual, then sleeps until the step has lasted the sum of the costs of its tokens,
-attention pairs, KV reads and requests. With a small model everything is real but the duration of a step,
-which then does not depend on other load. Loading this module changes vLLM's model runner.
+attention pairs, KV reads and requests. With a small model, everything is real except the duration of a step,
+and that does not depend on other load. Importing this module changes vLLM's model runner.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _until_s = 0.0
 
 
 class PacedForcedTokens(ForcedTokens):
-    """Forces tokens like its parent class; loading its module changes the model runner."""
+    """Forces tokens exactly like its parent class. Importing this module changes the model runner."""
 
 
 def step_s(planned: Any) -> float:
-    """Seconds that a planned step must last; 0 without tokens."""
+    """Return the seconds that a planned step must last; 0 for a step without tokens."""
     if not planned.total_num_scheduled_tokens:
         return 0.0
     before = {new.req_id: new.num_computed_tokens for new in planned.scheduled_new_reqs}

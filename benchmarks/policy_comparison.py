@@ -1,4 +1,4 @@
-"""Every policy on every trace under several loads: benchmarks/RESULTS.md.
+"""Run every policy on every trace under several loads, and write benchmarks/RESULTS.md.
 
     python benchmarks/policy_comparison.py --traces traces --cache results-cache
 
@@ -76,7 +76,7 @@ def main() -> None:
     kept = RunCache(options.cache)
     for number, (trace, specs) in enumerate(plans.items(), 1):
         console.print(f"{number} of {len(plans)}: {trace.name}, {len(specs)} runs", highlight=False)
-        # A trace at a time: the logs of all of them would not fit the memory.
+        # One trace at a time: the logs of all traces would not fit into memory.
         rows += run_with_progress(specs, processes=options.jobs, kept=kept).rows
     made = made_with(sys.argv)
     write_json(document(rows, made), options.json)
@@ -85,7 +85,8 @@ def main() -> None:
 
 
 def chosen(folder: Path, only: str | None) -> list[Path]:
-    """The folder's traces, sorted; ``only``: parts of names, separated by commas, that select traces."""
+    """Return the folder's traces, sorted. ``only``: parts of file names, separated by commas, that select
+    traces."""
     words = only.split(",") if only else [""]
     found = [
         path
@@ -98,7 +99,7 @@ def chosen(folder: Path, only: str | None) -> list[Path]:
 
 
 def page(rows: Sequence[RunRow], remarks: dict[str, list[str]], made: str) -> str:
-    """The result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
+    """Return the result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
     first = rows[0]
     lines = [
         "# Results",
@@ -150,8 +151,8 @@ def page(rows: Sequence[RunRow], remarks: dict[str, list[str]], made: str) -> st
 
 
 def matrix(rows: Sequence[RunRow], ratio: Ratio, *, finished: bool = False) -> list[str]:
-    """Table with one row per policy and one column per trace and load; the geometric mean comes first, the
-    best policy is bold."""
+    """Return a table with one row per policy and one column per trace and load. The first column is the
+    geometric mean. The best policy is bold."""
     cells: dict[tuple[str, int], dict[str, RunRow]] = {}
     for row in rows:
         cells.setdefault((row.trace, row.programs), {})[row.policy] = row
@@ -190,7 +191,7 @@ def _over(mine: float | None, other: float | None) -> float | None:
 
 
 def _geometric(values: Sequence[float | None]) -> float | None:
-    """Geometric mean of the known values; ``None`` without any, or if one is 0."""
+    """Return the geometric mean of the known values; ``None`` if there are none, or if one is 0."""
     known = [value for value in values if value is not None]
     return math.exp(sum(map(math.log, known)) / len(known)) if known and all(known) else None
 

@@ -2,8 +2,8 @@
 
     python benchmarks/prefill_decode_cluster.py --cache pd-cache
 
-One number is fitted: ``calibrate`` finds the share of its peak that a prefill device achieves, such that
-DualPath on 2P4D with 2,000 agents of the 64K workload takes as long as in the paper's Table 3. All other
+One number is fitted: the share of its FLOP peak that a prefill device achieves. ``calibrate`` chooses it so
+that DualPath on 2P4D with 2,000 agents of the 64K workload takes as long as in the paper's Table 3. All other
 figures are predictions.
 
 calibrate  the fit, and whether the constant in the code still matches it

@@ -13,7 +13,7 @@ Found = dict[str, list[PdOutcome]]
 
 
 def draw(found: Found, path: Path) -> bool:
-    """Draw a panel for each part that has a plot and was run. Returns false if there is none."""
+    """Draw a panel for each part that has a plot and was run. Returns False if there is no such part."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -34,7 +34,7 @@ def draw(found: Found, path: Path) -> bool:
 
 
 def _bars(axis: Any, outcomes: list[PdOutcome], title: str) -> None:
-    """Completion times of systems, by cluster and agents."""
+    """Plot the completion times of systems, by cluster and number of agents."""
     rows = [each for each in outcomes if each.rate_per_s is None]
     groups = list(dict.fromkeys((each.cluster, each.agents) for each in rows))
     names = list(dict.fromkeys(each.system for each in rows))
@@ -60,7 +60,7 @@ def _bars(axis: Any, outcomes: list[PdOutcome], title: str) -> None:
 
 
 def _online(axis: Any, outcomes: list[PdOutcome]) -> None:
-    """Mean TTFT of the 660B model by rate, as the paper's Figure 10."""
+    """Plot the mean TTFT of the 660B model by rate, like the paper's Figure 10."""
     for name in ("basic", "scheduling", "oracle"):
         ttft_s = {
             each.rate_per_s: each.seen.ttft_mean
@@ -75,7 +75,7 @@ def _online(axis: Any, outcomes: list[PdOutcome]) -> None:
 
 
 def _links(axis: Any, outcomes: list[PdOutcome]) -> None:
-    """Busiest storage NIC ÷ mean storage NIC."""
+    """Plot the bytes of the busiest storage NIC ÷ the mean over storage NICs."""
     groups = list(dict.fromkeys((each.model, each.cluster) for each in outcomes))
     names = list(dict.fromkeys(each.system for each in outcomes))
     width = 0.8 / len(names)

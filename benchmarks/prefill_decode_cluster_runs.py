@@ -20,23 +20,23 @@ from sojourn_server.simulator.prefill_decode.prefill_decode_run import (
 )
 
 ONLINE_S, WARM_UP_S = 7200.0, 3600.0
-"""Virtual seconds of runs that find a capacity, and of their warm-up. Agents take a quarter of an hour each,
-so one hour is too short: above the sustainable number of agents, latencies grow slowly at first."""
+"""Virtual seconds of runs that find a capacity, and of their warm-up. An agent takes a quarter of an hour, so
+one hour is too short: above the capacity, latencies grow slowly at first."""
 HOUR = {"until_s": 3600.0, "warm_up_s": 1800.0}
 """Length and warm-up of runs that measure latencies well below the capacity."""
 _RATES = tuple(round(0.05 * step, 2) for step in range(4, 23))
 RATES = {"ds-660b": _RATES, "ds-27b": (*_RATES, 1.3, 1.5, 1.7, 1.9, 2.1, 2.3)}
-"""Agents per second, by model, among which the capacity is searched."""
+"""Model → rates in agents per second, among which the capacity is searched."""
 COMPARED = ("basic", "scheduling", "oracle")
 NODES = {"ds-660b": (2, 4), "ds-27b": (1, 1), "qwen2.5-32b": (1, 2)}
-"""The paper's default numbers of prefill and decode nodes, by model."""
+"""Model → the paper's default numbers of prefill and decode nodes."""
 
 
 class Capacity(NamedTuple):
     """The maximum number of agents per second that a system serves within the service levels."""
 
     rate_per_s: float
-    """The largest tried rate within the service levels; 0.0: no rate is."""
+    """The largest tried rate within the service levels; 0.0 if there is none."""
     above: PdOutcome | None
     """Result at the next higher rate; ``None``: no higher rate was tried."""
 
@@ -51,7 +51,8 @@ class Bench:
         self._known: dict[PdSpec, PdOutcome] = {}
 
     def spec(self, **told: Any) -> PdSpec:
-        """A specification with the seed and share of the command line."""
+        """Return a specification with the fields ``told``, the seed of the command line, and the number of
+        agents or the duration scaled by ``--share``."""
         told = {"seed": self.options.seed, **told}
         if "nodes" in told:
             told["prefill_nodes"], told["decode_nodes"] = told.pop("nodes")
@@ -64,12 +65,12 @@ class Bench:
         return replace(spec, until_s=spec.until_s * share, warm_up_s=spec.warm_up_s * share)
 
     def online(self, rate_per_s: float, **told: Any) -> PdSpec:
-        """A specification with agents that arrive at ``rate_per_s``."""
+        """Return a specification with agents that arrive at ``rate_per_s``."""
         told = {"agents": 10**9, "until_s": ONLINE_S, "warm_up_s": WARM_UP_S, **told}
         return self.spec(rate_per_s=rate_per_s, **told)
 
     def run(self, part: str, specs: Sequence[PdSpec]) -> list[PdOutcome]:
-        """Results of the specifications, in order; cached ones are not run again."""
+        """Return the results of the specifications, in order. Cached ones are not run again."""
         missing = [spec for spec in dict.fromkeys(specs) if self._kept(spec) is None]
 
         def done(number: int, outcome: PdOutcome) -> None:
@@ -90,20 +91,20 @@ class Bench:
         return outcomes
 
     def wall_s(self, specs: Sequence[PdSpec]) -> float | None:
-        """Wall seconds of these specifications together; ``None`` unless all were run at once."""
+        """Return the wall seconds of these specifications together; ``None`` unless all ran at once."""
         file = self._file(specs)
         return float(file.read_text()) if file is not None and file.exists() else None
 
     def fit(self) -> list[tuple[float, float]]:
-        """Every (efficiency, seconds) that ``calibrate`` tried; the last one is the fit."""
+        """Return every (efficiency, seconds) that ``calibrate`` tried. The last one is the fit."""
         return calibrate(
             PdSpec(seed=self.options.seed),
             play=lambda spec: self.run("calibrate", [spec])[0],
         )
 
     def capacity(self, model: str, rates: Sequence[float]) -> dict[str, Capacity]:
-        """The capacity of each system, found by bisection of the ascending ``rates``, all systems in
-        parallel."""
+        """Return the capacity of each system, found by bisection of the ascending ``rates``. All systems run
+        in parallel."""
         bounds = {system: (-1, len(rates)) for system in COMPARED}
         above: dict[str, PdOutcome] = {}
         while open_ := {system: sum(b) // 2 for system, b in bounds.items() if b[1] - b[0] > 1}:

@@ -12,7 +12,7 @@ SEEN_HEAD = ("", "turns/s", "TTFT, mean", "TTFT, P95", "TTST", "TPOT")
 
 
 def compared(outcomes: Sequence[PdOutcome]) -> list[str]:
-    """Table rows of the three ``COMPARED`` systems."""
+    """Return the cells of a table row that compares the three ``COMPARED`` systems."""
     basic, dual, oracle = (outcome.virtual_s for outcome in outcomes)
     return [
         *(f"{each:,.0f} s" for each in (basic, dual, oracle)),
@@ -23,7 +23,7 @@ def compared(outcomes: Sequence[PdOutcome]) -> list[str]:
 
 
 def seen(outcome: PdOutcome) -> list[str]:
-    """Cells: turns per second, and latencies."""
+    """Return the cells of a table row: turns per second, and latencies."""
     found = outcome.seen
     if found is None:
         return ["–"] * 5
@@ -37,17 +37,17 @@ def seen(outcome: PdOutcome) -> list[str]:
 
 
 def links(outcome: PdOutcome) -> str:
-    """Busiest storage NIC ÷ mean storage NIC, as text."""
+    """Return the bytes of the busiest storage NIC ÷ the mean over storage NICs, as text."""
     return f"{outcome.nic_max_over_mean:.2f}" if outcome.nic_max_over_mean else "–"
 
 
 def attention(outcome: PdOutcome) -> str:
-    """Slowest device ÷ mean device, as text."""
+    """Return the attention time of the slowest device ÷ the mean over devices, as text."""
     return f"{outcome.attention_max_over_mean:.2f}" if outcome.attention_max_over_mean else "–"
 
 
 def broken(capacity: Capacity) -> str:
-    """The service level that is violated just above a capacity."""
+    """Return the service levels that are violated at the next tried rate above a capacity, as text."""
     if capacity.above is None or capacity.above.seen is None:
         return "–"
     found = capacity.above.seen

@@ -32,7 +32,7 @@ class EngineSettings:
     storage_rate: float | None = None
     compute_rate: float | None = None
     pool_tokens: int
-    """KV memory of each engine, and its longest context, in tokens."""
+    """KV pool of each engine in tokens. It is also the longest context, up to 16,384 tokens."""
     buffer_bytes: int
     batched_tokens: int = 1024
     threads: dict[PairRole, int] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Engine:
         self.name = name
         self.role = role
         self.peer = f"unix:{folder / name}.sock"
-        """Address of its transfer manager for other engines."""
+        """Address at which other engines reach this engine's transfer manager."""
         self._watch = folder / f"{name}.watch"
         self._line: socket.socket | None = None
         self._lock = threading.Lock()
@@ -75,8 +75,8 @@ class Engine:
                 "PYTHONHASHSEED": "0",
                 "PYTHONPATH": str(HERE),
                 "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-                # Engines that spin while they wait take the cores from those that work: so no process of its
-                # own for a worker, which spins for a second after each step, and threads that sleep.
+                # An engine that spins while it waits takes cores from working engines. So the worker has no
+                # process of its own, which would spin for a second after each step, and threads sleep.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(settings.threads.get(role, 1)),
@@ -100,7 +100,7 @@ class Engine:
             raise ServerStartError(f"{self.name}: {why}\n{self.server.log_tail(200)}") from None
 
     def look(self, **asked: Any) -> Look:
-        """Read the connector's statistics; ``asked`` is sent to ``WatchedPaths``."""
+        """Send ``asked`` to the connector's control socket. Return the connector's statistics."""
         with self._lock:
             if self._line is None:
                 self._line = socket.socket(socket.AF_UNIX)
@@ -122,7 +122,7 @@ class Engine:
         )
 
     def forget(self) -> None:
-        """Clear the engine's prefix cache: contexts are then only in storage."""
+        """Clear the engine's prefix cache, so that contexts are only in storage."""
         answer = httpx.post(f"{self.url}/reset_prefix_cache", timeout=PATIENCE_S, trust_env=False)
         answer.raise_for_status()
 
@@ -135,7 +135,7 @@ class Engine:
 def serve_args(
     name: str, role: PairRole, settings: EngineSettings, folder: Path, peer: str
 ) -> tuple[str, ...]:
-    """vLLM's flags for the engine. Change this function to start engines differently."""
+    """Return vLLM's flags for the engine."""
     extra: dict[str, Any] = {
         "listen": peer,
         "store": str(folder / "store"),
@@ -143,8 +143,8 @@ def serve_args(
         "store_bytes": 1 << 36,
         "buffer_bytes": settings.buffer_bytes,
         "save": role in settings.storing,
-        "keep_on_reset": True,  # what is forgotten between two runs is on the device alone
-        # A machine with other work may hold threads up for a while; nothing fails of that here.
+        "keep_on_reset": True,  # between two runs, only the KV on the device is cleared
+        # On a busy machine threads may be delayed for a while. That must not fail the run.
         "patience_s": 10.0,
     }
     for key in ("storage_rate", "compute_rate"):
@@ -165,7 +165,7 @@ def serve_args(
         "--dtype", "float32",
         "--block-size", str(BLOCK_TOKENS),
         "--num-gpu-blocks-override", str(blocks + 1),  # one is vLLM's null block
-        # Without it the CPU engine insists on most of the machine's memory; the line above limits it.
+        # Without this flag the CPU engine reserves most of the machine's memory.
         "--kv-cache-memory-bytes", str(1 << 30),
         "--max-model-len", str(min(blocks * BLOCK_TOKENS, 16_384)),
         "--max-num-seqs", "64",
@@ -175,7 +175,8 @@ def serve_args(
 
 @contextmanager
 def started(pairs: int, settings: EngineSettings, folder: Path) -> Iterator[list[Engine]]:
-    """Run ``pairs`` prefill engines and as many decode engines, started at the same time."""
+    """Start ``pairs`` prefill engines and as many decode engines at the same time. Yield them, then stop
+    them."""
     engines = [
         Engine(f"{letter}{number}", role, settings, folder)
         for number in range(pairs)
@@ -189,14 +190,14 @@ def started(pairs: int, settings: EngineSettings, folder: Path) -> Iterator[list
 
 
 def loud_model(folder: Path) -> str:
-    """Make a model with the shape of ``tiny`` whose next token depends on all previous ones; ``tiny`` itself
-    repeats one word, whatever its KV contains."""
+    """Make a model with the shape of ``tiny``, and return its folder. Each of its tokens depends on all
+    previous ones. ``tiny`` itself repeats one word, even if its KV is wrong."""
     import torch
     import transformers
 
     tiny = resolve_model("tiny")
     config = transformers.AutoConfig.from_pretrained(tiny)
-    config.tie_word_embeddings = False  # else it likes best to say again what it has just said
+    config.tie_word_embeddings = False  # tied embeddings make it repeat the last token
     config.initializer_range = 0.15
     config.vocab_size = 4096
     with torch.random.fork_rng(devices=[]):
@@ -207,5 +208,5 @@ def loud_model(folder: Path) -> str:
 
 
 def all_idle(engines: Sequence[Engine]) -> bool:
-    """Whether no connector has an open operation."""
+    """Return whether no connector has an open operation."""
     return all(engine.look().is_idle for engine in engines)

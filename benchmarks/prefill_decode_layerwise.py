@@ -3,11 +3,12 @@
     python benchmarks/prefill_decode_layerwise.py --out benchmarks/results
 
 A prefill and a decode engine with the model ``smol`` in float32. The decode engine's node reads a stored
-context and sends it to the prefill engine over a compute network of ``--megabytes-s``; the prefill engine
-computes the new tokens. In layerwise mode it starts when the first layer has arrived; in serial mode, which a
-switch in the connector sets for this benchmark, when all layers have. The modes alternate, ``--rounds``
-times, with the same prompts. Outputs must equal those that the same pair computed before any KV was stored.
-*Prefilled* is the time until the client has the prefill engine's answer. Run it on an idle machine.
+context and sends it to the prefill engine over a compute network of ``--megabytes-s``. The prefill engine
+computes the new tokens. In layerwise mode it starts when the first layer has arrived. In serial mode it
+starts when all layers have arrived; a switch in the benchmark's connector sets the mode. The modes alternate,
+``--rounds`` times, with the same prompts. Outputs must equal those that the same pair computed before any KV
+was stored. *Prefilled* is the time until the client has the prefill engine's answer. Run it on an idle
+machine.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Bench:
         self._transfers = 0
 
     async def measure(self) -> list[dict[str, Any]]:
-        """Run all measurements; returns them in order."""
+        """Run all measurements. Return them in order."""
         found = []
         async with http_client() as http:
 
@@ -71,7 +72,7 @@ class Bench:
                 body = text_of(self.model, prompt, output_tokens)
                 return await through(http, self.prefill, self.decode, body, f"t{self._transfers}", share)
 
-            # Before anything is stored: all of each is computed.
+            # Nothing is stored yet, so each prompt is computed in full.
             for number, prompt in enumerate(self.prompts):
                 self.told(f"computing prompt {number + 1}")
                 self.expected.append(await ask(prompt, 0.0, self.options.output_tokens))
@@ -111,7 +112,7 @@ class Bench:
         return found
 
     async def settle(self) -> None:
-        """Wait until no operation is open, then clear the devices."""
+        """Wait until no operation is open, then clear the engines' prefix caches."""
         deadline_s = time.monotonic() + PATIENCE_S
         engines = (self.prefill, self.decode)
         while not await asyncio.to_thread(all_idle, engines):
@@ -123,7 +124,7 @@ class Bench:
 
     @property
     def _store_tokens(self) -> int:
-        """Number of output tokens during whose steps a context is stored, 32 blocks in each step."""
+        """Number of output tokens to generate while a context is stored: each step stores 32 blocks."""
         return len(self.context) // FULL_BLOCK_TOKENS // 32 + 2
 
     def _check(self, number: int, answered: PairResponse) -> None:
@@ -136,7 +137,7 @@ class Bench:
 
 
 def rows_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row of medians for each mode."""
+    """Return a row of medians for each mode."""
     rows = []
     for way in WAYS:
         of = [run for run in runs if run["way"] == way]
@@ -160,7 +161,7 @@ HEAD = (
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Cells of a table row."""
+    """Return the cells of a table row."""
     return [
         row["way"], f"{row['prefilled_s']:.2f}", f"{row['of_serial']:.2f}", f"{row['first_token_s']:.2f}",
         f"{row['streamed_s']:.2f}", f"{row['waited_s']:.3f}", f"{row['copied_s']:.3f}",
@@ -169,7 +170,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any, wall_s: float) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     streamed = rows[0]["streamed_bytes"] / 1e6
     return (
         "# Layerwise transfer on a real pair\n\n"
@@ -227,8 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def settings_of(options: argparse.Namespace, model: str) -> EngineSettings:
-    """Settings such that all new tokens are computed in one step, which takes about as long as its layers
-    need to arrive."""
+    """Return settings with which one step computes all new tokens. By default the step takes about as long
+    as the layers need to arrive."""
     tokens = options.hit_tokens + options.new_tokens + 4 * FULL_BLOCK_TOKENS
     return EngineSettings(
         model=model,

@@ -2,11 +2,11 @@
 
     python benchmarks/prefill_decode_links.py --out benchmarks/results
 
-Without engines. Measures the time until KV has reached the prefill side (*loaded*), and until the decode side
-has the whole context (*complete*), without computation in between. The two sides communicate over Unix
-sockets and read one store of files; every context is compared with the stored bytes. Rate limits give the
-links the speed of real ones, so that one machine shows the effect. Twice the bandwidth from two links is
-expected; the benchmark shows that the transfer managers achieve it.
+No engines run. The benchmark measures the time until KV has reached the prefill side (*loaded*), and until
+the decode side has the whole context (*complete*), without computation in between. The two sides communicate
+over Unix sockets and read one store of files. Every context is compared with the stored bytes. Rate limits
+slow the links down, so that one machine shows the effect. Two links should give twice the bandwidth; the
+benchmark shows that the transfer managers achieve it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SIDES: dict[str, Choice] = {
 
 
 class Pair:
-    """A prefill and a decode side with a store, and the queues by which reads are assigned."""
+    """A prefill side and a decode side that share a store."""
 
     def __init__(self, folder: Path, rate: float, slots: int) -> None:
         self.identity = KvIdentity(
@@ -101,8 +101,8 @@ class Pair:
                 parent = key
 
     def run(self, choose: Choice, contexts: Sequence[Sequence[bytes]]) -> dict[str, Any]:
-        """Request all contexts at once; returns the times at which they were loaded, and complete on the
-        decode side."""
+        """Request all contexts at once. Returns the seconds until they were loaded on the prefill side, the
+        seconds until they were complete on the decode side, and the bytes that each side read."""
         self.runs += 1
         queues = StorageReadQueues()
         for node in (PREFILL, DECODE):
@@ -203,7 +203,7 @@ class Pair:
 
 
 def content(key: bytes) -> bytes:
-    """Content of a block, different for each key, so that a mix-up is detected."""
+    """Return the content of a block. It differs for each key, so that a mix-up is detected."""
     return hashlib.shake_128(key).digest(64) * (BLOCK_BYTES // 64)
 
 
@@ -217,7 +217,8 @@ def keys_of(name: str, blocks: int) -> list[bytes]:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure each way of reading, in a burst and alone: medians over rounds in which the ways alternate."""
+    """Measure each way of reading, in a burst and alone. Return medians over rounds; ways alternate in a
+    round."""
     cases = {
         "burst": [
             keys_of(f"burst {number}", options.tokens // FULL_BLOCK_TOKENS)
@@ -264,7 +265,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any, wall_s: float) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     blocks = options.tokens // FULL_BLOCK_TOKENS
     return (
         "# Reading through the links of both sides\n\n"

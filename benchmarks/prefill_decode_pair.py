@@ -3,14 +3,14 @@
     python benchmarks/prefill_decode_pair.py --out benchmarks/results
     python benchmarks/prefill_decode_pair.py --pairs 2 --out benchmarks/results
 
-Prefill and decode engines of vLLM on this machine's CPU. ``--megabytes-s`` limits their storage links, so
+Prefill and decode engines of vLLM run on this machine's CPU. ``--megabytes-s`` limits their storage links, so
 that reading dominates. The model has the shape of ``tiny`` and weights that make each token depend on all
-previous ones. First a pair without stored KV computes every request and stores its KV. Its outputs are the
+previous ones. First every request is computed without stored KV, and its KV is stored. These outputs are the
 reference for every arm; a difference fails the run. Then all requests are sent at once, each as a prefill
-request and a decode request, like the gateway's. The gateway's routing core chooses the reading side, by one
-policy per arm and from its own records. One longer request is also sent alone. Devices are cleared between
-arms and no new blocks are stored, so all arms do the same work. Arms alternate, ``--rounds`` times; figures
-are medians.
+request and a decode request, as the gateway does. The gateway's routing core chooses the side that reads,
+from its own records. Each arm has another policy for this choice. One longer request is also sent alone.
+Devices are cleared between arms and no new blocks are stored, so all arms do the same work. Arms alternate,
+``--rounds`` times; figures are medians.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ ARMS: dict[str, Callable[[], ReadSidePolicy]] = {
 
 
 class Sample(NamedTuple):
-    """Bytes that each engine's storage link has read at one time."""
+    """Bytes that each engine's storage link has read up to a time, and whether it has queued reads."""
 
     at_s: float
     read_bytes: dict[str, int]
@@ -98,11 +98,11 @@ class Bench:
         self.told = told
         self.cases = cases(options)
         self.expected: dict[str, PairResponse] = {}
-        """Expected answer of each request, from a pair that found no stored KV and computed everything."""
+        """Request name → expected answer, from a pair that found no stored KV and computed everything."""
         self._transfers = itertools.count()
 
     async def fill(self, http: httpx.AsyncClient) -> None:
-        """Have each pair in turn compute every request once and store its KV."""
+        """Compute every request once and store its KV. The pairs take turns."""
         pairs = list(zip(self.engines[::2], self.engines[1::2], strict=True))
         questions = [question for asked in self.cases.values() for question in asked]
         for number, question in enumerate(questions):
@@ -113,7 +113,7 @@ class Bench:
         await self.settle()
 
     async def settle(self) -> None:
-        """Wait until no operation is open, then clear the devices."""
+        """Wait until no operation is open, then clear the engines' prefix caches."""
         deadline_s = time.monotonic() + PATIENCE_S
         while not await asyncio.to_thread(all_idle, self.engines):
             if time.monotonic() > deadline_s:
@@ -123,7 +123,8 @@ class Bench:
             await asyncio.to_thread(engine.forget)
 
     async def run(self, http: httpx.AsyncClient, case: str, arm: str) -> dict[str, Any]:
-        """Send all requests of a case at once. Raises ``RuntimeError`` for an unexpected answer."""
+        """Send all requests of a case at once, and return the figures. Raises ``RuntimeError`` for an
+        unexpected answer."""
         questions = self.cases[case]
         router = Router(self.engines, ARMS[arm](), self.options)
         for question in questions:
@@ -176,7 +177,8 @@ class Bench:
         }
 
     def _check(self, question: RoutingQuery, answered: PairResponse) -> float:
-        """Largest difference of the answer's logprobs from the expected ones."""
+        """Return the largest difference of the answer's logprobs from the expected ones. Raises
+        ``RuntimeError`` if it exceeds ``MOST_OFF`` or if tokens differ."""
         expected = self.expected[question.name]
         if answered.tokens != expected.tokens:
             raise RuntimeError(f"{question.name}: {answered.tokens} was said, and {expected.tokens} expected")
@@ -187,7 +189,7 @@ class Bench:
 
 
 def cases(options: argparse.Namespace) -> dict[str, list[RoutingQuery]]:
-    """The requests of each case: many at once, and one longer request alone."""
+    """Return the requests of each case: many at once, and one longer request alone."""
     draw = random.Random(options.seed)
 
     def question(name: str, tokens: int) -> RoutingQuery:
@@ -203,7 +205,7 @@ def cases(options: argparse.Namespace) -> dict[str, list[RoutingQuery]]:
 
 @contextlib.contextmanager
 def watching(engines: Sequence[Engine], samples: list[Sample], began_s: float) -> Iterator[None]:
-    """Sample the links in a background task during the ``with`` block."""
+    """Append samples of the links to ``samples`` in a background task during the ``with`` block."""
 
     def look() -> Sample:
         looks = {engine.name: engine.look() for engine in engines}
@@ -227,7 +229,7 @@ def watching(engines: Sequence[Engine], samples: list[Sample], began_s: float) -
 
 
 def busy_s(samples: Sequence[Sample]) -> dict[str, float]:
-    """Seconds for which each link had queued reads."""
+    """Return the seconds for which each link had queued reads."""
     found = dict.fromkeys(samples[0].queued, 0.0)
     for before, after in itertools.pairwise(samples):
         for name, queued in before.queued.items():
@@ -236,8 +238,8 @@ def busy_s(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def windows(samples: Sequence[Sample], window_s: float) -> float | None:
-    """Evenness of the links: bytes of the busiest link ÷ mean over the links, in each window with reads;
-    averaged over windows, weighted by bytes. ``None`` if the run was too short."""
+    """Return how unevenly the links read: bytes of the busiest link ÷ mean over the links, per window,
+    averaged over windows with weights in bytes. ``None`` if the run was too short."""
     weighted, total = 0.0, 0
     first = samples[0]
     for sample in samples[1:]:
@@ -255,7 +257,7 @@ def windows(samples: Sequence[Sample], window_s: float) -> float | None:
 
 
 async def measure(bench: Bench, rounds: int) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The runs of each case and arm."""
+    """Measure all cases and arms. Return the runs by case and arm."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     async with http_client() as http:
         await bench.fill(http)
@@ -268,7 +270,7 @@ async def measure(bench: Bench, rounds: int) -> dict[tuple[str, str], list[dict[
 
 
 def rows_of(found: dict[tuple[str, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A row of medians for each case and arm."""
+    """Return a row of medians for each case and arm."""
     rows = []
     for (case, arm), runs in found.items():
         row: dict[str, Any] = {"case": case, "read by": arm}
@@ -278,7 +280,7 @@ def rows_of(found: dict[tuple[str, str], list[dict[str, Any]]]) -> list[dict[str
         row["windows_max_over_mean"] = median(told) if told else None
         row["busy_share"] = median(mean(run["busy_s"].values()) / run["wall_s"] for run in runs)
         row["most_off"] = max(run["most_off"] for run in runs)
-        # Of one run is enough to be drawn, and to be kept.
+        # The samples of one run are enough for the plot.
         row["lines"] = runs[0]["lines"]
         row["runs"] = [{key: value for key, value in run.items() if key != "lines"} for run in runs]
         rows.append(row)
@@ -296,7 +298,7 @@ HEAD = (
 
 
 def cells(row: dict[str, Any], options: argparse.Namespace) -> list[str]:
-    """Cells of a table row."""
+    """Return the cells of a table row."""
     in_windows = row["windows_max_over_mean"]
     return [
         f"{options.requests} at once" if row["case"] == "burst" else "one alone",
@@ -309,7 +311,7 @@ def cells(row: dict[str, Any], options: argparse.Namespace) -> list[str]:
 
 
 def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any, wall_s: float) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     name = file_name(options)
     engines = "a prefill and a decode engine" if options.pairs == 1 else f"{options.pairs} of each"
     return (
@@ -368,7 +370,7 @@ def file_name(options: argparse.Namespace) -> str:
 
 
 def settings_of(options: argparse.Namespace, model: str) -> EngineSettings:
-    """Settings with memory for all requests at once: the benchmark measures reading."""
+    """Return settings with memory for all requests at once, because the benchmark measures reading."""
     return EngineSettings(
         model=model,
         storage_rate=options.megabytes_s * 1e6,
@@ -378,7 +380,7 @@ def settings_of(options: argparse.Namespace, model: str) -> EngineSettings:
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, with ``pool_tokens`` set to the tokens that all requests together may need on one
+    """Return the options. ``pool_tokens`` is the number of tokens that all requests together may need on one
     engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--pairs", type=int, default=1, help="engines that prefill, and as many that decode")

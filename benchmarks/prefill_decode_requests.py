@@ -1,4 +1,4 @@
-"""One request as a prefill and a decode request, like the gateway's, with results and times."""
+"""Sends one request as a prefill and a decode request, as the gateway does, and measures it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class PairResponse(NamedTuple):
 
 
 def http_client() -> httpx.AsyncClient:
-    """The HTTP client for all requests of a run."""
+    """Return the HTTP client for all requests of a run."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(timeout=PATIENCE_S, limits=limits, trust_env=False)
 
 
 def text_of(model: str, prompt: Sequence[int], max_tokens: int) -> bytes:
-    """Body of the request that a client would send."""
+    """Return the body of the request that a client would send."""
     return json.dumps(
         {
             "model": model,
@@ -59,8 +59,8 @@ async def through(
     prefilled: Callable[[], None] = lambda: None,
     began: Callable[[], None] = lambda: None,
 ) -> PairResponse:
-    """Send a request to both engines. ``prefilled`` and ``began`` are called at its milestones. Raises
-    ``httpx.HTTPError`` and ``RuntimeError`` if one of the two requests fails."""
+    """Send a request to both engines and return the answer. ``prefilled`` is called after the prefill
+    engine's answer, ``began`` at the first token. ``httpx.HTTPError`` and ``RuntimeError`` mean a failure."""
     sent_s = time.monotonic()
     first = await _post(http, prefill, prefill_body(API, body, transfer, decode.peer, decode_share))
     told = parse_transfer_params(first)
@@ -95,7 +95,7 @@ async def through(
 
 
 async def whole(http: httpx.AsyncClient, engine: Engine, body: bytes) -> None:
-    """Send a request that one engine prefills and decodes. Raises like ``through``."""
+    """Send a request that one engine prefills and decodes. Raises ``httpx.HTTPError`` or ``RuntimeError``."""
     await _post(http, engine, body)
 
 

@@ -1,7 +1,8 @@
-"""The gateway's routing core without a gateway: chooses engines, writing side and reading side.
+"""The gateway's routing core without a gateway: chooses the engines and the side that reads KV from storage.
 
-It decides from its own records. A gateway also polls engines for the queues of their links; here no queue is
-reported (``NicQueueReported``), and the stored part of a prompt is known exactly, not learned from answers.
+The core decides from its own records. A gateway also polls engines for the queues of their links; here no
+queue is reported (``NicQueueReported``). The stored part of a prompt is known exactly, not learned from
+answers.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class RoutingQuery(NamedTuple):
     name: str
     prompt: list[int]
     stored_blocks: int
-    """Number of its Full Blocks in storage."""
+    """Number of the prompt's Full Blocks in storage."""
 
 
 class Router:
-    """The gateway's routing core for one arm, with the parts of a gateway that it needs."""
+    """The gateway's routing core for one arm, with the parts of a gateway that the core needs."""
 
     def __init__(self, engines: Sequence[Engine], side: ReadSidePolicy, options: argparse.Namespace) -> None:
         self._core = PairCore(PairScheduler(side=side))
@@ -63,7 +64,7 @@ class Router:
             self._take(seen)
 
     def know(self, question: RoutingQuery) -> None:
-        """Record that a request was sent before and its KV is in storage."""
+        """Tell the core that a request was answered before, so that its KV is in storage."""
         name = f"before {question.name}"
         self._take(self._asked(name, question))
         (send,) = self._sent.values()
@@ -75,7 +76,7 @@ class Router:
     async def answer(
         self, http: httpx.AsyncClient, model: str, question: RoutingQuery, transfer: str, tokens: int
     ) -> PairResponse:
-        """Route and send a request as the gateway would."""
+        """Route and send a request as the gateway would. Return the answer."""
         self._waiting[transfer] = asyncio.get_running_loop().create_future()
         self._take(self._asked(transfer, question))
         self._hand_out()

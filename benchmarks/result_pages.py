@@ -14,21 +14,20 @@ BEGIN, END = "<!-- by hand -->", "<!-- /by hand -->"
 
 
 def marked(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown with the first column left-aligned."""
+    """Return a Markdown table with the first column left-aligned."""
     rows = [head, ["---", *["--:"] * (len(head) - 1)], *lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def less(value: float, than: float) -> str:
-    """The change from ``than`` to ``value`` in percent, as text."""
+    """Return the change from ``than`` to ``value`` in percent, as text."""
     return f"{value / than - 1:+.0%}" if than else "–"
 
 
 def write_page(path: Path, generated: str, first_words: str) -> None:
-    """Write ``generated`` to ``path``. ``{by hand}`` in it is replaced by the text between the marks of the
-    old page.
+    """Write ``generated`` to ``path``, with hand-written text in the place of ``{by hand}``.
 
-    ``first_words`` replace it in a new page.
+    The hand-written text is what the old page has between the marks, or ``first_words`` for a new page.
     """
     words = first_words
     if path.exists():
@@ -42,7 +41,7 @@ def write_page(path: Path, generated: str, first_words: str) -> None:
 
 
 def write_result(folder: Path, name: str, made: Any, document: Mapping[str, Any], page: str) -> None:
-    """``NAME.json``, with the command, machine and versions before ``document``, and ``NAME.md``."""
+    """Write ``NAME.json`` (command, machine and versions, then ``document``) and ``NAME.md``."""
     told = {
         "command": f"python benchmarks/{made.command}",
         "machine": made.machine,
@@ -53,7 +52,7 @@ def write_result(folder: Path, name: str, made: Any, document: Mapping[str, Any]
 
 
 def made_by(made: Any, wall_s: float) -> str:
-    """The command and the machine, as Markdown."""
+    """Return the command, machine, versions and duration of a run, as Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
     machine = made.machine
     return (

@@ -1,12 +1,12 @@
-"""CPU cost of the gateway's routing core: a decision, a fact, a scan of 10,000 waiting requests.
+"""CPU cost of the gateway's routing core: per decision, per event, and per scan of 10,000 waiting requests.
 
     python benchmarks/routing_core_cost.py --out benchmarks/results
 
-Programs run in a closed loop of requests and answers, 500 programs per replica; the results of earlier
-programs of their kinds are known. A decision accepts and dispatches a request; a newcomer is the first
-request of a program, one in 17. For pairs, a decision selects a prefill engine, a decode engine and the
-reading side, with as many engines as DualPath's 48P96D. Times are CPU times of the single thread over rounds
-of 500 facts: the median of the rounds, and the maximum of a hundred single scans.
+Programs run in a closed loop of requests and answers, 500 programs per replica. The core knows the results of
+earlier programs of the same types. A decision accepts and dispatches a request. A newcomer is the first
+request of a program, one in 17. A fact is any event, such as the end of an answer. For pairs, a decision
+selects a prefill engine, a decode engine and the reading side, with as many engines as DualPath's 48P96D.
+Times are CPU times of one thread: medians over rounds of 500 requests, and the maximum of 100 single scans.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ REPLICAS = (2, 8, 64)
 PROGRAMS = 500
 """Number of programs per replica."""
 ROUND = 500
-"""Number of facts that are timed together."""
+"""Number of requests that are timed together."""
 TENANTS = 10
 PIECES = 32
 """Number of prefix hashes of a prompt, for policies that use them."""
 ENDED = 600
-"""Number of programs, of three types, that ended before."""
+"""Number of programs, of three agent types, that ended before the measurement."""
 WAITING = 10_000
 LOOKS = 100
 NODES = ((2, 4), (48, 96))
@@ -102,7 +102,7 @@ class Loop:
         self.now = float(ENDED)
 
     def round(self) -> tuple[float, float]:
-        """CPU seconds of a decision, and of one fact that follows it."""
+        """Run one round. Return the mean CPU seconds of a decision, and of a fact that follows it."""
         asks = []
         for program in self.random.choices(range(len(self.contexts)), k=ROUND):
             self.contexts[program] = min(60_000, self.contexts[program] + self.random.randint(200, 4_000))
@@ -143,7 +143,8 @@ class Loop:
         return deciding / ROUND, following / len(after)
 
     def newcomer(self, number: int) -> float:
-        """CPU seconds of placing a new program after other requests; the program ends at once."""
+        """Return the CPU seconds of placing a new program after ``TURNS`` other requests. The new program
+        ends at once."""
         take, now = self.core.take, self.now
         for program in self.random.choices(range(len(self.contexts)), k=TURNS):
             name, tenant = f"turn {self.number}", f"t{program % TENANTS}"
@@ -167,12 +168,12 @@ class Loop:
 
 
 def decisions(rounds: int, seed: int) -> list[dict[str, Any]]:
-    """Results by policy and number of replicas."""
+    """Return the results by routing policy and number of replicas."""
     rows = []
     for name, routing in ROUTINGS.items():
         for replicas in REPLICAS:
             loop = Loop(routing(), replicas, seed)
-            for _ in range(3 * replicas):  # until most programs are known and at home
+            for _ in range(3 * replicas):  # until most programs are known and have a replica
                 loop.round()
             gc.collect()
             gc.disable()
@@ -195,7 +196,8 @@ def decisions(rounds: int, seed: int) -> list[dict[str, Any]]:
 
 
 def pair_decisions(prefill: int, decode: int, rounds: int, seed: int) -> dict[str, Any]:
-    """CPU microseconds of selecting two engines and the reading side, and of each fact that follows."""
+    """Return the CPU microseconds of selecting two engines and the reading side, and of each fact that
+    follows."""
     core, drawn = PairCore(), random.Random(seed)
     for role, nodes in ((PairRole.PREFILL, prefill), (PairRole.DECODE, decode)):
         for number in range(nodes * ENGINES):
@@ -217,7 +219,7 @@ def pair_decisions(prefill: int, decode: int, rounds: int, seed: int) -> dict[st
         answers = [take(ask, now) for ask in asks]
         deciding = time.thread_time() - begin
         on_their_way.extend(a for actions in answers for a in actions if isinstance(a, SendRequestToPair))
-        # Half of them stay, so that engines have something to do when the next ask.
+        # Half of the requests stay, so that engines are loaded in the next round.
         ended = [on_their_way.pop(drawn.randrange(len(on_their_way))) for _ in range(len(on_their_way) // 2)]
         after: list[Any] = [routing_events.PrefillFinished(one.request_id, one.prefill_id) for one in ended]
         after += [routing_events.FirstByteSent(one.request_id, one.replica_id) for one in ended]
@@ -246,7 +248,8 @@ def pair_decisions(prefill: int, decode: int, rounds: int, seed: int) -> dict[st
 
 
 def pump(sharing: Any, seed: int) -> dict[str, Any]:
-    """Milliseconds of a scan of 10,000 requests that wait for capacity: median and maximum of each kind."""
+    """Return the CPU milliseconds of a scan of 10,000 requests that wait for capacity: median and maximum for
+    each kind of event."""
     drawn = random.Random(seed)
     loop = Loop(CapacityRouting(), 0, seed, sharing)
     take = loop.core.take
@@ -305,7 +308,7 @@ def pump(sharing: Any, seed: int) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any], made: Any, wall_s: float) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     decided = marked(
         (
             "routing",

@@ -2,11 +2,11 @@
 
     python benchmarks/saga_ablation.py --cache ablation-cache
 
-The paper's synthetic steps with tool times of mean 1.2 s (``synthetic:latency-cv:X``), Poisson arrivals until
-all programs have finished. Each row of Table 4 that applies to one replica is run on SAGA as published
-(``saga-paper``, of the shipped presets) and on ``saga`` (``saga_ablations/*.toml``). Table 10 is swept under
-stock and both. Writes saga_ablation.json and .md into benchmarks/results. Text between the marks of the .md
-is written by hand and kept.
+Runs the paper's synthetic steps with a mean tool time of 1.2 s (``synthetic:latency-cv:X``), with Poisson
+arrivals, until all programs have finished. Each row of Table 4 that applies to one replica is run on SAGA as
+published (``saga-paper``, shipped presets) and on ``saga`` (``saga_ablations/*.toml``). Table 10 is swept
+under stock and both. Writes saga_ablation.json and .md into benchmarks/results. Text between the marks of the
+.md is written by hand and kept.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("inference, no hints (Table 5)", "saga-inferred", f"{WITHOUT}/ours-no-hints.toml", "+15.6 %"),
     ("neither: cold (Table 5)", "saga-cold", f"{WITHOUT}/ours-cold.toml", "+95.8 %"),
 )
-"""Rows of the ablation: (part left out, policy as published, our policy, published mean completion relative
+"""Rows of the ablation: (part left out, published policy, our policy, published mean completion time relative
 to the whole system)."""
 SWEEP = (0.5, 1.0, 1.5, 2.0, 3.0)
 SWEPT = ("stock", "saga-paper", "saga")
 PUBLISHED_SWEEP = {0.5: "–", 1.0: "+4 %", 1.5: "+12 %", 2.0: "+24 %", 3.0: "+53 %"}
-"""Table 10: coefficient of variation → mean completion relative to that at 0.5."""
+"""Table 10: coefficient of variation of tool times → mean completion time relative to that at 0.5."""
 WORKLOAD = "synthetic:latency-cv:{cv:g}"
 BASE_CV = 1.0
 
@@ -87,7 +87,7 @@ Rows = dict[tuple[str, float], RunRow]
 
 
 def page(rows: Rows, made: str) -> str:
-    """The result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
+    """Return the result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
     first = rows["stock", BASE_CV]
     lines = [
         "# SAGA's ablation and its sweep of tool times",

@@ -1,17 +1,16 @@
-"""SAGA's competitive ratio in the simulator: recomputed tokens ÷ Bélády's, for pools in which LRU has twice
-as many.
+"""SAGA's competitive ratio in the simulator: recomputed tokens of a policy ÷ those of Bélády's order.
 
     python benchmarks/saga_competitive_ratio.py --traces traces --cache ratio-cache
 
 For every trace, programs arrive by a Poisson process and run until all have finished, so every policy does
-the same work, at several sizes of the KV pool. Two first runs find the scale of the trace. In the first, each
-program has the device alone; the arrival rate for the other runs keeps ``--live`` of them alive. In the
+the same work. The KV pool has several sizes. Two first runs find the scale of the trace. In the first, each
+program has the device alone; from it follows an arrival rate that keeps ``--live`` programs alive. In the
 second, programs arrive at that rate and no KV is lost; pool sizes are shares of the largest total of living
 contexts. (In much smaller pools, running programs displace each other under any order, and LRU is as good as
-Bélády.) At each size, stock vLLM is run with its accesses recorded; Bélády and "LRU + Prefix" (SAGA, Table 2)
-are replayed on them. Sizes at which LRU ÷ Bélády is at least 2.0, as in the paper's table, are run under
-every other policy. Writes saga_competitive_ratio.json and .md into benchmarks/results. Text between the marks
-of the .md is written by hand and kept.
+Bélády.) At each size, stock vLLM is run and its block accesses are recorded. Bélády and "LRU + Prefix" (SAGA,
+Table 2) are replayed on them. Sizes at which LRU ÷ Bélády is at least 2.0, as in the paper's table, are run
+under every other policy. Writes saga_competitive_ratio.json and .md into benchmarks/results. Text between the
+marks of the .md is written by hand and kept.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ POLICIES = (
     "continuum", "saga", "saga-paper", "saga-inferred", "saga-cold", "saga-no-eviction", "saga-no-ttl"
 )  # fmt: skip
 PUBLISHED = {"LRU": (2.84, 2.12), "LRU + Prefix": (1.97, 1.74), "WA-LRU": (1.31, 1.28)}
-"""Table 2: ratios for SWE-bench and WebArena."""
+"""SAGA's Table 2: competitive ratios for SWE-bench and WebArena."""
 WORTH = 2.0
 """Minimum of LRU ÷ Bélády for a pool size to be used."""
 SHARES = (0.7, 0.8, 0.85, 0.9, 0.95)
 """Pool sizes as shares of the largest total of living programs' contexts."""
 LEAST_POOL = 1.1
-"""Minimum pool size in longest contexts."""
+"""Minimum pool size ÷ the longest context."""
 ALONE_PER_S = 1e-4
 """Arrivals per second of the first run: one in three hours."""
 ALONE_PROGRAMS = 24
 TARGET = 1.31
 LEAST = 0.01
-"""Smaller ratios count as this in a geometric mean."""
+"""Minimum ratio in a geometric mean. Smaller ratios count as this one."""
 
 
 def arguments() -> argparse.Namespace:
@@ -97,7 +96,7 @@ class Size:
         return self.lru is not None and self.lru >= WORTH
 
     def ratio(self, tokens: int) -> float | None:
-        """``tokens`` ÷ Bélády's recomputed tokens; ``None`` if Bélády recomputes none."""
+        """Return ``tokens`` ÷ Bélády's recomputed tokens; ``None`` if Bélády recomputes none."""
         return tokens / self.optimum if self.optimum else None
 
 
@@ -130,7 +129,7 @@ def main() -> None:
         name = trace_name(str(trace))
         alone = run_with_progress([spec(trace, "unlimited", ALONE_PER_S)], processes=options.jobs, kept=kept)
         rate_per_s, longest = scale(alone.logs[0], options.live)
-        # More than the pool ever has to hold: with it the run has as many programs as the others.
+        # More than the pool ever has to hold. A given pool size also sets the usual number of programs.
         ample = spec(trace, "unlimited", rate_per_s, 1000 * longest, longest)
         demand = most_at_once(run_with_progress([ample], processes=options.jobs, kept=kept).logs[0])
         pools = sorted({int(max(share * demand, LEAST_POOL * longest)) for share in SHARES})
@@ -173,8 +172,8 @@ def main() -> None:
 
 
 def scale(log: RunLog, live: float) -> tuple[float, int]:
-    """Arrivals per second that keep ``live`` programs, sub-agents included, alive (Little's law), and the
-    tokens of the longest context."""
+    """Return the arrivals per second that keep ``live`` programs alive, sub-agents included (Little's law),
+    and the tokens of the longest context."""
     lasted_s = [program.completion_s for program in log.programs]
     if None in lasted_s:
         sys.exit(f"{log.trace}: {lasted_s.count(None)} programs did not finish alone; no scale can be told")
@@ -184,7 +183,7 @@ def scale(log: RunLog, live: float) -> tuple[float, int]:
 
 
 def most_at_once(log: RunLog) -> int:
-    """Largest total of the living programs' contexts, in tokens."""
+    """Return the largest total of the living programs' contexts, in tokens."""
     changes: list[tuple[float, int]] = []
     for program in log.programs:
         held = 0
@@ -197,7 +196,7 @@ def most_at_once(log: RunLog) -> int:
 
 
 def thinned(sizes: Sequence[Size], most: int) -> list[Size]:
-    """At most ``most`` of the sizes, evenly distributed."""
+    """Return at most ``most`` of the sizes, evenly distributed."""
     if len(sizes) <= most:
         return list(sizes)
     if most == 1:
@@ -206,7 +205,7 @@ def thinned(sizes: Sequence[Size], most: int) -> list[Size]:
 
 
 def page(found: dict[str, list[Size]], policies: Sequence[str], live: float, made: str) -> str:
-    """The result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
+    """Return the result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
     first = next(size for sizes in found.values() for size in sizes).stock
     lines = [
         "# Competitive ratio",
@@ -277,7 +276,7 @@ def page(found: dict[str, list[Size]], policies: Sequence[str], live: float, mad
 
 
 def grid(head: list[str], lines: list[list[str]]) -> list[str]:
-    """A Markdown table with right-aligned numbers."""
+    """Return a Markdown table with right-aligned numbers."""
     if not lines:
         return ["None."]
     return [

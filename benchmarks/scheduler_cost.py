@@ -9,16 +9,17 @@ of thread CPU time of neighbouring slices, for ``schedule()`` alone and for ``sc
 
     python benchmarks/scheduler_cost.py --full --policy tetris --host-blocks 60000
 
-The same with a full pool. Both engines get the same requests and the same pool, which 80 of them fill. Each
-step produces one token per request, so about every hundred steps the pool is too small and a request is
-preempted while others wait; every 240 steps one request ends. The comparison uses steps of the same number in
-both engines once more than 95 % of the pool is used and both have preempted. The policy was trained on short
-outputs, and these are long: at first it admits about as many requests as stock, then forecasts, admission,
-victim selection, preemptions and copies to host memory all occur. Stock admits the next request as soon as it
-fits; the policy runs admission control in each step and delays the request. The comparison is about the cost
-of a step, not its effect. Time is virtual, 30 ms per step and 0.1 ms for each further token; only the policy
-has host memory. Reports the mean and median CPU of ``schedule()``, and the mean of those calls that preempted
-or admitted. ``--profile`` shows where the policy's time goes; other figures of such a run are invalid.
+The same with a full pool. Both engines get the same requests and the same pool, which 80 of the requests
+fill. Each step produces one token per request, so about every hundred steps the pool is too small and a
+request is preempted while others wait. Every 240 steps one request ends. The comparison begins when more than
+95 % of both pools is used and both engines have preempted, and uses steps with equal numbers. The policy has
+learned short outputs, but these are long: at first it admits about as many requests as stock; later,
+forecasts, admission, victim selection, preemptions and copies to host memory all occur. Stock admits the next
+request as soon as it fits. The policy runs admission control in each step and delays the request. The
+comparison is about the cost of a step, not its effect. Time is virtual: 30 ms per step and 0.1 ms for each
+further token. Only the policy has host memory. Reports the mean and median CPU time of ``schedule()``, and
+the mean of the calls that preempted or admitted. ``--profile`` shows where the policy's time goes; other
+figures of such a run are invalid.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ FULL_WAITING = 16
 FULL_SHARE = 0.95
 FULL_AGENT = "writer"
 FULL_ENDS = range(620, 3_000, 240)
-"""Output tokens at which the requests that end do so, the first to arrive first; all others never end."""
+"""Output lengths of the first requests, in order of arrival. All other requests never end."""
 FULL_MAX_STEPS = 3_000
 """Maximum number of steps in which the pool must fill."""
 
 
 def build(policy: str | None, host_blocks: int = 0) -> Any:
-    """An engine with ``RUNNING`` decoding requests; with a policy also ``KNOWN_PROGRAMS`` programs, and
-    ``host_blocks`` of host memory."""
+    """Return an engine with ``RUNNING`` decoding requests and ``host_blocks`` of host memory. With a policy,
+    the engine also knows ``KNOWN_PROGRAMS`` programs."""
     from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
     settings = None if policy is None else {"policy": policy, "strict": True}
@@ -85,7 +86,7 @@ def build(policy: str | None, host_blocks: int = 0) -> Any:
     for number in range(RUNNING):
         prompt = range(number * 100_000, number * 100_000 + CONTEXT_TOKENS)
         engine.add(f"run{number}", prompt, max_tokens=100_000, program_id=f"run{number}" if policy else None)
-    until = time.monotonic() + 60.0  # a policy that places programs lets them in by and by
+    until = time.monotonic() + 60.0  # a policy with tiers admits the requests one by one
     while time.monotonic() < until:
         engine.step()
         if all(r.num_output_tokens for r in engine.scheduler.requests.values()):
@@ -95,7 +96,8 @@ def build(policy: str | None, host_blocks: int = 0) -> Any:
 
 
 def slice_cost(engine: Any, steps: int) -> tuple[float, float]:
-    """CPU seconds of ``steps`` steps: (in ``schedule``, in ``schedule`` and ``update_from_output``)."""
+    """Return the CPU seconds of ``steps`` steps: in ``schedule``, and in ``schedule`` plus
+    ``update_from_output``."""
     scheduler = engine.scheduler
     in_schedule = 0.0
     original = scheduler.schedule
@@ -125,18 +127,18 @@ class Call(NamedTuple):
     running: int
     used_share: float
     whole_step_s: float
-    """Seconds of ``schedule()`` and ``update_from_output()``, and of making the tokens in between."""
+    """CPU seconds of ``schedule()`` and ``update_from_output()``, and of making the tokens in between."""
 
 
 class Link:
     """Times of copies over PCIe 4."""
 
     def copy_s(self, size: int, *, to_host: bool) -> float:
-        """Seconds to copy ``size`` bytes."""
+        """Return the seconds to copy ``size`` bytes."""
         return size / 20e9
 
     def disk_s(self, size: int, *, to_disk: bool) -> float:
-        """0: there is no disk."""
+        """Return 0, because there is no disk."""
         return 0.0
 
 
@@ -147,7 +149,7 @@ class FullEngine:
         from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
         self._now_s = 0.0
-        # Full of 80 requests after they have written half of what they were given.
+        # The pool is full when each of 80 requests has written 500 tokens.
         fitting = RUNNING * (CONTEXT_TOKENS + CONTEXT_TOKENS // 16) // BLOCK_SIZE
         self.engine = SimulatedEngine(
             SimulatedEngineOptions(
@@ -175,7 +177,7 @@ class FullEngine:
             )
 
     def _be_told(self, host_blocks: int) -> None:
-        """Give the scheduler its known programs, and a history of short outputs."""
+        """Give the scheduler ``KNOWN_PROGRAMS`` programs, and a history of short outputs."""
         engine = self.engine
         if host_blocks:
             from sojourn_server.simulator.tier_transfers import TierTransfers
@@ -191,7 +193,7 @@ class FullEngine:
             lengths.observe(FULL_AGENT, None, 1 + tokens // 16)
 
     def step(self) -> Call:
-        """One engine step."""
+        """Run one engine step, and return its measurements."""
         engine = self.engine
         began = time.thread_time()
         planned = engine.plan()
@@ -222,7 +224,7 @@ class FullEngine:
 
 
 def fill(engines: Sequence[FullEngine]) -> int:
-    """Step all engines until each has a full pool and a preempted request; returns the number of steps."""
+    """Step all engines until each has a full pool and a preempted request. Return the number of steps."""
     preempted = [0] * len(engines)
     for steps in range(1, FULL_MAX_STEPS):
         calls = [engine.step() for engine in engines]
@@ -233,7 +235,7 @@ def fill(engines: Sequence[FullEngine]) -> int:
 
 
 def full_figures(calls: Sequence[Call]) -> dict[str, Any]:
-    """Figures of one engine."""
+    """Return the figures of one engine."""
 
     def mean_ms(of: Sequence[Call]) -> float | None:
         return statistics.fmean(call.cpu_s for call in of) * 1e3 if of else None
@@ -253,7 +255,7 @@ def full_figures(calls: Sequence[Call]) -> dict[str, Any]:
 
 
 def full_cost(policy: str, host_blocks: int, slices: int, steps: int, profile: bool) -> dict[str, Any]:
-    """Run stock and the policy with a full pool, alternating."""
+    """Run stock and the policy with a full pool, alternating, and return the figures of both."""
     engines = FullEngine(None, 0), FullEngine(policy, host_blocks)
     gc.collect()
     gc.disable()
@@ -292,7 +294,8 @@ def full_cost(policy: str, host_blocks: int, slices: int, steps: int, profile: b
 
 
 def expiry_step(leases: int) -> dict[str, Any]:
-    """Wall seconds of every step until ``leases`` leases that expire together are gone."""
+    """Let ``leases`` leases expire together. Return the number of steps until all are gone, and the wall
+    milliseconds of the longest step."""
     from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
     now = [0.0]
@@ -395,7 +398,7 @@ def show_full(result: dict[str, Any]) -> None:
 
 
 def made(command: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Facts of the run that every result includes: command, machine, versions."""
+    """Return the facts that every result includes: command, machine, versions, settings."""
     return {
         "command": command,
         "machine": {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()},

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(turns: int, calls: int) -> dict[str, Any]:
-    """All numbers, as plain data."""
+    """Run all measurements. Return the figures as plain data."""
     sinks = {name: sink(turns) for name, sink in SINKS.items()}
     patch = openai_patch(calls)
     imports = import_ms()
@@ -71,7 +71,7 @@ def measure(turns: int, calls: int) -> dict[str, Any]:
 
 def with_answering_server(turns: int) -> dict[str, Any]:
     """Measure the usual case, with the sender busy in the background."""
-    # Its own process: else its work for each batch would be measured as ours.
+    # The server has its own process, so that its work is not measured.
     with ServerProcess("ok") as url:
         return turns_against(url, turns)
 
@@ -88,7 +88,7 @@ def with_nobody_there(turns: int) -> dict[str, Any]:
 
 
 def without_init(turns: int) -> dict[str, Any]:
-    """Measure without ``init()``: the cost of a library that uses the SDK for users who do not."""
+    """Measure without ``init()``: the cost that a library with SDK calls has for users without sojourn."""
     return turns_against(None, turns)
 
 
@@ -101,7 +101,8 @@ SINKS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def turns_against(url: str | None, turns: int) -> dict[str, Any]:
-    """Time single turns. The sender gets a pause every few turns, since real agents think between turns."""
+    """Measure single turns and return a summary. The sender gets a pause after every tenth turn, because real
+    agents wait between turns."""
     if url is not None:
         sojourn.init(url, dialect="sojourn", history=False)
     took_us = []
@@ -120,7 +121,7 @@ def turns_against(url: str | None, turns: int) -> dict[str, Any]:
 
 
 def openai_patch(calls: int) -> dict[str, float]:
-    """Median microseconds of a chat call over a mock transport, without and with the patch."""
+    """Return the median microseconds of a chat call over a mock transport, without and with the patch."""
     import httpx
     from openai import OpenAI
 
@@ -146,7 +147,7 @@ def openai_patch(calls: int) -> dict[str, float]:
         took: dict[bool, list[float]] = {True: [], False: []}
         with sojourn.program("bench"):
             for n in range(2 * calls + 100):
-                # Interleaved, so that both variants meet the same machine.
+                # Interleaved, so that both variants see the same load of the machine.
                 if n % 2:
                     sojourn.instrument("openai")
                 else:
@@ -158,7 +159,8 @@ def openai_patch(calls: int) -> dict[str, float]:
 
 
 def import_ms(repeats: int = 5) -> dict[str, float]:
-    """Milliseconds of ``import sojourn`` in fresh interpreters. Allow twice the median on a busy machine."""
+    """Return median and maximum milliseconds of ``import sojourn`` in fresh interpreters. A busy machine may
+    double them."""
     code = "import time; t = time.perf_counter(); import sojourn; print((time.perf_counter() - t) * 1000)"
     took = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
@@ -168,7 +170,7 @@ def import_ms(repeats: int = 5) -> dict[str, float]:
 
 
 def summary(took_us: list[float]) -> dict[str, Any]:
-    """Median, p99 and maximum, and the number of blocked turns."""
+    """Return median, p99 and maximum in microseconds, and the number of blocked turns."""
     ordered = sorted(took_us)
     return {
         "turns": len(ordered),
@@ -180,7 +182,7 @@ def summary(took_us: list[float]) -> dict[str, Any]:
 
 
 class ServerProcess:
-    """A ``FakeServer`` in its own process; the ``with`` block gets its URL."""
+    """Context manager that runs a ``FakeServer`` in its own process. Yields the server's URL."""
 
     def __init__(self, mode: str) -> None:
         code = (

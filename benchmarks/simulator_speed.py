@@ -2,9 +2,9 @@
 
     python benchmarks/simulator_speed.py isobench_trae.jsonl.gz
 
-Stock in a closed loop, one run after the other, each in its own process. Only the simulation counts, not the
-import of torch and vLLM. The exit code is 1 if the target for 80 programs is missed or the cost grows faster
-than linearly.
+Runs stock in a closed loop, one run after the other, each in its own process. Only the simulation counts, not
+the import of torch and vLLM. The exit code is 1 if the target for 80 programs is missed or the cost grows
+faster than linearly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sojourn_server.simulator.simulation_run import RunSpec
 
 TARGET = {"programs": 80, "virtual_s_per_wall_s": 60.0}
 NOISE = 1.15
-"""Runs of the same kind differ by some per cent: growth up to this factor counts as linear."""
+"""Growth up to this factor above linear counts as linear, because equal runs differ by a few per cent."""
 
 
 class Point(msgspec.Struct, kw_only=True, frozen=True):
@@ -71,7 +71,7 @@ def main() -> None:
             )
             for count in counts
         ]  # fmt: skip
-        # One at a time, to measure one core and not how two runs share memory and cache.
+        # One run at a time, so that runs do not compete for memory bandwidth and cache.
         rounds.append(run_with_progress(specs, processes=1).rows)
     points = [point([rows[place] for rows in rounds]) for place in range(len(counts))]
     verdicts = judge(points)
@@ -113,7 +113,7 @@ def point(rows: Sequence[RunRow]) -> Point:
 
 
 def judge(points: Sequence[Point]) -> dict[str, tuple[bool, str]]:
-    """Whether the two targets are met, with an explanation: speed at 80 programs, and linear growth."""
+    """Return for each target whether it is met, and why: speed at 80 programs, and linear growth."""
     found: dict[str, tuple[bool, str]] = {}
     target = next((p for p in points if p.programs == TARGET["programs"]), None)
     if target is not None:
@@ -136,13 +136,13 @@ def judge(points: Sequence[Point]) -> dict[str, tuple[bool, str]]:
 
 
 def exponent(points: Sequence[Point]) -> float:
-    """Slope of log cost over log programs, by least squares."""
+    """Return the slope of log cost over log programs, by least squares."""
     xs = [math.log(p.programs) for p in points]
     return statistics.linear_regression(xs, [math.log(p.wall_s_per_virtual_hour) for p in points]).slope
 
 
 def table(points: Sequence[Point]) -> Table:
-    """Table of the points."""
+    """Return a table of the points."""
     shown = Table(title="stock, closed loop")
     for name in (
         "programs",

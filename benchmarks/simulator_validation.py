@@ -7,11 +7,11 @@ Every run starts a new server on its own port. ``sojourn profile`` measures a st
 order with the same gaps, on the fitted profile and the servers' limits. Both sides return one record per
 turn, and one function computes the figures of both.
 
-A single run is one sample: a request that arrives slightly earlier may find KV that is evicted a moment
-later, and everything after it differs. Both sides are therefore run several times and their medians compared.
-The real server runs as often as time allows, in alternating order; the simulator adds random errors to the
+A single run is only one sample: a request that arrives slightly earlier may find KV that is evicted a moment
+later, and then everything after it differs. So both sides run several times, and their medians are compared.
+The real server runs as often as time allows, in alternating order. The simulator adds random errors to the
 duration of each step, as large as those of the profile's samples. The workload has many small losses instead
-of few large ones: runs of the same kind differ by 1 to 3 % in recomputed tokens.
+of few large ones, so that equal runs differ by only 1 to 3 % in recomputed tokens.
 
 ``--paced``: the tiny model with step durations of smol on two idle cores. Everything else is real, and other
 load on the machine does not matter; only the fit of the profile is not tested. ``--smoke``: the tiny model,
@@ -42,7 +42,7 @@ from validation_runs import BenchmarkError, measured_off, play_in_simulator, pla
 from validation_scenario import PACE, SMOKE, RunMeasurements, Scenario, plans_of, programs_of
 
 JUDGED = {"completion_mean_s": 0.10, "regenerated_tokens": 0.05}
-"""Maximum relative errors of the simulator."""
+"""Figure → maximum relative error of the simulator."""
 FIGURES = (
     "completion_mean_s",
     "completion_p95_s",
@@ -61,7 +61,7 @@ console = Console(stderr=True)
 def figures(
     played: RunMeasurements, plans: Mapping[str, Sequence[TurnPlan]], block_size: int
 ) -> dict[str, float]:
-    """The compared figures of a run. ``plans``: the lengths of every program's turns, by program id."""
+    """Return the compared figures of a run. ``plans``: program id → lengths of the program's turns."""
     completion = summarise(played.completions_s)
     turns = played.turns
     again = (recomputed_tokens(plans[t.program], t.turn, t.cached_tokens, block_size) for t in turns)
@@ -80,7 +80,8 @@ def figures(
 
 
 def relative_error(lab: float, real: float) -> float | None:
-    """(lab - real) / real; 0 if both are 0, ``None`` if only ``real`` is."""
+    """Return the simulator's relative error, (lab - real) / real; 0 if both are 0, ``None`` if only ``real``
+    is 0."""
     if lab == real:
         return 0.0
     return (lab - real) / real if real else None
@@ -102,13 +103,13 @@ def compare(real: Sequence[Mapping[str, float]], lab: Sequence[Mapping[str, floa
 
 
 def medians(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """The median of each name's counts; a missing name counts as 0."""
+    """Return the median of each name's counts. A missing name counts as 0."""
     names = sorted({name for count in counts for name in count})
     return {name: statistics.median(count.get(name, 0) for count in counts) for name in names}
 
 
 def measure(scenario: Scenario, profile_file: Path, turns: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run every policy at every load on both sides. ``turns`` is filled with all turns.
+    """Run every policy at every load on both sides. Return their comparisons, and add all turns to ``turns``.
 
     Raises ``BenchmarkError`` and ``ServerStartError``.
     """
@@ -125,7 +126,7 @@ def measure(scenario: Scenario, profile_file: Path, turns: dict[str, Any]) -> li
         return found[at_once, policy, world][-1]
 
     for repeat in range(scenario.repeats):
-        # The other way round every second time, so that no policy always has the warmer machine.
+        # Every second repeat reverses the order, so that no policy always gets the warmer machine.
         for at_once, policy in cells if repeat % 2 == 0 else reversed(cells):
             started = time.perf_counter()
             played = play_on_engine(scenario, programs, policy, at_once)
@@ -151,7 +152,7 @@ def measure(scenario: Scenario, profile_file: Path, turns: dict[str, Any]) -> li
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
-    """Table with real and simulated figures and errors, one row per figure."""
+    """Return a table of real and simulated figures and errors, with one row per figure."""
     drawn = Table(title="the simulator against the engine", title_justify="left")
     for name in ("policy", "at once", "figure"):
         drawn.add_column(name, no_wrap=True)
@@ -177,7 +178,7 @@ def _short(number: float) -> str:
 
 
 def document(scenario: Scenario, profile_file: Path, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The result document that is committed."""
+    """Return the JSON document with all results."""
     from sojourn_server.policies.costs.engine_profile import EngineProfile
     from sojourn_server.simulator.report.results_file import made_with
 
@@ -203,7 +204,7 @@ def document(scenario: Scenario, profile_file: Path, results: list[dict[str, Any
 
 
 def scenario_of(options: argparse.Namespace) -> Scenario:
-    """The scenario that the command line selects."""
+    """Return the scenario that the command line selects."""
     scenario = SMOKE if options.smoke else Scenario()
     changed = {
         name: value

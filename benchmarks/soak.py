@@ -1,13 +1,13 @@
-"""Agents, floods, hostile clients, kills and restarts for hours, and whether everything comes back.
+"""Soak test: hours of agents, floods, hostile clients, kills and restarts, with checks for leaks.
 
     python benchmarks/soak.py --hours 2 --out benchmarks/results
 
-Two engines (model ``tiny``, host memory and disk) stand behind two gateways with tenants. Engine *a* and
-gateway *a* live throughout; the others are killed and restarted at random, under load. Each round is
-``--load`` seconds of agents, floods of events and hostile clients, some of them killed, and then silence. In
-silence all blocks, leases, requests, copies and connections have to come back within ``--silence`` seconds.
-The memory of each process is compared from minute ``--settle`` of its life to its end. All choices come from
-``--seed`` and the number of the round. The page is written after every round.
+Two engines (model ``tiny``, host memory and disk) run behind two gateways with tenants. Engine *a* and
+gateway *a* run throughout. Engine *b* and gateway *b* are killed and restarted at random, under load. A round
+begins with ``--load`` seconds of agents, floods of events and hostile clients; some clients are killed. In
+the silence after it, the servers must release all blocks, leases, requests, copies and connections within
+``--silence`` seconds. The memory of a process at its end is compared with that at minute ``--settle`` of its
+life. ``--seed`` and the round's number determine all choices. The page is written after every round.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from sojourn_server.simulator.report.results_file import made_with
 
 CLIENTS = Path(__file__).with_name("soak_clients.py")
 CLIENTS_END_S = 150.0
-"""Longest time for clients to end after their last turn began; they wait two minutes for a byte."""
+"""Maximum seconds for clients to end after the load; a client waits up to two minutes for a byte."""
 MOST_FAILED_ROUNDS = 5
-"""In a row; more say nothing new."""
+"""Number of failed rounds in a row after which the run stops."""
 BAD_WORDS = ("clients silent for two minutes", "streams without an end")
-"""What a client may never report."""
+"""Reports of clients that always count as failures."""
 ENGINE_ENDS = ("SIGTERM", "SIGKILL", "core")
 GATEWAY_ENDS = ("SIGTERM", "SIGKILL")
 
@@ -56,11 +56,11 @@ class Action(NamedTuple):
     what: str
     """``kill agents``, ``flood``, ``restart engine`` or ``restart gateway``."""
     how: str = ""
-    """Which server, or how it ends."""
+    """The affected server or client (``a`` or ``b``), or the way in which a restarted server ends."""
 
 
 def plan_round(seed: int, number: int, load_s: float) -> list[Action]:
-    """The actions of a round, by time; the same for the same seed and number."""
+    """Return the actions of a round, ordered by time. Equal seeds and numbers give equal actions."""
     draw = random.Random(f"{seed}/{number}")
     actions = [
         Action(draw.uniform(0.15, 0.95) * load_s, "kill agents", draw.choice("ab"))
@@ -70,8 +70,8 @@ def plan_round(seed: int, number: int, load_s: float) -> list[Action]:
         Action(draw.uniform(0.0, 0.8) * load_s, "flood", draw.choice(("engine a", "gateway a", "gateway b")))
         for _ in range(draw.randint(1, 3))
     ]
-    # A restart takes half a minute, so that the round has load before and after it. The first round has none:
-    # it says what servers have when nothing happened to them.
+    # A restart takes half a minute, so it comes early enough to have load before and after it. The first
+    # round has no restart, because its silence is the reference for later ones.
     if number and draw.random() < 0.5:
         actions.append(Action(draw.uniform(0.1, 0.5) * load_s, "restart engine", draw.choice(ENGINE_ENDS)))
     if number and draw.random() < 0.6:
@@ -83,7 +83,7 @@ def plan_round(seed: int, number: int, load_s: float) -> list[Action]:
 
 
 class Client:
-    """A process of ``soak_clients.py`` and what it reported."""
+    """A process of ``soak_clients.py``, and counts of the words that the process reported."""
 
     def __init__(self, kind: str, url: str, tenant: str, seed: str, seconds: float) -> None:
         self.words: Counter[str] = Counter()
@@ -110,13 +110,13 @@ class Client:
         return self._process.poll()
 
     def kill(self) -> None:
-        """``kill -9``, wherever it is."""
+        """Kill the process with SIGKILL and wait for its end."""
         self._process.kill()
         self._process.wait()
         self._reader.join(10)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ended by itself."""
+        """Wait up to ``seconds`` for the process to end. Return whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, seconds))
             self._reader.join(10)
@@ -124,11 +124,11 @@ class Client:
         return False
 
     def report(self) -> Counter[str]:
-        """Totals, without the marks of what began and ended."""
+        """Return the number of reports of each word, without the marks ``+`` and ``-``."""
         return Counter({word: count for word, count in self.words.items() if word[:1] not in "+-"})
 
     def inside(self, what: str) -> int:
-        """How many of its programs are in a tool call, or read a stream."""
+        """Return the number of the client's programs that are in a tool call or read a stream (``what``)."""
         return self.words[f"+{what}"] - self.words[f"-{what}"]
 
 
@@ -153,7 +153,8 @@ class Soak:
         return [*self.engines.values(), *self.gateways.values()]
 
     def start(self, number: int) -> None:
-        """Start what does not run. After the start a server that had ended by itself is a failure."""
+        """Start the servers that do not run. After the first round, also record each of them as a failure,
+        because it ended by itself."""
         away = [server for server in self.servers if not server.alive]
         for server in away if self.record.rounds else ():
             self.record.failed(number, f"{server.name} was found dead and is started anew")
@@ -171,7 +172,8 @@ class Soak:
                 self.record.failed(len(self.record.rounds), f"at the end: {error}")
 
     def round(self, number: int) -> bool:
-        """Load and silence; False: give up."""
+        """Run one round of load and silence, and record it. Return False if the run must stop, because too
+        many rounds in a row failed."""
         began, failures = time.monotonic(), len(self.record.failures)
         row: dict[str, Any] = {"round": number, "did": {}, "left": []}
         try:
@@ -193,7 +195,7 @@ class Soak:
             self.record.remember(states)
             for left in row["left"]:
                 self.record.failed(number, f"not back after {self.options.silence:g} s: {left}")
-        except Exception as error:  # the run goes on: what comes after says how bad it is
+        except Exception as error:  # the run continues: later rounds show how bad the failure is
             self.record.failed(number, f"{type(error).__name__}: {error}")
             self._console.print(traceback.format_exc(), markup=False, highlight=False)
         row["wall_s"] = round(time.monotonic() - began, 1)
@@ -217,7 +219,7 @@ class Soak:
             self._console.print(f"[red]failed:[/] {failure}", highlight=False, soft_wrap=True)
 
     def _load(self, number: int, did: Counter[str]) -> None:
-        """A round's clients and actions, counted in ``did``."""
+        """Run a round's clients and actions, and count them in ``did``."""
         agents: dict[str, Client] = {}
         others: list[Client] = []
         try:
@@ -269,7 +271,8 @@ class Soak:
                 self.record.failed(number, f"agents did not end within {CLIENTS_END_S:.0f} s")
 
     def _reported(self, number: int, client: Client) -> Counter[str]:
-        """Totals of agents that ended by themselves."""
+        """Return the reports of agents that ended by themselves. Record a failure if their exit code is not
+        0."""
         client.wait(10)
         if client.code:
             self.record.failed(number, f"agents ended with code {client.code}")
@@ -295,7 +298,8 @@ class Soak:
             server.start()
 
     def _silence(self) -> tuple[list[ServerState], list[str]]:
-        """Wait until all is back, or for ``--silence``."""
+        """Wait until everything is released, at most ``--silence`` seconds. Return the servers' states, and
+        what is not released."""
         began = told = time.monotonic()
         end = began + self.options.silence
         while True:
@@ -317,7 +321,7 @@ class Soak:
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -337,7 +341,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, console: Console) -> Record:
-    """All rounds; returns the record."""
+    """Run all rounds and return their record."""
     made, began = made_with(sys.argv), time.monotonic()
     os.environ["SOJOURN_HISTORY"] = "off"
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
@@ -369,9 +373,9 @@ def run(options: argparse.Namespace, console: Console) -> Record:
 
 
 def main() -> None:
-    """Run, print, end with 1 where the verdict does not hold."""
+    """Run the rounds and print the verdict. Exits with code 1 if the verdict does not hold."""
     options, console = read_options(), Console()
-    # ``timeout`` and supervisors end it as Ctrl-C does: servers are stopped, and the page is there.
+    # SIGTERM, which ``timeout`` and supervisors send, acts like Ctrl-C: servers stop and the page is written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     record = run(options, console)
     verdict = record.verdict()

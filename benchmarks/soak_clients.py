@@ -2,8 +2,9 @@
 
     python benchmarks/soak_clients.py agents URL --key KEY --seed 1 --seconds 60
 
-They write what happens as lines of one word; ``+tool`` and ``-tool`` enclose a tool call, ``+stream`` and
-``-stream`` an answer on its way, so that ``soak.py`` knows where a killed client was.
+Clients print one line per occurrence, for example ``turns``. ``+tool`` and ``-tool`` mark the beginning and
+end of a tool call, ``+stream`` and ``-stream`` those of a streamed answer. So ``soak.py`` knows what a killed
+client was doing.
 """
 
 from __future__ import annotations
@@ -25,31 +26,33 @@ import httpx
 import sojourn
 
 SILENCE_S = 120.0
-"""Longest time without a byte of an answer; a client that waits longer sat silent."""
+"""Maximum seconds without a byte of an answer. A client that waits longer reports a failure."""
 AGENTS = 6
-"""Programs at once of one process."""
+"""Number of concurrent programs of one process."""
 MOST_CONTEXT_TOKENS = 1400
 MOST_TRIES = 4
-"""Of one turn."""
+"""Maximum number of attempts of one turn."""
 TOOL_MEAN_S = {"bash": 0.4, "search": 0.15, "pytest": 2.0}
 MOST_TOOL_S = 8.0
 HOSTILE_AT_ONCE = 6
 FLOOD_CONNECTIONS = 4
 FLOOD_EVENTS = 1000
 FLOOD_PROGRAMS = 4000
-"""The same in every flood: tables fill up once, and memory can be compared over hours."""
+"""Number of programs in a flood. All floods use the same programs, so that tables fill up only once and
+memory can be compared over hours."""
 GREEDY_TTL_S = 15.0
-"""Hinted by hostile clients, which send no heartbeats; longer ones would make every silence as long."""
+"""Longest lease that hostile clients ask for. They send no heartbeats, so a longer one would prolong every
+silence."""
 
 
 def tell(word: str) -> None:
-    """Report to ``soak.py``."""
+    """Print ``word``, a report to ``soak.py``."""
     print(word, flush=True)
 
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """Report that something begins and that it ended."""
+    """Report the begin and the end of the ``with`` block, as ``+what`` and ``-what``."""
     tell(f"+{what}")
     try:
         yield
@@ -61,7 +64,7 @@ def told(what: str) -> Iterator[None]:
 
 
 async def run_agents(url: str, key: str, draw: random.Random, until: float) -> None:
-    """Programs one after another, ``AGENTS`` at once, instrumented by the SDK."""
+    """Run programs one after another, ``AGENTS`` at once, reported by the SDK, until the time ``until``."""
     sojourn.init(url, api_key=key, probe_timeout_s=5.0, instrument=False, history=False)
     timeout = httpx.Timeout(SILENCE_S, connect=10.0)
     async with httpx.AsyncClient(
@@ -78,7 +81,7 @@ async def run_agents(url: str, key: str, draw: random.Random, until: float) -> N
 
 
 async def run_program(http: httpx.AsyncClient, draw: random.Random, until: float) -> None:
-    """Turns with tool calls between them."""
+    """Run one program: turns with tool calls between them."""
     hints = {
         "kv_retention_ttl_s": draw.choice((None, None, 2.0, 30.0)),
         "priority": draw.choice((None, None, 0, 7)),
@@ -109,7 +112,8 @@ async def run_program(http: httpx.AsyncClient, draw: random.Random, until: float
 
 
 async def take_turn(http: httpx.AsyncClient, draw: random.Random, context: list[int]) -> bool:
-    """One request, streamed or not, some broken off; False: it failed and is asked again."""
+    """Send one request, streamed or not; leave some streams early. Return False if the request failed and
+    must be repeated."""
     fields, headers = sojourn.request_parts()
     streams = draw.random() < 0.6
     body = {
@@ -138,7 +142,7 @@ async def take_turn(http: httpx.AsyncClient, draw: random.Random, context: list[
 
 
 async def read_stream(answer: httpx.Response, leave_after: int | None) -> str:
-    """How a stream ended."""
+    """Read a stream, and return the word that reports how the stream ended."""
     parts = 0
     async for line in answer.aiter_lines():
         if line == "data: [DONE]":
@@ -156,7 +160,7 @@ async def read_stream(answer: httpx.Response, leave_after: int | None) -> str:
 
 
 async def run_flood(url: str, key: str, draw: random.Random, until: float) -> None:
-    """Batches of events as fast as they are answered."""
+    """Post batches of events as fast as they are answered, until the time ``until``."""
     batches = [json.dumps(flood_batch(first)).encode() for first in range(0, FLOOD_PROGRAMS, FLOOD_EVENTS)]
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0, trust_env=False) as http:
@@ -176,7 +180,7 @@ async def run_flood(url: str, key: str, draw: random.Random, until: float) -> No
 
 
 def flood_batch(first: int) -> dict[str, Any]:
-    """A tool call for each of ``FLOOD_EVENTS`` invented programs."""
+    """Return a batch with a tool call of each of ``FLOOD_EVENTS`` invented programs."""
     events = [
         {"type": "tool_start", "program_id": f"flood-{n}", "seq": n, "call_id": f"c{n}", "tool": "bash"}
         for n in range(first, first + FLOOD_EVENTS)
@@ -190,7 +194,7 @@ Attack = Callable[[httpx.AsyncClient, random.Random], Awaitable[None]]
 
 
 async def run_hostile(url: str, key: str, draw: random.Random, until: float) -> None:
-    """What no client should send, ``HOSTILE_AT_ONCE`` at once, until killed or at the end."""
+    """Run random attacks, ``HOSTILE_AT_ONCE`` at once, until the time ``until``."""
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0, trust_env=False) as http:
 
@@ -208,7 +212,7 @@ async def run_hostile(url: str, key: str, draw: random.Random, until: float) -> 
 
 
 async def _raw(http: httpx.AsyncClient, data: bytes, hold_s: float) -> None:
-    """Write bytes of our own to a new connection, wait, and close it."""
+    """Open a connection, write ``data``, wait ``hold_s`` seconds, and close the connection."""
     place = urlsplit(str(http.base_url))
     _, writer = await asyncio.open_connection(place.hostname, place.port)
     try:
@@ -256,7 +260,7 @@ async def fat_hint(http: httpx.AsyncClient, draw: random.Random) -> None:
 
 
 async def greedy(http: httpx.AsyncClient, draw: random.Random) -> None:
-    """A new program with the highest priority and a lease, whose stream its client leaves."""
+    """Start a program with an extreme priority and a lease, and leave its stream early."""
     hint = {
         "program_id": f"greedy-{draw.randrange(300)}",
         "kv_retention_ttl_seconds": draw.uniform(0.0, GREEDY_TTL_S),
@@ -312,7 +316,7 @@ KINDS = {"agents": run_agents, "flood": run_flood, "hostile": run_hostile}
 
 
 def main() -> None:
-    """Be the client that the command line names."""
+    """Run the kind of client that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What a soak found: what has not come back, how memory grew, and the page that says so."""
+"""Results of the soak test: what was not released, how memory grew, and the result page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from result_pages import made_by, marked, write_result
 from soak_stack import MOST_PROGRAMS, ServerState
 
 MOST_GROWTH = 0.02
-"""Of a process's memory after ``--settle`` minutes of its life."""
+"""Maximum growth of a process's memory after ``--settle`` minutes of its life, as a share."""
 SPARE_FILE_DESCRIPTORS = 16
-"""More than after the first silence are a leak; pools of connections between servers vary."""
+"""A process may have this many file descriptors more than after the first silence, because connection pools
+vary. More are a leak."""
 TABLE_BOUNDS = {"engine": {"programs": MOST_PROGRAMS}, "gateway": {"programs": 200_000}}
 
 
 def problems(states: Sequence[ServerState], first: Mapping[str, ServerState]) -> list[str]:
-    """What has not come back, in words. ``first``: the states after the first silence, by name."""
+    """Return one line for each thing that was not released. ``first``: server name → state after the first
+    silence."""
     found = []
     for state in states:
         found += [f"{state.name}: {count:g} {what}" for what, count in state.counts.items() if count]
@@ -50,18 +52,18 @@ def problems(states: Sequence[ServerState], first: Mapping[str, ServerState]) ->
 
 @dataclass
 class Life:
-    """A process from its start to its end, and its memory at each silence."""
+    """One process of a server, and the process's memory at each silence."""
 
     server: str
     role: str
     number: int
     minutes: list[float] = field(default_factory=list)
-    """Since the process started."""
+    """Minutes from the start of the process to each silence."""
     rss_mib: list[float] = field(default_factory=list)
 
     def growth(self, settle_min: float) -> tuple[float, float] | None:
-        """Growth from the first silence after ``settle_min`` to the last: of the measured values, and of the
-        line through them. ``None``: fewer than three silences to compare."""
+        """Return the relative growth of memory from the first silence after ``settle_min`` to the last one:
+        of the measured values, and of the line fitted to them. ``None`` for fewer than three silences."""
         kept = [(at, rss) for at, rss in zip(self.minutes, self.rss_mib, strict=True) if at >= settle_min]
         if len(kept) < 3:
             return None
@@ -71,14 +73,14 @@ class Life:
         return sizes[-1] / sizes[0] - 1, end / begin - 1
 
     def late_growth(self, settle_min: float) -> tuple[float, float] | None:
-        """The same for the second half of the time after ``settle_min``. Bounded tables fill up in the first;
-        a leak goes on."""
+        """Return the ``growth`` in the second half of the time after ``settle_min``. Bounded tables fill up
+        in the first half, but a leak continues."""
         return self.growth((settle_min + self.minutes[-1]) / 2) if self.minutes else None
 
 
 @dataclass
 class Record:
-    """Everything the page is made of."""
+    """All data for the result page."""
 
     seed: int
     settle_min: float
@@ -88,7 +90,7 @@ class Record:
     lives: dict[tuple[str, str, int, float], Life] = field(default_factory=dict)
 
     def remember(self, states: Sequence[ServerState]) -> None:
-        """Add a silence to the lives of all processes."""
+        """Add the memory of all processes at a silence to their lives."""
         for state in states:
             for process in state.processes:
                 key = (state.name, process.role, process.pid, process.since)
@@ -99,11 +101,11 @@ class Record:
                 self.lives[key].rss_mib.append(process.rss_mib)
 
     def failed(self, number: int, what: str) -> None:
-        """A failure, with what is needed to see it again."""
+        """Record a failure, with the round and the seed that reproduce it."""
         self.failures.append(f"round {number}, seed {self.seed}: {what}")
 
     def verdict(self) -> dict[str, Any]:
-        """What leaked, what grew, and whether that is what was promised."""
+        """Return the numbers of leaks and failures, the growth of memory, and whether the soak ``holds``."""
         growths = [life.growth(self.settle_min) for life in self.lives.values()]
         late = [life.late_growth(self.settle_min) for life in self.lives.values()]
         left = [problem for one in self.rounds for problem in one["left"]]
@@ -124,17 +126,17 @@ class Record:
 
 
 def percent(share: float) -> str:
-    """With a sign and a decimal."""
+    """Return a share as percent, with a sign and one decimal."""
     return f"{100 * share:+.1f} %"
 
 
 def told(share: float | None) -> str:
-    """A growth in words."""
+    """Return a growth as text; ``None`` means that the time was too short."""
     return "too short to say" if share is None else percent(share)
 
 
 def page(record: Record, made: Any, wall_s: float, policy: str, drawn: bool) -> str:
-    """The result in Markdown."""
+    """Return the result as Markdown."""
     verdict = record.verdict()
     loads = [row["load_average"] for row in record.rounds] or [0.0]
     silences = [row["silence_s"] for row in record.rounds if "silence_s" in row] or [0.0]
@@ -184,7 +186,7 @@ def page(record: Record, made: Any, wall_s: float, policy: str, drawn: bool) -> 
 
 
 def draw_memory(record: Record, path: Path) -> bool:
-    """Memory of each process against that at its first silence; False without matplotlib."""
+    """Plot the memory of each process relative to the first silence. Return False without matplotlib."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -208,7 +210,7 @@ def draw_memory(record: Record, path: Path) -> bool:
 
 
 def write(record: Record, out: Path, made: Any, wall_s: float, policy: str) -> None:
-    """``soak.json``, ``soak.md`` and ``soak.svg``."""
+    """Write ``soak.json``, ``soak.md`` and ``soak.svg`` into the folder ``out``."""
     drawn = draw_memory(record, out / "soak.svg")
     document = {
         "seed": record.seed,

@@ -1,4 +1,4 @@
-"""The servers of ``soak.py``: engines and gateways that are started, killed, restarted and looked into."""
+"""The servers of ``soak.py``: starts, stops and inspects engines and gateways."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sojourn_server.launch.engine_server import EngineServer
 TENANT_KEYS = {"agents": "key-of-agents", "hostile": "key-of-the-hostile"}
 ADMIN_KEY = "key-of-the-operator"
 STOP_BOUND_S = 75.0
-"""Longest time from SIGTERM to the end of a server; a gateway gives streams a minute."""
+"""Maximum seconds from SIGTERM to the end of a server. A gateway waits up to a minute for streams."""
 READY_S = 300.0
 SILENT_PROGRAM_S = 120
-"""Until a gateway forgets a program whose client was killed: less than a round."""
+"""Seconds until a gateway forgets a silent program, for example one of a killed client. Less than a round."""
 MOST_PROGRAMS = 500
-"""In an engine's table. It is full within ten minutes, so that growth after them is a leak; the default of
-20,000 fills for hours."""
+"""Maximum number of programs in an engine's table. The table is full within ten minutes, so that later growth
+is a leak. The default of 20,000 takes hours to fill."""
 ENGINE_ARGS = (
     "--max-model-len", "2048", "--max-num-seqs", "16", "--num-gpu-blocks-override", "256",
     "--kv-host-gib", "0.005", "--kv-disk-gib", "0.02", "--sojourn-option", f"max_programs={MOST_PROGRAMS}",
@@ -41,37 +41,37 @@ ENGINE_ENV = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "SOJOURN_HISTORY": "off",
 }
-"""oneDNN keeps a compiled kernel for each number of tokens in a batch: 1,024 of them, some 300 MiB, which
-fill for an hour. 64 are there within minutes."""
+"""Environment of an engine. oneDNN caches a compiled kernel for each number of tokens in a batch. By default
+it keeps 1,024 kernels (about 300 MiB), which takes an hour; 64 kernels are reached within minutes."""
 
 
 @dataclass
 class ProcessState:
-    """One process of a server."""
+    """Measurements of one process of a server."""
 
     role: str
     pid: int
     since: float
-    """When it was created; with the pid it names a life."""
+    """Time of creation. Together with the pid it identifies the process."""
     rss_mib: float
     file_descriptors: int
     half_closed: int
-    """Connections whose other end is gone and which this process has not closed."""
+    """Number of connections that the peer has closed but this process has not."""
 
 
 @dataclass
 class ServerState:
-    """What a server says of itself and the system of its processes; ``counts`` have to be 0 in silence."""
+    """A server's own statistics, and measurements of its processes. All ``counts`` must be 0 in silence."""
 
     name: str
     counts: dict[str, float] = field(default_factory=dict)
     tables: dict[str, float] = field(default_factory=dict)
-    """Sizes that have a bound."""
+    """Sizes of tables that have a bound."""
     processes: list[ProcessState] = field(default_factory=list)
 
 
 class Engine:
-    """An engine with host memory and disk below its device; it keeps its port over restarts."""
+    """An engine with host memory and disk for KV. The port stays the same over restarts."""
 
     def __init__(self, name: str, policy: str, folder: Path) -> None:
         self.name = f"engine {name}"
@@ -100,7 +100,7 @@ class Engine:
         return self._server is not None and self._server.pid is not None and _answers(f"{self.url}/health")
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start the engine and wait until it answers."""
         self._lives += 1
         log = self._logs / f"{self.name.replace(' ', '-')}-{self._lives}.log"
         self._server = EngineServer(
@@ -109,7 +109,8 @@ class Engine:
         ).start()  # fmt: skip
 
     def stop(self, how: str = "SIGINT") -> None:
-        """End it: by a signal to the API server, by SIGKILL to all its processes, or by that to its core."""
+        """Stop the engine. ``how``: ``SIGINT`` or ``SIGTERM`` to the API server, ``SIGKILL`` to all
+        processes, or ``core``, which sends SIGKILL to the engine core only."""
         server, self._server = self._server, None
         if server is None or server.pid is None:
             return
@@ -128,13 +129,13 @@ class Engine:
             server.stop()
 
     def step(self) -> None:
-        """Have it run a step: results of copies come back with the next one, and an idle engine has none."""
+        """Make the engine run steps. An idle engine runs none, but reports finished copies only in a step."""
         body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
         answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=30, trust_env=False)
         answer.raise_for_status()
 
     def state(self) -> ServerState:
-        """As now, or half a second ago."""
+        """Return the engine's state, which may be half a second old."""
         told = _get(f"{self.url}/sojourn/v1/stats")
         pool, tiers = told["pool"], told["tiers"]
         moved = tiers.get("traffic", {})
@@ -162,7 +163,7 @@ class Engine:
 
 
 class Gateway:
-    """A gateway with tenants and a state file; it keeps its port over restarts."""
+    """A gateway with tenants and a state file. The port stays the same over restarts."""
 
     def __init__(self, name: str, engines: list[Engine], folder: Path) -> None:
         self.name = f"gateway {name}"
@@ -190,7 +191,7 @@ class Gateway:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start it and wait until it listens; engines may be away."""
+        """Start the gateway and wait until it listens. Engines need not run."""
         self._lives += 1
         with (self._logs / f"{self.name.replace(' ', '-')}-{self._lives}.log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -203,7 +204,8 @@ class Gateway:
             time.sleep(0.2)
 
     def stop(self, how: str = "SIGTERM") -> None:
-        """End it by this signal. Raises ``RuntimeError`` if SIGTERM does not end it in its time."""
+        """Stop the gateway with the signal ``how``. Raises ``RuntimeError`` if it still runs ``STOP_BOUND_S``
+        seconds later."""
         process, self._process = self._process, None
         if process is None or process.poll() is not None:
             return
@@ -216,7 +218,7 @@ class Gateway:
             raise RuntimeError(f"{self.name} had not ended {STOP_BOUND_S:.0f} s after SIGTERM") from None
 
     def state(self) -> ServerState:
-        """As now."""
+        """Return the gateway's current state."""
         assert self._process is not None
         replicas = _get(f"{self.url}/sojourn/v1/replicas", ADMIN_KEY)
         waiting = httpx.get(f"{self.url}/health", timeout=30, trust_env=False).json()["waiting"]
@@ -237,7 +239,7 @@ Server = Engine | Gateway
 
 
 def process_role(process: psutil.Process) -> str | None:
-    """The role of an engine's child process; ``None``: Python's own helper processes."""
+    """Return the role of an engine's child process; ``None`` for Python's own helper processes."""
     words = " ".join([process.name(), *process.cmdline()])
     if "EngineCore" in words:
         return "engine core"
@@ -245,7 +247,7 @@ def process_role(process: psutil.Process) -> str | None:
 
 
 def process_states(pid: int, role: str) -> list[ProcessState]:
-    """A server's process and its children."""
+    """Return the states of a server's process, which has the role ``role``, and of its children."""
     first = psutil.Process(pid)
     found = [(role, first), *((process_role(child), child) for child in first.children(recursive=True))]
     return [_process_state(name, process) for name, process in found if name is not None]

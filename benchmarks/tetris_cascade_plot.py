@@ -1,11 +1,11 @@
-"""Plot of a preemption cascade: stock and Tetris with host memory on the same requests.
+"""Plot a preemption cascade: stock, and Tetris with host memory, on the same requests.
 
     python benchmarks/tetris_cascade_plot.py --out docs/images/preemption-cascade.svg
 
-Two simulator runs of 20 virtual minutes each; they take about a minute. Each request is a bar, in order of
-arrival from the top: running, waiting for admission, or preempted. The plot is read from the scheduler after
-each step. The time window shows many preemptions of stock; ``--window`` selects another. Prints the counts
-for the window and for the whole runs.
+Runs two simulations of 20 virtual minutes, which take about a minute. Each request is a bar, in order of
+arrival from the top. The bar's colour shows whether the request runs, waits for admission or is preempted,
+according to the scheduler after each step. In the default time window stock preempts often; ``--window``
+selects another. Prints the counts for the window and for the whole runs.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Timeline:
 
 @contextmanager
 def watched() -> Iterator[Timeline]:
-    """Make simulator runs inside the ``with`` block fill the timeline, by observing their engine."""
+    """Yield a timeline, which records the engine of every simulation inside the ``with`` block."""
     from sojourn_server.simulator import simulated_engine
 
     timeline = Timeline()
@@ -117,13 +117,13 @@ class Panel(NamedTuple):
     name: str
     timeline: Timeline
     cascades: int
-    """Number of cascades over the whole run; so is ``preemptions``."""
+    """Number of cascades in the whole run. ``preemptions`` covers the whole run too."""
     preemptions: int
     output_tok_per_s: float
 
 
 def play(policy: str) -> Panel:
-    """Simulate one policy."""
+    """Simulate one policy, and return the data of its panel."""
     with watched() as timeline:
         log = run_simulation(replace(SPEC, policy=policy)).log
     timeline.over(log.virtual_s)
@@ -134,7 +134,7 @@ def play(policy: str) -> Panel:
 
 
 def within(panel: Panel, window: tuple[float, float]) -> dict[str, Any]:
-    """Counts of events in the time window."""
+    """Return the counts of events in the time window."""
     begin_s, end_s = window
     marks = [(at_s, name) for at_s, name in panel.timeline.preemptions if begin_s <= at_s < end_s]
     names = [name for _, name in marks]
@@ -182,7 +182,7 @@ def draw(panels: Sequence[Panel], window: tuple[float, float], path: Path) -> No
 
 
 def thinned(used: Sequence[tuple[float, float]], window: tuple[float, float]) -> list[tuple[float, float]]:
-    """Samples in the window, without those that would not change the line by half a percent of the pool."""
+    """Return the samples in the window, without those that change the line by less than 0.5 % of the pool."""
     inside = [point for point in used if window[0] <= point[0] <= window[1]]
     kept = inside[:1]
     for before, point in pairwise(inside):

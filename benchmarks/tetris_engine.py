@@ -2,14 +2,13 @@
 
     python benchmarks/tetris_engine.py --out benchmarks/results
 
-Requests of two kinds on ``smol``, short answers and long reasoning, with log-normal lengths drawn from the
-seed (``--mean-short``, ``--mean-long``). All tokens are forced, so every arm writes the same. Each arm first
-answers ``--warm-up`` requests of another seed, which are not counted, since no arm has learned lengths at its
-start. ``observe`` decides as stock does and counts stock's cascades. ``oracle+host`` gets each output's true
-length as ``max_tokens``, which other arms set too high to matter; it is an upper bound. ``learned+host``
-reads hidden states, which carry no information for forced tokens and random prompts; it shows the cost of a
-network that does not help. The arms alternate, ``--rounds`` times; figures are medians. Run it on an idle
-machine.
+``smol`` answers requests of two kinds, short answers and long reasoning, with log-normal lengths drawn from
+the seed (``--mean-short``, ``--mean-long``). All tokens are forced, so every arm writes the same. Each arm
+first answers ``--warm-up`` requests of another seed, to learn lengths; these are not counted. ``observe``
+decides as stock does and counts stock's cascades. ``oracle+host`` is an upper bound: it gets each output's
+true length as ``max_tokens``, which is too high to matter in other arms. ``learned+host`` reads hidden
+states, which carry no information for forced tokens and random prompts. It shows the cost of a network that
+does not help. The arms alternate, ``--rounds`` times; figures are medians. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ LATENCIES = ("tpot_s", "ttft_s", "completion_s")
 
 
 def max_model_len(options: argparse.Namespace) -> int:
-    """Longest context: one request has to fit the pool, without vLLM's null block."""
+    """Return the longest context in tokens: one request must fit into the pool, less vLLM's null block."""
     return min(options.pool_tokens - BLOCK_TOKENS, 4096)
 
 
 def trace(target: Path, options: argparse.Namespace, requests: int, seed: int) -> dict[str, Any]:
-    """Write a workload file; returns a summary of its content."""
+    """Write a workload file, and return a summary of its content."""
     draw = random.Random(seed)
     lengths: list[int] = []
     with target.open("w", encoding="utf-8") as file:
@@ -74,7 +73,7 @@ def trace(target: Path, options: argparse.Namespace, requests: int, seed: int) -
 
 
 def counted(url: str) -> dict[str, float]:
-    """The engine's counters of preemptions, and of preemptions that follow another one."""
+    """Return the engine's counters of preemptions, and of preemptions that follow another one."""
     found = {"preemptions": 0.0, "chained": 0.0}
     for line in httpx.get(f"{url}/metrics", timeout=30.0, trust_env=False).text.splitlines():
         name, _, value = line.rpartition(" ")
@@ -90,7 +89,7 @@ def counted(url: str) -> dict[str, float]:
 def run_arm(
     name: str, load: Path, warm_up: Path, options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
-    """Run one server and one replay."""
+    """Run the server of one arm, replay the load, and return the figures."""
     from sojourn_server.launch.engine_server import EngineServer
     from sojourn_server.launch.serve_command import FORCED_TOKENS
 
@@ -130,7 +129,7 @@ def run_arm(
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """The median of each figure over the runs of one arm."""
+    """Return the median of each figure over the runs of one arm."""
     return {key: median(run[key] for run in runs) for key in runs[0]}
 
 
@@ -141,7 +140,7 @@ HEAD = (
 
 
 def lines(runs: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:
-    """Table rows, one per arm, relative to ``observe`` or else the first arm."""
+    """Return the table's rows, one per arm, relative to ``observe`` or else to the first arm."""
     arms = {name: medians(of) for name, of in runs.items() if of}
     base = arms.get("observe") or next(iter(arms.values()))
     return [

@@ -2,9 +2,10 @@
 
     python benchmarks/uncontended_overhead.py --json benchmarks/results/uncontended_overhead.json
 
-A stock server and one with the extension run side by side; only one gets requests at a time. The load is
+A stock server and one with the extension run side by side. Only one gets requests at a time. The load is
 eight conversations of plain requests without a program, in a pool that holds them all. Runs alternate
-A B B A …; the figure is the median over pairs of the ratio stock ÷ sojourn of the mean completion time.
+A B B A …. For each pair of runs, mean completion times are compared as stock ÷ sojourn. The result is the
+median of these ratios.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BLOCK_SIZE = 32
 
 
 async def conversation(client: httpx.AsyncClient, url: str, model: str, seed: int) -> float:
-    """Run one conversation of ``TURNS`` requests; returns its seconds."""
+    """Run one conversation of ``TURNS`` requests, and return the seconds it took."""
     draw = random.Random(seed)
     context = [draw.randrange(100, 40_000) for _ in range(FIRST_PROMPT_TOKENS)]
     begin = time.perf_counter()
@@ -56,7 +57,7 @@ async def conversation(client: httpx.AsyncClient, url: str, model: str, seed: in
 
 
 async def load(url: str, model: str, seed: int) -> float:
-    """Run all conversations at once; returns the mean of their seconds."""
+    """Run all conversations at once, and return the mean of their seconds."""
     async with httpx.AsyncClient(timeout=300.0, trust_env=False) as client:
         seconds = await asyncio.gather(
             *(conversation(client, url, model, seed * 1_000 + number) for number in range(CONVERSATIONS))

@@ -1,4 +1,4 @@
-"""Both sides of ``simulator_validation.py``, a real server and the simulator, as ``RunMeasurements``."""
+"""Runs both sides of ``simulator_validation.py``, a real server and the simulator, and measures them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class BenchmarkError(RuntimeError):
-    """A run that cannot be compared; the text says what went wrong."""
+    """Raised for a run that cannot be compared. The text says what went wrong."""
 
 
 # -- the real world -------------------------------------------------------------------------------
 
 
 def server_of(scenario: Scenario, policy: str) -> EngineServer:
-    """A server for the scenario, not started yet; the flags are the same for every policy."""
+    """Return a server for the scenario, not yet started. The flags are the same for every policy."""
     from sojourn_server.launch.engine_server import EngineServer
     from sojourn_server.launch.serve_command import FORCED_TOKENS
 
@@ -53,7 +53,8 @@ def server_of(scenario: Scenario, policy: str) -> EngineServer:
 
 
 def profile(scenario: Scenario, into: Path) -> None:
-    """Measure a stock server with ``sojourn profile``. Raises ``CalledProcessError``."""
+    """Measure a stock server with ``sojourn profile``, which writes the file ``into``. Raises
+    ``CalledProcessError``."""
     with server_of(scenario, "stock") as server:
         command = [
             sys.executable, "-m", "sojourn_server.cli", "profile", "--url", server.url, "-o", str(into),
@@ -68,8 +69,8 @@ def profile(scenario: Scenario, into: Path) -> None:
 def play_on_engine(
     scenario: Scenario, programs: list[TraceProgram], policy: str, at_once: int
 ) -> RunMeasurements:
-    """Run the programs once on a new server. Raises ``BenchmarkError`` if not all programs finish as
-    planned."""
+    """Run the programs once on a new server, and return the measurements. Raises ``BenchmarkError`` if a
+    program does not finish as planned."""
     import httpx
     from sojourn_server.demo.engine_counters import read_counts
     from sojourn_server.launch.serve_command import STOCK_POLICY
@@ -100,7 +101,7 @@ async def _replay(
     )
     async with CompletionsClient(url) as client:
         served = await client.discover(None)
-        # The first requests include the set-up on first use; they share no blocks with the programs.
+        # Warm up: first requests include one-time costs. They share no blocks with the programs.
         for length in (64, 200, 400):
             await client.complete(served.name, list(range(300, 300 + length)), 8)
         announcer: ProgramAnnouncer = SdkAnnouncer(url, None) if served.speaks_sojourn else NullAnnouncer()
@@ -128,8 +129,8 @@ async def _replay(
 
 
 class Noisy:
-    """A latency model with random step times: those of ``latency`` times a log-normal factor with mean 1 and
-    deviation ``off``."""
+    """A latency model with random step times: the step times of ``latency`` times a log-normal factor with
+    mean 1 and standard deviation ``off``."""
 
     def __init__(self, latency: LatencyModel, off: float, seed: str) -> None:
         self._latency = latency
@@ -138,21 +139,22 @@ class Noisy:
 
     @property
     def call_s(self) -> float:
-        """The seconds of the underlying model."""
+        """Seconds per call of the underlying model."""
         return self._latency.call_s
 
     def step_s(self, work: StepWork) -> float:
-        """The model's seconds times a random factor."""
+        """Return the underlying model's seconds times a random factor."""
         factor = self._random.lognormvariate(-self._sigma * self._sigma / 2, self._sigma)
         return self._latency.step_s(work) * factor
 
     def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
-        """The seconds of the underlying model."""
+        """Return the underlying model's seconds for a copy."""
         return self._latency.copy_s(kv_bytes, to_host=to_host)
 
 
 def measured_off(profile_file: Path) -> float:
-    """Relative deviation of step times from the fit, the median over the profile's samples; 0 to 1."""
+    """Return the relative deviation of step times from the fit, from 0 to 1: the median over the profile's
+    samples."""
     from sojourn_server.policies.costs.engine_profile import EngineProfile
 
     measured = EngineProfile.from_toml(profile_file.read_text(encoding="utf-8"))
@@ -171,8 +173,8 @@ def play_in_simulator(
     profile_file: Path,
     repeat: int = 0,
 ) -> RunMeasurements:
-    """Run the programs once in virtual time. ``repeat`` 0 has no random step times; each other number has its
-    own.
+    """Run the programs once in virtual time, and return the measurements. Step times are random unless
+    ``repeat`` is 0; each other ``repeat`` is another seed.
 
     Raises ``BenchmarkError`` if the simulator reports a fault of its own.
     """
@@ -217,7 +219,7 @@ def play_in_simulator(
             stagger_s=scenario.stagger_s,
         ),
         log,
-        # A replay's forced tokens say nothing: its server hears of tools from events only.
+        # A replay's forced tokens contain no tool calls. Its server learns of tools from events only.
         SimulationOptions(samples=0, outputs_contain_tool_calls=False),
         front=chosen.request_router(),
         standalone=True,
@@ -250,5 +252,5 @@ def _played(log: Any, decisions: dict[str, int]) -> RunMeasurements:
 
 
 def counted(decisions: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Number of decisions by kind and reason."""
+    """Return the number of decisions by kind and reason."""
     return dict(sorted(Counter(f"{d['kind']}: {d['reason']}" for d in decisions).items()))

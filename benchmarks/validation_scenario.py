@@ -15,7 +15,7 @@ ORDERLY = "orderly"
 ORDERLY_TURNS = 5
 
 PACE = StepCosts(step_s=0.025, token_s=1.4e-3, pair_s=1e-7, kv_token_s=1e-6, request_s=1e-3)
-"""Approximate step costs of smol on two idle cores: 700 prefill tokens per second, and 30 decode steps per
+"""Approximate step costs of the model ``smol`` on two idle cores: 700 prefill tokens and 30 decode steps per
 second."""
 
 
@@ -35,8 +35,8 @@ class Scenario:
     workload: str = "synthetic:continuum-bfcl"
     """A trace or synthetic workload of the simulator, or ``ORDERLY``."""
     token_scale: float = 0.012
-    """Factor of all lengths: the workload's programs have 37,302 tokens on average, and two cores compute
-    some hundred tokens per second."""
+    """Factor of all lengths. It is small, because the workload's programs have 37,302 tokens on average, but
+    two cores compute only a few hundred tokens per second."""
     programs: int = 72
     """Number of programs; each is run once, to its end."""
     seed: int = 1
@@ -93,7 +93,7 @@ class RunMeasurements:
 
 
 def programs_of(scenario: Scenario) -> list[TraceProgram]:
-    """The programs of both sides, in order, each within the engine's longest context.
+    """Return the programs that both sides run, in order. Each fits into the engine's longest context.
 
     Raises ``TraceError`` if there are too few.
     """
@@ -116,8 +116,8 @@ def programs_of(scenario: Scenario) -> list[TraceProgram]:
 
 
 def orderly_programs(count: int, every_s: float) -> list[TraceProgram]:
-    """Programs that take turns: started ``every_s`` apart, each sends its next request after all others have
-    sent one.
+    """Return programs that take turns. They start ``every_s`` seconds apart, and each sends its next request
+    after all others have sent one.
 
     As long as a turn takes no longer than ``every_s``, the machine's speed changes neither the order of
     requests nor the cache hits and losses. The contexts of six such programs grow from half of ``SMOKE``'s
@@ -136,5 +136,5 @@ def orderly_programs(count: int, every_s: float) -> list[TraceProgram]:
 
 
 def plans_of(programs: Iterable[TraceProgram], scenario: Scenario) -> dict[str, list[TurnPlan]]:
-    """The lengths of every program's turns, by its id."""
+    """Return program id → the lengths of the program's turns."""
     return {program.program_id: plan_turns(program, scenario.token_scale) for program in programs}

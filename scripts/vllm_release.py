@@ -1,12 +1,12 @@
-"""Compare a release of vLLM with those that sojourn knows, and add it to them.
+"""Compare a vLLM release with the releases that sojourn knows, or add it to them.
 
     python scripts/vllm_release.py check WHEEL_OR_FOLDER           # prints the differences
     python scripts/vllm_release.py add WHEEL_OR_FOLDER VERSION     # writes release_surfaces.json
     python scripts/vllm_release.py unpack WHEEL FOLDER             # extracts Python files and metadata
 
-``WHEEL_OR_FOLDER``: a wheel, or a folder that contains ``vllm``. ``check`` compares a known release with what
-is committed for it, and an unknown one with the newest known; its exit status is 1 if anything differs or the
-release is unknown.
+``WHEEL_OR_FOLDER``: a wheel, or a folder that contains ``vllm``. ``check`` compares a known release with its
+entry in release_surfaces.json, and an unknown release with the newest entry. Its exit status is 1 if anything
+differs or the release is unknown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def source_of(where: Path) -> ReadSource:
 
 
 def version_of(where: Path) -> str:
-    """Return the release of a wheel, or of the metadata in a folder."""
+    """Return the vLLM version of a wheel, from its name, or of a folder, from the metadata in it."""
     names = [where.name] if where.is_file() else [each.name for each in where.glob("vllm*.dist-info")]
     found = [match.group(1) for name in names if (match := re.match(r"vllm(?:_cpu)?-([0-9.]+[0-9])", name))]
     if len(found) != 1:
@@ -47,7 +47,10 @@ def version_of(where: Path) -> str:
 
 
 def check(where: Path) -> int:
-    """Print the differences. Return the exit status."""
+    """Print how the release in ``where`` differs from its entry, or from the newest one if it has none.
+
+    Return the exit status: 1 if anything differs or the release has no entry.
+    """
     version, known = version_of(where), known_surfaces()
     expected = known.get(version)
     newest = list(known)[-1]
@@ -59,7 +62,7 @@ def check(where: Path) -> int:
 
 
 def add(where: Path, version: str) -> int:
-    """Write the release's surface. Return the exit status."""
+    """Write the interfaces of vLLM that sojourn uses into release_surfaces.json. Return the exit status."""
     surfaces = known_surfaces() if SURFACES.exists() else {}
     surfaces[version] = read_surface(source_of(where))
     ordered = sorted(surfaces, key=lambda each: [int(part) for part in each.split(".")])
@@ -70,7 +73,7 @@ def add(where: Path, version: str) -> int:
 
 
 def unpack(wheel: Path, folder: Path) -> int:
-    """Extract what can be read and imported without the compiled parts."""
+    """Extract the wheel's Python files and metadata, without compiled parts. Return the exit status."""
     with ZipFile(wheel) as archive:
         for name in archive.namelist():
             if name.endswith((".py", ".json", ".txt", "METADATA")):

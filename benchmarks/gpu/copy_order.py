@@ -1,8 +1,8 @@
-"""Random saves, stores and loads while a model computes: is any byte ever wrong?
+"""Random test of KV copies: saves, stores and loads blocks while a model computes, and looks for wrong bytes.
 
-``Life`` drives ``CudaDeviceBackend`` beside a model that writes blocks: kernels of the GPU in ``kit.py``, a
-stand-in for CUDA in the tests. It checks every load and some saves. ``missing`` removes one of the waits that
-keep the order; if no byte is wrong then, ``Life`` cannot detect that kind of error.
+``Life`` drives ``CudaDeviceBackend`` beside a model that writes blocks: GPU kernels in ``kit.py``, a fake of
+CUDA in the tests. It checks every load and some saves. ``missing`` removes one of the waits that keep copies
+in order. If no byte is wrong then, ``Life`` cannot detect that kind of error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Model(Protocol):
         """Check that the block has ``content`` now, or queue such a check."""
 
     def idle(self) -> None:
-        """Called after each step: let the device work, if the caller controls that."""
+        """Let the device work, if the caller controls it. Called after each step."""
 
 
 class Life:
@@ -51,8 +51,8 @@ class Life:
         passed_event: Callable[[], Any],
         missing: str | None = None,
     ) -> None:
-        """``passed_event``: makes a CUDA event on which no stream waits. ``missing``: the wait of ``WAITS``
-        to leave out."""
+        """``passed_event``: returns a CUDA event that has already happened. ``missing``: the wait of
+        ``WAITS`` to leave out."""
         self.draw = random.Random(seed)
         self.backend = backend
         self.model = model
@@ -60,18 +60,19 @@ class Life:
         self.missing = missing
         self.passed_event = passed_event
         self.wrong = 0
-        """Number of slots read with other bytes than were saved. The model counts wrong blocks itself."""
+        """Number of slots whose bytes differed from what was saved. The model counts wrong blocks itself."""
         if missing == "the load's for the save of its slot":
             backend._follow_stores = lambda slots: False  # type: ignore[method-assign]
         elif missing == "the load's to read its slot":
             follow = backend._follow_stores
             backend._follow_stores = lambda slots: follow(slots) or True  # type: ignore[method-assign]
         self.on_device: dict[int, int] = {}
-        """Block → content that it has after the work queued so far."""
+        """Block → its content after the work queued so far."""
         self.in_slot: dict[int, int] = {}
-        """Slot → content that it has after the copies begun so far."""
+        """Slot → its content after the copies begun so far."""
         self.storing: dict[int, CudaCopy] = {}
-        """Block → a copy from it for which the model does not wait yet."""
+        """Block → a copy from it to host memory. The model waits for the copy only before it overwrites the
+        block."""
         self.loading: list[tuple[CudaCopy, list[BlockCopy], list[int]]] = []
         self.contents = 0
 
@@ -101,7 +102,7 @@ class Life:
         self.look()
 
     def look(self) -> None:
-        """Check loads that are done, and sometimes a slot, as a write to disk would read it."""
+        """Check the finished loads. Sometimes also check a slot, by reading it as a write to disk does."""
         for each in list(self.loading):
             copy, copies, contents = each
             if copy.done():
@@ -118,7 +119,7 @@ class Life:
             self.wrong += bytes(self.backend.slot(slot)) != expected
 
     def _fence(self, wait: str) -> Any:
-        """A fence; if this wait is left out, an event that has passed already."""
+        """Return a fence, or an event that has already happened if ``wait`` is left out."""
         return self.passed_event() if self.missing == wait else self.backend.fence()
 
     def _compute(self, block_id: int) -> None:
@@ -128,7 +129,7 @@ class Life:
         self.on_device[block_id] = content
 
     def _store(self, slots: list[int]) -> None:
-        """Copy a block that the next steps only read to host memory."""
+        """Copy one block to host memory. The model waits for the copy only when it overwrites the block."""
         blocks = [block for block in self.on_device if block not in self.storing]
         if blocks and slots:
             copies = [BlockCopy(self.draw.choice(blocks), self.draw.choice(slots))]
@@ -137,8 +138,8 @@ class Life:
             self.in_slot[copies[0].slot] = self.on_device[copies[0].block_id]
 
     def _load(self) -> None:
-        """Load into blocks that earlier steps of the model wrote, as into blocks freed by a running
-        request."""
+        """Load slots into blocks that earlier steps of the model wrote, like blocks that a running request
+        has freed."""
         loading = {copy.block_id for _, copies, _ in self.loading for copy in copies}
         free = [block for block in range(self.blocks) if block not in loading and block not in self.storing]
         slots = self.draw.sample(sorted(self.in_slot), min(2, len(self.in_slot), len(free)))

@@ -15,7 +15,7 @@ import torch
 SOURCE_IN_STREAM_ORDER, SOURCE_AT_ANY_TIME = 1, 3
 """Values of ``CUmemcpySrcAccessOrder``."""
 BATCH_SINCE = 12080
-"""First CUDA version with ``cuMemcpyBatchAsync``; later releases changed it under other names."""
+"""First CUDA version with ``cuMemcpyBatchAsync``. Later versions changed the function under new names."""
 
 
 class _Location(ctypes.Structure):

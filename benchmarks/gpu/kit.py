@@ -3,17 +3,17 @@
     python benchmarks/gpu/kit.py --out benchmarks/results
     python benchmarks/gpu/kit.py --small --out DIR        # tiny, on the CPU: shows that it runs
 
-Needs torch, numpy and this repository. Measures
+Needs torch, numpy and this repository. The parts:
 
-    order       bytes after 100,000 random steps that save, overwrite and load blocks beside long kernels, for
-                several layouts; and the same with each wait removed, which must corrupt some
+    order       checks all bytes during 100,000 random steps that save, overwrite and load blocks beside long
+                kernels, for several layouts; with any wait removed, some bytes must be wrong
     copies      GB/s and host microseconds a call, for 1 to 4,096 blocks, both ways, and both at once
-    overlap     how much copies slow matrix products and reads of KV
-    graph       a CUDA graph that overwrites blocks behind ``hold_compute``: is what was saved right?
+    overlap     how much copies slow down matrix products and reads of KV
+    graph       checks saved blocks that a CUDA graph overwrites after ``hold_compute``
     pinning     seconds a GiB of ``cudaHostRegister``
     roofline    an 8B-shaped model (``roofline.py``), as a hardware profile for the simulator
 
-Writes ``gpu_kit_NAME.md``, ``.json`` and ``.toml``, after each part: an interruption loses nothing.
+Writes ``gpu_kit_NAME.md``, ``.json`` and ``.toml`` after each part: an interruption loses no finished part.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from sojourn_server.kv_offload.offload_jobs import BlockCopy  # noqa: E402
 
 GIB = 2**30
 SLEEP_CYCLES = 100_000
-"""Cycles of a kernel before each write of a block: some 60 microseconds, in which a wrong copy could
-start."""
+"""Cycles of a sleep kernel before each write of a block: about 60 microseconds, in which a wrongly ordered
+copy could start."""
 LAYERS, PAGE_BYTES = 32, 64 * 1024
 """KV of Llama 3.1 8B with bf16: a page has 16 tokens of 8 heads of 128, keys and values."""
 
 MAY_BE_UNSEEN = "the load's to read its slot"
-"""The one wait that can be left out without wrong bytes: CUDA may, but need not, read the source early."""
+"""The only wait whose removal may cause no wrong bytes: CUDA may read the source early, but need not."""
 
 
 class HostCuda:
-    """The backend's runtime without a GPU: every copy is complete when it is queued."""
+    """Replacement of the CUDA runtime for a machine without a GPU. Every copy is complete when queued."""
 
     class Event:
         def record(self, stream: Any) -> None: ...
@@ -91,7 +91,7 @@ class HostCuda:
 
 
 class Kit:
-    """Runs the parts and writes all results so far after each."""
+    """Runs the parts of the kit. After each part it writes all results so far."""
 
     def __init__(self, out: Path, small: bool, steps: int) -> None:
         self.cuda = not small
@@ -120,7 +120,7 @@ class Kit:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Context of a part: times it, reports it, and writes all results so far, even if the part fails."""
+        """Context manager for one part: times it, prints it, and writes all results, even if it fails."""
         print(f"{name} ...", flush=True)
         began = time.perf_counter()
         try:
@@ -151,7 +151,7 @@ class Kit:
         return int(bool(self.document.get("failed")) or not self.verdict())
 
     def verdict(self) -> bool:
-        """Whether no byte was wrong with all waits, and some bytes were wrong without each wait."""
+        """Return True if no byte was wrong with all waits, and some bytes were wrong without each wait."""
         order = self.document.get("order", {})
         sound = bool(order) and all(row["wrong"] == 0 for row in order["layouts"])
         if not self.cuda:
@@ -167,7 +167,7 @@ class Kit:
     # -- parts
 
     def order(self, until: float) -> dict[str, Any]:
-        """Check the order of copies on several layouts, then with each wait left out."""
+        """Check the order of copies on several layouts, then with each wait left out. Return the results."""
         rows = []
         layouts = self.layouts()
         for at, (name, caches) in enumerate(layouts.items()):
@@ -176,12 +176,13 @@ class Kit:
             rows.append({"layout": name, **self.life(caches, steps, time.monotonic() + share_s)})
         without = {}
         caches = next(iter(layouts.values()))
-        for missing in WAITS if self.cuda else ():  # copies of the CPU need no wait
+        for missing in WAITS if self.cuda else ():  # copies on the CPU need no waits
             without[missing] = self.life(caches, max(50, self.steps // 100), until + 60, missing)["wrong"]
         return {"layouts": rows, "without": without}
 
     def layouts(self) -> dict[str, list[torch.Tensor]]:
-        """KV caches of four layers in layouts that vLLM uses. Dimensions: block, head, token, channel."""
+        """Return KV caches of four layers for each layout of vLLM. Dimensions: block, head, token,
+        channel."""
         layers, blocks, heads, tokens, channels = 4, 48, 2, 16, 32
 
         def zeros(*shape: int) -> torch.Tensor:
@@ -203,8 +204,8 @@ class Kit:
     def life(
         self, caches: list[torch.Tensor], steps: int, until: float, missing: str | None = None
     ) -> dict[str, Any]:
-        """Run a ``Life`` of ``steps`` steps, or until a time. Returns the number of steps and of wrong
-        copies."""
+        """Run a ``Life`` for ``steps`` steps, at most until the time ``until``. Returns the numbers of steps
+        and of wrong copies."""
         blocks = 48
         views = [view for cache in caches for view in page_views("layer", cache, blocks)]
         backend = CudaDeviceBackend(_pages(views), 24, self.runtime)
@@ -225,8 +226,8 @@ class Kit:
         return {"steps": made, "pages_a_block": len(_pages(views)), "wrong": life.wrong + model.wrong()}
 
     def copies(self) -> list[dict[str, Any]]:
-        """GB/s and host time of copies of 1 to 4,096 scattered blocks, with one page per layer and with one
-        per block."""
+        """Return GB/s and host time of copies of 1 to 4,096 scattered blocks, with one page per layer and
+        with one page per block."""
         counts = [1, 8, 64, 512, 4096] if self.cuda else [1, 4]
         blocks = counts[-1] + 64
         rows = []
@@ -256,8 +257,8 @@ class Kit:
         return rows
 
     def pools(self, blocks: int) -> Iterator[tuple[str, list[KvPages], Any]]:
-        """Yields device memory for ``blocks`` blocks in two layouts: many small parts per block, and one
-        part."""
+        """Yield device memory for ``blocks`` blocks in two layouts: many small pages per block, and one page
+        per block."""
         layers, page = (LAYERS, PAGE_BYTES) if self.cuda else (4, 1024)
         for name, shape in (
             ("layer by layer", (layers, blocks, page)),
@@ -268,7 +269,7 @@ class Kit:
             yield name, _pages([page_views("layer", each, blocks)[0] for each in caches]), memory
 
     def time_copy(self, start: Callable[[], Any], repeats: int = 7) -> tuple[float, float]:
-        """Median seconds until the copies are done, and until the call that starts them returns."""
+        """Return two medians in seconds: until the copies are done, and until the call ``start`` returns."""
         took, host = [], []
         for _ in range(repeats):
             self.sync()
@@ -281,7 +282,7 @@ class Kit:
         return statistics.median(took), statistics.median(host)
 
     def overlap(self) -> dict[str, float]:
-        """Factor by which work takes longer while blocks are copied."""
+        """Return the factors by which work takes longer while blocks are copied."""
         blocks = 1024 if self.cuda else 4
         _, pages, keep = next(self.pools(blocks))
         backend = CudaDeviceBackend(pages, blocks, self.runtime)
@@ -309,7 +310,8 @@ class Kit:
         return found
 
     def time_work(self, work: Callable[[], None], beside: Callable[[], Any] | None = None) -> float:
-        """Median seconds of ``work`` on the compute stream, with ``beside`` started at the same time."""
+        """Return the median seconds of ``work`` on the compute stream, with ``beside`` started at the same
+        time."""
         took = []
         for _ in range(6):
             self.sync()
@@ -324,7 +326,8 @@ class Kit:
         return statistics.median(took[1:])
 
     def graph(self) -> dict[str, Any]:
-        """Save blocks, then replay a graph that overwrites them, with and without ``hold_compute``."""
+        """Save blocks, then replay a graph that overwrites them, with and without ``hold_compute``. Return
+        the number of replays after which saved bytes were wrong."""
         if not self.cuda:
             return {"skipped": "needs CUDA"}
         blocks = 64
@@ -356,7 +359,7 @@ class Kit:
         return found
 
     def pinning(self) -> dict[str, Any]:
-        """Seconds per GiB to pin host memory."""
+        """Return the seconds per GiB to pin host memory."""
         size = (8 * GIB) if self.cuda else 1 << 20
         began = time.perf_counter()
         backend = CudaDeviceBackend([KvPages(0, 2**20, 2**20)], size // 2**20, self.runtime)
@@ -365,7 +368,7 @@ class Kit:
         return {"gib": size / GIB, "seconds_a_gib": round(took * GIB / size, 3)}
 
     def roofline(self) -> dict[str, Any]:
-        """The measured constants of a hardware profile, and the shipped ones for comparison."""
+        """Return the measured constants of a hardware profile, and the shipped ones for comparison."""
         small = not self.cuda
         arguments = argparse.Namespace(
             smoke=small, base=None, name=None, json=None, output=self.out / f"{self.name}.toml"
@@ -391,7 +394,7 @@ class Kit:
 
 
 class TorchModel:
-    """Writes and checks blocks by kernels on the current stream."""
+    """Writes and checks blocks with kernels on the current stream."""
 
     def __init__(self, views: list[torch.Tensor], cuda: bool) -> None:
         self.views = views
@@ -432,7 +435,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def page(document: dict[str, Any]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     parts = [
         f"# What one GPU says: {document['device']}",
         f"```bash\n{document['command']}\n```",

@@ -3,17 +3,18 @@
     python benchmarks/gpu/roofline.py --output h200-measured.toml --json benchmarks/results/h200.json
     python benchmarks/gpu/roofline.py --smoke --output smoke.toml       # tiny shapes on the CPU, seconds
 
-Not yet run on a GPU. The tests run ``--smoke``, whose figures mean nothing. ``kit.py`` runs this as its last
-part.
+It has not yet been run on a GPU. The tests run ``--smoke``, whose figures mean nothing. ``kit.py`` runs this
+as its last part.
 
 Shapes are Llama-3.1-8B's: random bf16 weights, one layer at a time, captured in a CUDA graph as vLLM does,
-so that launching from Python is not measured. In the profile
+so that launching from Python is not measured. An efficiency is a share of the data sheet's FLOP peak or
+bandwidth. The profile has
 
-    linear_efficiency        a layer without attention at many tokens, of the data sheet's FLOP peak
-    weight_read_efficiency   its GEMMs at one token, of the data sheet's bandwidth
-    layer_overhead_s         the rest of that layer at one token
-    attention_efficiency     causal attention over 2,048 tokens and more
-    kv_read_efficiency       decode attention over a batch of contexts; contiguous KV, vLLM's is paged
+    linear_efficiency        FLOPs of a layer without attention at many tokens
+    weight_read_efficiency   bandwidth of that layer's GEMMs at one token
+    layer_overhead_s         the rest of that layer's time at one token
+    attention_efficiency     FLOPs of causal attention over 2,048 tokens and more
+    kv_read_efficiency       bandwidth of decode attention over contexts with contiguous KV (vLLM's is paged)
     host_to_device, device_to_host   pinned copies in blocks of 2 MB, the size of vLLM's offloading
 
 Constants that one device without an engine cannot show (steps, requests, experts, all-reduce) are taken from
@@ -59,7 +60,7 @@ from sojourn_server.simulator.latency.latency_profiles import (  # noqa: E402
 BASES = {"A100": "a100-80gb", "H100": "h100", "H200": "h200", "B200": "b200"}
 """Part of CUDA's device name → shipped profile of that device."""
 BLOCK_BYTES = 2 * 2**20
-"""Bytes copied at once: vLLM stores a KV block of all layers contiguously, 2 MB for Llama-3.1-8B."""
+"""Bytes per copy: vLLM stores a KV block of all layers contiguously, 2 MB for Llama-3.1-8B."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +107,11 @@ class Bench:
         self.dtype = torch.bfloat16
 
     def tensor(self, *shape: int) -> torch.Tensor:
-        """A tensor of random values, small enough to avoid overflow."""
+        """Return a tensor of random values that are small enough to avoid overflow."""
         return torch.randn(*shape, device=self.device, dtype=torch.float32).mul_(0.02).to(self.dtype)
 
     def seconds(self, run: Callable[[], Any], *, graph: bool = True) -> float:
-        """Seconds of one call of ``run``."""
+        """Return the median seconds of one call of ``run``."""
         for _ in range(3):
             run()
         if not self.cuda:
@@ -142,7 +143,7 @@ class Bench:
 
 
 class Layer:
-    """One transformer layer without attention, as vLLM computes it: fused QKV and fused gate and up."""
+    """One transformer layer without attention. As in vLLM, QKV are fused, and gate and up are fused."""
 
     def __init__(self, bench: Bench, model: ModelShape) -> None:
         self.model = model
@@ -162,7 +163,7 @@ class Layer:
         functional.linear(inner, self.down)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the layer without attention, whose output is replaced by the queries."""
+        """Compute the layer without attention. The queries stand in for the output of attention."""
         model = self.model
         normed = functional.rms_norm(hidden, (model.hidden_size,), self.norm)
         projected = functional.linear(normed, self.qkv)
@@ -178,7 +179,7 @@ class Layer:
 
 
 def measure_layer(bench: Bench, model: ModelShape, plan: Plan) -> list[dict[str, float]]:
-    """Seconds of one layer and of its projections alone, for each number of tokens."""
+    """Return the seconds of one layer and of its projections alone, for each number of tokens."""
     layer = Layer(bench, model)
     rows: list[dict[str, float]] = []
     for tokens in plan.tokens:
@@ -192,7 +193,7 @@ def measure_layer(bench: Bench, model: ModelShape, plan: Plan) -> list[dict[str,
 
 
 def measure_prefill_attention(bench: Bench, model: ModelShape, plan: Plan) -> list[dict[str, float]]:
-    """Seconds of one layer's causal attention over a whole prompt."""
+    """Return the seconds of one layer's causal attention, for each length of a whole prompt."""
     rows: list[dict[str, float]] = []
     group = model.heads // model.kv_heads
     for tokens in plan.prompts:
@@ -209,7 +210,7 @@ def measure_prefill_attention(bench: Bench, model: ModelShape, plan: Plan) -> li
 
 
 def measure_decode_attention(bench: Bench, model: ModelShape, plan: Plan) -> list[dict[str, float]]:
-    """Seconds of one layer's attention for one new token of each of several requests.
+    """Return the seconds of one layer's attention for one new token of each of several requests.
 
     Queries that share a KV head are computed together, so that KV is read once, as in engines.
     """
@@ -229,8 +230,8 @@ def measure_decode_attention(bench: Bench, model: ModelShape, plan: Plan) -> lis
 
 
 def measure_copies(bench: Bench, plan: Plan) -> dict[str, float]:
-    """Bytes per second between pinned host memory and device, in blocks: each direction alone, and both at
-    once."""
+    """Return the bytes per second of copies between pinned host memory and device: each direction alone, and
+    both at once."""
     size = plan.copy_blocks * BLOCK_BYTES
     host = [torch.empty(size, dtype=torch.uint8, pin_memory=bench.cuda) for _ in range(2)]
     device = [torch.empty(size, dtype=torch.uint8, device=bench.device) for _ in range(2)]
@@ -272,7 +273,7 @@ def constants(
     copies: dict[str, float],
     memory_bytes: float | None,
 ) -> dict[str, float]:
-    """The profile's constants that follow from the measurements."""
+    """Return the profile's constants that follow from the measurements."""
     parameters = model.attention_parameters + model.mlp_parameters
     most = max(row["tokens"] for row in layers)
     many = [row for row in layers if row["tokens"] >= min(4096, most)]
@@ -305,7 +306,8 @@ def constants(
 def profile_toml(
     name: str, title: str, base: HardwareProfile, measured: dict[str, float], provenance: dict[str, str]
 ) -> str:
-    """A hardware profile: ``measured`` constants, and ``base``'s for all others, each with its source."""
+    """Return a hardware profile as TOML: ``measured`` constants, and those of ``base`` for all others. Each
+    constant has its source."""
     lines = ["version = 1", f"name = {json.dumps(name)}", f"title = {json.dumps(title)}", "", "[measured]"]
     lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in provenance.items()]
     for constant, source in base.sources:

@@ -1,4 +1,5 @@
 """Integrations: one file or folder per agent framework.
 
-Each imports the SDK, and its framework only when needed. Start reading at ``litellm`` or ``langchain``.
+Each integration imports the SDK, and imports its framework only when needed. Start reading at ``litellm`` or
+``langchain``.
 """

@@ -1,13 +1,13 @@
-"""litellm: patches ``post`` of its two HTTP classes, which send the requests that bypass the ``openai``
-package (``hosted_vllm/``, its Responses API and others).
+"""Patches litellm: the method ``post`` of its two HTTP classes, which send all requests that bypass the
+``openai`` package (``hosted_vllm/``, litellm's Responses API and others).
 
-At this level the URL that is really used names the server, and streams are followed to their last byte.
+At this level the URL names the server that is really used, and streams are followed to their last byte.
 Functions that were imported by name before the patch (``from litellm import completion``) are covered too.
 Models of ``openai/`` use the openai client, which has a patch of its own; no request passes both patches.
 
 ``completion`` and similar functions are wrapped as well, so that a retry by ``num_retries``, or by a
-``Router`` to another deployment, belongs to the same logical request. Functions imported by name before the
-patch stay unwrapped here: each of their attempts counts as a request.
+``Router`` to another deployment, belongs to the same logical request. This does not cover functions imported
+by name before the patch: each of their attempts counts as a request.
 
 Not covered: providers that bring their own HTTP client (``aiohttp_openai/``, ``petals/`` and others), and
 litellm's proxy as a server of its own. Checked with 1.83.0 and 1.106.0.
@@ -35,7 +35,7 @@ from .safe_scope import fault
 _RETRYING = ("completion", "acompletion", "text_completion", "atext_completion", "responses", "aresponses")
 _ROUTER = ("function_with_fallbacks", "async_function_with_fallbacks")
 _SMALL_BYTES = 4096
-"""Values of the user's body up to this size are decoded; a longer value is never merged with ours."""
+"""Values of the user's body up to this size are decoded. A longer value is never merged with our fields."""
 
 _MAX_TARGETS = 256
 
@@ -69,13 +69,14 @@ def patch() -> bool:
 
 
 def unpatch() -> None:
-    """Restore litellm's own functions, except where another patch covers ours."""
+    """Restore litellm's own functions. A function that another library has patched since then stays as it
+    is."""
     _patches.undo()
 
 
 def wrap(target: Any) -> Any | None:
-    """Wrap one ``HTTPHandler`` or ``AsyncHTTPHandler``, for ``completion(client=…)``; ``None`` for other
-    objects."""
+    """Instrument one ``HTTPHandler`` or ``AsyncHTTPHandler``, for ``completion(client=…)``, and return it.
+    Returns ``None`` for other objects."""
     from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler, HTTPHandler
 
     if isinstance(target, AsyncHTTPHandler):
@@ -91,7 +92,8 @@ def wrap(target: Any) -> Any | None:
 
 
 class _Answer(NamedTuple):
-    """A response whose body may still be open, in the form of other clients' responses."""
+    """Holds an HTTP response whose body may still be open, under the name that ``end_with_response``
+    reads."""
 
     http_response: Any
 
@@ -151,8 +153,8 @@ async def _async_post(
 def _begin(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[OutgoingRequest | None, tuple[Any, ...], dict[str, Any]]:
-    """Return the request, and the arguments of ``post`` with our fields added; for other URLs ``None`` and
-    unchanged arguments."""
+    """Return the LLM request, and the arguments of ``post`` with our fields added. For all other requests,
+    return ``None`` and the unchanged arguments."""
     outgoing: OutgoingRequest | None = None
     try:
         live = session()
@@ -178,8 +180,8 @@ def _begin(
 
 
 def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callable[[dict[str, Any]], Any]]:
-    """Return the name of the argument that holds the body, the body's fields (``None`` if it is no JSON
-    object), and its encoder.
+    """Return the name of the argument that holds the body, the body's fields (``None`` if the body is not a
+    JSON object), and the function that encodes the fields.
 
     If the body is text, its fields stay encoded: a long conversation is neither decoded nor encoded again.
     """

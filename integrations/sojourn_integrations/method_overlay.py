@@ -1,8 +1,8 @@
 """Wraps methods of one object by giving it a subclass of its own class.
 
-A wrapper stored on the object would stay bound to *that* object: a copy would call the original object's
-method. A class works for every object. A copy of such an object keeps the overlay. A pickle names the
-original class, so loading it needs neither the overlay nor this package.
+A wrapper stored as an attribute would stay bound to *that* object: a copy of the object would call the
+original object's method. A subclass, called overlay here, works for copies too. A pickle names the original
+class, so loading it needs neither the overlay nor this package.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from weakref import WeakValueDictionary
 from .monkey_patches import wrap_like
 
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""``around(owner, original, args, kwargs)`` replaces ``original(*args, **kwargs)``. It must be a function of
-a module."""
+"""``around(owner, original, args, kwargs)`` replaces ``original(*args, **kwargs)``. It must be a module-level
+function."""
 
 _BASE = "__sojourn_base__"
-"""Attribute of the classes made here: the object's own class."""
+"""Name of the attribute by which an overlay names the object's own class."""
 
 _classes: dict[tuple[type, tuple[tuple[str, Around], ...]], type] = {}
 _metaclasses: dict[type, type] = {}
@@ -42,7 +42,7 @@ class _Method:
         self._overlay: type = base
 
         def call(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-            # Never the function set on the object, which may call this one.
+            # The class's method, never a function set on the object: that function may call this one.
             original = getattr(super(self._overlay, owner), name)
             return around(owner, original, args, kwargs) if self.active else original(*args, **kwargs)
 
@@ -79,8 +79,8 @@ class _Method:
 
 
 def overlay_method(owner: Any, name: str, around: Around) -> None:
-    """Wrap the method ``name`` of ``owner``. Repeating it is harmless. Raises if the object refuses another
-    class."""
+    """Wrap the method ``name`` of ``owner``. Repeating it is harmless. Raises if the class of the object
+    cannot be replaced."""
     kind = type(owner)
     base = vars(kind).get(_BASE)
     methods = {method.name: method.around for method in _methods(kind) if method.active}
@@ -100,7 +100,8 @@ def remove_overlay(owner: Any) -> None:
 
 
 def remove_all_overlays() -> None:
-    """Call ``remove_overlay`` for every known object. The overlays of their copies become inactive."""
+    """Remove the overlays of all known objects. Their copies keep an overlay, but it only calls the
+    original."""
     for overlay in _classes.values():
         for method in _methods(overlay):
             method.active = False

@@ -1,18 +1,18 @@
-"""mini-swe-agent 2.x: one run is a program, one bash command a tool call of it.
+"""mini-swe-agent 2.x ("mini"): each run is a program, each bash command is a tool call of the program.
 
-There are three ways to use it; none changes mini:
+There are three ways to use this module; none changes mini:
 
 - ``mini --agent-class sojourn_integrations.mini_swe_agent.InteractiveAgent`` (or ``.DefaultAgent``);
 - ``instrument()`` once per process, which ``sojourn run mini …`` does for you;
 - ``attach(agent)`` for one agent that your code builds.
 
-The patches of openai and litellm, which ``sojourn.init`` makes, report mini's requests. This module only
-joins mini's retries to one logical request.
+mini's requests are reported by the patches of openai and litellm, which ``sojourn.init`` makes. This module
+only joins mini's retries to one logical request.
 
 An agent, its model and its environment each get a subclass of their own class with the same name (see
-``method_overlay``), so that ``isinstance`` and ``serialize()`` are unchanged, and copies act on themselves.
-Exceptions of the user's code pass unchanged; none of ours reaches an agent. mini is imported only when it is
-needed. Checked with 2.0.0 and 2.4.6.
+``method_overlay``), so that ``isinstance`` and ``serialize()`` work as before, and a copy calls its own
+methods. Exceptions of the user's code pass unchanged; no exception of ours reaches an agent. mini is imported
+only when it is needed. Checked with 2.0.0 and 2.4.6.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _patches = Patches()
 
 
 def attach(agent: Any) -> Any:
-    """Wrap the agent's ``run``, its model's ``query`` and its environment's ``execute``; returns the agent.
+    """Wrap the agent's ``run``, its model's ``query`` and its environment's ``execute``. Returns the agent.
 
     Repeating it is harmless. Objects whose class cannot be replaced stay unchanged. Copies of the agent are
     attached too. An unpickled agent is attached only if the process that runs it called ``instrument``.
@@ -50,7 +50,7 @@ def attach(agent: Any) -> Any:
 
 
 def detach(agent: Any) -> Any:
-    """Undo ``attach`` for one agent, its model and its environment; returns it."""
+    """Undo ``attach`` for one agent, its model and its environment. Returns the agent."""
     for owner, _, _ in ((agent, "run", _in_program), *_parts(agent)):
         remove_overlay(owner)
     return agent
@@ -59,7 +59,7 @@ def detach(agent: Any) -> Any:
 def instrument() -> None:
     """Attach to every agent made or run from now on in this process. Repeating it is harmless. Imports mini.
 
-    A mini without a ``DefaultAgent`` with ``run`` stays unchanged.
+    If mini's ``DefaultAgent`` has no ``run`` of its own, mini stays unchanged.
     """
     patch()
 
@@ -67,14 +67,15 @@ def instrument() -> None:
 def uninstrument() -> None:
     """Undo ``instrument`` and every ``attach``, for existing agents too.
 
-    If another patch covers ours, that patch stays and ours does nothing.
+    A method that another library has patched since then keeps that patch, and ours does nothing.
     """
     _patches.undo()
     remove_all_overlays()
 
 
 def patch() -> bool:
-    """Call ``instrument``, for ``sojourn.init``. Returns False if mini looks unfamiliar."""
+    """Do the work of ``instrument``; ``sojourn.init`` calls this too. Returns False if mini looks
+    unfamiliar."""
     from minisweagent.agents.default import DefaultAgent as agent_class
 
     if not {"__init__", "run"} <= vars(agent_class).keys():
@@ -131,7 +132,7 @@ def _running_in_program(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _patches.active:
             return original(self, *args, **kwargs)
-        _attach_parts(self)  # a copy or unpickled agent was never initialised
+        _attach_parts(self)  # __init__ never ran for a copied or unpickled agent
         return _in_program(self, functools.partial(original, self), args, kwargs)
 
     return run

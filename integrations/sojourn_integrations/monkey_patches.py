@@ -1,7 +1,7 @@
 """Replaces attributes of other packages' classes and modules, and restores them.
 
-If another package has patched the same attribute after us, its patch stays, and ours remains below it,
-inactive.
+If another package patches the same attribute later, its patch stays when ours is undone. Our function then
+stays beneath the other patch and only calls the original.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 
 def wrap_like(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``call`` as the same kind of function as ``original`` (sync or async), with its name and
-    signature: callers use ``inspect`` to decide whether to await it."""
+    """Return ``call`` as a function with the kind (sync, async, generator), name and signature of
+    ``original``. Callers use ``inspect`` to decide whether to await the function."""
     kind = next((kind for asks, kind in _KINDS if asks(original)), _function)
     return functools.wraps(original)(kind(call))
 
@@ -85,7 +85,8 @@ class Patches:
         self._made[id(owner), name] = _Patch(owner, name, ours, current)
 
     def undo(self) -> None:
-        """Restore the original objects, except those that another patch covers."""
+        """Restore the original objects. An attribute that another package has patched since then stays as it
+        is."""
         self.active = False
         for key, (owner, name, ours, theirs) in list(self._made.items()):
             if vars(owner).get(name) is ours:
@@ -94,8 +95,8 @@ class Patches:
 
 
 def _is_beneath(ours: Any, current: Any) -> bool:
-    """Return whether ``current`` is ``ours``, or wraps it by ``__wrapped__``. A mark on a function is no
-    proof, since ``functools.wraps`` copies it to the wrapper."""
+    """Return whether ``current`` is ``ours``, or wraps it, as found by ``__wrapped__``. A mark on our
+    function would prove nothing, since ``functools.wraps`` copies marks to the wrapper."""
     for _ in range(100):
         if current is None or current is ours:
             break

@@ -16,8 +16,8 @@ class Scope(NamedTuple):
 
 
 def enter(make: Callable[[], Any]) -> Scope | None:
-    """Call ``make`` and enter the context manager that it returns. A failure is counted, and ``None``
-    returned."""
+    """Call ``make``, enter the context manager that it returns, and return both. Returns ``None`` after a
+    failure, which is counted."""
     try:
         manager = make()
         return Scope(manager, manager.__enter__())
@@ -29,9 +29,9 @@ def enter(make: Callable[[], Any]) -> Scope | None:
 def leave(
     scope: Scope | None, error: BaseException | None = None, *, status: str | Callable[[], str] | None = None
 ) -> None:
-    """Leave the scope, with ``error`` if the code failed; the caller raises ``error`` itself.
+    """Leave the scope. ``error``: the exception of the code inside, if any, which the caller then re-raises.
 
-    ``status``: the tool call's status, or a function that reads it from the result.
+    ``status``: the tool call's status, or a function that returns it.
     """
     if scope is None:
         return

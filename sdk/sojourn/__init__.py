@@ -1,12 +1,12 @@
-"""The SDK: tells an inference server what an agent does, so that its KV cache survives its tool calls.
+"""The SDK: tells an inference server what an agent does, so that the agent's KV cache survives tool calls.
 
     import sojourn
     sojourn.init("http://127.0.0.1:8000")
     with sojourn.program("fix-issue"):
-        ...                                   # OpenAI clients of that host are instrumented
+        ...                                   # OpenAI requests to this host now carry the program's id
 
-Nothing here raises into a running agent, blocks it, or sends prompts, arguments or outputs. This package
-imports the standard library and msgspec. Start reading at ``program`` and ``request``.
+The SDK never raises into a running agent, never blocks it, and never sends prompts, arguments or outputs. It
+imports only the standard library and msgspec. Start reading at ``program`` and ``request``.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ __all__ = [
 
 
 def stats() -> Stats:
-    """Return a snapshot of all counts; the names are listed in ``sojourn.stats``."""
+    """Return a snapshot of the SDK's counters. ``sojourn/stats.py`` lists their names."""
     snapshot = _session().stats()
     snapshot.instrumented = _active()
     return snapshot
 
 
 def flush(timeout_s: float = 1.0) -> bool:
-    """Wait until all events are sent. Returns True if that took at most ``timeout_s`` and no event was
+    """Wait at most ``timeout_s`` until all queued events are sent. Returns True if all were sent and none
     lost."""
     emitter = _session().emitter
     return emitter is None or emitter.flush(timeout_s)

@@ -1,6 +1,6 @@
 """Runs a callback after the import of a top-level package, without importing the package itself.
 
-The hook waits for the *package*, never for one of its modules: a module finishes before its package does.
+The hook waits for the *package*, never for one of its modules: a module is loaded before its package is.
 """
 
 from __future__ import annotations

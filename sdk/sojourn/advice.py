@@ -1,4 +1,4 @@
-"""Hints that the user's code gives for turns, checked and ready to be sent."""
+"""Checks and holds the hints that the user's code gives for LLM requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from . import runtime
 
 
 class Advice(NamedTuple):
-    """Hints for a turn; ``None`` means no hint. Deadlines are points on the monotonic clock."""
+    """Hints for LLM requests; ``None`` means no hint. ``deadline_at_s`` is a time on the monotonic clock."""
 
     priority: int | None = None
     deadline_at_s: float | None = None
@@ -30,7 +30,7 @@ NO_ADVICE = Advice()
 
 
 class StepContext(NamedTuple):
-    """The node, step id and hints of the current ``step()``, completed by those of the steps around it."""
+    """Node, step id and hints of the current ``step()``. Missing values come from the steps around it."""
 
     node: str | None = None
     step_id: str | None = None

@@ -1,9 +1,9 @@
 """The Agent Execution Graph: the steps of an agent, their order, and the tools of each step.
 
 G = (V, E, P, φ) of SAGA §3.2. A graph is declared once per agent type, by hand or by an adapter that reads it
-from the framework; requests then name only their node. Frameworks do not always know the graph: a router
-without a declared return type looks like an edge to the end. So a graph has the flag ``complete``. In a graph
-that is not complete, observed edges weigh more than declared ones.
+from the framework. Requests then name only their node. Frameworks do not always know all edges. For example,
+a routing function without a declared return type looks like an edge to the end. So a graph has the flag
+``complete``. In a graph that is not complete, observed edges weigh more than declared ones.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ END = "__end__"
 
 _COMPLETE_WEIGHT = 2.0
 _INCOMPLETE_WEIGHT = 0.5
-"""Number of observed visits that a declared edge of an incomplete graph counts as."""
+"""Weight of a node's declared edges in an incomplete graph, as a number of observed visits."""
 _FADED = 0.03
 _MAX_FOUND_NODES = 256
 """Maximum number of undeclared nodes that ``corrected`` adds."""
 
 Edge = tuple[str, str] | tuple[str, str, float | None]
-"""Source, target and, where known, the probability of taking it."""
+"""Source, target and, if known, the probability that ``target`` follows ``source``."""
 
 
 class Aeg:
@@ -41,8 +41,8 @@ class Aeg:
     ``nodes`` names each step and the tools it may call. An edge may name ``START`` and ``END``, which need no
     declaration. Cycles are allowed. ``complete=False`` means that edges may be missing. A graph that uses
     ``START`` and has a node without a path from ``START`` counts as not complete. Raises ``ArgumentError``
-    for a dangling edge, probabilities outside 0..1 or that sum to more than 1 from one node, and graphs
-    beyond the wire's limits.
+    for an edge to an unknown node, for probabilities outside 0..1 or with a sum above 1 at one node, and for
+    graphs beyond the wire format's limits.
     """
 
     __slots__ = ("_next", "complete", "edges", "hash", "nodes")
@@ -109,15 +109,15 @@ class Aeg:
     def corrected(
         self, seen: Mapping[tuple[str, str], float], tools: Mapping[str, Iterable[str]] = MappingProxyType({})
     ) -> Aeg:
-        """Return this graph with observed probabilities and undeclared edges.
+        """Return a new graph: this graph, corrected by observed transitions.
 
         ``seen`` counts how often each edge was taken; ``tools`` maps nodes to tools that are added to them.
-        An edge from a node that was left at least once has p = (count + w · declared) / (all counts + w). The
-        declaration weighs ``w`` = 2 visits, or half a visit if the graph is not complete, so unused edges
-        fade. A graph that is not complete loses edges below 0.03; a complete one keeps them. A node that was
-        never left keeps its edges. The 256 most visited undeclared nodes are added. The result is complete if
-        this graph is complete and no undeclared edge was seen. Raises ``ArgumentError`` where names are too
-        long to be sent.
+        If a node was left at least once, each of its edges gets p = (count + w · declared) / (all counts +
+        w). The declaration weighs ``w`` = 2 visits, or half a visit if the graph is not complete, so unused
+        edges fade. A graph that is not complete loses edges below 0.03; a complete graph keeps them. A node
+        that was never left keeps its edges. The 256 most visited undeclared nodes are added. The result is
+        complete if this graph is complete and no undeclared edge was seen. Raises ``ArgumentError`` if the
+        result is too large to be sent.
         """
         counts = {
             (_name(source), _name(target)): float(count)
@@ -140,7 +140,7 @@ class Aeg:
             for target in taken.keys() | declared.keys():
                 p = (taken.get(target, 0.0) + weight * declared.get(target, 0.0)) / total
                 if target in taken or self.complete or p >= _FADED:
-                    # Rounded, so that nearly equal graphs are equal; down, so that the sum stays ≤ 1.
+                    # Rounded, so that nearly equal graphs are equal. Rounded down, so that the sum stays ≤ 1.
                     edges.append((source, target, math.floor(p * 1000 + 1e-6) / 1000))
         left = {source for source, _ in counts}
         edges += [(*edge, p) for edge, p in self.edges.items() if edge[0] not in left]
@@ -149,7 +149,7 @@ class Aeg:
         return Aeg(nodes, edges[:MAX_GRAPH_EDGES], complete=self.complete and not news)
 
     def wire(self) -> AegGraph:
-        """Return the graph as a wire message; sorted, so that equal graphs have equal bytes."""
+        """Return the graph as a wire message, sorted so that equal graphs have equal bytes."""
         return AegGraph(
             nodes=[AegNode(id=node, tools=list(tools)) for node, tools in sorted(self.nodes.items())],
             edges=[

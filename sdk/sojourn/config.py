@@ -26,7 +26,7 @@ class Environment:
     """The environment variables of this package."""
 
     url: str | None = None
-    """``SOJOURN_URL``: the server, if ``init()`` is called without one, or not at all."""
+    """``SOJOURN_URL``: the server's URL, used if ``init()`` gets none or is not called."""
     api_key: str | None = None
     """``SOJOURN_API_KEY``: bearer key for sending events. ``OPENAI_API_KEY`` is never used for that."""
     dialect: str | None = None
@@ -86,8 +86,8 @@ class Config:
     """Maximum number of unsent events; further events are dropped and counted."""
     batch_events: int = 256
     linger_s: float = 0.005
-    """How long a batch waits for more events. A request sent meanwhile can carry its program's events
-    first."""
+    """How long a batch waits for more events. A request sent meanwhile can carry its program's waiting
+    events."""
     send_timeout_s: float = 2.0
     heartbeat_s: float = 3.0
     close_timeout_s: float = 1.0
@@ -165,8 +165,8 @@ def host_key(host: str, like: str = "http://") -> str:
 
 @lru_cache(maxsize=256)
 def canonical_host(hostname: str, port: int) -> str:
-    """Return ``host:port`` with all loopback names replaced by one, since users mix ``localhost`` and
-    ``127.0.0.1``."""
+    """Return ``host:port`` in lower case, with ``localhost`` for every loopback name, since users mix
+    ``localhost`` and ``127.0.0.1``."""
     name = hostname.lower().rstrip(".").strip("[]")
     return f"{'localhost' if name in _LOOPBACK else name}:{port}"
 
@@ -183,8 +183,8 @@ def checked_id(field: str, value: str | None) -> str | None:
 def claim(program_id: str) -> bool:
     """Return whether this process reports the end of the program that ``SOJOURN_PROGRAM_ID`` names.
 
-    The first process that calls this does: it writes its pid to the environment, which forked workers and
-    child processes inherit. A child process with another program id claims that program itself.
+    The first process that calls this claims the program: it writes its pid to the environment, which forked
+    workers and child processes inherit. A child process with another program id claims its own program.
     """
     mark = os.environ.get(_CLAIM, "")
     pid, _, claimed = mark.partition(" ")

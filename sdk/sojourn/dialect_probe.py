@@ -1,8 +1,8 @@
 """Detects a server's dialect with a few GET requests, on the emitter's thread.
 
-The first GET reads sojourn's capabilities page. A server without that page is recognised by its public pages,
-with one cheap GET for each, and only by an answer that no other kind of server gives. An unknown server gets
-headers only.
+The first GET reads sojourn's capabilities page. A server without that page is recognised by its other public
+pages, with one cheap GET for each. Only an answer that no other kind of server gives counts. An unknown
+server gets headers only.
 """
 
 from __future__ import annotations

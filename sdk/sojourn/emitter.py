@@ -1,18 +1,18 @@
-"""The background sender of events, with a bounded queue. ``put`` never blocks and never raises; events that
+"""Sends events in the background, from a bounded queue. ``put`` never blocks and never raises; events that
 cannot be sent are dropped and counted.
 
     agent thread(s) ── put ──▶ inbox ──▶ queue per program ──▶ one daemon thread ── transport ──▶ server
                                                └── take ──▶ carried by the program's next request
 
 The dialect's event transport sends a batch (``dialects/event_transport.py``). An event leaves in a batch or
-with a request, and returns to the queue if that request fails. A failed batch is dropped, not resent (the
-only retry, on a connection that the server had closed, is in ``http_transport.py``): old
-facts no longer help decisions, and the server handles silence by leases. Locks are re-entrant: a garbage
-collection inside ``take`` may close a generator that ends a program, which puts an event.
+with a request, and returns to the queue if that request fails. A failed batch is dropped, not resent: old
+facts no longer help decisions, and leases end by themselves without news. (The only retry, on a connection
+that the server had closed, is in ``http_transport.py``.) The lock is re-entrant: garbage collection inside
+``take`` may close a generator, which ends a program and so calls ``put`` on the same thread.
 
-``put`` takes no lock, and wakes no thread while the sender polls, as it does for some seconds after each
-event. Waking the sender was the largest cost for the agent, since both threads then compete for the
-interpreter.
+``put`` takes no lock. It also wakes no thread while the sender polls, which the sender does for some seconds
+after each event. Waking the sender was the largest cost for the agent, since both threads then compete for
+the interpreter.
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ from .wire_events import Event, Heartbeat
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 30.0
 MAX_BEATING_BACKOFF_S = 5.0
-"""Longest backoff while heartbeats are due: leases end after 10 to 20 s of silence, so two tries must fit."""
+"""Longest backoff while a program with heartbeats is open. Leases end after 10 to 20 s of silence, so two
+tries must fit into that time."""
 THREAD_RETRY_S = 1.0
 """Pause before another attempt to start the thread."""
 POLL_EVERY_S = 0.02
 """Polling interval while events are expected; the longest delay of an event."""
 POLL_FOR_S = 5.0
-"""Time for which the thread polls after the last event; then the next event wakes it."""
+"""How long the thread polls after the last event. After that it sleeps until the next event wakes it."""
 _POLLS = round(POLL_FOR_S / POLL_EVERY_S)
 
 
 class EventSource(Protocol):
-    """Subject of an event: a ``Program``."""
+    """The program that an event belongs to: the part of ``Program`` that the emitter uses."""
 
     @property
     def id(self) -> str: ...
 
     @property
     def is_open(self) -> bool:
-        """True until the program ends: a heartbeat may still be sent."""
+        """True until the program ends. A program that is not open sends no heartbeats."""
 
 
 class Emitter:
@@ -106,7 +107,7 @@ class Emitter:
         self._wake = threading.Condition(self._lock)
         self._drained = threading.Condition(self._lock)
         self._inbox: deque[PendingEvent] = deque()
-        """Events without a number yet. The holder of the lock moves them into ``_pending``, in order."""
+        """Events without a sequence number. The holder of the lock moves them into ``_pending``, in order."""
         self._pending = EventQueue(self._queue_events)
         self._sending = 0
         self._seq = itertools.count()
@@ -132,8 +133,8 @@ class Emitter:
     # ---- the agent's side
 
     def put(self, source: EventSource, kind: type[Event], **fields: Any) -> bool:
-        """Queue an event of the class ``kind`` with these fields, which happened to the program ``source``
-        now. Returns False if it was dropped."""
+        """Queue an event of the program ``source`` that happened now, with the class ``kind`` and these
+        fields. Returns False if the event was dropped."""
         try:
             if kind not in self._kinds:
                 closed = self._closed and self._supported
@@ -163,7 +164,7 @@ class Emitter:
     def take(self, program_id: str, *, max_events: int, max_bytes: int | None = None) -> list[PendingEvent]:
         """Remove and return the oldest unsent events of one program, to be carried by its next request.
 
-        At most ``max_events`` events, with at most ``max_bytes`` of JSON, a comma after each included.
+        Returns at most ``max_events`` events and at most ``max_bytes`` of JSON, including a comma after each.
         Without ``max_bytes`` no event is encoded here.
         """
         if not (self._inbox or self._pending.size):
@@ -182,7 +183,7 @@ class Emitter:
         return taken
 
     def undo_take(self, taken: list[PendingEvent]) -> None:
-        """Return events to the front of the queue that ``take`` removed and that were not sent."""
+        """Put events that ``take`` removed back to the front of the queue, because they were not sent."""
         with self._lock:
             self._take_in()
             lost = self._pending.put_back(taken)
@@ -191,9 +192,9 @@ class Emitter:
             self.counters.add("dropped_full", lost)
 
     def put_back(self, emitter: EmitterId, taken: list[PendingEvent]) -> None:
-        """Put the events of a failed request back, before all other events. The server recognises by their
-        numbers events that it has seen. ``emitter`` is the id under which they were taken: a forked child
-        must not send its parent's numbers. Never raises."""
+        """Put the events of a failed request back, before their programs' other events. The server recognises
+        duplicates by their sequence numbers. ``emitter`` is the emitter's id when the events were taken: a
+        forked child has another id and drops its parent's events. Never raises."""
         try:
             with self._lock:
                 if emitter != self.id or self._closed or not self._supported:
@@ -225,19 +226,19 @@ class Emitter:
     def pending(self) -> int:
         """Number of events queued or being sent; the count ``events_queued`` includes them."""
         with self._lock:
-            self._take_in()  # a thread that hangs in a send numbers nothing
+            self._take_in()  # the thread may hang in a send and not do this
             return self._pending.size + self._sending
 
     def start(self) -> None:
-        """Start the thread now, not at the first event, so that ``first`` runs early. Raises ``RuntimeError``
-        on failure."""
+        """Start the thread now instead of at the first event, so that ``first`` runs early. Raises
+        ``RuntimeError`` if no thread can start."""
         with self._lock:
             if self._thread is None and not self._closed:
                 self._start()
 
     def flush(self, timeout_s: float = 1.0) -> bool:
-        """Wait until the queued events are sent. Returns True if that took at most ``timeout_s`` and no batch
-        failed."""
+        """Wait at most ``timeout_s`` until the queued events are sent. Returns True if all were sent and no
+        batch failed."""
         end_s = time.monotonic() + timeout_s
         with self._lock:
             dropped = self.counters["dropped_send"]
@@ -333,8 +334,9 @@ class Emitter:
             self._transport.close()
 
     def _back_off(self, longest_s: float) -> None:
-        """Wait up to ``longest_s`` with the lock held. ``flush``, ``close`` and an answer of the server end
-        the wait early; ``put`` does not, since it only wakes an idle thread."""
+        """Wait up to ``longest_s``; called with the lock held, which the wait releases. ``flush``, ``close``
+        and an answer of the server end the wait early. ``put`` does not, since it only wakes an idle
+        thread."""
         started_s = time.monotonic()
         self.backing_off = True
         while self.backing_off and not self._closed and not self._hurry:
@@ -347,7 +349,7 @@ class Emitter:
         self.backing_off = False
 
     def _wait_for_events(self) -> bool:
-        """Sleep until there are events to send. Returns False once closed and empty."""
+        """Sleep until there are events to send, and return True. Returns False once closed and empty."""
         while True:
             due, wait_s = self._due()
             with self._lock:
@@ -385,7 +387,7 @@ class Emitter:
             return (), None
 
     def _take_in(self) -> None:
-        """Number the events in the inbox. Called with the lock held."""
+        """Number the events in the inbox and move them into the queue. Called with the lock held."""
         if self._inbox:
             # One sequence for all programs: it also grows within a program that is resumed by its id.
             count = self._pending.take_in(self._inbox, self._seq)
@@ -414,7 +416,7 @@ class Emitter:
 
     def use(self, event_transport: EventTransport | None) -> None:
         """Send events by this transport from now on. ``None``: the server accepts no events, so queued and
-        later events are dropped. Call it on the emitter's thread, or before that starts."""
+        later events are dropped. Call it on the emitter's thread, or before that thread starts."""
         before = self._event_transport
         with self._lock:
             if event_transport is not None:

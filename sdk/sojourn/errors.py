@@ -1,4 +1,4 @@
-"""The errors of the SDK, raised only if the user sets it up wrongly.
+"""The errors of the SDK. They are raised only if the user sets up the SDK wrongly.
 
     SojournError
     ├── ConfigError      init(), an environment variable
@@ -6,7 +6,7 @@
 
 ``InputError`` is the base of errors about input from outside, in the server too.
 
-Nothing raises into a running agent: an error of the SDK, the network or the server is counted in
+Nothing raises into a running agent. Errors of the SDK, the network or the server are counted instead, see
 ``sojourn.stats()``.
 """
 
@@ -33,7 +33,7 @@ _CUT = " … "
 class InputError(ValueError):
     """Bytes or settings from outside cannot be used.
 
-    A text beyond ``MAX_ERROR_CHARS`` loses its middle: it may repeat the input, which may be of any length.
+    The message may quote the input. So the middle of a message longer than ``MAX_ERROR_CHARS`` is cut out.
     """
 
     def __init__(self, text: str) -> None:

@@ -13,7 +13,7 @@ from .wire_events import Event
 
 
 class PendingEvent(msgspec.Struct, gc=False):
-    """An event that happened at ``at_s`` and is not sent yet."""
+    """An event that is not sent yet. ``at_s`` is when it happened, in monotonic seconds."""
 
     program_id: str
     kind: type[Event]
@@ -28,7 +28,7 @@ class PendingEvent(msgspec.Struct, gc=False):
         return self.kind(program_id=self.program_id, seq=self.seq, age_s=age_s, **self.fields)
 
     def encode(self, now: float) -> bytes:
-        """Return the event with its age as JSON. Raises ``WireError`` too."""
+        """Return the event with its age at ``now``, as JSON. Raises ``TypeError`` or ``WireError``."""
         return encode(self.event(now))
 
 
@@ -47,7 +47,7 @@ class EventQueue:
         return self.size >= self._limit
 
     def take_in(self, inbox: deque[PendingEvent], numbers: Iterator[int]) -> int:
-        """Number the events of ``inbox``, queue them and return how many. The caller checks ``full``."""
+        """Number the events of ``inbox``, queue them and return their count. The caller checks the limit."""
         rows = self._rows
         count = 0
         while inbox:
@@ -62,7 +62,8 @@ class EventQueue:
         return count
 
     def put_back(self, taken: Iterable[PendingEvent]) -> int:
-        """Put events, in order, before the other events of their programs. Returns how many did not fit."""
+        """Put events back, in order, before the other events of their programs. Returns how many did not
+        fit."""
         left = list(taken)
         while left and not self.full:
             pending = left.pop()
@@ -74,8 +75,8 @@ class EventQueue:
         self, program_id: str, clock: Callable[[], float], *, max_events: int, max_bytes: int | None = None
     ) -> tuple[list[PendingEvent], int]:
         """Remove and return the oldest events of one program, and the number of events dropped because they
-        cannot be encoded. At most ``max_events`` events, with at most ``max_bytes`` of JSON, a comma after
-        each included; without ``max_bytes`` nothing is encoded."""
+        cannot be encoded. Returns at most ``max_events`` events and at most ``max_bytes`` of JSON, including
+        a comma after each. Without ``max_bytes`` nothing is encoded."""
         taken: list[PendingEvent] = []
         row = self._rows.get(program_id)
         if row is None:
@@ -119,7 +120,7 @@ class EventQueue:
         return batch
 
     def clear(self) -> int:
-        """Remove all events and return how many there were."""
+        """Remove all events and return their number."""
         size, self.size = self.size, 0
         self._rows.clear()
         return size

@@ -1,4 +1,4 @@
-"""When the next heartbeat of each open program is due. Heartbeats keep a lease alive while an agent is
+"""Computes when each open program's next heartbeat is due. Heartbeats keep a lease alive while an agent is
 silent."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class OpenProgram(Protocol):
         """LLM requests in progress."""
 
     def report_graph(self) -> None:
-        """Send the graph again. Never raises."""
+        """Report the program's graph to the server. Never raises."""
 
     def end(self, status: str = "ok") -> None:
         """Report the program's end. Never raises."""
@@ -43,8 +43,8 @@ class _LastBeat:
 
 
 class Heartbeats:
-    """Open programs and the time of each one's last heartbeat. It has no thread and no clock: the sender
-    calls ``due``.
+    """Open programs and the time of each one's last heartbeat. This class has no thread and no clock: the
+    sender calls ``due``.
 
     Programs are referenced weakly: heartbeats stop when a program without an end is garbage-collected. There
     is no lock: each access is one atomic dict operation, and one heartbeat more or less at a program's end is
@@ -53,7 +53,7 @@ class Heartbeats:
 
     def __init__(self, interval_s: float) -> None:
         self.interval_s = interval_s
-        # By object: two blocks may run under one id, and the end of one must not silence the other.
+        # Keyed by object, not by id: two blocks may share an id, and the end of one must not stop the other.
         self._open: dict[ref[OpenProgram], _LastBeat] = {}
 
     @property
@@ -78,10 +78,10 @@ class Heartbeats:
         return None
 
     def due(self, now: float) -> tuple[list[OpenProgram], float | None]:
-        """Return the programs whose heartbeat is due at ``now``, and the seconds until the next could be due.
+        """Return the programs whose heartbeat is due at ``now``, and the seconds until the next can be due.
 
-        A program with a request in progress needs no heartbeat: the server sees the request. The second value
-        is ``None`` without an open program.
+        A program with a request and no tool call in progress is left out, since the server sees the request.
+        The second value is ``None`` if no program is open.
         """
         beating: list[OpenProgram] = []
         wait_s: float | None = None

@@ -1,7 +1,7 @@
 """The hints that an LLM request carries. Field names are those of vLLM Router's ``agentic_context``.
 
-A hint is never a command: without one, or with a late or false one, the engine keeps its default behaviour.
-No hint changes an output token.
+A hint is advice, never a command. If hints are missing, late or false, the engine falls back to its default
+behaviour. No hint changes an output token.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import msgspec
 
 
 class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """sojourn's own fields of the context; other routers ignore them."""
+    """The part of an ``AgenticContext`` that only sojourn reads; other routers ignore it."""
 
     v: int = 1
     emitter: str | None = None
@@ -19,30 +19,31 @@ class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     node: str | None = None
     """Node of the Agent Execution Graph this turn belongs to."""
     heartbeat: bool = False
-    """The client sends heartbeats: its silence may end leases."""
+    """True if the client sends heartbeats; the server may then end leases when the client is silent."""
     implicit: bool = False
     """True if the user opened no program: the id stands for a whole process, whose requests are unrelated."""
     final: bool = False
-    """No further turn will follow."""
+    """True if no further turn will follow."""
     tenant: str | None = None
     """Tenant that the client names, as in ``ProgramStart``."""
     expected_steps_left: float | None = None
     """Number of turns that the client expects after this one, learned from earlier programs of this type; ≥
     0."""
     events: list[msgspec.Raw] = []
-    """Unsent events, carried because the request would overtake them."""
+    """Events that are not sent yet. The request carries them, because otherwise it would arrive before
+    them."""
 
 
 class AgenticContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Identity and advice for one turn."""
+    """Program id and hints that one LLM request carries."""
 
     program_id: str
     parent_program_id: str | None = None
     root_program_id: str | None = None
     blocks_parent: bool | None = None
-    """The parent waits for this program."""
+    """True if the parent program waits for this program."""
     expected_resume: bool | None = None
-    """False: the client expects no further turn after this one."""
+    """Whether the client expects a further turn after this one; ``None``: unknown."""
     request_id: str | None = None
     """Id of the logical request. Retries have the same id, so that a retry does not count as a turn."""
     step_id: str | None = None

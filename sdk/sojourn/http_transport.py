@@ -1,6 +1,6 @@
 """The SDK's own HTTP client, separate from the clients that it instruments.
 
-It uses the standard library, which costs the agent's interpreter the least and which tracers do not patch.
+It uses the standard library: that takes the least CPU time from the agent, and tracers do not patch it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 KEEP_ALIVE_S = 4.0
-"""Longest idle time of a connection that is used again. vLLM's server closes a connection after 5 s; using it
-at that moment would lose a batch."""
+"""Longest idle time after which a connection is used again. vLLM's server closes idle connections after 5 s;
+a batch sent at that moment would be lost."""
 MAX_ANSWER_BYTES = 1024 * 1024
 """Longest answer that is read, in bytes."""
 
@@ -142,7 +142,7 @@ class _Proxy(NamedTuple):
     @classmethod
     def of_environment(cls, scheme: str, host: str) -> _Proxy | None:
         """Return the proxy that ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY`` name for
-        ``host``. Raises ``ValueError``."""
+        ``host``, or ``None``. Raises ``ValueError`` for a proxy that is not HTTP."""
         proxies = getproxies()
         url = proxies.get(scheme) or proxies.get("all")
         if not url or proxy_bypass(host):

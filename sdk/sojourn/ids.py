@@ -1,4 +1,4 @@
-"""Types of the id strings, so that a program id is never passed as a tool name."""
+"""Types of the id strings, so that a type checker finds, e.g., a program id in place of a call id."""
 
 from __future__ import annotations
 

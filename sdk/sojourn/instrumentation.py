@@ -19,8 +19,8 @@ class Framework(NamedTuple):
     package: str
     """Top-level package whose import triggers the patch."""
     module: str
-    """Our module with ``patch() -> bool | None``, ``unpatch()`` and ``wrap(object) -> object | None``.
-    Imported after the package. ``patch`` returns ``None`` for another package of the same name."""
+    """Our module, imported after the package. It has ``patch() -> bool | None``, ``unpatch()`` and
+    ``wrap(object) -> object | None``. ``patch`` returns ``None`` if another package has the same name."""
     related_packages: tuple[str, ...] = ()
     """Further top-level packages whose objects ``wrap()`` accepts."""
 
@@ -83,9 +83,9 @@ def active() -> tuple[str, ...]:
 def wrap(target: Any) -> Any:
     """Instrument this one client, graph, team or agent, without patching its class for others.
 
-    Use the returned object: the same one if possible, else a wrapper. An ``OpenAI`` or ``AsyncOpenAI`` client
-    is returned itself, and clients derived from it by ``with_options()`` or ``copy()`` stay wrapped. Raises
-    ``ArgumentError`` for an object of no known framework.
+    Use the returned object: it is ``target`` itself if possible, else a wrapper. An ``OpenAI`` or
+    ``AsyncOpenAI`` client is returned itself, and clients made from it by ``with_options()`` or ``copy()``
+    stay instrumented. Raises ``ArgumentError`` for an object of no known framework.
     """
     if runtime.session().disabled:
         return target

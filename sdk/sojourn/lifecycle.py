@@ -26,7 +26,7 @@ def init(
     instrument: bool = True,
     history: str | os.PathLike[str] | bool | None = None,
 ) -> None:
-    """Name the server, and instrument the clients found now or imported later.
+    """Connect the SDK to a server, and patch the supported client libraries, imported now or later.
 
     ``url``: root of the server, by default ``SOJOURN_URL``. ``hosts``: further ``host:port`` that may receive
     program ids, such as replicas. Requests to all other hosts stay unchanged. ``dialect``: a name of
@@ -34,12 +34,12 @@ def init(
     waits at most ``probe_timeout_s`` for that. ``tool_events``: Dynamo's ZeroMQ endpoint for tool events,
     such as ``"tcp://127.0.0.1:20390"``. ``threads=True`` carries the current program into new threads and the
     jobs of thread pools, but not into long-lived workers of your own. ``instrument=False`` patches nothing:
-    call ``instrument()`` with the names of frameworks, or ``wrap()``. ``history``: file that keeps tool
-    durations and transitions for the next process, names and numbers only. A path, or ``False`` for none; by
-    default ``SOJOURN_HISTORY``, else the platform's usual place.
+    call ``instrument()`` with the names of frameworks, or ``wrap()``. ``history``: path of a file that keeps
+    tool durations and transitions (names and numbers only) for later processes, or ``False`` for no file; by
+    default ``SOJOURN_HISTORY``, else a file in the platform's folder for application data.
 
-    A second call with the same arguments changes nothing; with others it replaces the session. Raises
-    ``ConfigError`` if the session cannot be set up; the previous session stays.
+    A second call with the same arguments changes nothing. With other arguments it replaces the session.
+    Raises ``ConfigError`` if the session cannot be set up; the previous session then stays.
     """
     environment = Environment.read()
     if environment.disabled:
@@ -77,7 +77,7 @@ def _go_online(config: Config) -> Session:
         before = runtime.current()
         if before is not None and before.online and before.config == config:
             return before
-        fresh = _connected(config)  # first: where it fails, the previous session stays
+        fresh = _connected(config)  # before _retire(): if it fails, the previous session stays
         _retire()
         runtime.replace_session(fresh)
         if config.instrument:
@@ -136,8 +136,8 @@ def _retire() -> None:
 
 
 def _first_use() -> Session:
-    """Set up the session that ``SOJOURN_URL`` names, else an offline one. Logs errors, since no ``init()``
-    call is there to raise them."""
+    """Create and return the session for ``SOJOURN_URL``, or an offline one. Logs errors instead of raising
+    them, since the caller is a running agent, not ``init()``."""
     with runtime.change_lock():
         found = runtime.current()
         if found is not None:

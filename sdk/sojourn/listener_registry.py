@@ -8,14 +8,14 @@ from . import runtime
 
 
 class Listener(Protocol):
-    """The attributes of a listener that the registry reads; ``notify_listeners`` calls the methods by
-    name."""
+    """What the registry needs of a listener: this attribute, and the methods of
+    ``listeners.ProgramListener``."""
 
     wants_usage: bool
 
 
 _listeners: tuple[Listener, ...] = ()
-"""Replaced as a whole, so that ``notify_listeners`` needs no lock."""
+"""Registered listeners. A change replaces the whole tuple, so that ``notify_listeners`` needs no lock."""
 usage_wanted = False
 """True while some listener has ``wants_usage``."""
 

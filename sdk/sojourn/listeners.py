@@ -1,7 +1,7 @@
-"""The base class of listeners, which follow what an agent does as it happens.
+"""The base class of listeners, which are called at the events of an agent's programs, tools and requests.
 
-They run on the agent's thread, so they must be quick. Their exceptions are counted (``listener_error``) and
-not passed on.
+Listeners run on the agent's thread, so they must be quick. Their exceptions are counted (``listener_error``)
+and not passed on.
 """
 
 from __future__ import annotations

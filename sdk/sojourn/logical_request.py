@@ -1,5 +1,5 @@
-"""One logical LLM request from its start to its end. A streamed answer ends at its last byte, or when the
-client releases it."""
+"""Tracks one logical LLM request from its start to the end of its answer. A streamed answer ends at its last
+byte, or when the client releases it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ if TYPE_CHECKING:
 
 _DONE = b"\ndata: [DONE]"
 _LAST = (_DONE, b"\nevent: response.completed")
-"""Markers at the end of a stream: clients close it after them, before the last byte. A marker counts only at
-the start of a line; inside a line it is text of the answer."""
+"""Markers at the end of a stream. Clients close the stream after a marker, before the last byte. A marker
+counts only at the start of a line; inside a line it is text of the answer."""
 _TAIL_BYTES = 64
 _READ_TAIL_BYTES = 16 * 1024
-"""Bytes of the tail kept if a listener wants the token counts. They are in the last event, which for
-Responses repeats the whole answer; only small fields follow them."""
+"""Number of last bytes kept if a listener wants the token counts. The counts are near the end of the last
+event; in the Responses API that event repeats the whole answer before them."""
 
 
 class LogicalRequest:
-    """Counts a request, and keeps it in its program's ``open_requests`` until its end. No method raises."""
+    """One LLM request with all its attempts. It is in its program's ``open_requests`` until its end, and
+    counts attempts, time to first token and outcome. No method raises."""
 
     __slots__ = (
         "__dict__", "__weakref__", "_counters", "_first_byte", "_open", "_started_s", "_token", "attempts",
@@ -50,7 +51,7 @@ class LogicalRequest:
         self.node = node
         """Node of the program's graph, as sent with the request."""
         self.model = model
-        """Model name that the request has."""
+        """Model name in the request's body, if any."""
         self.host = host
         """Target ``host:port``, if known."""
         self.path = path
@@ -77,8 +78,8 @@ class LogicalRequest:
             self.program.open_requests.add(self._token)
 
     def pause(self) -> None:
-        """Mark the program as silent between a failed attempt and the next one, so that heartbeats are
-        sent."""
+        """Remove the request from ``open_requests`` between a failed attempt and the next one, so that the
+        program sends heartbeats meanwhile."""
         self.program.open_requests.discard(self._token)
 
     def first_byte(self) -> None:
@@ -90,8 +91,9 @@ class LogicalRequest:
             notify_listeners("request_first_byte", self)
 
     def end(self, how: str = "ended") -> None:
-        """End the request as ``ended``, ``failed``, ``cancelled``, ``closed_early`` or ``abandoned``. Only
-        the first call counts."""
+        """End the request. Only the first call counts. ``how``: ``ended``, ``failed``, ``cancelled``,
+        ``closed_early`` (closed before the stream's end) or ``abandoned`` (garbage-collected, never
+        closed)."""
         if self._open:
             self._open = False
             self.program.open_requests.discard(self._token)
@@ -105,7 +107,7 @@ class LogicalRequest:
 
 
 def end_with_response(result: Any, request: LogicalRequest) -> None:
-    """End ``request`` when the response of ``result`` ends, or at once if that was already read."""
+    """End ``request`` when the HTTP response in ``result`` ends, or now if the response was already read."""
     try:
         response = _open_response(result)
         if response is None:
@@ -141,7 +143,7 @@ def _watch_body(response: Any, request: LogicalRequest) -> None:
     else:
         request.end()
         return
-    # A response that was never closed ends with its garbage collection.
+    # A response that is never closed ends when it is garbage-collected.
     weakref.finalize(response, request.end, "abandoned").atexit = False
 
 
@@ -151,7 +153,7 @@ class _ResponseBytes:
     def __init__(self, request: LogicalRequest, readable: bool) -> None:
         self._request = request
         self._tail = b"\n"
-        self._complete = not readable  # the last line of compressed bytes is not visible
+        self._complete = not readable  # compressed bytes do not show the end marker
         self._reads = readable and listener_registry.usage_wanted
 
     def saw(self, chunk: bytes) -> None:
@@ -196,8 +198,8 @@ _made: dict[type, type] = {}
 
 
 def _sync_watch(base: type) -> type:
-    """Return a byte stream class derived from ``base``, since httpx and httpx2 each check for their own base
-    class."""
+    """Return a subclass of ``base`` that reports a stream's bytes and end. Subclasses are needed because
+    httpx and httpx2 each check for their own base class."""
 
     def __init__(self: Any, inner: Any, seen: _ResponseBytes) -> None:
         self._inner, self._seen = inner, seen

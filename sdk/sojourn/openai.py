@@ -1,12 +1,12 @@
-"""The patch of OpenAI clients (``openai`` ≥ 1.40): LLM requests to a named host carry their program.
+"""Patches OpenAI clients (``openai`` ≥ 1.40): LLM requests to a host named in ``init()`` carry their program.
 
 Two methods of the client's base classes are patched: ``request`` runs once per logical request,
-``_build_request`` once per HTTP attempt. All other calls of the package end there: raw and streaming
-responses, ``parse``, ``stream``, Azure (whose ``_prepare_options`` never reaches the base class), LangChain,
-AutoGen. Not covered: the Responses *websocket* transport.
+``_build_request`` once per HTTP attempt. All calls of the package go through them: raw and streaming
+responses, ``parse``, ``stream``, Azure (which overrides ``_prepare_options``), LangChain, AutoGen. Not
+covered: the Responses *websocket* transport.
 
-The user's code is called exactly once, outside our ``try``, and its exceptions pass unchanged. An error of
-ours is counted, and the request goes out without our fields.
+The original method is called exactly once, and its exceptions pass unchanged. An error in our code is
+counted, and the request goes out without our fields.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .outgoing_request import LLM_PATHS, OutgoingRequest
 _under_way: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_request", default=None)
 _MAX_TARGETS = 256
 _targets: dict[tuple[int, str], tuple[Any, str]] = {}
-"""A cache, since parsing URLs is slow: (``id()`` of a client's URL, URL of a request) → the client's URL,
-kept so that its ``id()`` stays unique, and the host."""
+"""A cache, since parsing URLs is slow: (``id()`` of a client's URL object, URL of a request) → (the client's
+URL object, ``host:port``). It holds the URL object so that the ``id()`` stays unique."""
 _swapped: dict[type, type] = {}
 _patched: dict[tuple[type, str], tuple[Any, Any]] = {}
-"""Class and method → our function and theirs. Kept here, since ``functools.wraps`` would copy a mark on our
-function to a tracer's wrapper."""
+"""(Class, method name) → (our function, the original). A mark on our function would not do: a tracer's
+wrapper would copy it (``functools.wraps``)."""
 
 
 def patch() -> bool:
@@ -55,7 +55,7 @@ def patch() -> bool:
 
 
 def unpatch() -> None:
-    """Restore the package's own functions, except where another patch covers ours."""
+    """Restore the original methods. A method that another library has patched since then stays as it is."""
     for (kind, name), (ours, theirs) in list(_patched.items()):
         if vars(kind).get(name) is ours:
             setattr(kind, name, theirs)
@@ -72,8 +72,8 @@ def _layers(function: Any) -> Iterator[Any]:
 
 
 def wrap(client: Any) -> Any | None:
-    """Patch this one client by giving it a subclass of its class. Returns ``None`` for an object that is no
-    client."""
+    """Patch only this client, by changing its class to a patched subclass, and return it. Returns ``None``
+    for an object that is not an OpenAI client."""
     kind = type(client)
     if kind in _swapped.values():
         return client
@@ -194,15 +194,15 @@ def _host(url: Any) -> str:
 
 
 def _has_place(options: Any) -> bool:
-    """Return whether the body is or becomes a JSON object, so that fields can be added. Bytes, lists and
-    forms stay unchanged."""
+    """Return whether fields can be added to the body: it is a JSON object, or is still empty. Bytes, lists
+    and forms stay unchanged."""
     if getattr(options, "content", None) is not None or getattr(options, "files", None):
         return False
     return options.json_data is None or isinstance(options.json_data, Mapping)
 
 
 def _add(client: Any, options: Any) -> None:
-    """Add our fields to one attempt. The user's fields stay unchanged."""
+    """Add our fields to one HTTP attempt. The user's fields stay unchanged."""
     call = _under_way.get()
     if call is None or call.prepared is options:
         return

@@ -1,7 +1,7 @@
 """A logical LLM request that a client sends, and the fields and headers added to each attempt.
 
-Every patch of an HTTP client uses it. The user's own fields always win: if the request names a program
-itself, nothing is added.
+Every patch of an LLM client uses this module. The user's own fields always win: if the request already names
+a program, nothing is added.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class OutgoingRequest:
 
     @classmethod
     def begin(cls, session: runtime.Session, host: str, path: str, body: object) -> OutgoingRequest:
-        """Return a new request of the current program. For a retry inside ``RetryScope``, return the request
-        that is retried."""
+        """Return a new request of the current program. For a retry inside a ``RetryScope``, return the
+        earlier request instead."""
         turn = Turn(session)
         around = _around.get()
         if around is not None and around.over:
@@ -69,8 +69,8 @@ class OutgoingRequest:
         """Return the body fields and headers to add to one attempt at ``host``.
 
         ``theirs`` is the user's body, ``None`` if it is not a JSON object. If a returned field is also in
-        ``theirs``, its value includes the user's. Headers in ``header_names``, which the user set, are left
-        out, in any letter case.
+        ``theirs``, its value includes the user's. ``header_names`` are the headers that the user set: these
+        are left out, in any letter case.
         """
         session = self.turn.session
         assert session.config is not None
@@ -93,7 +93,7 @@ class OutgoingRequest:
         return body, headers
 
     def answered(self, result: Any) -> None:
-        """Record the answer, or for a stream the start of the answer. Never raises."""
+        """Record the answer. For a stream, this is called when the answer starts. Never raises."""
         if self._around is not None and self._around.open is self:
             self._around.open = None
         if hasattr(type(result), "construct") and not listener_registry.usage_wanted:
@@ -118,14 +118,14 @@ class OutgoingRequest:
 
 
 class RetryScope:
-    """``with RetryScope():`` around a call that retries makes all attempts inside one logical request, until
-    an attempt is answered. A nested scope does nothing. Never raises."""
+    """A ``with`` block around a call that retries: all attempts inside count as one logical request, until an
+    attempt is answered. A nested scope does nothing. Never raises."""
 
     __slots__ = ("_token", "open", "over")
 
     def __init__(self) -> None:
         self.over = False
-        """True after the block. Tasks started inside keep the scope in their context."""
+        """True after the block. Needed because tasks started inside still have the scope in their context."""
         self.open: OutgoingRequest | None = None
         """The request in progress, or the request whose attempts have all failed so far."""
         self._token: Token[RetryScope | None] | None = None
@@ -148,7 +148,7 @@ class RetryScope:
             self.give_up(error)
 
     def give_up(self, error: BaseException | None = None) -> None:
-        """End the request: no further attempt follows."""
+        """End the open request, if any, as failed: no further attempt follows."""
         outgoing, self.open = self.open, None
         if outgoing is None or outgoing._busy:
             return  # a request in progress reports its own end

@@ -1,9 +1,9 @@
-"""Programs, and the context variable with the program, step and tool call around the running code.
+"""The class ``Program``, and the context variable with the current program, step and tool call.
 
 A program is one agent run, from its first LLM request to its last. One context variable holds the program,
-step and tool call around the code, so entering any of them is one ``set``, and a thread can take over all
-three at once. Callbacks of some frameworks run in contexts of their own and cannot set the variable. Their
-adapters add a *resolver* that reads the framework's context instead.
+step and tool call around the running code. Entering any of the three is one ``set``, and a thread can take
+over all three at once. Callbacks of some frameworks run in contexts of their own and cannot set the variable.
+Adapters for these frameworks add a *resolver*, a function that reads the framework's context instead.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from .stats import Counters
 
 MAX_GRAPHS_REPORTED: Final = 4096
-"""Maximum number of remembered hashes of sent graphs; beyond it, each graph is sent in full once more."""
+"""Maximum number of graphs remembered as sent. At this limit all are forgotten and sent in full again."""
 
 _CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
 
 
 def status_of(error: BaseException | None) -> str:
     """Return the status of a run that ended with ``error``: ``ok``, ``cancelled`` or ``error``. Compares the
-    names of exception classes, so that asyncio need not be loaded."""
+    names of exception classes, so that asyncio need not be imported."""
     if error is None:
         return "ok"
     return "cancelled" if any(kind.__name__ in _CANCELLED for kind in type(error).__mro__) else "error"
 
 
 class Program:
-    """One agent run. Its fields do not change, except ``node`` and the activity in progress.
+    """One agent run: its identity and hints, its graph, and the tool calls and requests in progress.
 
-    A program may never report its end (``os._exit``, SIGKILL, a generator that is never finished). The server
-    then ends it when its lease does.
+    Some programs never report their end (``os._exit``, SIGKILL, a generator that is never finished). The
+    server ends such a program when its lease expires.
     """
 
     __slots__ = (
@@ -81,17 +81,17 @@ class Program:
         """Id of the outermost ancestor; ``None`` if this program has no parent."""
         self.depth: int = parent.depth + 1 if isinstance(parent, Program) else int(parent is not None)
         self.call_id = call_id
-        """The parent's tool call in which this program runs."""
+        """Id of the parent's tool call in which this program runs; ``None`` if there is none."""
         self.advice = advice
         self.heartbeat = heartbeat
         self.implicit = implicit
         """True for the program that stands for a whole process and was not opened by the user."""
         self.tenant = tenant
-        """Tenant that the program runs for; by default its parent's."""
+        """Tenant that the program runs for; ``program()`` takes the parent's tenant by default."""
         self.aeg = aeg
         """The program's graph, if known."""
         self.node: str | None = None
-        """Current node as an adapter last saw it; the node of a ``step()`` takes precedence."""
+        """Graph node that a framework's adapter last reported; the node of a ``step()`` takes precedence."""
         # Sets, not counts: adding and discarding are atomic, so that threads cannot make them drift.
         self.running_tools: set[str] = set()
         """Ids of the tool calls in progress."""
@@ -115,13 +115,14 @@ class Program:
         return self._ends and (self._resume is None or self._resume.is_new)
 
     def start(self) -> Program:
-        """Report the start and begin heartbeats. For adapters; ``program()`` does it itself. Never raises."""
+        """Report the start, begin heartbeats, and return the program. ``program()`` calls this itself,
+        adapters call it directly. Never raises."""
         if self._state == "new":
             self._state = "open"
             session = runtime.session()
             try:
                 if self.heartbeat and session.online:
-                    # First, so that the sender, woken by the event, knows when the first beat is due.
+                    # Before the event: it wakes the sender, which then asks when the first beat is due.
                     session.heartbeats.opened(self, runtime.clock())
                 session.emit(
                     self,
@@ -141,7 +142,8 @@ class Program:
         return self
 
     def follows(self, aeg: Aeg) -> None:
-        """Set the graph, if it became known or changed after the start. For adapters. Never raises."""
+        """Set the program's graph and report it. Does nothing if the program already has this graph. For
+        adapters that learn the graph after the start. Never raises."""
         if self.aeg is not None and self.aeg.hash == aeg.hash:
             return
         self.aeg = aeg
@@ -153,7 +155,8 @@ class Program:
         notify_listeners("node_entered", self, node)
 
     def report_graph(self) -> None:
-        """Send the graph again, because the server does not know it. Never raises."""
+        """Report the graph of an open program: in full, or only its hash if it was sent before. Never
+        raises."""
         session = runtime.session()
         try:
             if self._state == "open":
@@ -162,7 +165,7 @@ class Program:
             session.counters.add("internal_error")
 
     def _report_graph(self, session: runtime.Session) -> None:
-        # Earlier programs of this kind correct the declared graph.
+        # The advisor corrects the declared graph from earlier programs of this type.
         aeg = self.aeg if session.advisor is None else session.advisor.graph(self)
         if aeg is None:
             return
@@ -183,7 +186,7 @@ class Program:
         )
 
     def end(self, status: str = "ok") -> None:
-        """Report the end: no request follows. Repeating it is harmless. Never raises."""
+        """Report the end of the program: no request follows. Repeating it is harmless. Never raises."""
         if self._state != "open":
             return
         self._state = "ended"
@@ -202,13 +205,13 @@ class Program:
             session.counters.add("internal_error")
 
     def here(self) -> EnteredProgram:
-        """Return a ``with`` block whose code belongs to the program: ``with p.here(): ...``. The block works
-        in any thread, task or process, and neither starts nor ends the program. For workers with a job
-        queue."""
+        """Return a ``with`` block in which this is the current program: ``with p.here(): ...``. The block
+        works in any thread, task or process, and neither starts nor ends the program. For workers that take
+        jobs of several programs from a queue."""
         return EnteredProgram(self)
 
     def __reduce__(self) -> Any:
-        """Pickle as a program in progress: the copy sends no heartbeats and does not report the end."""
+        """Return the parts to pickle. The unpickled copy is open, sends no heartbeats and reports no end."""
         names = ("name", "agent_type", "parent_id", "root_id", "depth", "call_id", "advice", "tenant", "node")
         return _remote_program, (self.id, {name: getattr(self, name) for name in names})
 
@@ -226,15 +229,15 @@ def _remote_program(id: ProgramId, fields: dict[str, Any]) -> Program:
 
 
 def process_program(session: runtime.Session) -> Program:
-    """Return the program of this process: the one ``SOJOURN_PROGRAM_ID`` names, else an implicit one.
+    """Return the process's own program: the one that ``SOJOURN_PROGRAM_ID`` names, else an implicit one.
 
-    The processes that an agent starts find the same variable. Only the first process that uses the name
-    reports the end.
+    Child processes inherit the variable, so several processes may share one program. Only the first process
+    that uses the id reports the program's end.
     """
     found = session.program
     if isinstance(found, Program):
         return found
-    with session.exclusive():  # its start precedes all its other events, whichever thread comes first
+    with session.exclusive():  # so that the start event precedes the program's other events
         found = session.program
         if isinstance(found, Program):
             return found
@@ -275,18 +278,19 @@ class ExecutionContext(NamedTuple):
 
 NO_CONTEXT = ExecutionContext()
 process_programs: list[Program] = []
-"""Programs opened for the whole process by ``program().open()``. The last one applies to code outside of any
-program."""
+"""Programs opened for the whole process by ``program().open()``. The last one is the program of all code that
+has no other program."""
 current_context: ContextVar[ExecutionContext] = ContextVar("sojourn_place", default=NO_CONTEXT)
 
 
 class ResolvedContext(NamedTuple):
-    """The program, node and tool call that a framework's own state names."""
+    """Program, graph node and tool call of the running code, as a framework's own state names them."""
 
     program: Program | None = None
     node: str | None = None
     tool_call: CallInProgress | None = None
-    """The tool call in which the code runs; a program that the code opens is a child of this call."""
+    """The tool call in which the code runs. A program opened by this code gets the call's id as
+    ``call_id``."""
 
 
 Resolver = Callable[[], "ResolvedContext | None"]
@@ -294,8 +298,8 @@ _resolvers: list[Resolver] = []
 
 
 def add_resolver(resolver: Resolver) -> None:
-    """Call ``resolver`` at each look-up of the context; it must be quick and free of side effects. Adding a
-    resolver again is harmless."""
+    """Register ``resolver`` to be called at each look-up of the context. It must be quick and free of side
+    effects. Adding a resolver again is harmless."""
     if resolver not in _resolvers:
         _resolvers.append(resolver)
 
@@ -347,8 +351,8 @@ def find_scoped_context(counters: Counters) -> tuple[ExecutionContext, str | Non
 
 
 def reset_context(token: Token[ExecutionContext], counters: Counters) -> None:
-    """Reset the context variable. ``counters`` counts a failure, as for a generator finalised in another
-    context."""
+    """Reset the context variable to its value before ``token``. A failure is counted in ``counters``: a
+    generator may be finalised in another context."""
     try:
         current_context.reset(token)
     except ValueError:
@@ -356,7 +360,7 @@ def reset_context(token: Token[ExecutionContext], counters: Counters) -> None:
 
 
 class EnteredProgram:
-    """The block that ``Program.here()`` returns."""
+    """The ``with`` block that ``Program.here()`` returns: inside it, the program is the current one."""
 
     __slots__ = ("_program", "_tokens")
 

@@ -1,4 +1,4 @@
-"""``program()``: an agent run around code, as a block, as a decorator, or open until it is ended.
+"""``program()``: marks one agent run, as a ``with`` block, as a decorator, or from ``open()`` to ``end()``.
 
     with sojourn.program("fix-issue") as p: ...     # also: async with, @sojourn.program
 
@@ -45,30 +45,30 @@ class _Inherit:
 
 
 INHERIT: Final = _Inherit()
-"""Means: the parent is the program around the running code, if any."""
+"""Default of the argument ``parent``: the program around the running code, if any, is the parent."""
 
 
 class ProgramScope:
-    """What ``program()`` returns: a ``with`` block that runs as a program, or a decorator that makes each
-    call a program."""
+    """What ``program()`` returns: a ``with`` block that runs as one program, or a decorator that runs each
+    call as a program."""
 
     __slots__ = ("_parent_id", "_program", "_token", "make")
 
     def __init__(self, make: Callable[[], Program], parent_id: str | None = None) -> None:
         """``parent_id``: id of the parent that the caller named, if any."""
         self.make = make
-        """Returns a program for the next run, not started yet: for adapters that cannot use ``with``."""
+        """Returns a new program that is not started yet. For adapters that cannot use ``with``."""
         self._parent_id = parent_id
         self._program: Program | None = None
         self._token: Token[ExecutionContext] | None = None
 
     def open(self) -> Program:
-        """Start the program for the whole process, until its ``end()``: it applies to every thread without a
-        program of its own. For consoles, and for notebooks, where no ``with`` block can span several cells.
+        """Start a program for the whole process and return it. It applies to every thread without a program
+        of its own, until its ``end()``. For consoles and notebooks: no ``with`` block can span several cells.
 
-        Only one such program is open at a time: the previous one ends as ``cancelled``, so that a cell can
-        run again, unless it is the named ``parent``. A program still open at the end of the process ends as
-        ``cancelled``.
+        Opening a program ends the one opened before as ``cancelled``, so that a notebook cell can run again.
+        If the earlier program is the named ``parent``, it stays open. A program still open when the process
+        exits ends as ``cancelled``.
         """
         while process_programs and process_programs[-1].id != self._parent_id:
             process_programs.pop().end("cancelled")
@@ -80,7 +80,7 @@ class ProgramScope:
         if self._program is not None:
             raise ArgumentError("this program is already running; call program() once for each run")
         program = self._program = self.make().start()
-        # Steps and tool calls around a child belong to its parent.
+        # A child starts without step and tool call: those around it belong to its parent.
         self._token = current_context.set(ExecutionContext(program))
         return program
 
@@ -148,22 +148,22 @@ def program(
     resume: str | os.PathLike[str] | None = None,
     heartbeat: bool = True,
 ) -> Any:
-    """Return one agent run: for ``with``, ``async with``, or as decorator of sync and async functions and
-    generators, bare or called.
+    """Return a scope that runs code as one program: for ``with``, ``async with``, or as a decorator of sync
+    and async functions and generators. ``@sojourn.program`` works with and without parentheses.
 
     ``id`` resumes a known program; without it a fresh id is made. ``parent`` is by default the program around
     the code; ``None``: no parent. ``deadline_s`` counts from the start, in seconds. The hints apply to every
-    request of the program unless a ``step()`` gives others. ``tenant`` is the tenant it runs for, ``aeg`` its
-    graph. ``resume`` names a file that holds the id until the run ends cleanly, so that a restarted client
-    continues the same program (see ``sojourn.resume_file``). ``heartbeat=False`` promises no heartbeats.
-    Raises ``ArgumentError`` for an id the wire does not accept, an invalid hint, or a resume file that cannot
-    be used.
+    request of the program unless a ``step()`` gives others. ``tenant`` is the tenant that the program runs
+    for, ``aeg`` is its Agent Execution Graph. ``resume`` names a file that holds the id until the run ends
+    cleanly, so that a restarted client continues the same program (see ``sojourn.resume_file``).
+    ``heartbeat=False`` sends no heartbeats. Raises ``ArgumentError`` for an invalid id or hint, or an
+    unusable resume file.
 
     If no ``with`` block can span the run, as in a notebook: ``p = sojourn.program("x").open()`` and
     ``p.end()``.
 
-    In a *generator* a ``with`` block also covers the code that consumes the generator, between two items, as
-    with any context variable. The decorator does not.
+    A ``with`` block inside a *generator* also covers the consumer's code between two items, as any context
+    variable does. The decorator covers only the generator's own code.
     """
     if callable(name):
         label = getattr(name, "__name__", None)
@@ -185,7 +185,7 @@ def program(
             raise ArgumentError(f"resume is {resume!r}; expected the path of a file, as a string")
         from .resume_file import check
 
-        check(path)  # here, where a mistake may still raise
+        check(path)  # now, because a mistake must not raise when the agent runs
     hints: dict[str, Any] = {
         "priority": priority,
         "deadline_s": deadline_s,
@@ -200,7 +200,7 @@ def program(
         raise ArgumentError(str(error)) from None
 
     def make() -> Program:
-        # Deadlines count from the start of each run, not from the decorator's line.
+        # Deadlines count from the start of each run, not from the moment of decoration.
         return _make_program(
             name,
             parent,
@@ -218,8 +218,8 @@ def program(
 
 
 def current_program() -> Program | None:
-    """Return the program around the running code; ``None`` outside of any program, where requests belong to
-    the process's own program."""
+    """Return the program around the running code, or ``None`` outside of any program. Requests made there
+    belong to the process's own program."""
     return find_context(runtime.session().counters)[0].program
 
 
@@ -257,8 +257,8 @@ def _make_program(
 
 
 def _resume_file(path: str) -> ResumeFile | None:
-    """Return the resume file, or ``None`` if it cannot be used. Never raises, since the agent is about to
-    run."""
+    """Return the locked resume file, or ``None`` if it cannot be used. Never raises, since the agent is about
+    to run."""
     session = runtime.session()
     if session.disabled:
         return None

@@ -1,7 +1,7 @@
 """What one LLM request carries about its program: body fields, headers and unsent events.
 
-A request would overtake events of its program that are still unsent (measured: 39 times in 40). So the
-request carries them, if the dialect has a field for it.
+When a request is sent, earlier events of its program may still wait to be sent, and the request would arrive
+before them (measured: 39 times in 40). So the request carries these events, if the dialect has a place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_PIGGYBACK_EVENTS = 64
 _RESERVED_BYTES = 256
-"""Bytes of the context's size limit that stay free, for the keys and quotes that events add."""
+"""Bytes kept free below ``MAX_CONTEXT_BYTES``, for the keys and quotes that events add."""
 
 Parts = tuple[dict[str, Any], dict[str, str]]
 
@@ -55,10 +55,10 @@ def request_parts(program: Program | None = None) -> Parts:
 
 
 def body_additions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields to set in a body that has the user's fields ``theirs``. The user's values win, and
-    objects are merged.
+    """Return the fields of ``ours`` to set in a request body that already has the user's fields ``theirs``.
+    The user's values win, and nested objects are merged.
 
-    A ``null`` of the user in place of an object counts as absent; any other value stays unchanged.
+    If the user's value is ``null`` where ours is an object, ours is set.
     """
     added: dict[str, Any] = {}
     for name, value in ours.items():
@@ -83,7 +83,8 @@ def _parts(*, take: bool, program: Program | None = None) -> Parts:
 
 
 class Turn:
-    """One logical request. Its program and hints are fixed at the start, so that retries carry the same."""
+    """One logical request. Its program and hints are fixed at the start, so that every retry carries the same
+    ones."""
 
     __slots__ = ("_emitter", "_step", "_taken", "id", "node", "program", "session")
 
@@ -102,15 +103,16 @@ class Turn:
         """Id of the emitter that numbered the taken events."""
 
     def yields_to(self, theirs: Mapping[str, Any]) -> bool:
-        """Return whether the user's body has a field that this server refuses together with ours."""
+        """Return whether the user's body ``theirs`` has a field that the server refuses in combination with
+        our fields."""
         server = self.session.server
         if server is None or not server.dialect.yields_to:
             return False
         return any(theirs.get(name) is not None for name in server.dialect.yields_to)
 
     def failed(self) -> None:
-        """Return the carried events to the queue: the request got no answer, so they may not have arrived.
-        Never raises."""
+        """Put the carried events back into the queue, because the request got no answer and they may not have
+        arrived. Never raises."""
         taken, self._taken = self._taken, []
         if taken and self._emitter is not None and self.session.emitter is not None:
             self.session.emitter.put_back(self._emitter, taken)
@@ -142,7 +144,8 @@ class Turn:
         return self._measured(dialect, emitter)
 
     def _measured(self, dialect: Dialect, emitter: Emitter) -> Parts:
-        """Return ``parts`` with as many events as fit. Each event is encoded first to know its size."""
+        """Return body fields and headers with as many events as fit. Each event is encoded first to know its
+        size."""
         room_bytes = MAX_CONTEXT_BYTES - _RESERVED_BYTES - len(encode(self._context()))
         now = runtime.clock()
         events = [pending.encode(now) for pending in self._taken]
@@ -156,7 +159,8 @@ class Turn:
         return dialect.fields(self._context([msgspec.Raw(event) for event in events]))
 
     def _context(self, carried: list[Any] | None = None) -> AgenticContext:
-        """Return hints and identity as a wire message. ``carried``: events, as structs or as JSON."""
+        """Return program id and hints as a wire message. ``carried``: events to include, as structs or
+        JSON."""
         program, step = self.program, self._step
         node = None if self.node is None else name_of(self.node)
         hints = program.advice

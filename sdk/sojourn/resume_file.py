@@ -1,12 +1,12 @@
-"""A file that holds a program's id until its clean end, so that a restarted client continues the program.
+"""A file that holds a program's id until the program ends cleanly, so that a restarted client continues it.
 
     with sojourn.program("fix-issue", resume="run.id"): ...
 
-A run uses the id in the file; without a file it writes a fresh id, readable by its owner only. A run that
-ends ``ok`` removes the file. A run that fails, is cancelled or dies leaves it, so that the next attempt is
-the same program. The running process holds a lock on the file, which the system releases with the process. A
-second run meanwhile gets an id of its own and does not touch the file. Systems without such a lock (Windows)
-do not detect the second run.
+A run uses the id in the file. If there is no file, the run creates one with a fresh id, readable by the owner
+only. A run that ends ``ok`` removes the file. A run that fails, is cancelled or dies leaves the file, so that
+the next attempt is the same program. The running process holds a lock on the file, which the system releases
+when the process ends. A second run meanwhile gets an id of its own and does not touch the file. On systems
+without such a lock (Windows) a second run is not detected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ except ImportError:  # pragma: no cover
 EXPECTED = f"one line, a program id of 1 to {MAX_ID_BYTES} bytes of UTF-8"
 _NO_FILE = "it is not a regular file"
 _MAX_TRIES = 100
-"""Retries if the file vanishes before it is locked: the run that held it has just ended."""
+"""Maximum number of tries to lock the file. A try fails if another run ends and removes the file
+meanwhile."""
 
 
 class ResumeBusy(Exception):
@@ -117,8 +118,8 @@ def check(path: str) -> None:
 
 
 _NO_DETOUR = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-"""Flags for opening the file. A pipe must not block the agent. A link could point to any file, and ``remove``
-would remove only the link."""
+"""Flags for opening the file: do not wait for a pipe, which would block the agent, and do not follow a link,
+since ``remove`` would remove only the link."""
 
 
 def _open(path: str, flags: int) -> int:
@@ -143,7 +144,7 @@ def _opened(path: str) -> int:
         try:
             if fcntl is not None:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its holder may have removed it between the two lines above; then we locked an unlinked file.
+            # The previous holder may have removed the file before we locked it. Then our file is unlinked.
             if os.path.samestat(os.fstat(fd), os.stat(path)):
                 return fd
         except FileNotFoundError:

@@ -1,8 +1,7 @@
-"""The session of this process: what ``init()`` set up and every other module reads.
+"""The session of this process: the state that ``init()`` sets up and every other module reads.
 
-Before ``init()``, and where ``SOJOURN_DISABLED`` is set, the session is *offline*:
-programs, steps and tool calls are plain scopes and nothing is sent. ``lifecycle``
-creates and replaces the session.
+Before ``init()``, or if ``SOJOURN_DISABLED`` is set, the session is *offline*: programs, steps and tool calls
+are plain scopes, and nothing is sent. The module ``lifecycle`` creates and replaces the session.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from .learning.tool_durations import DurationEstimate
 
 clock = time.monotonic
-"""Monotonic seconds; the one clock of this package."""
+"""Returns monotonic seconds: the clock for all intervals and ages in this package."""
 
 
 class Estimates(Protocol):
@@ -74,10 +73,10 @@ class Session:
         return self.emitter is not None
 
     def connect(self) -> None:
-        """Start the sender, which asks the server for its dialect. Raises if the process lacks certificates,
-        the library for its proxy, or room for one more thread."""
-        # Imported here, since ``import sojourn`` alone needs no HTTP; on the caller's thread, since a fork
-        # must not happen while another thread imports.
+        """Start the background sender, which also asks the server for its dialect. Raises if certificates or
+        the library for a proxy are missing, or if no further thread can start."""
+        # Imported here, since ``import sojourn`` alone needs no HTTP. Imported on the caller's thread, since
+        # a fork must not happen while another thread imports.
         from .dialect_probe import ServerDialect, probe_dialect
         from .dialects import SojournEventTransport, TransportContext
         from .dialects.dynamo_events import load_zmq
@@ -132,18 +131,18 @@ class Session:
         self.emitter, self.server = emitter, server
 
     def await_dialect(self) -> None:
-        """Wait for the server's answer about its dialect, no longer than configured. Holds no lock."""
+        """Wait at most ``probe_timeout_s`` for the server's answer about its dialect. Holds no lock."""
         if self.config is not None and self.server is not None and not self.server.known:
             self._answered.wait(self.config.probe_timeout_s)
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Return the emitter's lock, which keeps other threads from emitting. A second lock could deadlock
-        with it: a garbage collection that ends a program might take both in another order."""
+        """Return the emitter's lock, which keeps other threads from emitting. The session has no lock of its
+        own: garbage collection may end a program at any moment and take two locks in the wrong order (a
+        deadlock)."""
         return nullcontext() if self.emitter is None else self.emitter.lock
 
     def emit(self, program: EventSource, kind: type[Event], **fields: Any) -> None:
-        """Queue an event of ``program``, of the class ``kind`` with these fields. Never blocks, never
-        raises."""
+        """Queue an event of ``program``, with the class ``kind`` and these fields. Never blocks or raises."""
         if self.emitter is not None:
             self.emitter.put(program, kind, **fields)
 
@@ -164,14 +163,14 @@ class Session:
             self.advisor.close(end_s - clock())
 
     def exit(self) -> None:
-        """Run ``before_exit`` and close the session, since the process ends."""
+        """Run the ``before_exit`` functions and close the session. Called when the process ends."""
         for callback in before_exit:
             callback()
         self.close()
 
     def stats(self) -> Stats:
         """Return the current counts and state."""
-        # Read first: the count ``events_queued`` includes what is pending by then.
+        # Read before the counters, so that ``events_queued`` includes every pending event.
         pending = self.emitter.pending if self.server is not None and self.emitter is not None else 0
         stats = Stats(self.counters.snapshot())
         stats.disabled = self.disabled
@@ -183,7 +182,8 @@ class Session:
         return stats
 
     def after_fork(self) -> None:
-        """Reset the session in a forked child: the parent keeps its programs alive and ends them."""
+        """Reset the session in a forked child. The parent keeps sending heartbeats for its programs and ends
+        them."""
         self.counters.after_fork()
         self.heartbeats.after_fork()
         self.program = None
@@ -196,8 +196,8 @@ class Session:
             self.advisor.after_fork()
 
     def _graph_unknown(self, report: PendingEvent) -> None:
-        """Send the graph of ``report`` in full: the server restarted, dropped the graph, or never received
-        it."""
+        """Have the graph of ``report`` sent in full again, since the server does not know it. If the report
+        held only the hash, the graph is sent now, otherwise with the next report."""
         self.graphs_reported.discard(report.fields["graph_hash"])
         if report.fields["graph"] is None:
             program = self.heartbeats.find(report.program_id)
@@ -210,17 +210,17 @@ class Session:
 
 
 before_exit: list[Callable[[], None]] = []
-"""Functions called first when the process ends; one of ``program`` ends the programs that are still open."""
+"""Functions to call first when the process ends. The module ``program`` adds one that ends open programs."""
 _session: Session | None = None
 _first_use: Callable[[], Session] = Session
-"""Makes the session if ``init()`` was not called; ``lifecycle`` sets it."""
+"""Makes the session if ``init()`` was not called. The module ``lifecycle`` sets this function."""
 _lock = threading.RLock()
-"""Held while the session changes, the bounded close of the previous one included. Not held while the new
-session waits for its server's answer."""
+"""Held while the session is replaced, including the bounded close of the previous session. Not held during
+the wait for the server's dialect."""
 
 
 def _after_fork() -> None:
-    # Another thread, which the child lacks, may hold the lock. Its change continues in the parent only.
+    # A thread of the parent may hold the lock at the fork. That thread does not exist in the child.
     global _lock
     _lock = threading.RLock()
 
@@ -229,7 +229,8 @@ process_hooks.register_at_fork(after_in_child=_after_fork)
 
 
 def session() -> Session:
-    """Return the session; an offline session if none was set up and ``SOJOURN_URL`` names no server."""
+    """Return the session. If none was set up, create one: online if ``SOJOURN_URL`` names a server, else
+    offline."""
     return _session if _session is not None else _first_use()
 
 
@@ -246,11 +247,11 @@ def replace_session(fresh: Session) -> Session:
 
 
 def change_lock() -> AbstractContextManager[object]:
-    """Return the lock around changes of the session."""
+    """Return the lock to hold while the session is replaced."""
     return _lock
 
 
 def on_first_use(make: Callable[[], Session]) -> None:
-    """Let ``session()`` call ``make`` if ``init()`` was not called."""
+    """Set the function that makes the session if ``session()`` is called before ``init()``."""
     global _first_use
     _first_use = make

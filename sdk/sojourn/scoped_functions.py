@@ -1,5 +1,5 @@
-"""Decorated functions: each call runs inside a scope. A generator is inside its scope only while it runs; the
-code that consumes it is outside."""
+"""Wraps functions so that each call runs inside a scope, such as a program or a tool call. A generator is
+inside its scope only while its own code runs; the code that consumes it is outside."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ScopeFactory = Callable[[], AbstractContextManager[Any]]
 
 
 def scoped(function: Callable[P, R], fresh: ScopeFactory) -> Callable[P, R]:
-    """Return ``function`` with each call inside a scope from ``fresh()``. Its kind (sync, async, generator)
-    and signature stay."""
+    """Return a wrapper of ``function`` that runs each call inside a scope from ``fresh()``. The wrapper has
+    the same kind (sync, async, generator) and signature."""
     if inspect.isasyncgenfunction(function):
         wrapper: Any = _async_generator(function, fresh)
     elif inspect.iscoroutinefunction(function):
@@ -50,7 +50,7 @@ def _coroutine(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..
 
 
 class _GeneratorScope:
-    """The context inside a generator's scope, entered for each step of the generator."""
+    """The context inside a generator's scope. It is entered whenever the generator's code runs."""
 
     def __init__(self, fresh: ScopeFactory) -> None:
         self._scope = fresh()
@@ -70,7 +70,8 @@ class _GeneratorScope:
         current_context.set(outside)
 
     def close(self, error: BaseException | None) -> None:
-        # Where another context finalises the generator, the scope's own reset would be counted as failed.
+        # The scope's exit resets the context variable, so the consumer's value is set again afterwards. If
+        # another context finalises the generator, the reset fails and is counted.
         outside = current_context.get()
         self._scope.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
         current_context.set(outside)
@@ -119,9 +120,9 @@ def _driven(
 def close_generator(
     inner: AsyncGenerator[Any, Any], between: AbstractContextManager[Any]
 ) -> Generator[Any, Any, Any]:
-    """``await close_generator(inner, between)`` is ``await inner.aclose()``, with ``between`` entered only
-    while code of the close runs, not while it waits. A generator that Python destroys without an event loop
-    waits for ever; it must not leave ``between`` entered in the code that runs at that moment."""
+    """Await ``inner.aclose()``, with ``between`` entered while the generator's code runs, but not while it
+    waits. Without an event loop, a generator that Python destroys waits for ever. Then ``between`` must not
+    stay entered for the unrelated code that runs at that moment."""
     return (yield from _driven(cast("Generator[Any, Any, Any]", inner.aclose().__await__()), between))
 
 

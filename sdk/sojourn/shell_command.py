@@ -24,7 +24,7 @@ _FILTERS = frozenset(
     {"awk", "cat", "column", "cut", "egrep", "fgrep", "grep", "head", "jq", "less", "more", "rg", "sed"}
     | {"sort", "tail", "tee", "tr", "uniq", "wc"}
 )
-"""Commands that, after a pipe, only wait for the command before: ``pytest -q | tail`` is a ``pytest``."""
+"""Commands that only wait for the command before the pipe: ``pytest -q | tail`` counts as ``pytest``."""
 
 _PREFIXES = frozenset({"command", "env", "exec", "nice", "nohup", "stdbuf", "sudo", "time", "timeout"})
 _SHELLS = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
@@ -42,7 +42,7 @@ _PLAIN = re.compile(r"[^\s'\"\\;|&()<>`$]+")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _ONE_COMMAND = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.+-]*)(?:[ \t]+[A-Za-z0-9_./:@%,+-]+)*[ \t]*")
-"""A name and plain words: the fast path for most commands of agents."""
+"""Matches a name and plain words: the fast path for most commands of agents."""
 _NUMBER = re.compile(r"[+-]?[\d.]+[smhd]?")
 
 
@@ -85,8 +85,8 @@ def main_head(line: str) -> str | None:
 
 
 def command_class(line: str) -> str | None:
-    """Return ``main_head`` as the class of a tool call, if it looks like a program's name. Anything else,
-    such as a quoted sentence, may contain arguments, which are never sent."""
+    """Return ``main_head`` as the class of a tool call if it looks like a program's name, else ``None``.
+    Anything else, such as a quoted sentence, may contain arguments, which are never sent."""
     if len(line) <= MAX_COMMAND_CHARS and (found := _ONE_COMMAND.fullmatch(line)):
         head = found[1]
         if head not in _NOT_HEADS:
@@ -153,7 +153,7 @@ def _simple_commands(text: str) -> list[Command]:
 
 def _finish(words: list[str], piped: bool, commands: list[Command]) -> None:
     """Strip keywords, assignments and prefixes from ``words`` and append the command, if any, to
-    ``commands``. ``piped``: it reads another command's output."""
+    ``commands``. ``piped``: the command reads another command's output."""
     start = 0
     while start < len(words) and (words[start] in _LEADING_WORDS or _ASSIGNMENT.match(words[start])):
         start += 1

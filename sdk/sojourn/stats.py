@@ -1,17 +1,16 @@
-"""Counts of the SDK's work and of its failures.
+"""Counters of the SDK's work and of its failures.
 
-Names: ``events_queued``, ``events_sent``, ``events_piggybacked``, ``events_returned``
-(by a request that failed), ``dropped_full``, ``dropped_send``, ``dropped_unsupported``,
-``dropped_closed``, ``thread_start_failed``, ``http_NNN`` and ``net_X`` (failed batches),
-``outcome_X`` (the server's answers), ``answer_unreadable``, ``encode_error``,
-``internal_error``, ``listener_error``, ``inject_error``, ``attach_error``,
-``history_error`` (the file cannot be used), ``history_busy`` (another process held it),
-``history_dropped`` (not learned or not saved), ``graph_too_large``,
-``resolver_error``, ``context_reset_failed``, ``resume_busy`` and ``resume_failed`` (a resume
-file that another run holds, or that could not be used), ``hint_invalid``, ``requests_started``,
-``requests_ended``, ``requests_failed``, ``requests_cancelled``, ``requests_closed_early``,
-``requests_abandoned``, ``request_attempts``, ``ttft_count``, ``ttft_ms_sum``, and of the span export
-``otel_outcomes_failed`` and ``otel_outcomes_skipped``.
+Names: ``events_queued``, ``events_sent``, ``events_piggybacked`` (carried by a request), ``events_returned``
+(put back after a failed request), ``dropped_full``, ``dropped_send``, ``dropped_unsupported``,
+``dropped_closed``, ``thread_start_failed``, ``http_NNN`` and ``net_X`` (failed batches), ``outcome_X`` (the
+server's answers), ``answer_unreadable``, ``encode_error``, ``internal_error``, ``listener_error``,
+``inject_error``, ``attach_error``, ``history_error`` (the file cannot be used), ``history_busy`` (another
+process held it), ``history_dropped`` (not learned or not saved), ``graph_too_large``, ``resolver_error``,
+``context_reset_failed``, ``resume_busy`` and ``resume_failed`` (a resume file that another run holds, or that
+could not be used), ``hint_invalid``, ``requests_started``, ``requests_ended``, ``requests_failed``,
+``requests_cancelled``, ``requests_closed_early``, ``requests_abandoned``, ``request_attempts``,
+``ttft_count``, ``ttft_ms_sum``, and from the span export ``otel_outcomes_failed`` and
+``otel_outcomes_skipped``.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from threading import get_ident
 class Counters:
     """Counts, kept separately for each thread, so that ``add`` needs no lock.
 
-    A lock could deadlock with the emitter's lock: a garbage collection may end a program, which uses both,
-    while one of them is held.
+    A lock could deadlock with the emitter's lock. Garbage collection may end a program while one of the two
+    locks is held, and ending a program needs both.
     """
 
     def __init__(self) -> None:
@@ -56,9 +55,9 @@ class Stats(Counter[str]):
     """A snapshot of all counts, as a ``collections.Counter``, and of the session's state."""
 
     url: str | None = None
-    """The server named by ``init()``."""
+    """URL of the server named by ``init()``."""
     disabled: bool = False
-    """``SOJOURN_DISABLED`` is set."""
+    """True if ``SOJOURN_DISABLED`` is set."""
     dialect: str | None = None
     """Dialect in use; ``None`` before ``init()``."""
     dialect_known: bool = False
@@ -66,7 +65,7 @@ class Stats(Counter[str]):
     instrumented: tuple[str, ...] = ()
     """Frameworks that are patched now."""
     events_pending: int = 0
-    """Events not yet sent."""
+    """Number of events not yet sent."""
 
     def __repr__(self) -> str:
         state = {name: getattr(self, name) for name in ("url", "dialect", "dialect_known", "instrumented")}

@@ -13,7 +13,8 @@ from .stats import Counters
 
 
 class Step:
-    """A node and hints that apply inside a ``with`` block. An inner step adds to the steps around it."""
+    """A node and hints that apply inside a ``with`` block. Values that an inner step lacks come from the
+    steps around it."""
 
     __slots__ = ("_token", "advice", "node", "step_id")
 
@@ -58,11 +59,13 @@ def step(
     expected_resume: bool | None = None,
     final: bool | None = None,
 ) -> Step:
-    """Describe the next requests: ``with sojourn.step("plan", expected_output_length=200): ...``.
+    """Return a ``with`` block that gives hints for the requests made inside it:
+    ``with sojourn.step("plan", expected_output_length=200): ...``.
 
     ``node`` is a node of the agent's graph. ``deadline_s`` counts from now, in seconds.
-    ``expected_output_length`` is in tokens. ``final`` means that no further turn follows. Agents often
-    compute these values while they run, so an invalid value is dropped and counted (``hint_invalid``).
+    ``expected_output_length`` is in tokens. ``final`` means that no further turn follows. An invalid value
+    does not raise, since agents often compute values while they run: it is dropped and counted
+    (``hint_invalid``).
     """
     hints = _valid_advice(
         runtime.session().counters,

@@ -1,15 +1,15 @@
 """Carries the current program into threads and thread pools. Opt-in: ``init(url, threads=True)``.
 
-``asyncio`` tasks and ``asyncio.to_thread`` carry it anyway. Only our context variable is passed on, with the
-program from a framework's own context. The internal threads of ``concurrent.futures`` and ``multiprocessing``
-(workers, the manager of a process pool, the feeders of queues) get no program at their start, since they
-would keep it for life.
+``asyncio`` tasks and ``asyncio.to_thread`` carry it without this module. Only the SDK's own context variable
+is passed on, with the program that a framework's context names. The internal threads of
+``concurrent.futures`` and ``multiprocessing`` (workers, the manager of a process pool, the feeders of queues)
+get no program when they start, since they would keep it for life.
 
-A thread gets its program once, when it starts. A long-lived worker with a job queue stays with the program
-that started it; its jobs pass their program along and use ``with p.here(): ...``. Jobs of a process pool run
-in other processes, which know only the program in ``SOJOURN_PROGRAM_ID``. They take their program as an
-argument (a ``Program`` can be pickled) and do the same, or open a child with ``program(parent=p)``. Do not
-use ``program(id=p.id)`` there: its end would end the program.
+A thread gets its program once, when it starts. A long-lived worker that takes jobs from a queue keeps the
+program that started it. So pass each job its program and use ``with p.here(): ...``. Jobs of a process pool
+run in other processes, which know only the program in ``SOJOURN_PROGRAM_ID``. Pass these jobs their program
+as an argument (a ``Program`` can be pickled) and use ``p.here()`` too, or open a child with
+``program(parent=p)``. Do not use ``program(id=p.id)`` there: the end of its block would end the program.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Undo ``install``, except where another patch covers ours."""
+    """Undo ``install``. A method that another library has patched since then stays as it is."""
     if not _originals:
         return
     if threading.Thread.start is _originals["our_start"]:

@@ -1,4 +1,4 @@
-"""Token counts read from an answer. No extra request is made for them."""
+"""Reads token counts from the answer to an LLM request, without an extra request."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _KEY = b'"usage"'
-"""How the token counts begin. It cannot occur in the text of an answer, since quotes inside a JSON string are
-escaped."""
+"""JSON key of the token counts. These bytes cannot occur in the text of an answer, since quotes inside a JSON
+string are escaped."""
 _OBJECT = re.compile(rb"[: \t\r\n]*\{")
 _MAX_BYTES = 16 * 1024
 """Longest ``usage`` object that is read."""
 _MAX_TRIES = 8
-"""Number of candidates that fail to parse before the search stops."""
+"""Maximum number of candidates that the search for the ``usage`` object parses."""
 
 
 class TokenUsage(NamedTuple):
@@ -34,7 +34,7 @@ def of_answer(result: Any) -> TokenUsage | None:
     for name in ("http_response", "response"):
         try:
             content = getattr(getattr(result, name, None), "content", None)
-        except Exception:  # closed unread: the HTTP library raises
+        except Exception:  # the HTTP library raises if the response was closed unread
             return None
         if isinstance(content, bytes):
             return of_tail(content)
@@ -62,8 +62,8 @@ def of_tail(tail: bytes) -> TokenUsage | None:
 
 
 def _usage(given: Any) -> TokenUsage | None:
-    """Return the usage in either form of the OpenAI API: that of chat and completions, or that of
-    Responses."""
+    """Return the token counts in either form of the OpenAI API: chat and completions, or Responses. ``None``
+    if there are no counts."""
     details = _of(given, "prompt_tokens_details", "input_tokens_details")
     usage = TokenUsage(
         _count(_of(given, "prompt_tokens", "input_tokens")),

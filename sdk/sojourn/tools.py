@@ -1,4 +1,4 @@
-"""Tool calls between two turns of an agent. Names and times are reported, never arguments."""
+"""Reports the tool calls between two turns of an agent: their names and times, never their arguments."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ STATUSES = frozenset({"ok", "error", "timeout", "nonzero", "cancelled"})
 
 
 class ToolCall:
-    """One tool call, used by ``with`` or ``async with``. Set ``status`` inside for a failure that raises no
-    exception."""
+    """One tool call, for ``with`` or ``async with``. Set ``status`` inside the block if the tool fails
+    without an exception."""
 
     __slots__ = ("_expected_s", "_started_s", "_token", "call_id", "program", "status", "tool", "tool_class")
 
@@ -56,7 +56,7 @@ class ToolCall:
         self._token: Token[ExecutionContext] | None = None
 
     def start(self) -> ToolCall:
-        """Report the start, without changing the context. For adapters. Never raises."""
+        """Report the start and return the call, without changing the context. For adapters. Never raises."""
         session = runtime.session()
         try:
             if self.program is None:
@@ -82,8 +82,8 @@ class ToolCall:
         return self
 
     def stop(self, status: str = "ok", *, duration_s: float | None = None) -> None:
-        """Report the end. Repeating it is harmless. Never raises. ``duration_s``: duration of a call whose
-        start was not seen."""
+        """Report the end. Repeating it is harmless. Never raises. ``duration_s``: the duration in seconds, by
+        default the time since ``start()``."""
         started_s, self._started_s = self._started_s, None
         if started_s is None:
             return
@@ -127,8 +127,9 @@ class ToolCall:
         self.__exit__(kind, error, trace)
 
     def _sane_expectation(self, session: runtime.Session) -> tuple[float | None, float | None]:
-        """Return median and 95th percentile of the duration: the caller's estimate, which has no percentile,
-        else the estimate from earlier calls."""
+        """Return the expected median and 95th percentile of the duration, in seconds. A valid estimate of the
+        caller is the median, without a percentile. Otherwise both come from earlier calls; they are ``None``
+        if there are none."""
         value = self._expected_s
         if value is not None:
             if isinstance(value, (int, float)) and math.isfinite(value) and value >= 0:
@@ -172,7 +173,7 @@ def tool(
     tool_class: str | None = None,
     expected_s: float | None = None,
 ) -> Any:
-    """Report every call of a function as a tool call: ``@sojourn.tool`` or
+    """Decorate a function to report each of its calls as a tool call: ``@sojourn.tool`` or
     ``@sojourn.tool(name="search")``."""
     from .scoped_functions import scoped
 
@@ -186,7 +187,8 @@ def tool(
 def _status(error: BaseException | None) -> str:
     if error is None:
         return "ok"
-    # subprocess.TimeoutExpired is no TimeoutError, and asyncio's was not one before Python 3.11.
+    # By name: subprocess.TimeoutExpired is not a TimeoutError, nor was asyncio.TimeoutError before Python
+    # 3.11.
     if any(kind.__name__ in ("TimeoutError", "TimeoutExpired") for kind in type(error).__mro__):
         return "timeout"
     return status_of(error)

@@ -37,8 +37,8 @@ MAX_EVENT_NAME_BYTES = 256
 
 
 class WireError(InputError):
-    """The bytes are not a valid message of this wire format; the text names the error and what was
-    expected."""
+    """The bytes are not a valid message of this wire format. The error's text says what was wrong and what
+    was expected."""
 
 
 class Outcome(str, Enum):
@@ -54,7 +54,7 @@ class Outcome(str, Enum):
 
 
 class EventOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer to one event, in the order of the batch."""
+    """The server's answer to one event of a batch."""
 
     outcome: Outcome
     reason: str = ""
@@ -63,17 +63,18 @@ class EventOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A batch as sent. Events stay undecoded, so that one bad event does not make the others unreadable."""
+    """A batch of events as sent. The events stay undecoded, so that one bad event does not affect the
+    others."""
 
     v: int
     emitter: str
     events: list[msgspec.Raw]
     dropped: int = 0
-    """Events that the emitter has dropped so far."""
+    """Number of events that the emitter has dropped so far."""
 
 
 class OutcomeBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer to a batch."""
+    """The server's answer to a batch: one outcome per event, in the same order."""
 
     v: int = WIRE_VERSION
     outcomes: list[EventOutcome] = []
@@ -87,7 +88,7 @@ _outcome_decoder = msgspec.json.Decoder(OutcomeBatch)
 
 
 def encode(message: object) -> bytes:
-    """Return compact JSON of any wire struct. Raises ``WireError`` for values that JSON lacks."""
+    """Return compact JSON of any wire struct. Raises ``WireError`` for values that JSON cannot express."""
     try:
         return _encoder.encode(message)
     except (TypeError, ValueError, OverflowError) as error:
@@ -95,9 +96,11 @@ def encode(message: object) -> bytes:
 
 
 def decode_batch(data: bytes) -> EventBatch:
-    """Decode a batch and check its bounds; ``decode_event`` decodes single events later.
+    """Decode a batch and check its bounds; ``decode_event`` decodes single events later. Raises
+    ``WireError``.
 
-    An event that breaks JSON's rules for text or numbers, or is nested too deeply, counts as one bad event.
+    An event that breaks JSON's rules for text or numbers, or is nested too deeply, does not fail the batch:
+    only ``decode_event`` refuses it.
     """
     if len(data) > MAX_BATCH_BYTES:
         raise WireError(f"batch of {len(data)} bytes; at most {MAX_BATCH_BYTES} are accepted")
@@ -120,13 +123,14 @@ _MAX_DEPTH = 32
 """Deepest nesting that is kept in a batch with a bad event. A graph, the deepest event, has 7 levels in a
 batch."""
 _MAX_BRACKETS = 32 * 1024
-"""Maximum number of strings and brackets examined in such a batch; 1,024 ordinary events have fewer."""
+"""Maximum number of strings and brackets examined in a batch with a bad event. Ordinary batches have
+fewer."""
 _BRACKETS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
 def _decode_around_bad_events(data: bytes) -> EventBatch:
-    """Decode with Python's parser, which also reads what JSON forbids: half a surrogate pair, bytes that are
-    not UTF-8, ``NaN``. ``decode_event`` refuses such an event. Raises ``ValueError``."""
+    """Decode a batch with Python's parser, which also reads what JSON forbids: half a surrogate pair, bytes
+    that are not UTF-8, ``NaN``. ``decode_event`` refuses such an event later. Raises ``ValueError``."""
     text = data.decode("utf-8", "surrogateescape")
     try:
         document = json.loads(text)

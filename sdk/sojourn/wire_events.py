@@ -1,8 +1,8 @@
-"""The events that an agent reports about its program and tools. Never arguments, never outputs.
+"""The events that an agent reports about its program and tools. They hold no arguments and no outputs.
 
 Every event names its program and carries a sequence number that grows within (emitter, program). ``age_s`` is
-how long ago it happened, on the client's monotonic clock at the moment of sending, so that the server can
-place the event on its own clock: the two clocks need not agree on the time of day.
+the time from the event to its sending, on the client's monotonic clock. With it the server places the event
+on its own clock, so the two machines need not agree on the time of day.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
 
 
 class ProgramStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="program_start"):
-    """A program began. Repeating it for a known id is harmless."""
+    """A program began. Repeating this event for a known id is harmless."""
 
     name: str | None = None
     agent_type: str | None = None
     parent_program_id: str | None = None
     root_program_id: str | None = None
     call_id: str | None = None
-    """The parent's tool call in which this sub-program runs."""
+    """Id of the parent's tool call in which this sub-program runs."""
     heartbeat: bool = False
-    """The client promises heartbeats: silence then ends leases."""
+    """True if the client sends heartbeats; the server then ends leases when the client is silent."""
     tenant: str | None = None
     """The tenant that the client names. Advice only: fairness uses the authenticated identity."""
 
@@ -43,9 +43,10 @@ class ToolStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_
     tool_class: str | None = None
     """A finer class that the client knows, e.g. the command head ``pytest``."""
     expected_s: float | None = None
-    """The client's own estimate of the duration, in seconds: the median of earlier calls."""
+    """The client's estimate of the duration, in seconds: given by the user, or the median of earlier
+    calls."""
     expected_p95_s: float | None = None
-    """The client's own estimate of the duration's 95th percentile, in seconds."""
+    """The client's estimate of the duration's 95th percentile, in seconds."""
 
 
 class ToolStop(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_stop"):
@@ -53,7 +54,7 @@ class ToolStop(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_s
 
     call_id: str
     duration_s: float
-    """Duration, measured on the client's monotonic clock."""
+    """Duration in seconds, measured on the client's monotonic clock."""
     status: str = "ok"
     """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``."""
 
@@ -71,7 +72,8 @@ class AegNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AegEdge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """``target`` may follow ``source``. ``__start__`` and ``__end__`` stand for the ends of a run."""
+    """``target`` may follow ``source``. ``__start__`` and ``__end__`` stand for the start and end of a
+    run."""
 
     source: str
     target: str
@@ -98,7 +100,7 @@ class AegReport(Event, frozen=True, kw_only=True, omit_defaults=True, tag="aeg")
 
 
 class ProgramEnd(Event, frozen=True, kw_only=True, omit_defaults=True, tag="program_end"):
-    """The program will send no further request; its KV may go."""
+    """The program will send no further request; its KV may be evicted."""
 
     status: str = "ok"
     """``ok``, ``error`` or ``cancelled``."""

@@ -24,8 +24,8 @@ _requests_of = os.urandom(8).hex()
 
 
 def new_request_id() -> str:
-    """Return a fresh id for a logical request: 64 random bits of this process, and a counter. Random bits per
-    request would cost more than all other work for the request."""
+    """Return a fresh id for a logical request: 64 random bits and a counter. The bits are drawn once per
+    process, since drawing them costs more than all other work for a request."""
     return f"r-{_requests_of}-{next(_requests):x}"
 
 
@@ -42,8 +42,8 @@ _SHORT = 64
 
 
 def call_id_of(text: object) -> CallId:
-    """Return ``text`` as a call id. An id that the wire does not accept is hashed, so that start and stop
-    still match."""
+    """Return ``text`` as a tool call's id. A text that the wire does not accept is hashed, so that the call's
+    start and stop events still match. Without text, returns a fresh id."""
     if type(text) is str and 0 < len(text) <= _SHORT and text.isascii() and text.isprintable():
         return CallId(text)
     value = _encodable(text)
@@ -57,8 +57,8 @@ def call_id_of(text: object) -> CallId:
 
 
 def name_of(text: object, empty: str = "unnamed") -> str:
-    """Return the name of a tool, agent or node, cut to ``MAX_EVENT_NAME_BYTES`` of UTF-8; ``empty`` for no
-    text."""
+    """Return ``text`` as the name of a tool, agent or node, cut to ``MAX_EVENT_NAME_BYTES`` of UTF-8. Without
+    text, returns ``empty``."""
     if type(text) is str and 0 < len(text) <= _SHORT and text.isascii():
         return text
     value = _encodable(text) or empty

@@ -1,39 +1,39 @@
-"""AutoGen 0.7 (autogen-agentchat): teams and agents as programs, without changing the agent's code.
+"""AutoGen 0.7 (autogen-agentchat): reports teams and agents as programs, without changes to their code.
 
     sojourn.init("http://127.0.0.1:8000")           # before or after importing AutoGen
-    team = sojourn.wrap(team)                       # or only this team or agent, and all in it
+    team = sojourn.wrap(team)                       # or: only this team or agent, with all its parts
 
 What is reported
 - A **program** is the outermost run of a team or an agent: ``run``, ``run_stream`` or an agent's
   ``on_messages_stream``. The program's name and type are those of the team or agent. Inside
   ``with sojourn.program():`` a run is part of that program instead. Open one around several runs that
-  continue one conversation: without it each run is a program of its own, even a run that continues the last
-  one (``team.run()`` again, after ``reset()`` or not).
-- A **node** is an agent's turn, by the agent's name; ``inner/alice`` for those of a team inside a
-  team or of a ``SocietyOfMindAgent``. The requests with which a ``SelectorGroupChat`` or
+  continue one conversation. Without it, each call of ``team.run()`` is a program of its own, even if it
+  continues the previous run.
+- A **node** is an agent's turn, with the agent's name. Agents of a team inside a team or inside a
+  ``SocietyOfMindAgent`` have names like ``inner/alice``. The requests with which a ``SelectorGroupChat`` or
   ``MagenticOneGroupChat`` picks the next agent belong to the program and to no node.
 - A **tool call** is what an ``AssistantAgent`` executes, handoffs (``transfer_to_bob``) included, with
   the model's call id. AutoGen turns a tool's exception into a result; it is reported as ``error``, or as
   ``timeout`` for a ``TimeoutError``. The code of a ``CodeExecutorAgent`` is the tool ``code``; its class
   is the language, or for shell code the main command. A human's approval of the code is part of the call.
-- ``AgentTool``, ``TeamTool`` and agents that a tool's code runs are **child programs** of that call.
+- ``AgentTool``, ``TeamTool`` and agents that a tool's code runs are **child programs** of that tool call.
 - The **graph** is reported at the start: see ``team_graph``.
 
 Limits
 - A ``CancellationToken`` that fires inside a tool makes AutoGen 0.7.4 and 0.7.5 wait for ever, with or
-  without us (microsoft/autogen#7956); such a program stays open until the server's leases end it.
-- ``break`` out of ``team.run_stream()`` does not stop the team: AutoGen lets it run on until idle while the
-  generator is closed. The program ends after that. An unclosed generator is closed by Python's garbage
-  collection, or by the event loop when it stops.
-- Tools of other agents than an ``AssistantAgent``, and code executors called by hand, are not reported; use
-  ``sojourn.tool_call()``.
-- A runtime that was started inside *another* program keeps that program's context; the requests of the team
-  outside of any turn (a selector's) then count for that program.
+  without sojourn (microsoft/autogen#7956). Such a program stays open until the server's leases end it.
+- ``break`` out of ``team.run_stream()`` does not stop the team: when the generator is closed, AutoGen lets
+  the team run on until it is idle. The program ends after that. An unclosed generator is closed by Python's
+  garbage collection, or by the event loop when it stops.
+- Tools of agents that are not an ``AssistantAgent``, and code executors called by hand, are not reported. Use
+  ``sojourn.tool_call()`` for them.
+- A runtime that was started inside *another* program keeps that program's context. Requests of the team
+  outside of any turn, such as a selector's, then count for that other program.
 - An object wrapped with ``sojourn.wrap`` stays wrapped. If one of its agents is also in another team, the
   agent's turns there are reported too, each as a program.
 
-An exception out of ``_execute_tool_call`` makes AutoGen's agent wait for ever. So all code of ours is
-guarded, and the user's code is called exactly once, outside of the guards.
+If ``_execute_tool_call`` raises, AutoGen's agent waits for ever. So all code of ours is guarded, and the
+user's code is called exactly once, outside of the guards.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ from . import run_scopes, tool_calls
 from .team_graph import graph_of
 
 _Wrapper = Callable[[Any, Callable[[], bool]], Callable[..., Any]]
-"""Returns our wrapper of an AutoGen function. The second argument returns whether the wrapper is active."""
+"""Type of functions that return our wrapper of an AutoGen function, which is the first argument. The second
+argument returns whether the wrapper is active."""
 
 _patched: list[tuple[type, str, Any, Any]] = []
 """Class, attribute name, AutoGen's function and ours, as stored in the class."""
@@ -82,7 +83,8 @@ def patch() -> bool:
 
 
 def unpatch() -> None:
-    """Restore AutoGen's own functions. If another patch covers ours, ours becomes inactive."""
+    """Restore AutoGen's own functions. A function that another library has patched since then keeps that
+    patch, and ours does nothing."""
     global _active
     with _lock:
         _active = False
@@ -95,9 +97,9 @@ def unpatch() -> None:
 
 
 def wrap(target: Any) -> Any | None:
-    """Instrument one team or agent, with the agents, tools and model clients it has, and return it.
+    """Instrument one team or agent, with its agents, tools and model clients, and return it.
 
-    The object gets a subclass of its own class. ``None`` for any other object.
+    The object gets a subclass of its own class. Returns ``None`` for any other object.
     """
     from autogen_agentchat.agents import BaseChatAgent
     from autogen_agentchat.teams import BaseGroupChat
@@ -151,8 +153,8 @@ def _replace(kind: type, name: str, theirs: Any, wrapper: _Wrapper) -> None:
 
 
 def _patch_user_classes(agents: Any) -> None:
-    """Patch methods that the user's agent classes override. A class is unknown until an agent of it is
-    used."""
+    """Patch methods that the user's agent classes override. Called when the agents are used, since their
+    classes are unknown before."""
     from autogen_agentchat.base import ChatAgent
 
     name = "on_messages_stream"
@@ -199,7 +201,7 @@ def _graph(runner: Any) -> Any:
     try:
         return graph_of(runner)
     except Exception:
-        fault("internal_error")  # an unfamiliar graph costs the graph, not the program
+        fault("internal_error")  # the program is reported without its graph
         return None
 
 
@@ -226,8 +228,9 @@ def _agent_run(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
 def _stream(
     original: Any, active: Callable[[], bool], begin: Callable[[Any], run_scopes.RunScope | None]
 ) -> Callable[..., Any]:
-    """Wrap an async generator so that the context is entered for each of its steps: the code that consumes it
-    runs between two steps, outside of the context. ``begin`` returns the scope of a run, or ``None``."""
+    """Return a wrapper of the async generator function ``original`` that enters a scope's context for each
+    step. The code that consumes the generator runs between two steps, outside of the context. ``begin``
+    returns the scope of the run, or ``None``."""
 
     @functools.wraps(original)
     async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
@@ -265,7 +268,7 @@ def _stream(
 
 
 class _EnteredScope:
-    """A ``with`` block inside a scope."""
+    """A ``with`` block that enters the context of a ``RunScope``."""
 
     def __init__(self, scope: Any) -> None:
         self._scope = scope
@@ -278,7 +281,7 @@ class _EnteredScope:
 
 
 class _NullScope:
-    """A scope that does nothing."""
+    """Used in place of a ``RunScope`` where there is nothing to report."""
 
     def activate(self) -> None:
         """Do nothing."""
@@ -301,7 +304,7 @@ def _is_last(item: Any) -> bool:
 
 
 def _parts(target: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield the team or agent and those of its parts that are instrumented, each once."""
+    """Yield the team or agent and, recursively, its agents, tools and model clients, each once."""
     if target is None or id(target) in seen:
         return
     seen.add(id(target))

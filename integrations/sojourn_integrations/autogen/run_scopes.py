@@ -1,14 +1,14 @@
-"""The program and turn around the running code of an AutoGen team or agent.
+"""Finds the program and turn around the running code of an AutoGen team or agent.
 
 AutoGen 0.7 hands messages to agents in tasks of a runtime. A runtime that the team makes starts inside the
-run, so its tasks have the run's context. The tasks of a runtime that the user passes in do not; there
-AutoGen's ``MessageHandlerContext`` names the agent that handles the message.
+run, so its tasks have the run's context. A runtime that the user passes in has tasks without this context.
+There AutoGen's ``MessageHandlerContext`` names the agent that handles the message.
 
-    team.run ──▶ Run (one program) ──▶ turn of "alice" ──▶ tool call ──▶ another Run, its child
+    team.run ──▶ TeamRun (one program) ──▶ turn of "alice" ──▶ tool call ──▶ child TeamRun
                       │
                       └─▶ a team inside the team: the same program, its agents at "inner/alice"
 
-Nothing here calls or imports AutoGen. The callers in the package guard against exceptions.
+This module neither calls nor imports AutoGen. The callers in the package guard against exceptions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TeamRun:
     def __init__(self, program: Program, *, owned: bool) -> None:
         self.program = program
         self.owned = owned
-        """True if this run opened the program, and so ends it."""
+        """True if this run opened the program. The program then ends with the run."""
         self.calls: set[ToolCall] = set()
         """Tool calls in progress."""
 
@@ -79,14 +79,14 @@ _graphs: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
 
 
 def resolve() -> ResolvedContext | None:
-    """Return the program whose message is being handled. This is a resolver; turns set their node
-    themselves."""
+    """Return the program whose message is being handled. The SDK calls this as a resolver. It names no node,
+    since turns set the node themselves."""
     handled = _handled()
     return None if handled is None else ResolvedContext(handled.run.program)
 
 
 def _handled() -> RunFrame | None:
-    """Return the frame of the team whose message is being handled."""
+    """Return the frame of the team whose message is being handled; ``None`` if there is none."""
     if not _teams:
         return None
     core = sys.modules.get("autogen_core")
@@ -100,8 +100,8 @@ def _handled() -> RunFrame | None:
 
 
 def _around() -> tuple[ExecutionContext, RunFrame | None, bool]:
-    """Return the current context, the frame of the run around the code, if any, and whether the code is
-    inside a tool call."""
+    """Return three values: the current context, the frame of the run around the code (if any), and whether
+    the code is inside a tool call."""
     here, _ = find_context(session().counters)
     inside_tool = here.tool_call is not None and here.tool_call.program is here.program
     if inside_tool or here.program is None:
@@ -173,12 +173,12 @@ class RunScope:
             fault("internal_error")
 
     def __del__(self) -> None:
-        # A generator without an event loop is destroyed unclosed.
+        # Without an event loop, Python destroys an async generator without closing it.
         self.close(GeneratorExit())
 
 
 def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
-    """Begin a team's run; ``None`` if the run has already begun."""
+    """Begin a team's run and return its scope; ``None`` if the run has already begun."""
     here, frame, inside_tool = _around()
     if frame is not None and frame.team == id(team):
         return None
@@ -191,14 +191,14 @@ def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None
 
 
 def begin_turn(agent: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
-    """Begin an agent's turn; ``None`` if the code is already inside a turn."""
+    """Begin an agent's turn and return its scope; ``None`` if the code is already inside a turn."""
     here, frame, inside_tool = _around()
     if frame is not None and frame.node is not None:
         return None
     run, begun, inside = _run(agent, here, frame, inside_tool, graph)
     prefix = frame.prefix if frame is not None else ""
     node = prefix + str(agent.name)
-    # A user's step around the run still gives its advice; the node is the agent's.
+    # The user's step() around the run still gives its hints, but the node is the agent.
     inside = inside._replace(step=StepContext(node).within(inside.step))
     return RunScope(RunFrame(run, prefix, node), inside, run=begun)
 
@@ -210,8 +210,8 @@ def _run(
     inside_tool: bool,
     graph: Callable[[Any], Aeg | None],
 ) -> tuple[TeamRun, TeamRun | None, ExecutionContext]:
-    """Return the run of ``runner``, the same run again if it begins here (else ``None``), and the context
-    inside it. ``here``, ``frame`` and ``inside_tool`` are the result of ``_around``."""
+    """Return three values: the run of ``runner``, the same run if it begins now (else ``None``), and the
+    context inside the run. ``here``, ``frame`` and ``inside_tool`` are the result of ``_around``."""
     if frame is not None:
         return frame.run, None, here
     name = str(runner.name)
@@ -226,8 +226,8 @@ def _run(
 
 
 def _report_graph(program: Program, aeg: Aeg | None) -> None:
-    """Report the graph of a program that the user opened without one. The program may do more than this
-    run."""
+    """Report the graph of a program that the user opened without a graph. It is reported as not complete,
+    since the program may do more than this run."""
     if aeg is None or (program.aeg is not None and _graphs.get(program) != program.aeg.hash):
         return
     aeg = Aeg(aeg.nodes, [(*edge, p) for edge, p in aeg.edges.items()], complete=False)
@@ -236,7 +236,7 @@ def _report_graph(program: Program, aeg: Aeg | None) -> None:
 
 
 def begin_call(tool: str, call_id: str | None, tool_class: str | None = None) -> ToolCall | None:
-    """Begin a tool call of the run; ``None`` if the call has already begun."""
+    """Return a new tool call of the run, for the caller to start; ``None`` if the call has already begun."""
     here, _ = find_context(session().counters)
     running = here.tool_call
     frame = _frame.get()
@@ -258,6 +258,6 @@ def end_call(call: ToolCall) -> None:
 
 
 def call_under_way() -> ToolCall | None:
-    """Return the tool call around the running code."""
+    """Return the tool call around the running code, if this module reports it; else ``None``."""
     call, frame = current_context.get().tool_call, _frame.get()
     return call if frame is not None and call in frame.run.calls else None

@@ -1,17 +1,17 @@
-"""The graph of an AutoGen 0.7 team: its agents, their tools, and the order of turns.
+"""Reads the graph of an AutoGen 0.7 team: its agents, their tools, and the order of turns.
 
 A node is one agent's turn, with any number of requests. Sources of the edges:
 
 - ``GraphFlow``: its edges as they are. An edge has probability 1 if it is the only edge from its agent, has
   no condition, and nothing else can stop the team.
-- ``RoundRobinGroupChat``: a ring. ``Swarm``: the handoffs, and staying with the same agent.
+- ``RoundRobinGroupChat``: a ring. ``Swarm``: an edge per handoff, and one from each agent to itself.
 - ``SelectorGroupChat`` and ``MagenticOneGroupChat``: every agent may follow every agent, itself
   included. The graph is complete, without probabilities.
-- Any other team class: the same, but not complete.
+- Any other team class: the same edges as for ``SelectorGroupChat``, but the graph is not complete.
 
-A team inside a team appears as its agents, at ``inner/alice``; a ``SocietyOfMindAgent`` as its team's agents
-and, after them, itself. Names of tools come from the agent's handoffs and static workbenches. Tools of an MCP
-server are left out, since only the server knows them.
+A team inside a team appears as its agents, with names like ``inner/alice``. A ``SocietyOfMindAgent`` appears
+as its team's agents, followed by itself. Names of tools come from the agent's handoffs and static
+workbenches. Tools of an MCP server are left out, since only the server knows them.
 """
 
 from __future__ import annotations
@@ -137,6 +137,6 @@ def _graph_flow(
         certain = conditional == [False] and not stoppable
         for edge in node.edges:
             edges[name, edge.target] = 1.0 if certain else None
-        if stoppable or all(conditional):  # also where there is none
+        if stoppable or all(conditional):  # also true for an agent without edges
             last.append(name)
     return edges, tuple(sorted(graph.get_start_nodes())), tuple(last)

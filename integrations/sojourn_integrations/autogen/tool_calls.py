@@ -1,8 +1,8 @@
 """Wrappers of the AutoGen 0.7 functions that run tools.
 
 Each function here returns a wrapper of an AutoGen function, ``original``. The wrapper reports calls only
-while ``active()`` is true. An exception out of ``_execute_tool_call`` makes the agent wait for ever, so all
-code of ours is guarded, and the original is called exactly once, outside of the guards.
+while ``active()`` is true. If ``_execute_tool_call`` raises, the agent waits for ever. So all code of ours is
+guarded, and the original is called exactly once, outside of the guards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from . import run_scopes
 
 
 def execute_tool_call(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``AssistantAgent._execute_tool_call``: any tool that the model calls, handoffs included."""
+    """Wrap ``AssistantAgent._execute_tool_call``, to report every tool call of the model, including
+    handoffs."""
 
     @functools.wraps(original)
     async def execute(*args: Any, **kwargs: Any) -> Any:
@@ -39,7 +40,8 @@ def execute_tool_call(original: Any, active: Callable[[], bool]) -> Callable[...
 
 
 def execute_code_block(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``CodeExecutorAgent.execute_code_block``: all code blocks of one message are one call."""
+    """Wrap ``CodeExecutorAgent.execute_code_block``, to report all code blocks of a message as one tool
+    call."""
 
     @functools.wraps(original)
     async def execute_code_block(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +58,7 @@ def execute_code_block(original: Any, active: Callable[[], bool]) -> Callable[..
 
 
 def run_json(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``BaseTool.run_json``, to see a tool's exception; AutoGen keeps only its text."""
+    """Wrap ``BaseTool.run_json``, to recognise a tool's timeout: AutoGen keeps only the exception's text."""
 
     @functools.wraps(original)
     async def run_json(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,8 +142,8 @@ def _note_timeout(error: BaseException) -> None:
 
 
 def _carrying(tool: Any) -> Any:
-    """Return a copy of a tool whose function runs in this context; the tool itself if its function is
-    ``async``."""
+    """Return a copy of ``tool`` whose function runs in the present context. Returns ``tool`` itself if its
+    function is ``async``."""
     try:
         function = tool._func
         if inspect.iscoroutinefunction(function):
@@ -155,7 +157,7 @@ def _carrying(tool: Any) -> Any:
             finally:
                 current_context.reset(token)
 
-        carried.__wrapped__ = function  # type: ignore[attr-defined]  # all that anybody asks a function for
+        carried.__wrapped__ = function  # type: ignore[attr-defined]  # for inspect.signature
         carrier = _copy(tool)
         carrier._func = carried
         return carrier
@@ -165,7 +167,7 @@ def _carrying(tool: Any) -> Any:
 
 
 def _copy(tool: Any) -> Any:
-    """Return ``copy.copy(tool)``, in a faster way for an object that has only attributes."""
+    """Return the same as ``copy.copy(tool)``, but faster for an object without copy methods of its own."""
     kind: Any = type(tool)
     if kind.__reduce_ex__ is not object.__reduce_ex__ or hasattr(kind, "__copy__"):
         return copy.copy(tool)
@@ -175,7 +177,7 @@ def _copy(tool: Any) -> Any:
 
 
 def _language(blocks: Any) -> str | None:
-    """Return the language of the last code block, or for shell code its main command."""
+    """Return the language of the last code block, or the main command if the block is shell code."""
     if not blocks:
         return None
     language = str(blocks[-1].language).strip().lower()

@@ -1,43 +1,44 @@
-"""Runs at the start of every Python below ``sojourn run``: attaches to an agent when one is imported.
+"""Runs at the start of every Python process under ``sojourn run``, and instruments agent frameworks that
+the process imports.
 
-``sojourn run`` puts this folder first on ``PYTHONPATH``. The interpreter that finds it may be a
-foreign one, in which nothing of ours or of mini is installed, and of any age. So this file is
-ASCII that Python 2 can read, only the standard library is used here, nothing heavy is imported,
-and every failure leaves the program as it was. A ``sitecustomize`` of the user's own, hidden by
-this one, is run as if this one were not there.
+``sojourn run`` puts this folder first on ``PYTHONPATH``. Interpreters of any version find this file, even
+where neither sojourn nor a framework is installed. So the file is ASCII that Python 2 can read, uses only
+the standard library, and imports nothing heavy. A failure leaves the program as it was. If the user has a
+``sitecustomize`` too, which this file hides, it runs as usual.
 """
 
 import os
 import sys
 
 OLDEST = (3, 10)
-"""Oldest Python that sojourn supports; in an older one there is nothing to attach."""
+"""Oldest Python that sojourn supports. In older versions this file does nothing."""
 
 AGENT = "SOJOURN_RUN_AGENT"
-"""Environment variable with the process id of the agent's Python. The Pythons that its tools start read
-it."""
+"""Environment variable with the process id of the agent's Python. A Python that a tool starts reads it to
+learn that it is not the agent."""
 
 CHILDREN = "SOJOURN_RUN_CHILDREN"
-"""Environment variable that ``sojourn run --children`` sets: attach to Python child processes of the agent
+"""Environment variable that ``sojourn run --children`` sets: instrument the agent's Python child processes
 too."""
 
 PACKAGES = ("openai", "litellm", "langchain_core", "langgraph.pregel", "autogen_agentchat", "agents")
-"""Packages of ``sojourn.instrumentation`` whose import is waited for; mini is found by its agents' module."""
+"""Packages to instrument when they are imported. mini-swe-agent is recognised by one of its modules
+instead."""
 
 WORKERS = ("--multiprocessing-fork", "from multiprocessing.forkserver import main")
-"""Parts of the command line by which multiprocessing's own children are recognised."""
+"""Parts of the command line by which worker processes of multiprocessing are recognised."""
 
 
 class WhenImported:
-    """A meta path finder that runs ``action`` after the body of one module. Other finders find the module.
+    """A meta path finder that runs ``action`` after the module ``name`` is imported. Other finders load it.
 
-    It stays installed until then: a module that is found is not yet imported, and an import may fail.
+    The finder stays installed until the import succeeds, since a module that was found may fail to import.
     """
 
     def __init__(self, name, action, quiet):
         self.name = name
         self.action = action
-        self.quiet = quiet  # where our packages are absent: the module is used by more than agents
+        self.quiet = quiet  # no message if sojourn is missing: not only agents import the module
         self.done = False
 
     def find_spec(self, fullname, path=None, target=None):
@@ -59,7 +60,7 @@ class WhenImported:
 
         def exec_module(module):
             execute(module)
-            # One loader may serve many modules, as that of a zip file does.
+            # One loader may serve many modules, for example the loader of a zip file.
             if module.__name__ == self.name and not self.done:
                 self.done = True
                 if loader.__dict__.get("exec_module") is exec_module:
@@ -91,19 +92,20 @@ def attach_to(package):
         from sojourn._import_hook import body_has_run
         from sojourn.runtime import session
 
-        session()  # the one the program has set up, else one for SOJOURN_URL
-        # The session may have begun inside this very import, as where litellm imports openai: too late to
-        # wait for the package's start.
+        session()  # the program's session, or a new one for SOJOURN_URL
+        # The session may begin during this import, as when litellm imports openai. Then the import hook is
+        # too late to see the import's start.
         body_has_run(package)
 
     return attach
 
 
 def is_the_agent():
-    """Whether this Python is the command of ``sojourn run``, not a Python that one of its tools started.
+    """Return whether this process is the agent of ``sojourn run``, not a Python that one of its tools
+    started.
 
-    The first Python in a chain of processes is the agent, whatever scripts started it; so are its
-    multiprocessing workers, and the program that replaces it by exec.
+    The agent is the first Python in the chain of processes. Its multiprocessing workers, and a program that
+    replaces it by exec, count as the agent too. With ``--children`` every Python counts.
     """
     agent = os.environ.get(AGENT)
     if not agent or os.environ.get(CHILDREN) or agent == str(os.getpid()):

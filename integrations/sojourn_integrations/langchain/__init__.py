@@ -1,6 +1,6 @@
-"""LangChain 1.x: its runs become programs and tool calls, by callbacks alone.
+"""LangChain 1.x: reports runs as programs and tool calls, by callbacks alone.
 
-There are three ways to use it; none of them changes an agent:
+There are three ways to use this package; none of them changes an agent:
 
 - ``sojourn.init(url)`` adds one handler to every run of this process (``patch``);
 - ``agent.with_config({"callbacks": [Handler()]})`` adds a handler to one agent, without patching anything;
@@ -24,8 +24,8 @@ __all__ = ["Handler", "Middleware", "patch", "unpatch", "wrap"]
 
 
 def patch() -> bool:
-    """Add the handler to every later run; for ``sojourn.instrumentation``. Returns False if this LangChain
-    lacks the hook or the context variable."""
+    """Add the handler to every later run. ``sojourn.instrumentation`` calls this. Returns False if this
+    LangChain lacks the hook or the context variable."""
     return install("langchain")
 
 

@@ -1,7 +1,7 @@
 """``Handler``: the callbacks by which LangChain and LangGraph report runs, nodes and tool calls.
 
-A callback must not set context variables: LangGraph runs a single node in its caller's context, and ends
-async runs in a task of their own.
+The callbacks set no context variables. LangGraph runs a single node in its caller's context, where a variable
+would leak. It ends async runs in a task of their own, where a variable could not be reset.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def install(user: str) -> bool:
             return False
         kind = handler_class()
         handler = kind.__new__(kind)  # not one that the user made
-        # As the default it applies in every thread and task, also in those with an empty context.
+        # As the variable's default, the handler applies in every thread and task, even with an empty context.
         hook: ContextVar[Any] = ContextVar("sojourn_langchain", default=handler)
         context.register_configure_hook(hook, inheritable=True, handle_class=kind)
         add_resolver(_resolve)
@@ -76,14 +76,13 @@ def running_in() -> Any:
 
 
 def _key(run_id: Any) -> Any:
-    """Return the run's key in the tree: its UUID as an integer, since hashing a UUID runs Python code each
-    time."""
+    """Return the run's key in the tree: its UUID as an integer, which is faster to hash than a UUID."""
     return getattr(run_id, "int", run_id)
 
 
 def _above(parent_run_id: Any) -> Any:
-    """Return the id of the run that contains a starting run. Retrievers and models are not in the tree, so
-    for a run inside one it is the run around that."""
+    """Return the id of the parent, in the tree, of a run that starts. Retrievers and models are not in the
+    tree. For a run inside one of them, the parent is the run around the retriever or model."""
     if parent_run_id is None or tree.get(parent_run_id) is not None:
         return parent_run_id
     around = running_in()
@@ -103,14 +102,14 @@ def handler_class() -> Any:
     class Handler(BaseCallbackHandler):
         """Reports programs, nodes and tool calls: ``config={"callbacks": [Handler()]}``.
 
-        Several handlers, or one beside ``sojourn.init()``, report each run once, since the state is shared. A
-        handler knows only what callbacks carry; for the graph, its threads and breakpoints use
+        Several handlers, or one beside ``sojourn.init()``, report each run once, since they share their
+        state. A handler knows only what callbacks carry. To report a graph, its threads and breakpoints, use
         ``sojourn.wrap(graph)``.
         """
 
         run_inline = True
-        """Call the handler in the run's own thread: else async runs call it from other threads, late and out
-        of order."""
+        """Makes LangChain call the handler in the run's own thread. Otherwise async runs call it from other
+        threads, late and out of order."""
         raise_error = False
         ignore_llm = ignore_chat_model = ignore_retriever = ignore_retry = ignore_custom_event = True
 
@@ -203,7 +202,8 @@ def _name(serialized: Any) -> str | None:
 
 
 def _call_id_from_inputs(run: RunNode | None, name: str, arguments: Any) -> str | None:
-    """Return the model's call id from the node's input, for langchain-core versions without it."""
+    """Return the model's call id for a tool call, found in the node's input. Used for langchain-core versions
+    that do not pass the id to ``on_tool_start``."""
     while run is not None and run.inputs is None:
         run = run.parent
     if run is None:

@@ -1,4 +1,4 @@
-"""Programs that wait for a person, from an interrupt until the graph is resumed."""
+"""Keeps programs that wait for a person, from an interrupt until the graph is resumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sojourn.tools import ToolCall
 
 MAX_INTERRUPTED = 1024
 HUMAN = "human"
-"""Name of the tool, and of the tool class, that stands for the wait."""
+"""Tool name and tool class of the tool call that stands for the wait."""
 
 
 class _InterruptedProgram(NamedTuple):
@@ -31,8 +31,8 @@ class _InterruptedProgram(NamedTuple):
 
 class InterruptedPrograms:
     """Waiting programs by id. A wait is reported as a tool call of class ``human``, so that the server learns
-    how long people take. A waiting program sends no heartbeats, since the wait may last for days: its lease
-    ends as for any silent client, and the program returns with its next request."""
+    how long people take. A waiting program sends no heartbeats, since the wait may last for days. So its
+    lease ends as for any silent client. The program's next request continues the program."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, _InterruptedProgram] = OrderedDict()
@@ -59,8 +59,8 @@ class InterruptedPrograms:
                 each.program.end("cancelled")
 
     def take(self, id: str) -> Program | None:
-        """Remove and return the waiting program with this id; ``None`` if it does not wait in this process
-        and session."""
+        """Remove and return the waiting program with this id, or ``None`` if no such program waits in this
+        process and session."""
         with self._lock:
             kept = self._kept.pop(id, None)
         if kept is None or not kept.usable:

@@ -1,5 +1,5 @@
-"""Results of LangChain's and LangGraph's runs, by the names of their exceptions; imports neither
-framework."""
+"""Reads the results of LangChain's and LangGraph's runs from the names of exception classes, so that neither
+framework is imported."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sojourn.program import status_of
 
 
 def tool_status(error: BaseException) -> str:
-    """Return the status of a tool call that raised ``error``: ``cancelled`` for an interrupt, ``ok`` for a
-    command to the parent graph, which is an ordinary result."""
+    """Return the status of a tool call that raised ``error``: ``timeout``, ``error`` or ``cancelled``, which
+    includes interrupts. A command to the parent graph is an ordinary result: ``ok``."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GraphInterrupt" in kinds:
         return "cancelled"
@@ -22,8 +22,8 @@ def tool_status(error: BaseException) -> str:
 
 
 def result_status(output: Any) -> str:
-    """Return the status of a tool call that raised nothing: ``error`` also if ``handle_tool_error`` turned an
-    exception into a message."""
+    """Return the status of a tool call that raised nothing: ``ok``, or ``error`` if the result says so, as
+    when ``handle_tool_error`` turned an exception into a message."""
     return "error" if getattr(output, "status", None) == "error" else "ok"
 
 

@@ -1,17 +1,16 @@
 """Turns the runs that LangChain's callbacks report into programs, nodes and tool calls.
 
-It imports no framework: names, ids and metadata come in, programs and tool calls come out. A run is a *chain*
-or a *tool*; LLM runs are left out, since the patched client reports the requests.
+This module imports no framework: names, ids and metadata come in, programs and tool calls come out. A run is
+a *chain* or a *tool*. LLM runs are left out, since the patched client reports the requests.
 
 Which run is a program:
 
-- a graph (LangGraph, ``create_agent``) outside of any program;
-- a graph started in a tool call: a child of the call's program;
-- a graph directly under ``with sojourn.program()`` *is* that program, if no other graph runs there; a second
-  graph beside it, and each graph of a ``batch()``, is a child;
-- a chain at the top that has a name (a function, a class, ``run_name``). A composition without a name
-  (``prompt | model``) is not a program: its requests belong to the program around it, or to the process's
-  own.
+- A graph (LangGraph, ``create_agent``) outside of any program is a program.
+- A graph started in a tool call is a child of the call's program.
+- A graph directly under ``with sojourn.program()`` *is* that program, if no other graph runs there. A second
+  graph beside it, and each graph of a ``batch()``, is a child.
+- A chain at the top that has a name (a function, a class, ``run_name``) is a program. A composition without a
+  name (``prompt | model``) is not: its requests belong to the program around it, or to the process's own.
 
 Callbacks may come from several threads; each change of the tree is one atomic operation of a dict.
 """
@@ -42,14 +41,14 @@ from .run_outcomes import interrupts_of
 from .thread_program_ids import thread_program_id
 
 MAX_ROOTS = 10_000
-"""Maximum number of open top-level runs; beyond it the oldest is dropped as never finished."""
+"""Maximum number of open top-level runs. Beyond it the oldest run is dropped, since it may never end."""
 
 _INTERNAL_PREFIX = "Runnable"
 """Start of LangChain's default names for compositions, e.g. ``RunnableSequence``."""
 
 
 class GraphStart:
-    """A graph that is about to run; the next run that begins in this context is its run."""
+    """A graph that is about to run. The next run that begins in this context is the graph's run."""
 
     __slots__ = ("aeg", "agent_type", "graph", "run", "saver")
 
@@ -70,7 +69,8 @@ class GraphStart:
 
 starting_graph: ContextVar[GraphStart | None] = ContextVar("sojourn_langgraph_start", default=None)
 batch_context: ContextVar[tuple[Hashable] | None] = ContextVar("sojourn_langgraph_batch", default=None)
-"""A tuple with the id of the run that executes a batch of graphs, ``None`` outside of any run."""
+"""Inside a ``batch()`` of graphs: a tuple with the id of the run around the batch, or with ``None`` if there
+is no such run. ``None`` outside of a batch."""
 
 
 class RunNode:
@@ -89,12 +89,12 @@ class RunNode:
         self.children: dict[Hashable, RunNode] = {}
         self.program: Program | None = parent.program if parent else None
         self.owns = False
-        """True if the run has a program of its own, and so ends it."""
+        """True if the run has a program of its own. The program then ends with the run."""
         self.adopted = False
-        """True if the run is the program that the user's code opened around it."""
+        """True if the run stands for the program that the user's code opened around it."""
         self.graph = False
         self.call: ToolCall | None = None
-        """The tool call that this run is."""
+        """The tool call that this run is reported as; ``None`` for a chain."""
         self.tool: CallInProgress | None = parent.tool if parent else None
         """The innermost tool call around this run, within its program."""
         self.ns: str = parent.ns if parent else ""
@@ -105,8 +105,7 @@ class RunNode:
         self.resumable = False
         """True if the program's id comes from the run's thread."""
         self.waits: tuple[Any, ...] | None = None
-        """Interrupts at which the graph stopped, empty for a breakpoint; ``None`` if it did not stop at
-        one."""
+        """Interrupts at which the graph stopped, empty for a breakpoint; ``None`` if there was neither."""
         self.inputs: Any = None
         self.seen_calls: set[str] = set()
 
@@ -118,7 +117,7 @@ class RunTree:
         self._runs: dict[Hashable, RunNode] = {}
         self._roots: dict[Hashable, RunNode] = {}
         self._hosts: dict[int, RunNode] = {}
-        """``id()`` of a program that the user opened → the run that currently is that program."""
+        """``id()`` of a program that the user opened → the run that now stands for that program."""
         self._open_ids: dict[str, RunNode] = {}
         self._ours: set[str] = set()
         """Hashes of graphs that this module set on programs of the user."""
@@ -132,7 +131,7 @@ class RunTree:
         return self._runs.get(id)
 
     def resolve(self, id: Hashable) -> ResolvedContext | None:
-        """Return the program, node and tool call of code in this run."""
+        """Return the program, node and tool call of code in this run; ``None`` if the run has no program."""
         run = self._runs.get(id)
         return (
             None if run is None or run.program is None else ResolvedContext(run.program, run.node, run.tool)
@@ -153,7 +152,7 @@ class RunTree:
         """Record the start of a chain. ``kind`` is LangChain's run type. ``inputs`` are kept only for a node,
         while it runs."""
         if id in self._runs:
-            return  # two handlers report it
+            return  # two handlers report the same run
         here = _place()
         run = self._enter(id, parent_id, here)
         run.name, parent = name, run.parent
@@ -206,7 +205,7 @@ class RunTree:
             self._let_go(run, status)
 
     def give_up(self, run: RunNode) -> None:
-        """Drop a run that will not report its end."""
+        """Drop a run that will not report its end: its program and tool calls end as cancelled."""
         if self._runs.get(run.id) is run:
             self._close(run)
 
@@ -217,7 +216,7 @@ class RunTree:
         if around is not None and around is not run.program:
             known = run.program
             if known is None or around.depth >= known.depth:
-                # Opened by the user within the run above, or around it all.
+                # The user opened this program inside the parent run, or around all runs.
                 run.program, run.node, run.tool, run.prefix = around, None, None, run.ns
         self._runs[id] = run
         if parent is not None:
@@ -330,7 +329,8 @@ class RunTree:
     def _thread_program_id(
         self, run: RunNode, start: GraphStart | None, metadata: Mapping[str, Any]
     ) -> str | None:
-        """Return the program id of the run's thread; ``None`` if a run in progress has that id."""
+        """Return the program id of the run's thread. ``None`` without a thread, or if another run in progress
+        has that id."""
         thread = metadata.get("thread_id")
         if thread is None or (start is not None and run.saver is None):
             return None
@@ -403,9 +403,9 @@ def _place() -> ExecutionContext:
 
 
 def node_path(ns: str, prefix: str = "") -> str | None:
-    """Return ``sub:model`` for ``sub:UUID|model:UUID``, without ``prefix``: the name in
-    ``get_graph(xray=True)``. LangGraph numbers later sub-graphs of a step without a UUID; these numbers are
-    left out too."""
+    """Return the name that a node has in ``get_graph(xray=True)``, for the node's checkpoint namespace
+    ``ns``: ``sub:model`` for ``sub:UUID|model:UUID``. ``prefix`` is left out, and so are the numbers that
+    LangGraph gives to later sub-graphs of a step. ``None`` if ``ns`` names no node."""
     if prefix and ns.startswith(prefix + "|"):
         ns = ns[len(prefix) + 1 :]
     if "|" not in ns:

@@ -20,8 +20,8 @@ def middleware_class() -> Any:
     class Middleware(AgentMiddleware):
         """Reports an agent's tool calls: ``create_agent(model, tools, middleware=[Middleware()])``.
 
-        First in the list, it reports a call and its retries as one call; last in the list, it reports every
-        attempt.
+        As first middleware in the list, it reports a call and its retries as one call. As last middleware, it
+        reports every attempt.
         """
 
         tools = ()

@@ -3,18 +3,18 @@
 Programs, nodes and tool calls come from LangChain's callbacks (``langchain/callback_handler.py``), which
 LangGraph calls too. This package adds what callbacks do not carry. ``patch`` wraps ``stream``, ``astream``,
 ``batch`` and ``abatch`` of all graphs: every other way to run a graph calls one of them. ``wrap(graph)``
-wraps those of one graph.
+wraps the same methods of one graph.
 
 Interrupts: a run that stops at an ``interrupt()`` or a breakpoint keeps its program open. The wait is a tool
 call of class ``human`` without heartbeats (``langchain.interrupted_programs``), and the next run of the same
-thread continues the program. A run that reaches its end ends the program; a later run of the thread has the
+thread continues the program. A run that reaches its end ends the program. A later run of the thread has the
 same program id again.
 
 ``langchain.thread_program_ids`` derives the program id of a thread. Without a checkpointer a thread id has no
 meaning, as in LangGraph.
 
-Known limits: a breakpoint is noticed only if the stream carries ``updates`` (that of ``invoke`` does). If two
-runs of a thread overlap, the second has a program id of its own.
+Known limits: a breakpoint is noticed only if the stream carries ``updates``, as the stream of ``invoke``
+does. If two runs of a thread overlap, the second run has a program id of its own.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _active = False
 _INTERRUPT = "__interrupt__"
 _ABSENT = object()
 _patched: dict[str, tuple[type, Any, Any]] = {}
-"""Method → patched class, our function, and the class's own function or ``_ABSENT``."""
+"""Method name → (patched class, our function, the class's own function or ``_ABSENT``)."""
 
 
 def patch() -> bool:
-    """Wrap ``stream``, ``astream``, ``batch`` and ``abatch`` of all graphs; for ``sojourn.instrumentation``.
-    Returns False, without changes, if one of them is missing."""
+    """Wrap ``stream``, ``astream``, ``batch`` and ``abatch`` of all graphs. ``sojourn.instrumentation`` calls
+    this. Returns False, without changes, if one of these methods is missing."""
     global _active
     from langgraph.pregel import Pregel
 
@@ -63,7 +63,8 @@ def patch() -> bool:
 
 
 def unpatch() -> None:
-    """Restore LangGraph's own functions, except where another patch covers ours."""
+    """Restore LangGraph's own methods. A method that another library has patched since then stays as it
+    is."""
     global _active
     _active = False
     for name, (owner, ours, theirs) in list(_patched.items()):
@@ -78,8 +79,8 @@ def unpatch() -> None:
 
 
 def wrap(graph: Any) -> Any | None:
-    """Return an instrumented copy of this compiled graph, with the same checkpointer and store; ``None`` for
-    other objects. Graphs that it runs are reported as part of it."""
+    """Return an instrumented copy of this compiled graph, with the same checkpointer and store. Graphs that
+    the copy runs are reported as part of it. Returns ``None`` for other objects."""
     from langgraph.pregel import Pregel
 
     if not isinstance(graph, Pregel):
@@ -95,7 +96,7 @@ def wrap(graph: Any) -> Any | None:
 
 def _method(original: Callable[..., Any], around: Around) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _active:  # another patch covers ours and still calls it
+        if not _active:  # unpatched, but another library's patch still calls this function
             return original(self, *args, **kwargs)
         return around(self, functools.partial(original, self), args, kwargs)
 
@@ -119,8 +120,8 @@ def _astream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kw
 
 
 def _steps(start: GraphStart, inner: Iterator[Any], watch: bool) -> Iterator[Any]:
-    """Yield the chunks of ``inner``, whose first step begins the run. ``watch``: look for interrupts in
-    them."""
+    """Yield the chunks of ``inner``. The run begins when the first chunk is read. ``watch``: look for
+    interrupts in the chunks."""
     token = starting_graph.set(start)
     try:
         chunk = next(inner, _ABSENT)
@@ -143,8 +144,8 @@ def _steps(start: GraphStart, inner: Iterator[Any], watch: bool) -> Iterator[Any
 
 
 class _Unfinished:
-    """Ends its run when garbage-collected. Only one generator references it: without an event loop Python
-    destroys a generator without closing it."""
+    """Ends its run when garbage-collected. Only the run's async generator references this object. It is
+    needed because, without an event loop, Python destroys an async generator without closing it."""
 
     __slots__ = ("_start",)
 
@@ -222,14 +223,15 @@ def _mark() -> Any:
 
 
 def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphStart | None:
-    """Return the start of a run; ``None`` if another wrapper of ours has announced it (both class and object
-    are wrapped)."""
+    """Return the ``GraphStart`` of a run. ``None`` if another wrapper of ours has already set it, since both
+    the class and the object may be wrapped."""
     try:
         around = starting_graph.get()
         if around is not None and around.run is None and around.graph is graph:
             return None
         config = kwargs.get("config") or (args[1] if len(args) > 1 else None) or {}
-        # ``True`` and ``None`` mean that of the graph around it; LangGraph's server passes one with each run.
+        # ``True`` and ``None`` mean the checkpointer of the graph around this one. LangGraph's server passes
+        # a checkpointer with each run.
         saver = graph.checkpointer or (config.get("configurable") or {}).get("__pregel_checkpointer")
         saver = None if isinstance(saver, bool) else saver
         return GraphStart(graph, graph.get_name(), functools.partial(graph_of, graph), saver)
@@ -249,7 +251,7 @@ def _watches(graph: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _look(start: GraphStart, chunk: Any) -> None:
-    """Mark the run as waiting if ``chunk`` is an interrupt."""
+    """Mark the run as waiting for a person if ``chunk`` is an interrupt."""
     try:
         payload = chunk[-1] if isinstance(chunk, tuple) and chunk else chunk
         if isinstance(payload, dict) and payload.get("type") == "updates":

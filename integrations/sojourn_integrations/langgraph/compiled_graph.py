@@ -1,4 +1,5 @@
-"""The Agent Execution Graph of a compiled LangGraph: its nodes, their tools and the edges between them."""
+"""Reads the Agent Execution Graph of a compiled LangGraph: its nodes, their tools and the edges between
+them."""
 
 from __future__ import annotations
 
@@ -8,19 +9,19 @@ from weakref import WeakKeyDictionary
 from sojourn.aeg import END, START, Aeg
 
 _graphs: WeakKeyDictionary[Any, dict[frozenset[str], Aeg | None]] = WeakKeyDictionary()
-"""Graphs by builder, which all copies of a compiled graph share, and by the set of nodes at compilation."""
+"""Cached graphs, by builder (which all copies of a compiled graph share) and by the set of nodes."""
 
 
 def graph_of(graph: Any) -> Aeg | None:
-    """Return the Agent Execution Graph of a compiled LangGraph, sub-graphs expanded; ``None`` if it cannot be
-    read. Cached by the graph's builder.
+    """Return the Agent Execution Graph of a compiled LangGraph, with sub-graphs expanded. Returns ``None`` if
+    the graph cannot be read. Results are cached.
 
-    The result is complete only if every edge of every node is declared. It is incomplete if a router's
-    targets are neither listed nor in its return type, and if a node has no edge and so may return a
-    ``Command``. For both, LangGraph's ``get_graph()`` makes an edge to the end, and drops nodes that become
-    unreachable, so it is used only for a graph without a builder. If all edges are declared, both ways give
-    the same graph, except that ``get_graph()`` adds nodes at the start and end of sub-graphs, which no run
-    enters.
+    The result is complete only if every edge of every node is declared. It is incomplete if the targets of a
+    routing function are neither listed nor in its return type. It is also incomplete if a node has no edge,
+    since the node may return a ``Command``. In both cases LangGraph's ``get_graph()`` draws an edge to the
+    end and drops nodes that become unreachable. So ``get_graph()`` is used only for a graph without a
+    builder. If all edges are declared, both ways give the same graph, except that ``get_graph()`` adds nodes
+    at the start and end of sub-graphs, which no run enters.
     """
     builder = getattr(graph, "builder", None)
     key = frozenset(graph.nodes)
@@ -58,8 +59,9 @@ class _Declared(NamedTuple):
 
 
 def _declared(graph: Any, above: frozenset[int]) -> _Declared | None:
-    """Return the builder's declarations, sub-graphs expanded; ``None`` without a builder, as in the
-    functional API. ``above``: ``id()`` of the builders around this one."""
+    """Return the nodes and edges that the graph's builder declares, with sub-graphs expanded. ``None`` for a
+    graph without a builder, as in the functional API. ``above``: ``id()`` of the builders around this
+    graph."""
     builder = getattr(graph, "builder", None)
     if builder is None or id(builder) in above:
         return None

@@ -1,6 +1,6 @@
-"""OpenAI Agents SDK (``openai-agents`` ≥ 0.6): one run is a program, one tool call a tool call of it.
+"""OpenAI Agents SDK (``openai-agents`` ≥ 0.6): reports each run as a program, with its nodes and tool calls.
 
-Two ways in:
+Two ways to use it:
 
 - ``sojourn.init(url)``: the default runner, which ``Runner.run``, ``run_sync``, ``run_streamed`` and
   ``agent.as_tool()`` use, becomes a ``SojournRunner`` around the original runner;
@@ -11,9 +11,8 @@ Two ways in:
 ``run_programs`` finds the program of a run; ``run_hooks`` reports nodes and tool calls. Checked with 0.6.0
 and 0.24.0. Not visible: a tool's exception that an *async* ``failure_error_function`` turns into text (0.6;
 such a call ends ``ok``), tools that run at the model's provider, and requests over the Responses websocket,
-which bypass the client. ``realtime`` and ``voice`` have runners of their own. With ``SojournRunner`` or
-``Hooks`` alone an agent used as a tool runs in the default runner, so its requests count for the program of
-its caller.
+which bypass the client. ``realtime`` and ``voice`` have runners of their own and are not covered. Without the
+patch, an agent used as a tool runs in the default runner, so its requests count for its caller's program.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _RUNNER = "DEFAULT_AGENT_RUNNER"
 _patches = Patches()
 _everywhere = False
 _wrapped: dict[int, Any] = {}
-"""Wrapped agents by ``id()``, held weakly: agents are not hashable."""
+"""Wrapped agents by ``id()``, since agents are not hashable. Held weakly."""
 
 
 def patch() -> bool | None:
     """Report every run from now on. Returns False if the framework looks unfamiliar, and ``None`` if
-    ``agents`` is another package; both change nothing."""
+    ``agents`` is another package. In both cases nothing is patched."""
     global _everywhere
     if not _is_theirs():
         return None
@@ -54,8 +53,8 @@ def patch() -> bool | None:
 
 
 def unpatch() -> None:
-    """Undo ``patch`` and every ``wrap``: restore the original runner. If another runner covers ours, ours
-    only passes calls on."""
+    """Undo ``patch`` and every ``wrap``: restore the original runner. If another library has wrapped our
+    runner, ours stays inside and only passes calls on."""
     global _everywhere
     _everywhere = False
     _wrapped.clear()
@@ -65,8 +64,8 @@ def unpatch() -> None:
 
 
 def wrap(target: Any) -> Any | None:
-    """Wrap a runner in a ``SojournRunner`` and return that. For an agent, report its runs and no others from
-    now on, and return the agent."""
+    """Wrap a runner in a ``SojournRunner`` and return that. For an agent, report the runs of this agent from
+    now on, and return the agent. Returns ``None`` for other objects."""
     if not _is_theirs():
         return None
     kinds = _kinds()
@@ -142,8 +141,8 @@ def _install() -> bool:
 
 
 class _Runner:
-    """The framework's ``AgentRunner`` with every run as a program. ``inner``: the runner that does the work;
-    by default one of the framework's."""
+    """A runner that reports every run as a program. ``inner``: the runner that does the work, by default the
+    framework's ``AgentRunner``."""
 
     def __init__(self, inner: Any = None) -> None:
         self._inner = inner if inner is not None else _kinds().AgentRunner()
@@ -200,7 +199,7 @@ class _Runner:
         return result
 
     def _begin(self, agent: Any, given: Any, kwargs: dict[str, Any]) -> Run | None:
-        # Another runner is between two of ours: the outer one reports.
+        # Another library's runner is between two of ours: the outer one of ours reports.
         if getattr(kwargs.get("hooks"), "_by_runner", None) is True or not self._tells_of(agent):
             return None
         return begin(agent, given, kwargs.get("session"))
@@ -262,8 +261,8 @@ def _loop_done(run: Run, result: Any, task: Any) -> None:
 
 
 def _stream_status(result: Any, *tasks: Any) -> str:
-    """Return the status of a stream from the exception that it will raise, even if the user never reads it to
-    the end."""
+    """Return the status of a streamed run. An exception that the stream would raise counts even if the user
+    never reads to that point."""
     # Not task.exception(), which would mark the exception as retrieved.
     errors = [
         getattr(result, "_stored_exception", None),

@@ -21,8 +21,8 @@ def graph_of(agent: Any) -> Aeg | None:
     """Return the graph of a run that starts at ``agent``: agents, their tools, and an edge per handoff.
 
     An agent with tools may follow itself. The graph is incomplete if tools or targets are not visible: MCP
-    servers, tools of the model's provider, handoffs that the user's code builds. ``None`` if it is too large
-    to be sent. Agents used as tools run in programs, and graphs, of their own.
+    servers, tools of the model's provider, handoffs that the user's code builds. ``None`` if the graph is too
+    large to be sent. An agent used as a tool has a program and a graph of its own.
     """
     nodes: dict[str, list[str]] = {}
     edges: dict[tuple[str, str], None] = {(START, str(agent.name)): None}
@@ -49,7 +49,7 @@ def graph_of(agent: Any) -> Aeg | None:
         if tools or remote:
             edges[name, name] = None
         edges[name, END] = None
-    # By content: an agent may change between two runs, and another one may take its address.
+    # Cached by content, not by id(): an agent may change between two runs, or another may reuse its id().
     key = tuple((name, *tools) for name, tools in nodes.items()), tuple(edges), complete
     if key not in _graphs:
         if len(_graphs) >= _MAX_GRAPHS:

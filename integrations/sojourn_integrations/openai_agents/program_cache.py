@@ -1,7 +1,7 @@
 """Programs that outlive one call of their framework: conversations, and runs that wait for a person.
 
-A cached program sends heartbeats, so that the server may keep its KV. The cache is bounded, and does not
-outlive a fork or another ``sojourn.init()``: after that a returning program begins again.
+A cached program sends heartbeats, so that the server may keep its KV. The cache is bounded. After a fork or
+another ``sojourn.init()`` its programs are not used any more, and a conversation starts a new program.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ProgramCache:
             os.register_at_fork(after_in_child=self._after_fork)
 
     def find(self, key: Hashable) -> Program | None:
-        """Return the program under ``key``; ``None`` if there is none that can continue."""
+        """Return the program under ``key``, or ``None`` if there is no program that can continue."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is None:
@@ -64,7 +64,8 @@ class ProgramCache:
             return kept.program
 
     def take(self, key: Hashable) -> Program | None:
-        """Remove and return the program under ``key``; ``None`` if there is none that can continue."""
+        """Remove and return the program under ``key``, or ``None`` if there is no program that can
+        continue."""
         program = self.find(key)
         with self._lock:
             self._kept.pop(key, None)
@@ -77,8 +78,8 @@ class ProgramCache:
         return keys[0] if len(keys) == 1 else None
 
     def keep(self, key: Hashable, program: Program) -> None:
-        """Store a program under ``key``. A previous program there ends, and beyond the bound the least
-        recently used program ends."""
+        """Store a program under ``key``. If ``key`` has another program, that program ends. Beyond
+        ``MAX_CACHED_PROGRAMS`` the least recently used program ends."""
         given_up: list[_CachedProgram] = []
         with self._lock:
             if not self._hooked:
@@ -115,7 +116,7 @@ class ProgramCache:
                 kept.status = status
 
     def end_children(self, program: Program) -> None:
-        """End the cached child programs of ``program``, which is over."""
+        """End the cached child programs of ``program``, which has ended."""
         with self._lock:
             keys = [key for key, kept in self._kept.items() if kept.program.parent_id == program.id]
             given_up = [self._kept.pop(key) for key in keys]

@@ -1,8 +1,8 @@
 """One run of the OpenAI Agents SDK: its node, its tool calls, and the hooks that report them.
 
-The runner calls ``hooks.on_…()`` in the task that then runs the tool, and awaits only the returned awaitable
-under ``gather``. So our code runs when the hook is called, where context variables persist, and returns the
-user's own awaitable: we add no frame, task or exception.
+The runner calls ``hooks.on_…()`` in the task that later runs the tool, but awaits the result in another task
+(``gather``). So our code runs during the call, where changes of context variables persist. It returns the
+awaitable of the user's hook and adds no frame, task or exception.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from sojourn.wire_names import call_id_of
 from sojourn_integrations.safe_scope import fault
 
 _COMMANDS = ("command", "cmd")
-"""Names of arguments that hold a shell command, whose main command is the tool's class."""
+"""Names of tool arguments that hold a shell command. Its main command becomes the tool's class."""
 
 
 class Run:
-    """One call of the runner."""
+    """One run: a call of the framework's runner."""
 
     def __init__(
         self, program: Program, *, owned: bool, agent: str = "", conversation: Hashable = None
     ) -> None:
         self.program = program
         self.owned = owned
-        """True if the program was made for this run; else the user's code ends it."""
+        """True if the program was made for this run. Otherwise the user's code ends the program."""
         self.agent = agent
         """Name of the agent that the run started with."""
         self.conversation = conversation
@@ -62,7 +62,7 @@ class Run:
         self._tokens = []
 
     def enter_node(self, node: object) -> None:
-        """Record the turn of the agent ``node``."""
+        """Record that the turn of the agent named ``node`` begins."""
         if node != self.node:
             self.node = str(node)
             self.program.enter_node(self.node)
@@ -92,14 +92,15 @@ class Call:
     def stop(self, status: str) -> None:
         """End the call. Only the first status counts."""
         task, self.task = self.task, None
-        if task is not None:  # which may be one that lives as long as the process
+        if task is not None:  # the task may live as long as the process
             task.remove_done_callback(self.task_done)
         if self.run is not None:
             self.run.calls.pop(self, None)
         self.tool_call.stop(status)
 
     def task_done(self, task: asyncio.Task[Any]) -> None:
-        """End the call with its task: a tool that raises or is cancelled has no ``on_tool_end``."""
+        """End the call when its task ends: for a tool that raises or is cancelled, ``on_tool_end`` is not
+        called."""
         try:
             # Not task.exception(), which would tell asyncio that the exception was handled.
             error = None if task.cancelled() else getattr(task, "_exception", None)
@@ -120,15 +121,16 @@ _calling: ContextVar[Call | None] = ContextVar("sojourn_agents_call", default=No
 
 
 def resolve() -> ResolvedContext | None:
-    """Return the current run's program and node. A resolver: two concurrent runs may share a program and have
-    different nodes."""
+    """Return the current run's program and node, for ``sojourn.program.add_resolver``. ``Program.node`` alone
+    is not enough, since two concurrent runs may share a program but have different nodes."""
     run = running.get()
     return None if run is None else ResolvedContext(run.program, run.node)
 
 
 def record_tool_errors(attach_error: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``attach_error``. The framework calls it for a tool's exception that becomes text for the model,
-    with tracing on or off; no other function sees that exception."""
+    """Return ``attach_error`` wrapped so that it also marks the current tool call as failed. The framework
+    calls it, with tracing on or off, for a tool's exception that becomes text for the model. No other
+    function sees that exception."""
 
     @functools.wraps(attach_error)
     def attach_error_to_current_span(*args: Any, **kwargs: Any) -> Any:
@@ -141,8 +143,8 @@ def record_tool_errors(attach_error: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BaseHooks:
-    """The framework's ``RunHooks``, extended by reports of nodes and tool calls; ``inner`` is the user's
-    own."""
+    """The framework's ``RunHooks``, extended by reports of nodes and tool calls. ``inner``: the user's hooks,
+    which are called too."""
 
     def __init__(self, inner: Any = None, *, by_runner: bool = False) -> None:
         self._inner = inner if inner is not None else import_module("agents.lifecycle").RunHooksBase()
@@ -176,7 +178,7 @@ def _on_turn(context: Any, agent: Any, *_: Any, **__: Any) -> None:
     if run is not None:
         run.enter_node(agent.name)
         return
-    program = find_context(session().counters)[0].program  # ``Hooks`` used alone, in a program of the user's
+    program = find_context(session().counters)[0].program  # ``Hooks`` used alone, in the user's own program
     if program is not None and program.node != agent.name:
         program.enter_node(str(agent.name))
 

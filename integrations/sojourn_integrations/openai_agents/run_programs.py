@@ -1,11 +1,11 @@
-"""The program of a run of the OpenAI Agents SDK.
+"""Finds or creates the program of each run of the OpenAI Agents SDK.
 
 Inside ``with sojourn.program()`` the run *is* that program. Inside another run, or in a tool call of any
-framework, it is a child program. A run with ``session=`` belongs to its conversation, which is one program
-over all its runs: the KV is worth most between two runs, and an end would release it. A conversation in
-memory ends with its session object. A stored conversation only stops its heartbeats, since the next request
-may load it again (from a file, under the same id in any process of this machine). A run that stops for an
-approval stays open and continues when it is resumed.
+framework, the run is a child program. Runs with ``session=`` belong to a conversation, which is one program
+over all its runs: an end between two runs would release the KV just when it is worth most. A conversation in
+memory ends with its session object. A stored conversation only stops its heartbeats then, since a later
+request may load it again. (A conversation in a file has the same id in every process of this machine.) A run
+that stops for an approval keeps its program open, and continues it when it is resumed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _interrupted = ProgramCache(status="cancelled")
 
 
 def begin(agent: Any, given: Any, conversation: Any) -> Run | None:
-    """Enter a run of ``agent``. ``given``: the run's input. ``conversation``: the run's session object, if
-    any. Returns ``None`` after an internal error. Never raises."""
+    """Enter a run of ``agent`` and return it. ``given``: the run's input. ``conversation``: the run's session
+    object, if any. Returns ``None`` after an internal error. Never raises."""
     try:
         add_resolver(resolve)
         run = _run_for(agent, given, conversation)
@@ -125,15 +125,15 @@ def _identity(conversation: Any) -> _ConversationKey:
     if not path:
         return _ConversationKey((kind, str(name)), None, False)
     path = os.path.abspath(path)
-    # Neither path nor name is sent; another machine's file of that name is another conversation.
+    # Neither path nor name is sent. The same path on another machine is another conversation.
     digest = sha256(_machine() + "\n".join((path, str(name))).encode(errors="replace")).hexdigest()
     return _ConversationKey((kind, path, str(name)), f"agents-{digest[:32]}", False)
 
 
 @functools.cache
 def _machine() -> bytes:
-    """Return an id of this machine or container that stays the same until its next start. A network address
-    is not enough, since containers on different machines get the same ones."""
+    """Return an id of this machine or container, which stays the same until its next start. A network address
+    is not enough, since containers on different machines may have the same one."""
     boot = Path("/proc/sys/kernel/random/boot_id")  # Linux; elsewhere host name and address must suffice
     try:
         booted = boot.read_bytes()
@@ -146,14 +146,15 @@ def _keep_interrupted(run: Run, result: Any) -> bool:
     ids = _waits_for(getattr(result, "interruptions", None))
     asked = _digest(getattr(result, "input", None)) if ids else b""
     for id in ids:
-        # The key names the agent, since a nested run and the run around it wait for the same approval, and
-        # the input, since models that number their calls use the same call ids in every run.
+        # The key has the agent's name, since a nested run and the run around it wait for the same approval.
+        # It has the input, since models that number their calls use the same call ids in every run.
         _interrupted.keep((run.agent, id, asked), run.program)
     return bool(ids)
 
 
 def _resumed(agent: str, given: Any) -> Program | None:
-    """Return the waiting program whose run state is ``given``, even after a round trip through JSON."""
+    """Return the waiting program that the run state ``given`` resumes, even after a round trip of the state
+    through JSON. ``None`` if there is none."""
     ask = getattr(given, "get_interruptions", None)
     found = None
     if callable(ask):
@@ -164,14 +165,14 @@ def _resumed(agent: str, given: Any) -> Program | None:
 
 
 def _interrupted_like(agent: str, id: str) -> Program | None:
-    """Return the waiting program of ``agent`` found by its tool call's id alone, if unique: the input may
-    change in a round trip through JSON."""
+    """Return the program of ``agent`` that waits for the tool call ``id``, if there is exactly one. The input
+    is not compared, since it may change in a round trip through JSON."""
     key = _interrupted.like(lambda key: key[:2] == (agent, id))
     return None if key is None else _interrupted.take(key)
 
 
 def _digest(asked: Any) -> bytes:
-    """Return a hash of a run's input; it does not leave this process."""
+    """Return a hash of a run's input. The hash does not leave this process."""
     try:
         text = json.dumps(asked, sort_keys=True, default=str)
     except (TypeError, ValueError):  # not JSON

@@ -2,7 +2,7 @@
 spans.
 
     from sojourn_integrations import otel
-    otel.install()           # a source without patches: spans become programs, nodes and tool calls
+    otel.install()           # no patches needed: spans become programs, nodes and tool calls
     otel.export_spans()      # GenAI-convention spans with the server's outcome of each request
 
 Needs the extra ``sojourn[otel]``; its packages are imported at first use.

@@ -4,10 +4,10 @@
     ...
     export.flush()                                                # optional; done at exit
 
-A program is an ``invoke_agent`` span, a request a ``chat`` span, a tool call an ``execute_tool`` span; a
-sub-agent is a child of the tool call it runs in. The server's outcome of a request (tokens found, tokens lost
-and why, the lease) is fetched afterwards into ``sojourn.*`` attributes. Prompts, arguments and outputs are
-never exported.
+A program becomes an ``invoke_agent`` span, a request a ``chat`` span, a tool call an ``execute_tool`` span.
+The span of a sub-agent is a child of the tool call in which it runs. The server's outcome of a request
+(cached tokens, lost tokens with the cause, the lease) is fetched afterwards and added as ``sojourn.*``
+attributes. Prompts, arguments and outputs are never exported.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _OpenProgram:
 
 
 class _OpenRequest:
-    """A request in progress."""
+    """The span of a request in progress, and the start in Unix nanoseconds."""
 
     __slots__ = ("span", "started_ns")
 
@@ -64,7 +64,7 @@ class _OpenRequest:
 
 
 class SpanExport(ProgramListener):
-    """Writes the spans. Made by ``export_spans()``."""
+    """Writes programs, requests and tool calls as spans. ``export_spans()`` creates it."""
 
     wants_usage = True
 
@@ -72,14 +72,14 @@ class SpanExport(ProgramListener):
         self._tracer = tracer
         self._provider = provider
         self._outcomes = outcomes
-        # Weak: a program dropped without an end leaves nothing here; its span is never exported.
+        # Weak: a program dropped without an end leaves nothing here, and its span is never exported.
         self._programs: weakref.WeakKeyDictionary[Program, _OpenProgram] = weakref.WeakKeyDictionary()
         self._by_id: weakref.WeakValueDictionary[str, _OpenProgram] = weakref.WeakValueDictionary()
         self._requests: weakref.WeakKeyDictionary[LogicalRequest, _OpenRequest] = weakref.WeakKeyDictionary()
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """End the spans of all finished requests, with the outcomes that the server returns within
-        ``timeout_s``."""
+        """Fetch all outcomes and end the spans of all finished requests. Returns whether ``timeout_s`` was
+        enough."""
         return self._outcomes is None or self._outcomes.flush(timeout_s)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class SpanExport(ProgramListener):
     # ---- programs
 
     def program_started(self, program: Program) -> None:
-        """Start the program's ``invoke_agent`` span, unless the program was itself made from a span."""
+        """Start the program's ``invoke_agent`` span, unless ``source`` made the program from a span."""
         if not program.implicit:
             self._open(program)
 
@@ -202,7 +202,7 @@ class SpanExport(ProgramListener):
     def request_started(self, request: LogicalRequest) -> None:
         """Start the request's ``chat`` or ``text_completion`` span."""
         opened = self._of(request.program)
-        # Inside a framework's own spans ours is a child of the current one.
+        # Inside a framework's own spans, our span is a child of the current span.
         foreign = opened is None or not opened.ours
         nested = foreign and trace.get_current_span().get_span_context().is_valid
         around = None if opened is None or nested else trace.set_span_in_context(opened.span)
@@ -231,7 +231,7 @@ class SpanExport(ProgramListener):
         self._requests[request] = _OpenRequest(span, started_ns)
 
     def request_first_byte(self, request: LogicalRequest) -> None:
-        """Record in the span how long the first chunk of a streamed answer took."""
+        """Record in the span the time to the first chunk of a streamed answer."""
         asked = self._requests.get(request)
         if asked is not None:
             asked.span.set_attribute(semantic_conventions.REQUEST_STREAM, True)
@@ -240,7 +240,7 @@ class SpanExport(ProgramListener):
             )
 
     def request_ended(self, request: LogicalRequest, how: str) -> None:
-        """End the request's span, at the present time, as soon as the outcome is known."""
+        """End the request's span once the outcome is known. The span's end time is now."""
         ended_ns = time.time_ns()
         asked = self._requests.pop(request, None)
         if asked is None:
@@ -274,8 +274,8 @@ class SpanExport(ProgramListener):
 
 
 def outcome_attributes(turn: Turn) -> dict[str, Any]:
-    """Return the ``sojourn.*`` attributes of one turn of the server's ledger, without unknown or invalid
-    fields."""
+    """Return the ``sojourn.*`` attributes for one turn of the server's ledger. Unknown and invalid fields are
+    left out."""
     found: dict[str, Any] = {}
     for name, key, kinds in _FACTS:
         value = turn.get(key)
@@ -313,8 +313,8 @@ _NO_TIERS = frozenset({"prompt", "new", "tail", "lost"})
 
 
 def _usage_attributes(usage: TokenUsage, turn: Turn) -> dict[str, int]:
-    """Return the token counts of the answer as attributes; counts that it lacks come from the server's
-    ledger."""
+    """Return the token counts of the answer as attributes. Counts missing there come from ``turn``, the
+    server's ledger entry."""
     tokens = _mapping(turn.get("tokens"))
     found = {
         semantic_conventions.INPUT_TOKENS: (usage.input_tokens, tokens.get("prompt")),
@@ -358,10 +358,10 @@ _exports: weakref.WeakKeyDictionary[Any, SpanExport] = weakref.WeakKeyDictionary
 
 
 def export_spans(tracer_provider: Any = None, *, outcomes: bool = True, provider: str = "vllm") -> SpanExport:
-    """Write spans to ``tracer_provider``, the global one unless given, from now on.
+    """Start writing spans to ``tracer_provider`` (by default the global provider), and return the export.
 
-    ``outcomes=False`` fetches no outcomes. ``provider`` is the spans' ``gen_ai.provider.name``. A second call
-    returns the same export, until that is closed. Stop it with ``.close()``. Raises ``ConfigError`` if there
+    ``outcomes=False`` fetches no outcomes. ``provider`` is the spans' ``gen_ai.provider.name``. The export's
+    ``close()`` stops it; until then, a second call returns the same export. Raises ``ConfigError`` if there
     is no tracer provider yet.
     """
     target = tracer_provider if tracer_provider is not None else trace.get_tracer_provider()

@@ -1,7 +1,7 @@
 """Fetches the outcome of each request from the server, on a thread of its own.
 
-The thread asks once per program: at the program's end, after every few requests, or when its oldest request
-has waited long enough. After an error the requests are finished without outcomes.
+One call to the server fetches the outcomes of one program: at the program's end, after every few requests, or
+when the oldest request has waited long enough. After an error the requests are finished without outcomes.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from sojourn_integrations.safe_scope import fault
 
 PROGRAM_PATH = "/sojourn/v1/programs/"
 EVERY_REQUESTS = 8
-"""After this many requests of one program their outcomes are fetched."""
+"""Number of waiting requests of one program after which their outcomes are fetched."""
 MAX_PENDING = 2_000
-"""Maximum number of waiting requests of all programs; further ones are finished at once
+"""Maximum number of waiting requests of all programs. Further requests are finished at once, without outcome
 (``otel_outcomes_skipped``)."""
 IDLE_S = 5.0
-"""Longest time that a finished request waits for its outcome, so that the spans of a long run arrive during
-it."""
+"""Longest time until a request's outcome is fetched, so that the spans of a long run arrive during the
+run."""
 RETRY_S = 0.7
-"""Delay before the only retry, for a turn that the server had not closed yet."""
+"""Delay before the only retry, for a request that the server's ledger did not have yet."""
 PAUSE_S = 5.0
 """Pause after a server error."""
 FETCH_TIMEOUT_S = 2.0
 
 Turn = Mapping[str, Any]
 Finish = Callable[["Turn | None"], None]
-"""Called once per request, with its turn in the server's ledger if known."""
+"""Called once per request, with the request's entry in the server's ledger, or ``None`` if that is
+unknown."""
 
 
 class _PendingOutcome:
@@ -56,7 +57,7 @@ class _PendingOutcome:
 
 
 class _Group:
-    """Requests of one program."""
+    """Waiting requests of one program, and when to fetch their outcomes (monotonic seconds)."""
 
     __slots__ = ("due_s", "waiting")
 
@@ -66,7 +67,7 @@ class _Group:
 
 
 class _Flush:
-    """A caller that waits until the queue is empty. ``last``: the thread then stops."""
+    """A caller that waits until the queue is empty. ``last``: the thread stops afterwards."""
 
     __slots__ = ("done", "last")
 
@@ -76,10 +77,10 @@ class _Flush:
 
 
 class OutcomeFetcher:
-    """The thread and its queue. No method raises.
+    """The fetching thread and its queue. No method raises.
 
-    The agent's threads use only a queue that is safe in a garbage collection; all other state belongs to the
-    fetching thread. So there is no lock that could deadlock.
+    The agent's threads use only a queue that is safe to use during garbage collection. All other state
+    belongs to the fetching thread. So there is no lock that could deadlock.
     """
 
     def __init__(self, *, idle_s: float = IDLE_S, retry_s: float = RETRY_S) -> None:
@@ -90,7 +91,7 @@ class OutcomeFetcher:
         os.register_at_fork(after_in_child=lambda: (again := forget()) and again())
 
     def _reset(self) -> None:
-        # In a forked child too: the parent finishes the requests.
+        # Also runs in a forked child: the parent finishes the requests.
         self._inbox: SimpleQueue[_PendingOutcome | _Flush | str] = SimpleQueue()
         self._starts = itertools.count()
         self._running = False
@@ -104,7 +105,7 @@ class OutcomeFetcher:
     # ---- the agent's side
 
     def put(self, config: Config, program_id: str, request_id: str, finish: Finish) -> None:
-        """Call ``finish`` once the outcome is known, or known to be unavailable. Never waits."""
+        """Queue a request. ``finish`` is called once, with the outcome or with ``None``. Never waits."""
         try:
             full = self._count + self._inbox.qsize() >= MAX_PENDING
             if not (self._closed or full or time.monotonic() < self._quiet_until_s) and self._start():
@@ -125,7 +126,8 @@ class OutcomeFetcher:
         return self._say(_Flush(last=False), timeout_s)
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Flush and stop. Requests without an answer of the server in time are finished without outcomes."""
+        """Fetch all outcomes within ``timeout_s``, then stop. Later requests are finished without
+        outcomes."""
         self._closed = True
         self._say(_Flush(last=True), timeout_s)
 
@@ -158,7 +160,7 @@ class OutcomeFetcher:
                 fault("internal_error")
 
     def _round(self) -> bool:
-        """Read the queue and fetch what is due. Returns True when the thread should stop."""
+        """Read the queue and fetch the outcomes that are due. Returns True when the thread should stop."""
         for message in self._messages():
             self._take(message)
         self._count = self._waiting()
@@ -231,7 +233,8 @@ class OutcomeFetcher:
             later.waiting[:0] = again
 
     def _fetch(self, config: Config, program_id: str) -> dict[str, Turn]:
-        """Return the program's turns by the client's request id. Raises on a server error."""
+        """Return the program's turns in the server's ledger, by the client's request id. Raises on a server
+        error."""
         if self._transport is None or self._transport[0] is not config:
             if self._transport is not None:
                 self._transport[1].close()

@@ -1,5 +1,5 @@
-"""Attribute names of OpenTelemetry's GenAI conventions, and older spellings that are in use. No other file
-has attribute names, since all of them are still in development.
+"""Attribute names of OpenTelemetry's GenAI conventions, and other spellings that are in use. The conventions
+may still change, so no other file has such names.
 
 Sources: the GenAI semantic conventions (``gen_ai.*``), OpenInference (``openinference.span.kind``,
 ``tool.name``, ``agent.name``, ``graph.node.id``) and OpenLLMetry (``traceloop.*``).
@@ -38,8 +38,8 @@ SERVER_PORT = "server.port"
 ERROR_TYPE = "error.type"
 
 AGENT, WORKFLOW, CHAIN, TOOL, MODEL = "agent", "workflow", "chain", "tool", "model"
-"""Kinds of spans that are read. A chain is OpenInference's word for any step; the outermost chain is the
-run."""
+"""Kinds of spans that ``source`` reads. A chain is OpenInference's word for any step; the outermost chain is
+the run."""
 
 _OPERATIONS = {
     "invoke_agent": AGENT,
@@ -62,7 +62,7 @@ _CALL_IDS = (TOOL_CALL_ID, "tool_call.id", "tool.id")
 
 
 class SpanMeaning(NamedTuple):
-    """What a span stands for."""
+    """What a span stands for, such as an agent's run or a tool call."""
 
     kind: str
     name: str | None
@@ -71,11 +71,11 @@ class SpanMeaning(NamedTuple):
     tool_type: str | None = None
     conversation: str | None = None
     is_node: bool = True
-    """False for a chain without a node of a graph."""
+    """False for a chain that is not a node of a graph."""
 
 
 def meaning(span_name: str, attributes: Mapping[str, Any] | None) -> SpanMeaning | None:
-    """Return what a span stands for, by its attributes, else by its name; ``None`` for other spans."""
+    """Return what a span stands for, found by its attributes or else its name. ``None`` for unknown spans."""
     told = attributes or {}
     kind, by_name = _kind(span_name, told)
     if kind is None:
@@ -140,4 +140,5 @@ class _Telling(threading.local):
 
 
 telling = _Telling()
-"""The span that ``source`` reports on this thread now; ``export`` writes no second span for it."""
+"""``telling.span`` is the span that ``source`` now reports on this thread. ``export`` writes no second span
+for it."""

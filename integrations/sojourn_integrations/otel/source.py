@@ -3,12 +3,12 @@
     trace.set_tracer_provider(provider)
     sojourn_integrations.otel.install()     # or provider.add_span_processor(SojournSpanProcessor())
 
-The outermost agent or workflow of a trace is a program. An agent inside a tool call is a child program, an
-agent inside an agent is a node, and a tool is a tool call. A request belongs to the program of the current
-span. Spans of frameworks with an adapter of their own are ignored. Spans that are not sampled never reach a
-processor.
+The outermost agent or workflow of a trace becomes a program. An agent inside a tool call becomes a child
+program, an agent inside an agent becomes a node, and a tool becomes a tool call. A request belongs to the
+program of the current span. Spans of frameworks with an adapter of their own are ignored. Spans that are not
+sampled never reach a processor.
 
-Every method is called on the agent's thread; none raises into it.
+Every method runs on the agent's thread and never raises.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ except ImportError as error:
 
 MAX_SPANS = 10_000
 _REQUESTS_ONLY = frozenset({"openai", "litellm"})
-"""Adapters that report requests but no programs: spans of these frameworks are read all the same."""
+"""Adapters that report requests but no programs. So spans of these frameworks are not ignored."""
 _CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
 
 _UNMOVED: Any = object()
@@ -81,17 +81,16 @@ class _Entry:
         self.before: Any = _UNMOVED
         """The program's node before this span."""
         self.caught = id(sys.exc_info()[1])
-        """``id()`` of the exception being handled at the span's start. The span did not fail because of
-        it."""
+        """``id()`` of the exception being handled when the span started. It is not an error of this span."""
 
 
 class SojournSpanProcessor(SpanProcessor):
     """Reports programs, nodes and tool calls as spans start and end.
 
-    ``workflows``: names of spans that are a run without an attribute that says so, such as your own
+    ``workflows``: names of spans that mark a run although no attribute says so, such as your own
     ``run_team``. ``adopt``: inside a program that your code opened (``with sojourn.program():``), report the
-    tools and nodes of spans too; without it only your code reports them. ``max_spans``: maximum number of
-    open spans kept; beyond it the least recently used ones are dropped, and their programs end.
+    tools and nodes of spans too; by default only your code reports them. ``max_spans``: maximum number of
+    open spans kept; beyond it the least recently used spans are dropped, and their programs end.
     """
 
     def __init__(
@@ -114,7 +113,8 @@ class SojournSpanProcessor(SpanProcessor):
         self._programs: dict[str, tuple[Program, set[Key]]] = {}
         """Programs opened here, by id, and the spans that keep each program open."""
         self._late: dict[Key, object] = {}
-        """Open spans whose attributes came after their start. One thread handles each of them."""
+        """Open spans whose attributes came after their start. The first thread to add a span here handles
+        it."""
 
     @property
     def closed(self) -> bool:
@@ -195,7 +195,7 @@ class SojournSpanProcessor(SpanProcessor):
             self._enter(span, meaning, above)
 
     def _catch_up(self, span: Any, entry: _Entry | None) -> _Entry | None:
-        """Process the attributes of a span that came after its start, and return the span's entry."""
+        """Process attributes that a span got after its start, and return the span's entry."""
         if self._closed or _scope(span) == semantic_conventions.SCOPE or not runtime.session().online:
             return entry
         meaning = self._meaning(span)
@@ -220,7 +220,8 @@ class SojournSpanProcessor(SpanProcessor):
     def _enter(
         self, span: Any, meaning: semantic_conventions.SpanMeaning | None, above: _Entry | None
     ) -> _Entry | None:
-        """Add a span that begins inside ``above``; ``None`` if the span is part of no program."""
+        """Report a span that begins inside ``above``, and return its entry; ``None`` if the span is part of
+        no program."""
         kind = meaning.kind if meaning is not None else None
         entry = _Entry(kind, above, _key(span.parent) if span.parent is not None else None)
         if (
@@ -281,7 +282,7 @@ class SojournSpanProcessor(SpanProcessor):
             return  # two instrumentations report one call
         entry.under = call
         if call.call_id in program.running_tools:
-            return  # reported elsewhere; here it is only the parent of what runs inside
+            return  # reported elsewhere; here the call is only the parent of programs inside
         entry.call = call
         with _Telling(span):
             call.start()
@@ -303,7 +304,7 @@ class SojournSpanProcessor(SpanProcessor):
                 self._release(_key(span.context), program, "error" if status == "timeout" else status)
 
     def _late_call(self, span: Any, entry: _Entry, program: Program) -> None:
-        """Report the call of a tool's span whose attributes came at the span's end."""
+        """Report the tool call of a span that got its attributes only at its end."""
         meaning = semantic_conventions.meaning(span.name, span.attributes)
         if meaning is None or meaning.kind != semantic_conventions.TOOL or span.start_time is None:
             return
@@ -329,7 +330,7 @@ class SojournSpanProcessor(SpanProcessor):
     # ---- bookkeeping
 
     def _touch(self, key: Key) -> _Entry | None:
-        """Return the entry of a span, and mark the span and those around it as recently used."""
+        """Return the entry of a span, and mark the span and the spans around it as recently used."""
         found = self._spans.get(key)
         entry, at = found, key
         while entry is not None:
@@ -387,9 +388,10 @@ _installed: weakref.WeakKeyDictionary[Any, SojournSpanProcessor] = weakref.WeakK
 
 
 def install(tracer_provider: Any = None, **options: Any) -> SojournSpanProcessor:
-    """Add a ``SojournSpanProcessor(**options)`` to the provider, the global one unless given.
+    """Add a ``SojournSpanProcessor(**options)`` to ``tracer_provider`` (by default the global provider).
 
-    A second call returns the same processor. Raises ``ConfigError`` if there is no tracer provider yet.
+    Returns the processor; a second call returns the same one. Raises ``ConfigError`` if there is no tracer
+    provider yet.
     """
     provider = tracer_provider if tracer_provider is not None else trace.get_tracer_provider()
     if not hasattr(provider, "add_span_processor"):
@@ -402,7 +404,8 @@ def install(tracer_provider: Any = None, **options: Any) -> SojournSpanProcessor
 
 
 class _Telling:
-    """Marks this span as the source of what is reported inside: ``export`` writes no second span for it."""
+    """A ``with`` block for reports that ``source`` derives from ``span``: ``export`` writes no second
+    span."""
 
     __slots__ = ("_before", "_span")
 
@@ -431,8 +434,8 @@ def _word(text: str) -> str:
 
 
 def _status(span: Any, caught: int) -> str:
-    """Return ``ok``, ``error``, ``timeout`` or ``cancelled`` for an ended span. ``caught``: as in
-    ``_Entry``."""
+    """Return ``ok``, ``error``, ``timeout`` or ``cancelled`` for an ended span. ``caught``: ``id()`` of the
+    exception that was already being handled when the span started."""
     attributes = span.attributes or {}
     kind = attributes.get(semantic_conventions.ERROR_TYPE)
     failed = span.status.status_code is StatusCode.ERROR

@@ -1,9 +1,10 @@
-"""Dialects: how each kind of server receives identity, hints and events.
+"""Dialects: how each kind of server receives program ids, hints and events.
 
 context of a turn ── fields() ──▶ body fields and headers of its request
 events ── event_transport() ──▶ requests of their own, where the server takes events
 
-Imports the wire, the event queue and the HTTP transport. Start reading at ``Dialect`` and ``sojourn``.
+This package imports the wire format, the event queue and the HTTP transport. Start reading at ``Dialect`` and
+``sojourn``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .vllm_router import VllmRouterDialect
 
 
 class Dialect(Protocol):
-    """Translates the context of one turn for one kind of server. Holds no state."""
+    """Translates the hints and the program id of one LLM request for one kind of server. Holds no state."""
 
     @property
     def name(self) -> str: ...

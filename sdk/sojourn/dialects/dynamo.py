@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo (github.com/ai-dynamo/dynamo): identity in headers, hints in ``nvext.agent_hints``.
+"""NVIDIA Dynamo (github.com/ai-dynamo/dynamo): program ids in headers, hints in ``nvext.agent_hints``.
 
 Dynamo answers 400 to any body field it does not know and to any number that does not fit, inside ``nvext``
 and outside (tried with ai-dynamo 1.6.1). Tool events are sent over ZeroMQ if the user names an endpoint:
@@ -44,7 +44,7 @@ class DynamoDialect:
         if context.expected_output_length is not None:
             hints["osl"] = max(0, clip(context.expected_output_length, U32_MAX))
         if context.expected_resume:
-            # Dynamo then prefills, at the end of this turn, what it expects the next one to begin with.
+            # When this turn ends, Dynamo then prefills the prefix that it expects in the next turn.
             hints["speculative_prefill"] = True
         return {"nvext": {"agent_hints": hints}} if hints else {}, headers
 

@@ -1,4 +1,4 @@
-"""Tool events as records of Dynamo's request trace, pushed to the ZeroMQ endpoint that its frontend binds.
+"""Sends tool events as records of Dynamo's request trace, to the ZeroMQ endpoint of Dynamo's frontend.
 
 One ZeroMQ message per event: ``[topic, sequence number (u64, big-endian), msgpack record]``, schema
 ``dynamo.request.trace.v1`` (``lib/llm/src/request_trace`` of ai-dynamo/dynamo). Dynamo records the events for
@@ -30,7 +30,7 @@ counted."""
 LINGER_S = 0.2
 """Longest time that ``close`` waits for ZeroMQ to send its buffer."""
 MAX_REMEMBERED = 4096
-"""Maximum number of remembered running tool calls, and of programs with a parent; the oldest are
+"""Maximum number of running tool calls remembered, and of programs with a parent. Beyond it the oldest are
 forgotten."""
 UNKNOWN_CLASS = "unknown"
 
@@ -57,7 +57,8 @@ def load_zmq() -> Any:
 
 
 class TraceRecordEncoder:
-    """Translates events into trace records. It remembers tool classes and parents, which stop events lack."""
+    """Translates events into trace records. It remembers tool classes and parents, since ``ToolStop`` has
+    neither."""
 
     def __init__(self, unix_s: Callable[[], float] = time.time) -> None:
         self._unix_s = unix_s
@@ -65,7 +66,8 @@ class TraceRecordEncoder:
         self._parents: dict[str, str] = {}
 
     def record(self, pending: PendingEvent, now: float) -> dict[str, Any] | None:
-        """Return the record of one event; ``None`` for events that Dynamo has no record for."""
+        """Return the record of one event, or ``None`` if Dynamo has no such record. ``now``: monotonic
+        seconds."""
         fields = pending.fields
         if pending.kind is ProgramStart:
             if fields.get("parent_program_id"):
@@ -116,7 +118,7 @@ class TraceRecordEncoder:
             "schema": SCHEMA,
             "event_type": kind,
             "event_time_unix_ms": at_ms,
-            # Releases differ in where they look for the session; each ignores the other's place.
+            # Releases read the session from one of these two places, and ignore the other.
             "event_source": "harness",
             "agent_context": ids,
             **ids,
@@ -125,8 +127,8 @@ class TraceRecordEncoder:
 
 
 class ToolEventTransport:
-    """Pushes trace records. ``events_sent`` counts the records that ZeroMQ accepted; ZeroMQ reports no
-    delivery."""
+    """Pushes trace records over ZeroMQ. ``events_sent`` counts the records that ZeroMQ has accepted, since
+    ZeroMQ does not report delivery."""
 
     kinds: frozenset[type[Event]] = frozenset({ProgramStart, ToolStart, ToolStop, ProgramEnd})
 

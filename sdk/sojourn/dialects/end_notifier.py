@@ -1,4 +1,4 @@
-"""The event transport for servers that accept a single kind of event, the end of a program, by a small
+"""The event transport for servers that accept only one kind of event: the end of a program, as a small
 POST."""
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from sojourn.wire_events import Event, ProgramEnd, ProgramStart
 from .event_transport import UNSUPPORTED_STATUSES, DeliveryResult, PendingBatch, TransportContext
 
 MAX_PROGRAMS = 10_000
-"""Maximum number of open programs, and of ends not yet reported; the oldest are forgotten."""
+"""Maximum number of open programs, and of unreported ends. Beyond it the oldest are forgotten."""
 _REFUSED = frozenset({400, 409, 410, 422})
 """Status codes that reject this program's end: a retry would get the same answer."""
 
 
 class EndNotifier:
-    """``POST path {field: program id}`` when a program ends, and in ``close`` for all open programs.
+    """Sends ``POST path {field: program id}`` when a program ends, and in ``close`` for all open programs.
 
-    These servers have no leases: they keep a program until its end is reported. So, unlike other events, an
-    end that could not be sent is retried together with the next end, unless the server refused it. The end of
-    a killed process is never reported.
+    These servers have no leases: they keep a program until its end is reported. So an end that could not be
+    sent is retried together with the next end, unless the server refused it. The end of a killed process is
+    never reported.
     """
 
     kinds: frozenset[type[Event]] = frozenset({ProgramStart, ProgramEnd})

@@ -22,7 +22,8 @@ UNSUPPORTED_STATUSES = frozenset({404, 405, 501})
 
 
 class TransportContext(NamedTuple):
-    """What an event transport may use. The transports of one session share it, one after the other."""
+    """What an event transport may use. If a session changes its transport, the new one gets the same
+    context."""
 
     transport: ServerTransport
     counters: Counters
@@ -41,7 +42,7 @@ class PendingBatch(NamedTuple):
     now: float
     """Monotonic seconds; the events' ``at_s`` is on the same clock."""
     dropped: int = 0
-    """Events that the emitter has dropped so far."""
+    """Number of events that the emitter has dropped so far."""
 
 
 class DeliveryResult(Enum):
@@ -68,7 +69,7 @@ class EventTransport(Protocol):
         """Send a batch. An exception counts as a failed batch."""
 
     def after_fork(self) -> None:
-        """Drop, in the child, the parent's connections and unfinished work without closing them."""
+        """In a forked child, drop the parent's unfinished work, and its connections without closing them."""
 
     def close(self) -> None:
         """Send the remaining events until the first failure, then release everything. The emitter's ``close``

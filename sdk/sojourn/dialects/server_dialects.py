@@ -14,10 +14,12 @@ from .end_notifier import EndNotifier
 from .event_transport import EventTransport, TransportContext
 
 SESSION_HEADER = "X-Session-ID"
-"""vLLM ≥ 0.32 copies it to ``request.session_id``; several routers use it for session affinity."""
+"""Header with the program's id. vLLM ≥ 0.32 copies it to ``request.session_id``; several routers use it for
+session affinity."""
 SESSION_KEY_HEADER = "x-aibrix-session-key"
 FAIRNESS_HEADER = "x-llm-d-inference-fairness-id"
-"""Requests with the same value share one flow; those without it share ``default-flow``."""
+"""Header with llm-d's fairness flow. Requests with the same value share one flow, requests without this
+header share ``default-flow``."""
 I32_MAX = 2**31 - 1
 U32_MAX = 2**32 - 1
 I64_MAX = 2**63 - 1
@@ -29,15 +31,15 @@ Fields = tuple[dict[str, Any], dict[str, str]]
 
 
 def clip(value: int, most: int) -> int:
-    """Return ``value`` clipped to ±``most``, a range in which its negation is valid too."""
+    """Return ``value`` clipped to ±``most``. The range is symmetric, so that the negated value is valid
+    too."""
     return max(-most, min(most, value))
 
 
 def header_text(id: str) -> str:
-    """Return ``id`` as the value of a header. Characters that HTTP does not allow there are percent-encoded
-    as UTF-8.
+    """Return ``id`` as the value of a header. An id of visible ASCII characters stays unchanged.
 
-    An id of visible ASCII stays unchanged; in an encoded id ``%`` is encoded as well.
+    In any other id, the characters that HTTP does not allow there, and ``%``, are percent-encoded as UTF-8.
     """
     if id.isascii() and id.isprintable() and " " not in id:
         return id
@@ -50,10 +52,10 @@ def session_header(program_id: str) -> dict[str, str]:
 
 
 class VllmDialect:
-    """``X-Session-ID`` and nothing else: for stock vLLM and every unknown server.
+    """Sends only the header ``X-Session-ID``: for stock vLLM and every unknown server.
 
-    A body field would reach ``SamplingParams.extra_args`` without effect, and servers that refuse unknown
-    fields would fail the agent's request.
+    In stock vLLM a body field would have no effect (it ends in ``SamplingParams.extra_args``). Servers that
+    refuse unknown fields would fail the agent's request.
     """
 
     name = "vllm"
@@ -71,9 +73,9 @@ class VllmPriorityDialect(VllmDialect):
     """Sends the session header and ``priority`` to stock vLLM that was started with ``--scheduling-policy
     priority``.
 
-    In vLLM the *lower* number goes first, so the priority is negated. The user chooses this dialect; no probe
-    finds it. vLLM documents that a server without that flag rejects a priority other than zero; vLLM 0.32
-    ignored it instead.
+    In vLLM the *lower* number goes first, so the priority is negated. The user chooses this dialect; it is
+    never detected. vLLM documents that a server without that flag rejects a priority other than zero, but
+    vLLM 0.32 ignored the priority.
     """
 
     name = "vllm_priority"
@@ -84,11 +86,11 @@ class VllmPriorityDialect(VllmDialect):
 
 
 class AibrixDialect(VllmDialect):
-    """AIBrix (github.com/vllm-project/aibrix): ``x-aibrix-session-key``, by which AIBrix keeps a session on
-    one pod.
+    """AIBrix (github.com/vllm-project/aibrix): sends ``x-aibrix-session-key``, by which AIBrix keeps a
+    session on one pod.
 
-    There ``x-session-id`` is the encoded address of a pod, which only AIBrix may make. An id of ours would
-    misroute the request, so that header is never sent.
+    AIBrix reads ``x-session-id`` as the encoded address of a pod. A program id there would misroute the
+    request, so that header is never sent.
     """
 
     name = "aibrix"
@@ -98,11 +100,10 @@ class AibrixDialect(VllmDialect):
 
 
 class LlmDDialect(VllmDialect):
-    """llm-d's router (github.com/llm-d/llm-d-router): ``X-Session-ID``, and the request's flow for fairness:
-    the tenant if known, else the outermost program.
+    """llm-d's router (github.com/llm-d/llm-d-router): sends ``X-Session-ID``, and the fairness flow of the
+    request, which is the tenant if known, else the outermost program.
 
-    ``x-llm-d-inference-objective`` names a resource of the cluster, which no client can derive from a number;
-    so no priority is sent.
+    No priority is sent: ``x-llm-d-inference-objective`` expects the name of a cluster resource, not a number.
     """
 
     name = "llm_d"
@@ -119,12 +120,12 @@ class LlmDDialect(VllmDialect):
 
 
 class SglangDialect(VllmDialect):
-    """SGLang (github.com/sgl-project/sglang): ``session_id`` and ``priority`` at the top level.
+    """SGLang (github.com/sgl-project/sglang): sends ``session_id`` and ``priority`` in the body.
 
-    ``session_id`` keeps KV only with ``--enable-session-radix-cache``; ``priority`` orders only with
-    ``--enable-priority-scheduling``. Elsewhere both are ignored, except by a server started with
-    ``--abort-on-priority-when-disabled``. The *higher* number goes first, as here, unless the server was
-    started with ``--schedule-low-priority-values-first``.
+    ``session_id`` keeps KV only with ``--enable-session-radix-cache``. ``priority`` has an effect only with
+    ``--enable-priority-scheduling``. Servers without these flags ignore both, except that a server started
+    with ``--abort-on-priority-when-disabled`` aborts requests that have a priority. The *higher* number goes
+    first, as in sojourn, unless the server was started with ``--schedule-low-priority-values-first``.
     """
 
     name = "sglang"
@@ -144,8 +145,8 @@ class SglangDialect(VllmDialect):
 
 
 class ThunderAgentDialect(VllmDialect):
-    """ThunderAgent (github.com/ThunderAgent-org/ThunderAgent): ``program_id`` at the top level of the body,
-    and a release call at the program's end.
+    """ThunderAgent (github.com/ThunderAgent-org/ThunderAgent): sends ``program_id`` at the top level of the
+    body, and a release call at the program's end.
 
     ThunderAgent removes ``program_id`` before the engine sees the request. It accepts no priority and no
     other hint. Requests without an id share one program called ``default``, so the id of a process's implicit

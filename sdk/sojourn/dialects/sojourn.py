@@ -31,8 +31,8 @@ _ENVELOPE_BYTES = 1024
 
 
 class SojournDialect:
-    """All hints in ``vllm_xargs.agentic_context``, as a JSON *string*, since vLLM allows only flat values
-    there."""
+    """Sends all hints in ``vllm_xargs.agentic_context``, as a JSON *string*, since vLLM allows only flat
+    values there."""
 
     name = "sojourn"
     carries_events = True

@@ -1,8 +1,8 @@
 """vLLM Router (github.com/vllm-project/router) with program scheduling.
 
 The router (``src/program_scheduling/identity.rs``; tried with vllm-router 0.1.17) answers 400 to a known
-field with a bad value. So values are converted to its types and bounds, and a value that does not fit is left
-out.
+field with a bad value. So values are converted to the router's types and bounds, and a value that does not
+fit is left out.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from sojourn.wire_codec import encode
 from .server_dialects import I64_MAX, SESSION_HEADER, VllmDialect, clip, header_text
 
 MAX_DEADLINE_S = 30 * 86400.0
-"""Longest deadline sent. Longer ones have no further effect, and some overflow the router's durations."""
+"""Longest deadline sent. Longer deadlines have no further effect, and some overflow the router's
+durations."""
 MAX_RETENTION_S = 300.0
-"""The router treats this hint as a command: while a program's KV is kept, no other program gets its place.
-So the bound is how long the router lets others wait (``force_resume_timeout_seconds``)."""
+"""Longest KV retention sent. The router obeys this hint: while it keeps a program's KV, no other program gets
+the space. So the bound is how long the router lets others wait (``force_resume_timeout_seconds``)."""
 
 
 class VllmRouterDialect(VllmDialect):
-    """``vllm_xargs.agentic_context`` with the router's field names; *larger* priorities resume first.
+    """Sends ``vllm_xargs.agentic_context`` with the router's field names; *larger* priorities resume first.
 
-    The value is a JSON string, though the router also reads an object: it passes the field on to vLLM, which
-    refuses an object there. sojourn's own fields are not in it.
+    The value is a JSON string. The router would also read an object, but it passes the field on to vLLM,
+    which refuses an object there. sojourn's own fields are left out.
     """
 
     name = "vllm_router"
@@ -39,12 +40,12 @@ class VllmRouterDialect(VllmDialect):
             return {}, headers  # requests without an identity are routed one by one
         program_id, parent_id = _id(context.program_id), _id(context.parent_program_id)
         if parent_id == program_id:
-            parent_id = None  # refused
+            parent_id = None  # the router refuses a program as its own parent
         fields = {
             "program_id": program_id,
             "parent_program_id": parent_id,
             "root_program_id": _id(context.root_program_id),
-            # Refused without a parent.
+            # The router refuses this field without a parent.
             "blocks_parent": context.blocks_parent if parent_id else None,
             "expected_resume": context.expected_resume,
             "request_id": _id(context.request_id),
@@ -59,21 +60,21 @@ class VllmRouterDialect(VllmDialect):
 
 
 def _id(id: str | None) -> str | None:
-    """Return the id as the router accepts it. The router trims ids and refuses empty ones, so others are
-    percent-encoded."""
+    """Return the id as the router accepts it. The router trims ids, so an id with outer spaces is
+    percent-encoded; so is an id with unprintable characters."""
     if id is None:
         return None
     return _short(id if id == id.strip() and id.isprintable() else header_text(id))
 
 
 def _short(id: str) -> str:
-    """Return the id in at most 256 bytes; percent-encoding can make it longer."""
+    """Return ``id``, or its hash if ``id`` has more than 256 bytes. Percent-encoding may make it so long."""
     data = id.encode("utf-8", "replace")
     return id if len(data) <= MAX_ID_BYTES else f"sha256-{hashlib.sha256(data).hexdigest()}"
 
 
 def _step(step_id: str | None) -> int | None:
-    """Return the step as a number. A named step is left out, since the router counts steps."""
+    """Return the step as a number, or ``None`` for a named step: the router accepts only numbers."""
     if step_id is None or not (step_id.isascii() and step_id.isdigit()) or len(step_id) > 18:
         return None
     return int(step_id)

@@ -1,12 +1,12 @@
-"""The advisor: learns tool durations and graphs from the agents of this process, on a thread of its own.
+"""The advisor learns tool durations and program graphs from the agents of this process, on its own thread.
 
     agent's thread ── fact ──▶ queue ──▶ this thread, once a second: durations, transitions, graphs
           ▲                                     │ every five seconds and at the end
           └── estimates: one dict look-up ──────┤
                                                 └──▶ history file (SQLite), read once at the start
 
-The agent's side takes no lock. A lock could deadlock with the emitter's: a garbage collection may end a
-program, and so put an event, while the lock is held. ``SimpleQueue.put`` is safe there.
+The agent's threads take no lock. A lock here could deadlock with the emitter's lock: while either is held, a
+garbage collection may end a program, which puts an event. ``SimpleQueue.put`` is safe there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 FOLD_EVERY_S: Final = 1.0
 SAVE_EVERY_S: Final = 5.0
 MAX_FACTS: Final = 20_000
-"""Maximum number of queued facts; further facts are dropped and counted (``history_dropped``)."""
+"""Maximum number of queued facts (observed events). Further ones are dropped and counted
+(``history_dropped``)."""
 MAX_UNSAVED: Final = 5_000
 MAX_CACHED_ESTIMATES: Final = 4096
 """Maximum number of cached estimates of remaining turns."""
@@ -44,8 +45,8 @@ CLOSE_GRACE_S: Final = 0.05
 """Minimum seconds that ``close`` waits for saving, even if sending has used up the whole time limit."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
 REPORT_EVERY_RUNS: Final = 30
-"""Number of runs after which a changed graph is reported again. Reports are rare, since each version is sent
-in full once."""
+"""Number of runs after which a changed graph is reported again. Reports are rare, because each version is
+sent in full."""
 REPORT_NEW_EDGE_AFTER_RUNS: Final = 4
 """Number of runs after which a graph with a new edge is reported again."""
 MOVED: Final = 0.05
@@ -56,12 +57,13 @@ LIKELY: Final = 0.03
 _Declared = tuple[str, "Aeg | None"]
 """Agent type, and the graph declared for it, if any."""
 Fact = tuple[Callable[[Any, Any], None] | None, Any, Any]
-"""A function and its two arguments, a ``RunTrace`` and a value. Without a function the last item is an
-``Event`` to set."""
+"""An observed event: a function and its two arguments, a ``RunTrace`` and a value. If the function is
+``None``, the value is a ``threading.Event`` to set."""
 
 
 class Advisor(ProgramListener):
-    """The advisor of one session. With ``history=None`` it learns in memory only."""
+    """Learns tool durations and program graphs in one SDK session, and returns estimates from them. With
+    ``history=None`` it learns in memory only."""
 
     def __init__(
         self,
@@ -117,7 +119,7 @@ class Advisor(ProgramListener):
             return cache[key]
         left = self.transitions.turns_left(trail.kind, turns=trail.turns, node=node)
         if len(cache) < MAX_CACHED_ESTIMATES:
-            # Into the cache that was current before the estimate: a newer cache must not hold old values.
+            # Written to the cache that was read above: a newer cache must not receive an old estimate.
             cache[key] = None if left is None else round(left, 2)
         return None if left is None else round(left, 2)
 
@@ -129,7 +131,7 @@ class Advisor(ProgramListener):
             return declared
         found = self._graphs.get((kind, declared))
         if found is None and declared is not None and self.transitions.runs(kind):
-            self._put(self._announced, None, (kind, declared))  # the type is known, this graph is not yet
+            self._put(self._announced, None, (kind, declared))  # the agent type is known, the graph is new
         return declared if found is None else found
 
     # ---- facts, on the agent's threads
@@ -170,7 +172,7 @@ class Advisor(ProgramListener):
 
     def _trail(self, program: Program) -> RunTrace | None:
         kind = _kind(program)
-        if kind is not None and program.is_open and program.is_whole:  # part of a run teaches nothing
+        if kind is not None and program.is_open and program.is_whole:  # part of a run is not learned
             program.trail = RunTrace(kind)
         return program.trail
 
@@ -187,7 +189,8 @@ class Advisor(ProgramListener):
     # ---- lifecycle
 
     def start(self) -> None:
-        """Read the history and begin to learn. Repeating it is harmless. Never raises."""
+        """Start the thread, which reads the history and then learns. A second call does nothing. Never
+        raises."""
         if self._thread is not None or self._starting or self._closed:
             return
         self._starting = True  # a garbage collection may end a program and so call this method
@@ -196,13 +199,13 @@ class Advisor(ProgramListener):
             contextvars.Context().run(thread.start)
             self._thread = thread
         except Exception:
-            self._closed = True  # facts would only pile up
+            self._closed = True  # without a thread the queue would only grow
             self._counters.add("thread_start_failed")
         finally:
             self._starting = False
 
     def begin_shutdown(self) -> None:
-        """Stop listening and begin to save; ``close`` follows. Does not wait."""
+        """Stop listening and make the thread save. Does not wait for it; ``close`` does."""
         remove_listener(self)
         if not self._closed:
             self._closed = True
@@ -210,14 +213,15 @@ class Advisor(ProgramListener):
             self._hurry.set()
 
     def close(self, timeout_s: float) -> None:
-        """Save within ``timeout_s``, and stop. Repeating it is harmless. Never raises."""
+        """Stop, and wait up to ``timeout_s`` until the thread has saved. A second call is harmless. Never
+        raises."""
         self.begin_shutdown()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(CLOSE_GRACE_S, timeout_s))
 
     def settle(self, timeout_s: float = 5.0) -> bool:
-        """Wait until all facts so far are learned. Returns False after the timeout. For tests."""
+        """Wait until all queued facts are learned. Return False if ``timeout_s`` passes first. For tests."""
         self.start()
         done = threading.Event()
         self._facts.put((None, None, done))
@@ -225,7 +229,8 @@ class Advisor(ProgramListener):
         return done.wait(timeout_s)
 
     def after_fork(self) -> None:
-        """In a forked child, keep what was learned; the parent saves what is unsaved."""
+        """Reset queue and thread in a forked child. The child keeps what was learned; the parent saves
+        unsaved data."""
         self._fresh()
 
     # ---- the thread
@@ -337,9 +342,9 @@ class Advisor(ProgramListener):
         before = self._graphs.get((kind, declared), declared)
         try:
             graph = (declared or _UNKNOWN).corrected(edges, self.transitions.tools(kind))
-        except ArgumentError:  # too many names, too long ones
+        except ArgumentError:  # too many names, or names that are too long
             self._counters.add("graph_too_large")
-            changed = runs  # not retried before the next check is due: it takes tens of milliseconds
+            changed = runs  # the next try waits for the next due check: a try takes tens of milliseconds
         else:
             if before is None or (_differ(before, graph) if due else _has_new_edge(before, graph)):
                 self._graphs[kind, declared] = graph
@@ -385,7 +390,7 @@ _UNKNOWN = Aeg((), complete=False)
 
 
 def _kind(program: Program) -> str | None:
-    """Return the program's agent type, else its name."""
+    """Return the program's agent type, or its name if it has no type."""
     return program.agent_type or program.name
 
 

@@ -3,14 +3,14 @@
     durations   tool, class, seconds, status              at most 500 a key, 20 000 in all
     runs        kind of agent, path, nodes of its turns    at most 100 a kind, 2 000 in all
 
-It holds names and numbers only; no argument, output, id or time of day. Rows are only added and, the oldest
-first, removed, so that any number of processes can share a file. A file that is corrupt, of another version,
-not writable or not ours stays unchanged; the process logs that once, counts it and continues without a file.
+The file holds names and numbers only: no arguments, outputs, ids or times of day. Rows are only inserted, and
+removed oldest first, so any number of processes can share a file. A file stays unchanged if it is corrupt, of
+another version, not writable or not ours. The process logs and counts that once and continues without a file.
 
-The journal is SQLite's default. Its write-ahead log needs shared memory, and home directories are often on a
-network, with agents on several hosts.
+The store uses SQLite's default journal. The write-ahead log would need memory shared by all processes, but
+home directories are often on a network and used from several hosts.
 
-A connection lives for one batch, and a fork waits until the batch ends: SQLite forbids that two processes
+Each batch opens its own connection, and a fork waits until the batch ends: SQLite forbids two processes to
 share a connection.
 """
 
@@ -41,12 +41,12 @@ logger = logging.getLogger("sojourn")
 
 VERSION: Final = 1
 APPLICATION_ID: Final = 0x736A726E
-"""``sjrn``: marks our files."""
+"""``sjrn`` in ASCII: SQLite's ``application_id`` of every history file."""
 MAX_DURATION_ROWS: Final = 20_000
 MAX_RUN_ROWS: Final = 2_000
 MAX_RUNS_A_KIND: Final = 100
 MAX_RUN_BYTES: Final = 16 * 1024
-"""Maximum size of a saved run. Longer runs are used in this process but not saved."""
+"""Maximum size of a saved run. Larger runs are used in this process but not saved."""
 BUSY_TIMEOUT_S: Final = 0.25
 FORK_WAIT_S: Final = 1.0
 
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 class DurationSample(NamedTuple):
-    """One tool call."""
+    """Duration and status of one tool call."""
 
     tool: str
     tool_class: str | None
@@ -73,7 +73,7 @@ class DurationSample(NamedTuple):
 
 
 class StoredHistory(NamedTuple):
-    """The content of a file, oldest first."""
+    """The content of a history file, oldest first."""
 
     durations: list[DurationSample]
     runs: list[tuple[str, ProgramRun]]
@@ -96,21 +96,21 @@ _decode_run = msgspec.json.Decoder(_Stored).decode
 
 
 class HistoryStore:
-    """A history file. Used by one thread at a time; no method raises."""
+    """A history file (SQLite). Only one thread may use it at a time. No method raises."""
 
     def __init__(self, path: str | os.PathLike[str], counters: Counters) -> None:
         self.path = Path(path)
         self.usable = True
-        """False after a permanent failure: this process does not touch the file again."""
+        """False after a permanent failure; from then on this process does not open the file."""
         self._counters = counters
 
     def load(self) -> StoredHistory | None:
-        """Return the content of the file, empty if there is no file yet. Returns ``None`` if it could not be
-        read; a retry may succeed while ``usable``."""
+        """Return the content of the file; empty if there is no file yet. Returns ``None`` if the file could
+        not be read; while ``usable`` is True, a retry may succeed."""
         return self._attempt(self._load)
 
     def save(self, durations: Sequence[DurationSample], runs: Sequence[tuple[str, ProgramRun]]) -> bool:
-        """Add rows. Returns False if they were not saved; a retry may succeed while ``usable``."""
+        """Add rows. Returns False if they were not saved; while ``usable`` is True, a retry may succeed."""
         return self._attempt(lambda: self._save(durations, runs)) is not None
 
     def _attempt(self, work: Callable[[], T]) -> T | None:
@@ -176,8 +176,8 @@ class HistoryStore:
 def _trim(
     database: sqlite3.Connection, table: str, keep: int, where: str = "1", key: Iterable[str] = ()
 ) -> None:
-    """Remove all but the newest ``keep`` of the rows that match ``where``. ``key``: values of its
-    placeholders."""
+    """Delete the rows that match ``where``, except the newest ``keep`` of them. ``key``: values of the
+    placeholders in ``where``."""
     keys = tuple(key)
     database.execute(
         f"DELETE FROM {table} WHERE {where} AND id <="
@@ -188,7 +188,7 @@ def _trim(
 
 @contextmanager
 def _connected(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a connection to a history file or an empty file."""
+    """Open a connection to a history file. An empty file first gets the tables."""
     import sqlite3
 
     with _open_connections:
@@ -202,8 +202,8 @@ def _connected(path: Path) -> Iterator[sqlite3.Connection]:
 
 def _check(database: sqlite3.Connection) -> None:
     if _number(database, "application_id") != APPLICATION_ID:
-        # Under the lock, since another process may create the tables between two reads. Closing the
-        # connection rolls back what is not committed.
+        # Checked again under SQLite's lock, because another process may create the tables meanwhile.
+        # Closing the connection rolls back what is not committed.
         database.execute("BEGIN IMMEDIATE")
         if _number(database, "schema_version") == 0:
             for statement in _SCHEMA:
@@ -221,7 +221,7 @@ def _number(database: sqlite3.Connection, pragma: str) -> int:
 
 
 def _is_busy(error: Exception) -> bool:
-    """Return whether another process holds the file."""
+    """Return whether ``error`` means that another process has locked the file."""
     text = str(error).lower()
     return type(error).__name__ == "OperationalError" and ("locked" in text or "busy" in text)
 
@@ -231,8 +231,7 @@ def _text(run: ProgramRun) -> str:
 
 
 def _duration(tool: Any, tool_class: Any, duration_s: Any, status: Any) -> DurationSample | None:
-    """Return a checked row; ``None`` for values that this module never writes, since SQLite accepts any
-    type."""
+    """Return a checked row, or ``None`` for values that this module never writes: SQLite accepts any type."""
     if not (_is_name(tool) and (tool_class == "" or _is_name(tool_class)) and status in COUNTED):
         return None
     if not isinstance(duration_s, float) or not math.isfinite(duration_s) or duration_s < 0:
@@ -266,7 +265,7 @@ def _is_name(value: object) -> bool:
 
 
 _open_connections = threading.Lock()
-"""Held while a connection is open; a fork waits for it."""
+"""Lock held while a connection is open. A fork waits for it."""
 _forking: set[int] = set()
 """Ids of the threads that hold the lock during a fork."""
 

@@ -20,7 +20,7 @@ MAX_RUN_TOOLS = 64
 
 
 class ProgramRun(NamedTuple):
-    """What one finished program did, or a piece of a long one. Names and counts only."""
+    """Path, turns and tools of one finished program, or of a piece of a long one. Names and counts only."""
 
     path: tuple[tuple[str, ...], ...] = ()
     """The nodes visited, in order. Nodes that ran in parallel form one sorted group."""
@@ -40,11 +40,13 @@ class ProgramRun(NamedTuple):
 class RunTrace:
     """Turns the facts about one program into a ``ProgramRun``. Not thread-safe.
 
-    A *visit* begins when the program enters a node, or when a request names a node other than the current
-    ones. A later request in the same visit counts as a step from the node to itself: the server wants to know
-    the node of the next turn. A new node counts as parallel to the current one, not as its successor, if the
-    graph has no edge between them and one of these holds: a request of the current node is in progress; or
-    the current node has made no request, and the graph has an edge from the node before it to the new node.
+    A *visit* begins when the program enters a node, or when a request names a node that is not current. A
+    later request of the same visit counts as a step from the node to itself, because the server needs the
+    node of the next turn.
+
+    A new node is the successor of the current node if the graph has an edge from the current to the new one.
+    Otherwise it is parallel to the current node if the current node has a request in progress, or if the
+    current node has made no request and the graph has an edge from the previous to the new node.
     """
 
     __slots__ = (
@@ -56,15 +58,15 @@ class RunTrace:
         self.kind = kind
         """The program's agent type."""
         self.turns = 0
-        """LLM requests so far. Listeners count a request at once; all else is processed later."""
+        """Number of LLM requests so far. The agent's thread counts it; the advisor's thread sets the rest."""
         self.graph: Aeg | None = None
-        """The declared graph, where known: which node may follow which."""
+        """The graph that the program declared, if any. Its edges say which node may follow which."""
         self.lossy = False
-        """True once a fact was dropped: nothing is learned from this program any more."""
+        """True once a fact about this program was dropped. Then nothing is learned from the program."""
         self._begins = True
         self._path: list[list[str]] = []
         self._group: list[str] = []
-        """The last group of ``_path``: the node, or parallel nodes, at which the program is."""
+        """The current node or parallel nodes: the last group of ``_path``."""
         self._open: dict[str, int] = {}
         self._requests: dict[str, int] = {}
         self._turn_nodes: list[str | None] = []
@@ -72,8 +74,8 @@ class RunTrace:
         self._tools: dict[tuple[str, str], None] = {}
 
     def entered(self, node: str) -> ProgramRun | None:
-        """Record that the program entered ``node``. A path that grew too long is returned as a piece of the
-        run."""
+        """Record that the program entered ``node``. If the path is full, return it as a piece of the run;
+        else return ``None``."""
         node = name_of(node)
         if node in (START, END):
             return None
@@ -84,7 +86,8 @@ class RunTrace:
         return self._visit(node)
 
     def requested(self, node: str | None) -> ProgramRun | None:
-        """Record an LLM request at ``node``. Returns a piece of the run as ``entered`` does."""
+        """Record an LLM request at ``node``; ``None`` means the current node. Returns the same as
+        ``entered``."""
         self._turns += 1
         piece: ProgramRun | None = None
         if node is None:
@@ -103,7 +106,7 @@ class RunTrace:
         return piece
 
     def answered(self, node: str | None) -> None:
-        """Record the end of a request at ``node``, whatever its result."""
+        """Record that a request at ``node`` ended, with or without success. ``None``: the current node."""
         if node is None:
             node = self._group[-1] if self._group else None
         else:
@@ -112,13 +115,13 @@ class RunTrace:
             self._open[node] -= 1
 
     def called(self, tool: str) -> None:
-        """Record a call of ``tool`` at the current node."""
+        """Record a call of ``tool`` at the current node. Ignored while several nodes run in parallel."""
         if len(self._group) == 1 and len(self._tools) < MAX_RUN_TOOLS:
             self._tools[self._group[0], tool] = None
 
     def ended(self, *, broken_off: bool) -> ProgramRun:
-        """Return the run at its end. ``broken_off``: the program was cancelled, so its natural end is
-        unknown."""
+        """Return the finished run. ``broken_off``: True for a cancelled program, whose last node is not its
+        natural end."""
         return self._run(ends=not broken_off)
 
     def _beside(self, node: str) -> bool:

@@ -1,8 +1,8 @@
 """Median and 95th percentile of tool durations, by tool and by tool class.
 
-``ok``, ``nonzero`` and ``error`` count with their duration: the agent waited as long for a failed call. A
-``timeout`` counts as *at least* its duration (Kaplan and Meier 1958), since the tool would have run longer.
-``cancelled`` does not count: the caller stopped the tool.
+Calls with the status ``ok``, ``nonzero`` or ``error`` count with their duration, because the agent waits for
+failed calls too. A ``timeout`` counts as *at least* its duration (Kaplan and Meier 1958), because the tool
+would have run longer. A ``cancelled`` call does not count, because the caller stopped the tool.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import NamedTuple
 ENOUGH_SAMPLES = 5
 """Minimum number of samples for an estimate."""
 MAX_SAMPLES = 500
-"""Maximum number of samples kept per key, the newest ones."""
+"""Maximum number of samples kept per key. The oldest are dropped first."""
 MAX_KEYS = 1024
 COUNTED = frozenset({"ok", "nonzero", "error", "timeout"})
 
 Key = tuple[str, str | None]
-"""Tool and tool class; with ``None`` as class, the tool as a whole."""
+"""Tool and tool class. The class ``None`` stands for all calls of the tool."""
 
 
 class DurationEstimate(NamedTuple):
-    """An estimate in seconds."""
+    """Estimated duration of a tool call, in seconds."""
 
     median_s: float
     p95_s: float
 
 
 class Durations:
-    """Samples by key. One thread writes; any thread may call ``expected`` meanwhile."""
+    """Duration samples by tool and tool class. One thread writes; any thread may call ``expected``."""
 
     def __init__(self) -> None:
         self._samples: OrderedDict[Key, deque[tuple[float, bool]]] = OrderedDict()
@@ -42,7 +42,8 @@ class Durations:
         return len(self._samples)
 
     def add(self, tool: str, tool_class: str | None, duration_s: float, status: str) -> bool:
-        """Add a sample. Returns False for a status that does not count. ``settle`` updates the estimates."""
+        """Add a sample. Returns False if status or duration do not count. ``settle`` updates the
+        estimates."""
         if status not in COUNTED or not (math.isfinite(duration_s) and duration_s >= 0):
             return False
         for key in ((tool, None),) if tool_class is None else ((tool, tool_class), (tool, None)):
@@ -67,8 +68,8 @@ class Durations:
                 self._expected[key] = estimate(samples)
 
     def expected(self, tool: str, tool_class: str | None) -> DurationEstimate | None:
-        """Return the estimate for the tool's class if that has enough samples, else for the tool as a
-        whole."""
+        """Return the estimate for the pair of tool and class if it has enough samples, else for the tool as a
+        whole; ``None`` if neither has."""
         found = self._expected.get((tool, tool_class))
         return found if found is not None or tool_class is None else self._expected.get((tool, None))
 
@@ -76,8 +77,8 @@ class Durations:
 def estimate(samples: Iterable[tuple[float, bool]]) -> DurationEstimate:
     """Return the Kaplan–Meier median and 95th percentile of samples ``(seconds, is_lower_bound)``.
 
-    If too many samples are lower bounds to know a quantile, the longest sample stands for it. There must be a
-    sample.
+    A quantile is unknown if too many samples are lower bounds; then the longest sample is returned for it.
+    ``samples`` must not be empty.
     """
     # A lower bound sorts after an exact sample of the same length, since that call lasted longer.
     ordered = sorted(samples)

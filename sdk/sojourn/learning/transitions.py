@@ -1,8 +1,8 @@
 """Transitions between the nodes of programs of one agent type, learned from earlier runs (SAGA §3.3).
 
-Back-off n-grams over the nodes of a run: which node came after the last three, two and one nodes. ``START``
-and ``END`` count as nodes. A first-order chain cannot distinguish the first failing check from the third;
-three nodes of history can.
+The model is back-off n-grams over the nodes of a run: it counts which node came after the last one, two and
+three nodes. ``START`` and ``END`` count as nodes. A first-order chain cannot distinguish the first failing
+check from the third; three nodes of history can.
 
 Each run weighs 2^(1/20) times as much as the run before it, so 20 later runs halve the weight of a run.
 
@@ -30,12 +30,12 @@ ENOUGH_RUNS: Final = 5
 """Minimum number of finished programs for an estimate of remaining turns."""
 MAX_KINDS: Final = 64
 MAX_ENTRIES: Final = 4096
-"""Pairs (context, next node) kept per agent type; contexts not seen for the longest time are dropped
+"""Maximum number of pairs (context, next node) per agent type. The least recently seen contexts are dropped
 first."""
 MAX_SUCCESSORS: Final = 128
-"""Successors kept per context; the rarest is dropped first."""
+"""Maximum number of successors per context. The rarest is dropped first."""
 MAX_LEFT: Final = 1024
-"""Pairs (node, turn) kept per agent type."""
+"""Maximum number of statistics of remaining turns per agent type."""
 MAX_TURN: Final = 64
 """Turns after this one are counted together."""
 MAX_NODE_TOOLS: Final = 16
@@ -45,13 +45,14 @@ _RESCALE_ABOVE = 2.0**40
 _FORGOTTEN = 0.01
 """Counts that decay below this many runs are removed."""
 _CONFIDENT_WEIGHT = ENOUGH_RUNS * 0.9
-"""Sum of decayed weights that about ``ENOUGH_RUNS`` samples have."""
+"""Decayed weight of about ``ENOUGH_RUNS`` samples."""
 
 Context = tuple[str, ...]
 
 
 class _TurnsLeft:
-    """Remaining turns at one node or turn: decayed sums. The object is replaced, not changed."""
+    """Decayed statistics of the remaining turns at one node or turn. The object never changes; ``plus`` makes
+    a new one."""
 
     __slots__ = ("mean", "spread", "weight", "x", "xx")
 
@@ -81,8 +82,8 @@ class _Kind:
 
 
 class Transitions:
-    """Counts by agent type, called ``kind`` here; bounded and decayed. The module's docstring says which
-    threads may call it."""
+    """Transitions and remaining turns learned per agent type (``kind``), bounded and decayed. One thread may
+    write while others read."""
 
     def __init__(self) -> None:
         self._kinds: OrderedDict[str, _Kind] = OrderedDict()
@@ -115,15 +116,15 @@ class Transitions:
         return 0 if known is None else known.runs
 
     def finished(self, kind: str) -> int:
-        """Return how many of the ``runs`` of the agent type ``kind`` were seen to their end."""
+        """Return the number of runs of the agent type ``kind`` that were seen to their end, without decay."""
         known = self._kinds.get(kind)
         return 0 if known is None else known.finished
 
     def predict(self, kind: str, history: Sequence[str]) -> list[tuple[str, float]]:
         """Return ``[(next node, probability), …]``, likeliest first; ``END`` may be among them.
 
-        ``history`` holds the nodes visited so far, the latest last. Only the last three count; ``START`` is
-        one of them at a program's beginning. The result is empty if nothing is known. Longer and shorter
+        ``history`` holds the nodes visited so far, the latest last. Only the last three count. If there are
+        fewer, ``START`` is put before them. The result is empty if nothing is known. Longer and shorter
         contexts are blended by how often they were seen (Witten and Bell 1991, method C).
         """
         known = self._kinds.get(kind)
@@ -152,7 +153,7 @@ class Transitions:
         known = self._kinds.get(kind)
         if known is None:
             return {}
-        weight = known.weight / _GROWTH  # that of the newest run
+        weight = known.weight / _GROWTH  # weight of the newest run
         return {
             (context[0], target): count / weight
             for context, counts in known.contexts.copy().items()
@@ -170,8 +171,8 @@ class Transitions:
         """Return the expected number of LLM requests after the program's request number ``turns``, made at
         ``node``; ``None`` if too little is known.
 
-        Uses the statistics of the pair (node, turn) if it was seen often enough, else those of the node or of
-        the turn, whichever have the smaller variance.
+        Uses the statistics of the pair (node, turn) if it was seen often enough. Otherwise uses those of the
+        node or those of the turn, whichever vary less.
         """
         known = self._kinds.get(kind)
         if known is None or known.finished < ENOUGH_RUNS:
@@ -188,7 +189,7 @@ class Transitions:
         return min(able, key=lambda each: each.spread).mean if able else None
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all counts as a JSON document, types and contexts oldest first."""
+        """Return all counts as a JSON document. Agent types and contexts are ordered oldest first."""
         return {
             "version": SNAPSHOT_VERSION,
             "kinds": [
@@ -318,8 +319,8 @@ def _learn_tool(kind: _Kind, node: str, tool: str) -> None:
 
 
 def _rescale(kind: _Kind) -> None:
-    """Scale an agent type's weights so that the next run weighs one, and drop decayed counts; due about every
-    800 runs."""
+    """Scale an agent type's weights so that the next run weighs 1, and drop decayed counts. Due every 800
+    runs or so."""
     scale, kind.weight = 1 / kind.weight, 1.0
     contexts: OrderedDict[Context, dict[str, float]] = OrderedDict()
     for context, counts in kind.contexts.items():

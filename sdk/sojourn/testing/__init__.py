@@ -6,8 +6,8 @@
         assert [type(e).__name__ for e in server.events()] == ["ProgramStart", "ProgramEnd"]
 
 It listens on 127.0.0.1, takes event batches, answers the capabilities probe, and serves the parts of the
-OpenAI API that clients need (chat, completions, responses; streamed or not, tool calls included). A script
-sets its answers, a mode its failures. It imports the wire format and the standard library.
+OpenAI API that clients need (chat, completions, responses; streamed or not, tool calls included). ``script``
+sets its answers, ``mode`` its failures. It imports the wire format and the standard library.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from .scripted_answers import Answer, ToolUse, answer_body, answer_stream
 
 _PROGRAMS = "/sojourn/v1/programs/"
 MODES = ("ok", "500", "404", "hang")
-"""Behaviours of the events endpoint; for a refused connection use ``refusing_url()``."""
+"""Behaviours of the events endpoint: accept events, answer 500, answer 404, or send no answer. For a refused
+connection use ``refusing_url()``."""
 
 
 class LlmRequest(NamedTuple):
@@ -104,7 +105,7 @@ class FakeServer:
         self.sojourn = sojourn
         """False: behave like a stock server, which has neither capabilities nor events."""
         self.api_key = api_key
-        """Key without which the probe and events are answered with 401."""
+        """API key, if set: probes and events without this key get the answer 401."""
         self.fail_next = 0
         """Number of LLM requests to answer with 500."""
         self.reply = "hello from the fake"
@@ -120,7 +121,7 @@ class FakeServer:
         """The ``Authorization`` header of every request to the events endpoint."""
         self.probes = 0
         self.programs: dict[str, Any] = {}
-        """Program id → what ``GET /sojourn/v1/programs/{id}`` answers; 404 for others."""
+        """Program id → the JSON answer of ``GET /sojourn/v1/programs/{id}``. Other ids get 404."""
         self.program_lookups: list[str] = []
         """Program ids for which ``GET /sojourn/v1/programs/{id}`` was called."""
         self._script_lock = threading.Lock()
@@ -145,14 +146,14 @@ class FakeServer:
         return f"{self.url}/v1"
 
     def events(self, *, piggybacked: bool = False) -> list[AnyEvent]:
-        """Return the events that arrived in batches, in order of arrival; with ``piggybacked``, those that
-        LLM requests carried."""
+        """Return the events that arrived in batches, in order of arrival; with ``piggybacked``, the events
+        that LLM requests carried instead."""
         if piggybacked:
             return [event for request in list(self.requests) for event in request.events]
         return [decode_event(raw) for batch in list(self.batches) for raw in batch.events]
 
     def wait_for_events(self, count: int, timeout_s: float = 5.0) -> list[AnyEvent]:
-        """Wait until ``count`` events have arrived in batches, and return all of them. Raises
+        """Wait until ``count`` events have arrived in batches, and return all events so far. Raises
         ``TimeoutError``."""
         end_s = time.monotonic() + timeout_s
         while len(events := self.events()) < count:
@@ -199,7 +200,7 @@ class FakeServer:
     ) -> None:
         self._http.shutdown()
         self._http.server_close()
-        self._released.set()  # last: a client that retries a dropped request is refused then
+        self._released.set()  # last, so that a client that retries a dropped request is refused
         self._thread.join(2)
 
 

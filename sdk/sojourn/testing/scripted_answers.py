@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
     @classmethod
     def of(cls, reply: str | ToolUse | Sequence[ToolUse] | Answer) -> Answer:
-        """Return an entry of a script as an ``Answer``, with an id for every tool call."""
+        """Return ``reply``, an entry of a script, as an ``Answer`` with an id for every tool call."""
         if isinstance(reply, str):
             return cls(reply)
         if isinstance(reply, ToolUse):

@@ -1,4 +1,4 @@
-"""Error answers of the HTTP API, with what the client should do next."""
+"""Error answers of the HTTP API. Each says what the client should do next."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from starlette.responses import JSONResponse
 
 RETRY_AFTER_S = 2
-"""``Retry-After`` in the answer to a request that may be sent again."""
+"""Seconds in the ``Retry-After`` header of an error answer, if the client may send the request again."""
 
 
 class ApiError(Exception):
-    """An error answer to a request. It repeats nothing of the client's input."""
+    """An error that becomes the answer to a request. Its text repeats nothing of the client's input."""
 
     def __init__(
         self, status: int, message: str, next_step: str, headers: Mapping[str, str] | None = None
@@ -23,6 +23,6 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def response(self) -> JSONResponse:
-        """The answer: ``{"error": {"message": …, "next": …}}``."""
+        """Return the HTTP answer with the body ``{"error": {"message": …, "next": …}}``."""
         body = {"error": {"message": self.message, "next": self.next_step}}
         return JSONResponse(body, status_code=self.status, headers=self.headers)

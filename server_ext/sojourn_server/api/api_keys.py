@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 
 class ApiKeys:
-    """Keys that a server accepts in ``Authorization: Bearer KEY``, as in vLLM.
+    """API keys that a server accepts in ``Authorization: Bearer KEY``, as in vLLM.
 
-    Before ``configure`` every request is rejected, so a starting server is not open. As in vLLM, no
-    configured key means no check.
+    ``allow`` rejects every request before ``configure``, so a starting server is not open. If ``configure``
+    gets no key, every request is allowed, as in vLLM.
     """
 
     def __init__(self) -> None:
@@ -22,10 +22,9 @@ class ApiKeys:
         self._digests = tuple(_digest(key) for key in keys if key)
 
     def allow(self, authorization: str | None) -> bool:
-        """Whether a request with this ``Authorization`` header may pass.
+        """Return whether a request with this ``Authorization`` header may pass.
 
-        The time this takes reveals nothing about the keys: digests of equal length are compared in constant
-        time, and always all of them.
+        The time it takes reveals nothing about the keys: it always compares all digests, in constant time.
         """
         if self._digests is None:
             return False

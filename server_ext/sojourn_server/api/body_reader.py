@@ -1,4 +1,4 @@
-"""Reads the body of a request, within bounds of size and time."""
+"""Reads the body of an HTTP request, with limits on size and time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from starlette.requests import ClientDisconnect, Request
 from .api_errors import ApiError
 
 BODY_TIMEOUT_S = 10.0
-"""Longest time for a client to send a body."""
+"""Maximum seconds that a client may take to send a body."""
 
 
 async def read_body(request: Request, max_bytes: int, *, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
-    """Read the whole body. Raises ``ApiError``: 413 for more than ``max_bytes``, 408 after ``timeout_s``."""
+    """Read and return the whole body.
+
+    Raises ``ApiError``: 413 for more than ``max_bytes``, 408 after ``timeout_s``.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > max_bytes:
         raise _too_large(max_bytes)

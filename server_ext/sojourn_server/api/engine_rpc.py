@@ -1,7 +1,7 @@
-"""Calls to engines: their interface, and limits of duration, concurrency and repetition.
+"""Calls from the API server to engines: the interface, and limits on duration, concurrency and repetition.
 
-Every call runs on the engine's thread between two steps, and so takes time from generation. However many
-clients there are, the engine gets the same query at most once per ``CACHE_TTL_S``, and few queries at a time.
+A call runs on the engine's thread between two steps, so it takes time from generation. For any number of
+clients, an engine gets a polled query at most once per ``CACHE_TTL_S``, and few queries at a time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class StockEngineError(EngineError):
 
 
 def is_stock_answer(answer: str) -> bool:
-    """Whether ``answer`` comes from an engine core without sojourn's scheduler, which gives the same answer
-    to every call."""
+    """Return whether ``answer`` is the fixed error answer of an engine core without sojourn's scheduler."""
     return answer.startswith('{"error"') and json.loads(answer)["error"] == "stock"
 
 
@@ -40,27 +39,27 @@ class EngineRpc(Protocol):
     """
 
     def engine_ids(self) -> Sequence[str]:
-        """Indices of the engines, as in vLLM's label ``engine``."""
+        """Return the indices of the engines, as in vLLM's label ``engine``."""
         ...
 
     async def call(self, op: str, payload: str) -> list[str]:
-        """Call the operation ``op`` with a JSON ``payload``. Returns one JSON text per engine. Raises
+        """Call the operation ``op`` with a JSON ``payload``. Return one JSON text per engine. Raises
         ``EngineError``."""
         ...
 
 
 PERSIST_OPERATION = "persist"
-"""The query that also starts a write to disk."""
+"""The query that also starts a write of a program's KV to disk."""
 MAX_QUERIES_IN_FLIGHT = 2
-"""Maximum number of unanswered queries per operation."""
+"""Maximum number of unanswered queries per operation, except ``persist``."""
 MAX_PERSISTS_IN_FLIGHT = 16
 """Maximum number of unanswered persist calls: a gateway that drains an engine sends many at once."""
 CACHE_TTL_S = 0.5
-"""How long an answer is reused."""
+"""Seconds for which an answer is reused for equal queries."""
 CACHEABLE_OPERATIONS = frozenset({"capabilities", "programs", "graphs", "stats"})
 """Operations that clients poll. Queries for the decision log or for one program are not cached."""
 MAX_CACHED_ANSWERS = 16
-"""Maximum number of cached answers. A list of programs has one per ``limit``."""
+"""Maximum number of cached answers. Queries with different parameters have separate answers."""
 
 _Query = tuple[str, str]
 
@@ -75,19 +74,19 @@ class EngineQueryLimiter:
         self._asked: dict[_Query, asyncio.Task[list[str]]] = {}
         """Cacheable queries that have not been answered yet."""
         self._cached_answers: dict[_Query, tuple[float, list[str]]] = {}
-        """Time and texts of each cached answer, oldest first."""
+        """Query → (time of the answer, one text per engine), oldest first."""
 
     async def __call__(self, op: str, payload: str, timeout_s: float) -> list[str]:
-        """Query the engines. Returns one JSON text per engine.
+        """Query the engines, or reuse a recent answer. Return one JSON text per engine.
 
         Raises ``EngineUnavailableError`` after ``timeout_s`` seconds, any ``EngineError`` of the engine, and
-        ``ApiError`` 429 for too many queries in flight.
+        ``ApiError`` 429 if too many queries are unanswered.
         """
         question = (op, payload)
         remembered = self._cached_answers.get(question)
         if remembered is not None and self._clock() - remembered[0] < CACHE_TTL_S:
             return remembered[1]
-        # Not cancelled on timeout: the engine has the call and will answer, so the call stays in flight.
+        # A timeout does not cancel the task: the engine has the call and will answer it.
         task = self._asked.get(question) or self._ask(question)
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
         if not done:

@@ -1,9 +1,10 @@
 """Passes client events to the engine: merges them into few calls, and shares the engine's time fairly among
 clients.
 
-The engine reads events on the thread that schedules, between two steps, so events cost generation time. The
-intake has one call in flight, with at most ``MAX_EVENTS_PER_CALL`` events, and then waits as long as the
-engine asks (``core/event_time_budget.py``). A flood fills the intake's queue, not the engine's.
+The engine reads events on its scheduling thread, between two steps, so events cost generation time. The
+intake makes one call at a time, with at most ``MAX_EVENTS_PER_CALL`` events. After each call it waits as long
+as the engine asks (``core/event_time_budget.py``). A flood of events fills the intake's queue, not the
+engine's.
 """
 
 from __future__ import annotations
@@ -32,35 +33,35 @@ from .response_merging import merge_event_answers
 
 EVENT_BATCHES_OPERATION = "event_batches"
 MAX_EVENTS_PER_CALL = 64
-"""Maximum number of events per call to the engine, which takes some 25 µs for each."""
+"""Maximum number of events per call to the engine. The engine takes about 25 µs for an event."""
 MAX_BYTES_PER_CALL = 32 * 1024
-"""Maximum bytes of events per call, unless one event is larger: the cost of a graph grows with its size."""
+"""Maximum bytes of events per call. One larger event is sent alone. The cost of a graph grows with its
+size."""
 MAX_ENGINE_EVENT_BYTES = MAX_BATCH_BYTES - 1024
-"""Longest event that the engine gets. Re-encoding an event may make it longer."""
+"""Maximum size of an event that the engine gets, after re-encoding, which may make it longer."""
 EVENTS_PER_TURN = 16
-"""Maximum number of events of one client per call, while other clients wait."""
+"""Maximum number of events taken from one client before the next client's turn."""
 MAX_WAITING = 16 * 1024
-"""Size of the queue: an event, a batch and a KiB count 1 each. Beyond it, batches of the client with the most
-are refused."""
+"""Maximum weight of the queue. Each event, each batch and each KiB weighs 1. If the queue is full, batches of
+the client with the highest weight are refused."""
 CALL_TIMEOUT_S = 30.0
-"""Time for the engine to answer a call; then the next call does not wait for the answer."""
+"""Seconds that the engine has to answer a call. After that the intake goes on without the answer."""
 MAX_LATE_CALLS = 4
-"""Maximum number of calls without an answer after ``CALL_TIMEOUT_S``; with more, the engine counts as
-unavailable."""
+"""Number of calls without an answer after ``CALL_TIMEOUT_S`` at which the engine counts as unavailable."""
 REFUSAL_DELAY_S = 1.0
-"""Delay of a refusal, so that a client that retries at once does not keep the server busy."""
+"""Seconds by which a refusal is delayed, so that a client that retries at once does not load the server."""
 MAX_BRACKETS = 32
-"""Maximum number of brackets in a malformed event that the engine gets: deep nesting might make the whole
-call unreadable."""
+"""Maximum number of opening brackets in a malformed event that the engine gets. Deeper nesting might make the
+whole call unreadable."""
 _NO_EVENT = msgspec.Raw(b"null")
 
 ClientKey = tuple[str, str]
-"""Host and connection of a client. Hosts share the engine's time equally, and the connections of a host
-share the host's part."""
+"""Host and connection of a client. All hosts get equal shares of the engine's time. The connections of a host
+divide its share equally."""
 
 
 class _Submission:
-    """One client batch, with the outcomes that have arrived."""
+    """One batch of a client's events, with the outcomes that have arrived so far."""
 
     def __init__(self, client: ClientKey, batch: EventBatch) -> None:
         self.client = client
@@ -68,26 +69,26 @@ class _Submission:
         self.events = batch.events
         size_bytes = sum(memoryview(event).nbytes for event in batch.events)
         self.weight = 1 + len(batch.events) + size_bytes // 1024
-        """Size that counts towards ``MAX_WAITING`` until all events of the batch are taken."""
+        """Weight that counts towards ``MAX_WAITING`` until all events of the batch have been sent."""
         self.taken = 0
         """Number of events sent to the engine so far."""
         self.outcomes: list[EventOutcome] = []
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, error: Exception) -> None:
-        """End the batch with an error. The client may be gone."""
+        """End the batch with an error. Do nothing if it has ended already."""
         if not self.done.done():
             self.done.set_exception(error)
             self.done.exception()
 
 
 _Part = tuple[_Submission, list[tuple[msgspec.Raw, str]]]
-"""Events of one batch in a call. Each is a pair: the event as the engine gets it, and why it cannot be read,
-or ``""``."""
+"""A batch, and those of its events that are in one call. Each event is a pair: the event as the engine gets
+it, and the reason to reject it (``""``: none)."""
 
 
 class EventIntake:
-    """The queue of client events of one API server, and its calls to the engine."""
+    """Queue of client events in one API server. It sends the events to the engine in few calls."""
 
     def __init__(
         self,
@@ -100,24 +101,23 @@ class EventIntake:
         self._clock = clock
         self._sleep = sleep
         self._hosts: OrderedDict[str, OrderedDict[str, deque[_Submission]]] = OrderedDict()
-        """Batches with waiting events, by host and connection. Hosts and connections whose turn is next come
-        first."""
+        """Host → connection → batches with waiting events. The host and connection served next come first."""
         self._waiting = 0
         self._weights: Counter[str] = Counter()
-        """Weight of the batches in the queue, by host. Together they are ``_waiting``."""
+        """Host → weight of its batches in the queue. The sum over all hosts is ``_waiting``."""
         self._pump: asyncio.Task[None] | None = None
         self._late: set[asyncio.Task[list[str]]] = set()
 
     async def submit(self, client: ClientKey, batch: EventBatch, timeout_s: float) -> OutcomeBatch:
-        """Submit a batch. Returns its outcomes, in the batch's order.
+        """Send a batch to the engine. Return its outcomes, in the order of the batch's events.
 
         Raises ``EngineUnavailableError`` after ``timeout_s`` seconds or if the queue is full, and any other
-        ``EngineError`` of the engine. Some events may have been handled by then; if they are sent again, they
-        are answered as duplicates.
+        ``EngineError`` of the engine. The engine may have handled some events by then. If the client sends
+        these again, it gets the outcome ``duplicate``.
         """
         submission = _Submission(client, batch)
         if not self._make_room(submission):
-            del submission, batch  # the body need not wait for the refusal
+            del submission, batch  # free the body before the delay
             await self._sleep(REFUSAL_DELAY_S)
             raise _queue_full()
         self._enqueue(submission)
@@ -146,9 +146,9 @@ class EventIntake:
             self._pump = asyncio.create_task(self._run(), name="sojourn-events")
 
     def _make_room(self, newcomer: _Submission) -> bool:
-        """Refuse the newest batches of the clients with the most waiting events until ``newcomer`` fits.
+        """Refuse the newest batches of the clients with the highest weight until ``newcomer`` fits.
 
-        Returns False if ``newcomer`` itself is to be refused: among equals, the others have waited longer.
+        Return false if ``newcomer`` itself must be refused. Among equals, the newcomer is refused.
         """
         own_host, own_connection = newcomer.client
         while self._waiting + newcomer.weight > MAX_WAITING:
@@ -184,7 +184,7 @@ class EventIntake:
                 del self._hosts[host], self._weights[host]
 
     def _next_call(self) -> list[_Part]:
-        """Events of the next call: some of each client in turn, until the call is full."""
+        """Take and return the next call's events: some of each client in turn, until the call is full."""
         parts: list[_Part] = []
         events_left, bytes_left = MAX_EVENTS_PER_CALL, MAX_BYTES_PER_CALL
         while self._hosts and events_left > 0 and bytes_left > 0:
@@ -226,9 +226,9 @@ class EventIntake:
                 for submission, _ in parts:
                     self._forget(submission)
                     submission.fail(error)
-                # The engine did not say what the call took from it.
+                # The engine did not say how long to wait, so the wait follows from the call's duration.
                 wait_s = min((self._clock() - started) / EVENT_SHARE, MAX_WAIT_S)
-            # Reading events takes time from this server's streams too: at most the same share.
+            # Reading events also takes time from this server's streams; limit it to the same share.
             wait_s = max(wait_s, own_s * (1 / EVENT_SHARE - 1))
             if wait_s > 0:
                 await self._sleep(min(wait_s, MAX_WAIT_S))
@@ -251,8 +251,8 @@ class EventIntake:
         return wait_s
 
     async def _ask(self, payload: str) -> list[str]:
-        """Call the engines; returns their answers. Raises ``EngineUnavailableError`` after
-        ``CALL_TIMEOUT_S``."""
+        """Call the engines and return their answers. Raises ``EngineUnavailableError`` after
+        ``CALL_TIMEOUT_S``, or if too many earlier calls have no answer."""
         if len(self._late) >= MAX_LATE_CALLS:
             raise EngineUnavailableError(f"events: {len(self._late)} calls are without an answer")
         task = asyncio.ensure_future(self._engine.call(EVENT_BATCHES_OPERATION, payload))
@@ -270,15 +270,15 @@ class EventIntake:
 
 
 class _Shed(Exception):
-    """The batch was removed in favour of clients with fewer events waiting."""
+    """The queue was full, and the batch was removed in favour of clients with fewer waiting events."""
 
 
 def _engine_event(raw: msgspec.Raw) -> tuple[msgspec.Raw, str]:
-    """An event as the engine gets it, re-encoded so that it cannot make the other events of the call
-    unreadable.
+    """Return the event as the engine gets it, and the reason why this server rejects it, if any.
 
-    The second value is empty, or says why the event cannot be read. Then a harmless stand-in is sent to the
-    engine, whose outcome names its program.
+    A readable event is encoded again, so that it cannot make other events of the call unreadable. A malformed
+    event stays unchanged if it is harmless JSON, because the engine's outcome names its program. In both
+    cases the reason is empty. ``null`` replaces any other event.
     """
     try:
         again = msgspec.Raw(encode(decode_event(raw)))

@@ -1,12 +1,12 @@
 """Copies the engine's metrics into ``prometheus_client``, where vLLM's ``/metrics`` finds them.
 
-With several API servers vLLM scrapes through ``MultiProcessCollector``. It sees only values that ordinary
-metric objects wrote to ``PROMETHEUS_MULTIPROC_DIR``; it ignores custom collectors, and gauges need
-``multiprocess_mode="mostrecent"``. So the bridge uses ordinary metric objects. Every increment reaches one
-API server only (``MetricsRecorder.drain``), and the scrape adds the servers.
+With several API servers vLLM scrapes through ``MultiProcessCollector``. This collector sees only values that
+ordinary metric objects wrote to ``PROMETHEUS_MULTIPROC_DIR``; it ignores custom collectors, and gauges need
+``multiprocess_mode="mostrecent"``. So the bridge uses ordinary metric objects. Each increment goes to only
+one API server (``MetricsRecorder.drain``), and a scrape adds up the servers' values.
 
-The bridge polls the engine once a second. A scrape never calls the engine, since it would time out while a
-busy engine computes a step.
+The bridge polls the engine once a second. A scrape never calls the engine, because the call could time out
+while a busy engine computes a step.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 10.0
-"""Pause after a failed poll."""
+"""Seconds between a failed poll and the next one."""
 
 Labels = Mapping[str, str]
 
 
 class PrometheusBridge:
-    """The catalogue's metrics in one registry, updated from the engines' drained metrics."""
+    """The metrics of ``METRIC_CATALOG`` in one Prometheus registry, updated from the engines' answers."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._metrics: dict[str, Any] = {
@@ -113,8 +113,8 @@ _bridges: weakref.WeakKeyDictionary[CollectorRegistry, PrometheusBridge] = weakr
 
 
 def bridge_for(registry: CollectorRegistry = REGISTRY) -> PrometheusBridge:
-    """The bridge of a registry. There is one per registry, since a registry rejects metrics of the same
-    names."""
+    """Return the registry's bridge. The first call makes it. A registry can have only one bridge, because it
+    rejects a second metric of the same name."""
     bridge = _bridges.get(registry)
     if bridge is None:
         bridge = _bridges[registry] = PrometheusBridge(registry)
@@ -124,11 +124,10 @@ def bridge_for(registry: CollectorRegistry = REGISTRY) -> PrometheusBridge:
 async def poll_forever(
     engine_ref: weakref.ref[EngineRpc], bridge: PrometheusBridge, *, interval_s: float = POLL_INTERVAL_S
 ) -> None:
-    """Drain the engine into the bridge every ``interval_s``, until the engine is gone or turns out to run
-    without sojourn.
+    """Copy the engine's new metric values into the bridge every ``interval_s`` seconds.
 
-    The loop holds a reference to the engine only during a call. Calls have no timeout, because the increments
-    of a late answer would be lost.
+    The loop ends when the engine is gone or turns out to run without sojourn. It holds a reference to the
+    engine only during a call. Calls have no timeout, which would lose the increments of a late answer.
     """
     while True:
         engine = engine_ref()
@@ -178,11 +177,11 @@ def _label_combinations(spec: MetricSpec) -> list[tuple[str, ...]]:
 
 
 def _add_observations(child: Any, bounds: tuple[float, ...], counts: list[int], total: float) -> None:
-    """Add ``counts`` observations per bucket, with the sum ``total``.
+    """Add observations to a histogram: ``counts`` of them by bucket, with the sum ``total``.
 
-    ``prometheus_client`` has no public call for this. Since before 0.10 its histogram has one value object
-    per bucket and one for the sum, with and without multiprocess mode. With any other layout each observation
-    is repeated at a value inside its bucket: all counts stay exact, and the sum becomes approximate.
+    ``prometheus_client`` has no public call for this. Since at least release 0.10, its histogram has one
+    value object per bucket and one for the sum. With any other layout, each observation is made at a value
+    inside its bucket: all counts stay exact, and the sum becomes approximate.
     """
     values = getattr(child, "_buckets", None)
     running_sum = getattr(child, "_sum", None)

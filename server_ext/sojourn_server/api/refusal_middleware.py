@@ -1,5 +1,4 @@
-"""Gives requests that the placement policy rejected an error text with the reason, in the format of their
-routes."""
+"""Adds the reason to the error of a request that the placement policy rejected, in the route's format."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ REFUSAL_STATUS = 503
 REFUSAL_ERROR_TYPE = "ServiceUnavailableError"
 """vLLM's error type for a request that may be sent again."""
 REFUSAL_RETRY_RANGE_S = (15, 45)
-"""Shortest and longest ``Retry-After``. KV memory becomes free when a program ends or idles, after a turn or
-more. OpenAI's clients wait for a minute at most."""
+"""Minimum and maximum seconds of ``Retry-After``. KV memory becomes free when a program ends or idles, which
+takes a turn or more. OpenAI's clients wait at most a minute."""
 
 # One event a chunk, as vLLM's routes write them.
 _EVENT = re.compile(rb"((?:event: error\r?\n)?data: )(\{.*\})(\r?\n\r?\n)", re.DOTALL)
@@ -30,7 +29,7 @@ ERROR_EVENT_PREFIXES = (b'data: {"error"', b"event: error")
 
 
 def refusal_message(waited_s: float) -> str:
-    """Error text for the client: the reason and the next step. ``waited_s``: how long the request waited."""
+    """Return the error text for the client: reason and next step. ``waited_s``: wait of the request."""
     return (
         f"The request was rejected: for {waited_s:g} s (gate_timeout_s) the device had no capacity for "
         "the KV cache of its program. Nothing was computed. Send it again later, end finished programs, "
@@ -39,16 +38,17 @@ def refusal_message(waited_s: float) -> str:
 
 
 def retry_after_s(request_id: str) -> int:
-    """Seconds until a rejected request should be sent again, computed from its id.
+    """Return the seconds until the client should send a rejected request again, computed from its id.
 
-    Requests that arrive together are rejected together. Different delays prevent that they return together.
+    Requests that arrive together are rejected together. Their delays differ, so that they do not return
+    together.
     """
     first_s, last_s = REFUSAL_RETRY_RANGE_S
     return first_s + zlib.crc32(request_id.encode("utf-8", "replace")) % (last_s - first_s + 1)
 
 
 def rewrite_error(error_text: bytes, message: str) -> bytes | None:
-    """The error's JSON with ``message`` as its text; ``None`` if ``error_text`` is no error in JSON."""
+    """Return the error's JSON with ``message`` as its text; ``None`` if ``error_text`` is no JSON error."""
     try:
         document: Any = json.loads(error_text)
     except (ValueError, RecursionError):
@@ -63,8 +63,8 @@ def rewrite_error(error_text: bytes, message: str) -> bytes | None:
 
 
 def rewrite_error_event(chunk: bytes, message: str) -> bytes | None:
-    """Like ``rewrite_error``, for an event of a stream; ``None`` if ``chunk`` is not exactly one error
-    event."""
+    """Return an error event of a stream with ``message`` as its text; ``None`` if ``chunk`` is not exactly
+    one error event."""
     found = _EVENT.fullmatch(chunk)
     if found is None:
         return None
@@ -74,7 +74,7 @@ def rewrite_error_event(chunk: bytes, message: str) -> bytes | None:
 
 
 def responses_error_event(message: str, sequence_number: int) -> bytes:
-    """An error event in the format of the responses route."""
+    """Return an error event in the format of the responses route."""
     event = {
         "type": "error",
         "code": REFUSAL_ERROR_TYPE,
@@ -92,13 +92,14 @@ def _json(document: Any) -> bytes:
 logger = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 15.0
-"""Longest wait for the engine, which answers between two steps; a step may be long."""
+"""Maximum seconds to wait for the engine's answer. The engine answers between two steps, and a step may be
+long."""
 MAX_CONCURRENT_LOOKUPS = 64
 MAX_ERROR_BYTES = 64 * 1024
-"""An error answer with a longer body is passed on unchanged."""
+"""Maximum size of an error body that is rewritten. A longer body is passed on unchanged."""
 
 RequestId = Callable[[Scope], str | None]
-"""Returns the engine client's id of the request in an ASGI scope; ``None`` without one."""
+"""Function from an ASGI scope to the engine client's id of its request; ``None`` if it has none."""
 
 _START = "http.response.start"
 _BODY = "http.response.body"
@@ -113,9 +114,9 @@ class RefusalLookup:
         self._lookups: set[asyncio.Task[str | None]] = set()
 
     async def __call__(self, request_id: str) -> str | None:
-        """The error text for the client; ``None`` if the request was not rejected or the engine does not
-        answer."""
-        # Not cancelled on timeout: the engine has the call and will answer it.
+        """Return the error text for the client; ``None`` if the request was not rejected or the engine does
+        not answer."""
+        # A timeout does not cancel the task: the engine has the call and will answer it.
         task = asyncio.ensure_future(self._ask(request_id))
         self._lookups.add(task)
         task.add_done_callback(self._lookups.discard)
@@ -139,7 +140,7 @@ class RefusalLookup:
 
 
 class RefusalMiddleware:
-    """ASGI middleware that rewrites the errors of rejected requests. It must be closer to the routes than
+    """ASGI middleware that rewrites the errors of rejected requests. Install it closer to the routes than
     middleware that reads their answers."""
 
     def __init__(self, app: ASGIApp, *, engine: EngineRpc, request_id: RequestId) -> None:
@@ -176,13 +177,13 @@ class _RefusalInfo(NamedTuple):
 
 
 class _ResponseFilter:
-    """One response on its way to the client."""
+    """Filters one response on its way to the client, and rewrites its error if the request was rejected."""
 
     def __init__(self, why: Callable[[], Awaitable[_RefusalInfo | None]], send: Send) -> None:
         self._why = why
         self._send = send
         self._failure: Message | None = None
-        """First message of an error answer, held back until the body is complete."""
+        """Start message of an error answer, held back until the body is complete."""
         self._body = bytearray()
         self._streams = False
         """Whether the response is a stream of events, without an error so far."""
@@ -242,9 +243,9 @@ class _ResponseFilter:
         return message if new is None else {**message, "body": new}
 
     async def end_broken_stream(self) -> bool:
-        """If the request was rejected, end the stream of its route, which raised. Returns whether it did.
+        """End a responses stream with an error event if its request was rejected. Return whether it did.
 
-        vLLM 0.32 raises in the responses route, because it cannot write its error as an event of that stream.
+        Called after the route raised: vLLM 0.32 cannot write its error as an event of this stream.
         """
         if not self._is_responses_stream or (refused := await self._why()) is None:
             return False

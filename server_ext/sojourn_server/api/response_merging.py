@@ -15,17 +15,17 @@ class EventAnswer(msgspec.Struct, frozen=True):
 
     batches: list[OutcomeBatch]
     wait_s: float
-    """Seconds to wait before the next call: events may take only a part of the engine's time."""
+    """Seconds to wait before the next call, because events may take only a part of the engine's time."""
 
 
 _event_answers = msgspec.json.Decoder(EventAnswer)
 
 
 def merge_event_answers(answers: Sequence[str]) -> tuple[list[list[EventOutcome]], float]:
-    """Outcomes of each batch, and the longest wait that an engine asks for.
+    """Return the outcomes of each batch, and the longest wait in seconds that an engine asks for.
 
-    An event's outcome is the first one that is not ``missing``: it comes from the engine that has the
-    program.
+    Each engine answers each event. The merged outcome is the first that is not ``missing``, from the engine
+    that has the program.
     """
     decoded = [_event_answers.decode(answer) for answer in answers]
     merged = [
@@ -40,8 +40,8 @@ def _first_outcome(outcomes: Sequence[EventOutcome]) -> EventOutcome:
 
 
 def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:
-    """One list of at most ``limit`` programs without duplicates. Of duplicates the entry with the most turns
-    is kept."""
+    """Return one list of at most ``limit`` programs. If several engines list a program, the entry with the
+    most turns is kept."""
     if len(answers) == 1:
         return dict(answers[0])
     best: dict[str, dict[str, Any]] = {}
@@ -51,26 +51,27 @@ def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:
             if known is None or program.get("turns", 0) > known.get("turns", 0):
                 best[program["program_id"]] = program
     shown = list(best.values())[:limit]
-    # Programs beyond the engines' limits cannot be deduplicated; the largest count is a safe lower bound.
+    # Engines list only some programs, so duplicates among the others stay unknown. The largest count is a
+    # safe lower bound.
     total = max(len(best), *(answer["total"] for answer in answers))
     forgotten = max(answer.get("forgotten", 0) for answer in answers)
     return {"programs": shown, "total": total, "shown": len(shown), "forgotten": forgotten}
 
 
 def merge_program(answers: Sequence[Any]) -> dict[str, Any] | None:
-    """The answer of the engine that ran most of the program's turns."""
+    """Return the answer of the engine that ran the most turns of the program; ``None`` if none knows it."""
     known = [answer for answer in answers if answer is not None]
     return max(known, key=lambda program: program.get("turns", 0)) if known else None
 
 
 def merge_persisted(answers: Sequence[Any]) -> dict[str, Any] | None:
-    """Like ``merge_program``, without the field ``turns``."""
+    """Return the answer that ``merge_program`` selects, without the field ``turns``."""
     best = merge_program(answers)
     return {name: value for name, value in best.items() if name != "turns"} if best is not None else None
 
 
 def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
-    """One list without duplicates. Each engine gets every graph report, and may have forgotten some."""
+    """Return one list of graphs without duplicates. Each engine gets every graph and may forget some."""
     if len(answers) == 1:
         return dict(answers[0])
     known: dict[str, dict[str, Any]] = {}
@@ -86,17 +87,17 @@ def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
 
 
 def merge_capabilities(answers: Sequence[Any]) -> dict[str, Any]:
-    """The capabilities of the first engine, since all engines have the same options, plus the tiers that any
-    engine has turned off."""
+    """Return the capabilities of the first engine, because all engines have the same options. If an engine
+    has turned its tiers off, its ``tiers`` entry is used."""
     all_tiers = [answer.get("tiers") for answer in answers]
     off = next((tiers for tiers in all_tiers if isinstance(tiers, dict) and not tiers.get("on", True)), None)
     return {**answers[0], **({"tiers": off} if off is not None else {})}
 
 
 def merge_stats(answers: Sequence[Any], engine_ids: Sequence[str]) -> dict[str, Any]:
-    """Statistics of one engine, or those of several side by side under ``engines``.
+    """Return the statistics of a single engine, or those of each of several engines under ``engines``.
 
-    They are not added up, because a sum of means, sizes or limits has no meaning.
+    The statistics are not added up, because a sum of means, sizes or limits has no meaning.
     """
     if len(answers) == 1:
         return dict(answers[0])
@@ -104,10 +105,10 @@ def merge_stats(answers: Sequence[Any], engine_ids: Sequence[str]) -> dict[str, 
 
 
 def decode_json(answer: str) -> Any:
-    """The data in an engine's JSON text."""
+    """Return the data in an engine's JSON text."""
     return msgspec.json.decode(answer)
 
 
 def encode_json(document: Any) -> str:
-    """``document`` as JSON text."""
+    """Return ``document`` as compact JSON text."""
     return json.dumps(document, separators=(",", ":"))

@@ -1,7 +1,7 @@
-"""Routes under ``/sojourn/v1``: events in, state of programs and the engine out.
+"""HTTP routes under ``/sojourn/v1``: they receive events, and return the state of programs and the engine.
 
-An engine is any ``EngineRpc``. Answers are the engine's JSON: ids, names, numbers and reasons, without the
-text of prompts, tool arguments or tool outputs. Answers of polled routes may be half a second old.
+An engine is any ``EngineRpc``. Answers are the engine's JSON. They contain ids, names, numbers and reasons,
+but no text of prompts, tool arguments or tool outputs. Answers of polled routes may be half a second old.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Status = Literal["reasoning", "acting", "gated", "ended", "expired"]
 
 
 def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
-    """The router with all routes. Each route checks the API key."""
+    """Return a router with all routes. Each route checks the API key."""
     router = APIRouter(prefix=PREFIX, route_class=_authenticated_route_class(keys), tags=["sojourn"])
     ask = EngineQueryLimiter(engine)
     events = EventIntake(engine)
@@ -70,7 +70,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
 
     @router.post("/events")
     async def post_events(request: Request) -> Response:
-        """Receive events of programs and their tools; the answer has an outcome per event."""
+        """Receive events of programs and their tools. The answer has one outcome per event."""
         body = await read_body(request, MAX_BATCH_BYTES)
         try:
             batch = decode_batch(body)
@@ -88,7 +88,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
 
     @router.get("/capabilities")
     async def get_capabilities() -> JSONResponse:
-        """Wire versions, events, policy, limits and tiers of this server."""
+        """Return the wire versions, events, policy, limits and tiers of this server."""
         found = await query("capabilities")
         return JSONResponse({**merge_capabilities(found), "engines": len(engine.engine_ids())})
 
@@ -96,32 +96,32 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
     async def get_programs(
         limit: int = Query(100, ge=1, le=MAX_PROGRAMS), status: Status | None = None
     ) -> JSONResponse:
-        """Programs that the engine knows: ``shown`` many of ``total``, the newest ones."""
+        """List the newest programs that the engine knows. ``shown`` is the number listed, of ``total``."""
         found = await query("programs", limit=limit, status=status)
         return JSONResponse(merge_programs(found, limit))
 
     @router.get("/programs/{program_id:path}")
     async def get_program(program_id: str) -> JSONResponse:
-        """One program: status, turns, lease, blocks, running tools, and its turn ledger."""
+        """Return one program: status, turns, lease, blocks, running tools, and the ledger of its turns."""
         return JSONResponse(_require_program(merge_program(await query_id("program", program_id=program_id))))
 
     # POST only: an id may itself end in /persist, and GET must still find it.
     @router.post("/programs/{program_id:path}/persist")
     async def post_persist(program_id: str) -> JSONResponse:
-        """Write the KV of a program's last turn to the engine's disk; the answer shows the progress."""
+        """Write the KV of a program's last turn to the engine's disk. The answer shows the progress."""
         return JSONResponse(
             _require_program(merge_persisted(await query_id(PERSIST_OPERATION, program_id=program_id)))
         )
 
     @router.get("/graphs")
     async def get_graphs() -> JSONResponse:
-        """Declared graphs, most recently used first: hash, agent types and size of each."""
+        """List the declared graphs, most recently used first, with hash, agent types and size."""
         found = await query("graphs")
         return JSONResponse(merge_graphs(found))
 
     @router.get("/graphs/{graph_hash}")
     async def get_graph(graph_hash: str) -> JSONResponse:
-        """One graph with its nodes and edges. ``/programs/{id}`` shows the ``graph_hash`` of a program."""
+        """Return one graph with its nodes and edges. ``/programs/{id}`` shows a program's ``graph_hash``."""
         found = await query_id("graph", graph_hash=graph_hash)
         graph = next((known for known in found if known is not None), None)
         if graph is None:
@@ -135,7 +135,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
 
     @router.get("/stats")
     async def get_stats() -> JSONResponse:
-        """Current counters and gauges of the engine. ``/metrics`` has them for a history."""
+        """Return the engine's current counters and gauges. ``/metrics`` exports them to Prometheus."""
         found = await query("stats")
         return JSONResponse(merge_stats(found, engine.engine_ids()))
 
@@ -147,11 +147,11 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
         engine_id: str | None = Query(None, alias="engine"),
         form: Literal["json", "ndjson"] | None = Query(None, alias="format"),
     ) -> Response:
-        """The decision log of one engine from number ``since`` on; ``next`` in the answer is the ``since`` of
-        the next request.
+        """Return the decision log of one engine, from decision number ``since`` on. Use ``next`` of the
+        answer as ``since`` of the next request.
 
-        ``format=ndjson`` or ``Accept: application/x-ndjson`` gives one decision per line and ``next`` in the
-        header ``X-Sojourn-Next``.
+        ``format=ndjson`` or ``Accept: application/x-ndjson`` gives one decision per line. ``next`` is then in
+        the header ``X-Sojourn-Next``.
         """
         # Each engine numbers its own decisions, so a cursor belongs to one log.
         ids = list(engine.engine_ids())
@@ -185,7 +185,7 @@ def _engine_index(engine_id: str | None, ids: list[str]) -> int:
 
 
 def _authenticated_route_class(keys: ApiKeys) -> type[APIRoute]:
-    """A route class that checks the key before it reads the request; every error becomes an ``ApiError``."""
+    """Return a route class that checks the API key before reading a request. Errors become JSON answers."""
 
     class AuthenticatedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

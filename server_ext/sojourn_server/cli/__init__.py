@@ -50,7 +50,7 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
-    """Entry point of the ``sojourn`` script. If an extra is missing, it prints one line and exits with code
+    """Run the ``sojourn`` command. If a package is missing, print which extra installs it, and exit with code
     1."""
     missing = [name for name in COMMAND_LINE_PACKAGES if find_spec(name) is None]
     if missing:

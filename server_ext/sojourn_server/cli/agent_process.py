@@ -1,9 +1,9 @@
-"""``sojourn run``: replaces this process by an agent's command. Needs only the SDK and the standard library.
+"""``sojourn run``: replace this process with an agent's command. Needs only the SDK and the standard library.
 
 The agent keeps its own exit code, signals and terminal. Its environment has ``SOJOURN_URL`` and, first on
 ``PYTHONPATH``, a folder whose ``sitecustomize`` instruments mini-swe-agent and openai clients when they are
-imported. Every Python below inherits both, but only the agent itself is instrumented, not the Pythons that
-its tools start, unless ``--children`` is given.
+imported. Python processes that the agent's tools start inherit both variables, but are instrumented only with
+``--children``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .cli_error import CliError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 OPENAI_BASE_URL = "OPENAI_BASE_URL"
-"""Name of the variable with the URL to which agents send requests. That server need not be a sojourn
-server."""
+"""Environment variable with the URL to which agents send LLM requests. The server there may be any
+provider's."""
 NOT_FOUND = 127
 """A shell's exit code for a command that does not exist."""
 PROBE_TIMEOUT_S = 1.0
@@ -33,16 +33,16 @@ MAX_ANSWER_BYTES = 64 * 1024
 
 AGENT = "SOJOURN_RUN_AGENT"
 CHILDREN = "SOJOURN_RUN_CHILDREN"
-"""Variable that the ``sitecustomize`` reads and explains. It is repeated here because that file may not
-import this package."""
+"""Environment variable that makes ``sitecustomize`` instrument Python child processes too. That file repeats
+the name, because it must not import this package."""
 
 Note = Callable[[str], None]
 """A function that shows one line to the user."""
 
 
 def become(command: Sequence[str], url: str | None, *, children: bool, note: Note) -> NoReturn:
-    """Replace this process by ``command``. ``children``: instrument its Python child processes too. Raises
-    ``CliError`` if the command does not exist."""
+    """Replace this process with ``command``. ``children``: also instrument the command's Python child
+    processes. Raises ``CliError`` if the command does not exist."""
     program = find_command(command[0])
     if url is None:
         url = openai_base_url_root(os.environ, note) or DEFAULT_URL
@@ -61,7 +61,7 @@ def become(command: Sequence[str], url: str | None, *, children: bool, note: Not
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Parse the arguments of ``sojourn run`` and run it; used if the extra ``server`` is not installed."""
+    """Parse ``arguments`` and run ``sojourn run``. Used if the extra ``server`` is not installed."""
     parser = argparse.ArgumentParser(
         prog="sojourn run", description="Run an agent's own command with its programs reported to a server."
     )
@@ -86,7 +86,7 @@ def _note_plainly(text: str) -> None:
 
 
 def find_command(name: str) -> str:
-    """Return the path of the executable ``name``. Raises ``CliError``, which suggests a remedy."""
+    """Return the path of the executable ``name``. If there is none, raises ``CliError`` with a remedy."""
     found = shutil.which(name)
     if found:
         return found
@@ -100,11 +100,11 @@ def find_command(name: str) -> str:
 
 
 def child_environment(environment: Mapping[str, str], url: str, *, children: bool = False) -> dict[str, str]:
-    """Return ``environment`` with the server's URL added, and our folder first on ``PYTHONPATH``.
-    ``children``: ask for Python child processes of the agent to be instrumented too."""
+    """Return ``environment`` with ``SOJOURN_URL`` added and the ``autostart`` folder first on ``PYTHONPATH``.
+    ``children``: also instrument the agent's Python child processes."""
     folder = autostart_directory()
     given = environment.get("PYTHONPATH")
-    # An empty entry means the current directory, but an empty variable means none.
+    # An empty entry means the current directory, but an empty variable means no entries.
     entries = [entry for entry in given.split(os.pathsep) if entry != folder] if given else []
     fresh = {name: value for name, value in environment.items() if name not in (AGENT, CHILDREN)}
     if children:
@@ -116,9 +116,9 @@ def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | No
     """Return the root of ``OPENAI_BASE_URL`` if a sojourn server answers there; else ``None``, and ``note``
     says why.
 
-    The variable may name any provider's server. So the probe carries no key, and a server that does not
-    answer as a sojourn server gets no information about programs. A sojourn server with a key needs
-    ``--url``.
+    The variable may name any provider's server. So the probe sends no API key, and only a server that answers
+    as a sojourn server gets information about programs. A sojourn server that requires a key is not
+    recognised; the user names it with ``--url``.
     """
     named = environment.get(OPENAI_BASE_URL, "").strip()
     if not named:
@@ -146,8 +146,8 @@ def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | No
 
 
 def autostart_directory() -> str:
-    """Return the folder with the ``sitecustomize`` that instruments a child. Raises ``CliError`` if it is
-    missing."""
+    """Return the folder with the ``sitecustomize`` that instruments the agent. Raises ``CliError`` if the
+    folder is missing."""
     spec = importlib.util.find_spec("sojourn_integrations")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         folder = Path(place) / "autostart"
@@ -162,7 +162,7 @@ class InvalidUrlError(Exception):
 
 
 def get_capabilities(root: str) -> tuple[int, bytes]:
-    """Return status and body of a server's capabilities page, requested without proxy and key.
+    """Return HTTP status and body of a server's capabilities page. The request uses no proxy and no API key.
 
     Raises ``InvalidUrlError``, ``OSError`` or ``http.client.HTTPException``.
     """
@@ -192,7 +192,7 @@ def get_capabilities(root: str) -> tuple[int, bytes]:
 
 
 def _note_unless_served(url: str, note: Note) -> None:
-    """Show a note if no sojourn server answers at ``url``. The agent runs all the same."""
+    """Show a note if no sojourn server answers at ``url``. Raises ``CliError`` for an invalid URL."""
     try:
         status, _ = get_capabilities(url.rstrip("/").removesuffix("/v1"))
     except InvalidUrlError as error:
@@ -202,7 +202,7 @@ def _note_unless_served(url: str, note: Note) -> None:
     except (OSError, http.client.HTTPException) as error:
         problem = type(error).__name__
     else:
-        # A server with an API key answers 401 here, which shows that it is one.
+        # A sojourn server with an API key answers 401 to this request without a key.
         if status in (200, 401, 403):
             return
         problem = f"HTTP {status}"

@@ -1,10 +1,10 @@
-"""The error of every sub-command for a failure that the user can act on."""
+"""``CliError``, which every sub-command raises for a failure that the user can fix."""
 
 from __future__ import annotations
 
 
 class CliError(Exception):
-    """A failure that the user can act on. It says what was wrong, and what to do next."""
+    """A failure that the user can fix. It says what was wrong, and what to do next."""
 
     def __init__(self, message: str, next_step: str, *, exit_code: int = 2) -> None:
         super().__init__(message)

@@ -20,7 +20,8 @@ console = Console(stderr=True)
 
 @contextmanager
 def fail_loudly() -> Iterator[None]:
-    """Print a ``CliError`` as two lines on stderr and exit with its code; other exceptions pass."""
+    """Print a ``CliError`` from the ``with`` block as two lines on stderr, and exit with its code. Other
+    exceptions propagate."""
     try:
         yield
     except CliError as error:

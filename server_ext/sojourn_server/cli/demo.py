@@ -36,7 +36,7 @@ ARMS = ("stock", "sojourn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DemoOptions:
-    """The checked options of the command."""
+    """The options of ``sojourn demo``."""
 
     arms: tuple[str, ...]
     programs: int | None
@@ -93,7 +93,8 @@ def demo(
         600.0, "--budget-s", min=1.0, help="Seconds for all arms; without --programs the demo sizes itself."
     ),
 ) -> None:
-    """Run the comparison. Exit code 0 only if every program of every arm ended and fixed its repository."""
+    """Run the same agents on each server (*arm*) and compare the arms. Exits with code 0 only if every
+    program of every arm ended without an error and fixed its repository."""
     options = _DemoOptions(
         arms=_checked_arms(arms, url),
         programs=programs,
@@ -156,8 +157,7 @@ def _interrupts() -> Iterator[None]:
     """Raise ``DemoInterrupted`` on Ctrl-C and SIGTERM, so that finished programs are reported before the
     exit.
 
-    The server has a process group of its own, so the signal does not reach it; leaving the block stops the
-    server.
+    The signal does not reach the server, which has its own process group; ``_run_arms`` stops the server.
     """
     from sojourn_server.demo.demo_arm import DemoInterrupted
 
@@ -173,7 +173,7 @@ def _interrupts() -> Iterator[None]:
 
 
 def _report(records: list[ArmRecord], result: dict[str, Any]) -> bool:
-    """Print the table and each program's error; returns whether there was an error."""
+    """Print the result table and each program's error. Return True if any program had an error."""
     from sojourn_server.demo import demo_report
 
     if records:
@@ -189,8 +189,8 @@ def _report(records: list[ArmRecord], result: dict[str, Any]) -> bool:
 def _run_arms(
     options: _DemoOptions, directory: Path, records: list[ArmRecord], facts: dict[str, Any]
 ) -> None:
-    """Run each arm (``stock``, ``sojourn``) and append its record. Fill ``facts`` with what a reader needs to
-    repeat the run."""
+    """Run each arm (``stock``, ``sojourn``) and append its record to ``records``. Write the settings that a
+    reader needs to repeat the run into ``facts``."""
     from sojourn_server.demo.demo_arm import BLOCK_TOKENS, serve_args
     from sojourn_server.demo.demo_size import FULL_PROGRAMS
     from sojourn_server.demo.demo_tasks import load_tasks
@@ -206,12 +206,12 @@ def _run_arms(
         raise CliError(
             f"no tokenizer.json for {options.model!r}: {error}", "use --model smol or --model tiny"
         ) from error
-    importlib.import_module("minisweagent.models.litellm_model")  # takes seconds, which belong to no arm
+    importlib.import_module("minisweagent.models.litellm_model")  # takes seconds that no arm should pay
     tasks = load_tasks(options.programs or FULL_PROGRAMS)
     length = model_length([task.context_tokens for task in tasks])
 
     def describe(size: DemoSize | None) -> tuple[str, ...]:
-        """Record the KV pool and the workload's size in ``facts``; returns the engine flags for that pool."""
+        """Write the KV pool and the workload's size into ``facts``. Return the engine flags for that pool."""
         contexts = [task.context_tokens for task in tasks]
         resident = options.resident if size is None else size.resident(options.resident)
         blocks = pool_blocks(contexts, BLOCK_TOKENS, resident)
@@ -255,7 +255,7 @@ def _run_arms(
                     size = _measured_size(server, options, start_s)
                     tasks = [task.shortened(size.turns) for task in load_tasks(size.programs)]
                     flags = describe(size)
-                    if not size.is_full:  # its KV pool is smaller
+                    if not size.is_full:  # a smaller demo needs a server with a smaller KV pool
                         server.stop()
                         server = _server(name, options, place, flags)
                         _start(name, server)
@@ -280,7 +280,7 @@ def _server(name: str, options: _DemoOptions, directory: Path, flags: tuple[str,
 
 
 def _start(name: str, server: EngineServer) -> float:
-    """Start the server; returns how many seconds it took to answer."""
+    """Start the server. Return the seconds until its first answer."""
     from sojourn_server.launch.engine_server import ServerStartError
 
     began_s = time.monotonic()
@@ -373,7 +373,7 @@ def _check_installed(plot: Path | None) -> None:
 
 
 def command_line() -> str:
-    """This command line without its secrets, because it is published with the figures."""
+    """Return this process's command line without secrets, for publication with the figures."""
     from sojourn_server.launch.redaction import redacted
 
     return shlex.join(["sojourn", *redacted(sys.argv[1:])])

@@ -41,13 +41,13 @@ def doctor(
         False, "--fabric", help="Only print settings that isolate KV traffic on InfiniBand or RoCE; untested"
     ),
 ) -> None:
-    """Print a report; exit code 0 without faults, else 1. With --url the server generates one token."""
+    """Print a report. Exit code 0 if no check failed, else 1. With --url the server generates one token."""
     if fabric:
         from ..kv_transfer.fabric_qos import infiniband_settings, roce_settings
 
         typer.echo(f"{infiniband_settings()}\n\n{roce_settings()}")
         return
-    # The report is the result, so it goes to stdout, unless its JSON does.
+    # The report is the result, so it goes to stdout, unless the JSON goes there.
     report = console if json_output == "-" else Console()
     checks: list[Check] = []
     for check in _all(url, api_key, _key_source(context)):
@@ -63,7 +63,7 @@ def doctor(
 
 
 def _key_source(context: typer.Context) -> str:
-    """Name of the option or environment variable that the API key came from."""
+    """Return the name of the option or environment variable that holds the API key."""
     source = context.get_parameter_source("api_key")
     if source is None or source.name != "ENVIRONMENT":
         return "--api-key"
@@ -96,7 +96,7 @@ def _print(check: Check, report: Console) -> None:
 
 
 def environment_checks() -> Iterator[Check]:
-    """Check what is installed in this environment."""
+    """Yield the checks of this environment: Python, packages, vLLM, memory, entry points and models."""
     yield Check("python", True, f"{platform.python_version()} at {sys.executable}")
     version = _version("sojourn")
     yield Check(
@@ -166,7 +166,8 @@ def _engine_checks() -> Iterator[Check]:
 
 
 def _release_check() -> Check:
-    """Name what sojourn uses of vLLM and the installed, unknown release has otherwise."""
+    """Return a check that compares the installed, untested vLLM with the newest known release, in the
+    interfaces that sojourn uses."""
     from sojourn_server.vllm.compat import package_directory
     from sojourn_server.vllm.release_surface import (
         differences,
@@ -231,7 +232,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _import_error(statement: str) -> str | None:
-    """Run ``statement`` in a process of its own. The last line of stderr if it fails, else ``None``."""
+    """Run ``statement`` in a new process. Return the last line of stderr if it fails, else ``None``."""
     if util.find_spec("transformers") is None:
         return "transformers is not installed"
     try:
@@ -244,6 +245,3 @@ def _import_error(statement: str) -> str | None:
         return None
     lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
     return lines[-1]
-
-
-# --- a running server ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``sojourn doctor`` of a gateway: its replicas and their prefill/decode pairs."""
+"""Checks of ``sojourn doctor`` for a gateway: its replicas and its prefill/decode pairs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ REPLICAS_PATH = "/sojourn/v1/replicas"
 
 
 def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]:
-    """Check a gateway, its replicas and their pairs. Empty if the server is no gateway, or an older one.
+    """Return the checks of a gateway, its replicas and its prefill/decode pairs; empty for other servers.
 
-    ``goes_on``: True if checks of a single server follow; the gateway passes their requests to its replicas.
+    ``goes_on``: True if checks of a single server follow in the report. The gateway forwards the requests of
+    those checks to its replicas.
     """
     from sojourn.wire_codec import CAPABILITIES_PATH
 
@@ -66,8 +67,8 @@ def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]
 def _pairs_check(
     document: dict[str, Any], states: list[dict[str, Any]], refused: dict[str, str]
 ) -> list[Check]:
-    """Whether a gateway for prefill and decode engines can serve requests, and which engines are missing.
-    Empty for other gateways."""
+    """Check whether a gateway for prefill and decode engines has engines of both roles. Returns one check;
+    none for other gateways."""
     roles = document.get("pairs")
     if not isinstance(roles, dict):
         return []

@@ -8,13 +8,14 @@ from typing import Any
 import httpx
 
 GATEWAY_HEADER = "X-Sojourn-Gateway"
-"""Header of answers that the gateway itself makes, the list of models included (docs/gateway.md)."""
+"""Header of responses that the gateway creates itself, such as the list of models, in contrast to responses
+that it forwards (docs/gateway.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. ``ok``: True for a passed check, False for a fault, ``None`` if neither is
-    certain."""
+    """One line of the report. ``ok``: True for a passed check, False for a fault, ``None`` for information or
+    an undecided check."""
 
     name: str
     ok: bool | None
@@ -23,7 +24,7 @@ class Check:
 
 
 def get(client: httpx.Client, path: str) -> httpx.Response | str:
-    """The server's answer to a GET, or the text of the error."""
+    """Return the server's response to ``GET path``, or the text of the transport error."""
     try:
         return client.get(path)
     except httpx.HTTPError as error:
@@ -31,7 +32,7 @@ def get(client: httpx.Client, path: str) -> httpx.Response | str:
 
 
 def json_object(answer: httpx.Response) -> dict[str, Any]:
-    """The JSON object in an answer; empty if the body is anything else."""
+    """Return the JSON object in a response body; empty if the body is anything else."""
     try:
         document = answer.json()
     except ValueError:
@@ -40,7 +41,7 @@ def json_object(answer: httpx.Response) -> dict[str, Any]:
 
 
 def error_summary(answer: httpx.Response | str) -> str:
-    """A short text about an error answer."""
+    """Return status and message of an error response as text. A transport error is returned unchanged."""
     if isinstance(answer, str):
         return answer
     error = json_object(answer).get("error")
@@ -49,25 +50,25 @@ def error_summary(answer: httpx.Response | str) -> str:
 
 
 def is_gateway_answer(answer: httpx.Response | str) -> bool:
-    """Whether the gateway itself made this answer, not an engine behind it."""
+    """Return whether the gateway created this response itself, instead of forwarding an engine's."""
     return not isinstance(answer, str) and GATEWAY_HEADER in answer.headers
 
 
 def as_list(value: object) -> list[Any]:
-    """``value`` if it is a list, else an empty list."""
+    """Return ``value`` if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 
 def as_text_mapping(value: object) -> dict[str, str]:
-    """``value`` with keys and values converted to text if it is a mapping, else an empty mapping."""
+    """Return ``value`` with keys and values converted to text if it is a dict, else an empty dict."""
     return {str(name): str(text) for name, text in value.items()} if isinstance(value, dict) else {}
 
 
 def as_text_list(value: object) -> list[str]:
-    """The elements of ``value`` converted to text if it is a list, else an empty list."""
+    """Return the elements of ``value`` converted to text if it is a list, else an empty list."""
     return [str(one) for one in as_list(value)]
 
 
 def count_roles(counts: dict[str, Any]) -> str:
-    """The number of engines per role as text, prefill first."""
+    """Return the number of engines per role as text, prefill first."""
     return ", ".join(f"{counts[name]} {name}" for name in sorted(counts, reverse=True)) or "none"

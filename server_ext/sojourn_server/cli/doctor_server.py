@@ -19,13 +19,13 @@ from .doctor_report import (
 )
 
 KEY_VARIABLES = ("VLLM_API_KEY", "SOJOURN_API_KEY")
-"""Environment variables that may have the API key: vLLM's first, then that of the SDK and the gateway."""
+"""Environment variables that may hold the API key: vLLM's first, then that of the SDK and the gateway."""
 
 
 def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterator[Check]:
-    """Checks of the server behind ``client``, up to the first fault that makes further checks impossible.
+    """Yield the checks of the server behind ``client``. Stops at a fault that makes more checks impossible.
 
-    ``key_source``: the option or variable that the client's key came from.
+    ``key_source``: the option or environment variable that holds the client's API key.
     """
     base = str(client.base_url).rstrip("/")
     health = get(client, "/health")

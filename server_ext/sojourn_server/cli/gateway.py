@@ -1,6 +1,6 @@
 """``sojourn gateway``: one address for several engines, or for pairs of prefill and decode engines.
 
-It sends the turns of a program to the engine that holds the program's KV.
+The gateway sends the turns of a program to the engine that holds the program's KV.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def gateway(
         help="YAML file for engines and gateways on a Ray cluster; it has all options (docs/ray.md)",
     ),
 ) -> None:
-    """Serve until stopped. At the end, running requests are finished first."""
+    """Serve until stopped. Requests in progress finish before the process exits."""
     import importlib.util
 
     needed = ("aiohttp", "starlette", "uvicorn", "prometheus_client")
@@ -111,7 +111,7 @@ def gateway(
         and api_key is not None
         and "--api-key" not in _given_options(context, but="tenants")
     ):
-        # The variable may be set for the SDK, which sends it.
+        # The environment variable may be set for the SDK, which sends the key.
         console.print(
             f"[yellow]note:[/] SOJOURN_API_KEY is ignored: {escape(str(tenants))} has the keys",
             soft_wrap=True,
@@ -162,12 +162,12 @@ _NOT_WITH_PAIRS = {
     "--engines": "an engine has one role", "--policy": _BY_LOAD, "--policy-file": _BY_LOAD,
     "--allow-policy-modules": _BY_LOAD, "--state": _NO_AFFINITY, "--silent-program-s": _NO_AFFINITY,
 }  # fmt: skip
-"""Options that have no meaning with ``--prefill`` and ``--decode``, and why."""
+"""Option that is invalid with ``--prefill`` and ``--decode`` → the reason."""
 
 
 def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[str], read_side: str) -> bool:
-    """Whether prefill and decode engines are given. Raises ``CliError`` for options that do not fit
-    together."""
+    """Return whether prefill and decode engines are given. Raises ``CliError`` if options contradict each
+    other."""
     given = {"--prefill": prefill, "--decode": decode}
     there = [flag for flag, texts in given.items() if texts]
     others = _given_options(context, but="prefill")
@@ -187,8 +187,8 @@ def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[
 
 
 def _urls(role: str, texts: list[str], example: str) -> list[str]:
-    """The addresses in one option's values. A value may have several, separated by commas. ``example``
-    is for the error message."""
+    """Return the engine addresses in ``texts``, the values of one option. A value may hold several addresses,
+    separated by commas. ``example``: a valid command, for error messages."""
     from sojourn_server.gateway.http.replica_addresses import InvalidReplicaAddress, parse_engine_url
 
     try:
@@ -235,7 +235,7 @@ def _check_state(path: Path) -> None:
 
 
 def _check_port(host: str, port: int, suggestion: str = "choose another --port") -> None:
-    """Raise ``CliError`` if the port is taken; uvicorn would fail later and name no next step."""
+    """Raise ``CliError`` with ``suggestion`` if the port is taken. Uvicorn would fail later, without it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -246,7 +246,7 @@ def _check_port(host: str, port: int, suggestion: str = "choose another --port")
 
 
 def _given_options(context: typer.Context, but: str) -> list[str]:
-    """Options given on the command line, except ``but`` and those from environment variables."""
+    """Return the options given on the command line, except ``but``. Environment variables do not count."""
     sources = {name: context.get_parameter_source(name) for name in context.params if name != but}
     return [
         f"--{name.replace('_', '-')}"
@@ -263,7 +263,7 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
             f"--ray and {', '.join(others)} are both given",
             f"write the option into {path}: docs/ray.md lists the keys",
         )
-    # Not ray.serve: looking for it imports Ray, which reads the environment on import.
+    # Do not look for ray.serve: that would import Ray, which reads the environment on import.
     if importlib.util.find_spec("ray") is None:
         raise CliError("not installed: ray", "pip install '.[gateway,ray]' from a checkout")
     from sojourn_server.gateway.ray.ray_config import RayConfigError, read_config, set_ray_environment
@@ -296,7 +296,7 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
 
 
 def _check_local_cluster(config: RayConfig, path: Path) -> None:
-    """Check settings that a cluster on this machine would reject only after Ray has started."""
+    """Raise ``CliError`` for settings that a cluster on this machine would reject after Ray has started."""
     from sojourn_server.gateway.ray.ray_config import RayConfigError, read_key
 
     try:

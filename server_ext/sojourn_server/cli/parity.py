@@ -23,7 +23,7 @@ def parity(
     ),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the report as JSON, - for stdout"),
 ) -> None:
-    """Compare and print a report; exit code 1 if a decision or answer differs."""
+    """Replay ``recording`` and print a report. Exits with code 1 if a decision or answer differs from it."""
     from sojourn_server.simulator.parity_replay import RecordingError, replay_recording
 
     try:

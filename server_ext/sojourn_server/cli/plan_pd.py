@@ -1,4 +1,7 @@
-"""``sojourn plan-pd``: the ratio of prefill to decode nodes, and the gain of two paths to storage."""
+"""``sojourn plan-pd``: choose the ratio of prefill to decode nodes.
+
+Also shows the speed-up of two paths to storage, where decode nodes read KV too (DualPath).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _EXAMPLES = {
     "--compute-nic-gbit": "400", "--storage-nic-gbit": "400", "--dram-gbyte": "500", "--hit-tokens": "33147",
     "--new-tokens": "292", "--kv-bytes": "48068", "--new-tokens-per-s": "2160",
 }  # fmt: skip
-"""Examples of valid values for error messages. They are the defaults."""
+"""Default values, used as examples in error messages."""
 
 
 def register(app: typer.Typer) -> None:
@@ -119,7 +122,7 @@ def _division(
     loads = link_utilisation(links, prefill, decode)
     fullest = max(loads, key=lambda link: loads[link])
     gain = two_path_gain(links, turn, prefill, decode)
-    # Out of range not all storage NICs can work at once, and what they could read together says nothing.
+    # Out of range, another link limits the storage NICs, so their total bandwidth says nothing.
     in_range = found.possible and found.holds(prefill / decode)
     return {
         "prefill_nodes": prefill,
@@ -188,5 +191,5 @@ def _number_text(value: float | None, form: str, unit: str = "") -> str:
 
 
 def _finite(value: float) -> float | None:
-    """``value`` if it is finite, else ``None``, since JSON has no infinity."""
+    """Return ``value`` if it is finite, else ``None``, because JSON has no infinity."""
     return value if math.isfinite(value) else None

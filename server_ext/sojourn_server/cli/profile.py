@@ -1,4 +1,4 @@
-"""``sojourn profile``: measure a live server, so that policies know the cost of a lost context."""
+"""``sojourn profile``: measure a live server, so that policies know the cost of recomputing evicted KV."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 @dataclass(slots=True)
 class _ProfileMeasurements:
-    """Results so far. They are filled in during the measurement, which may be interrupted at any time."""
+    """Results so far. ``_measure`` fills them in step by step and may be interrupted at any time."""
 
     served: ServedModel
     limits: EngineLimits
@@ -93,7 +93,7 @@ def profile(
     """Measure the server and print or write the profile. Without ``-o`` and ``--json`` the TOML goes to
     stdout.
 
-    Interrupted by Ctrl-C or SIGTERM, the command writes what it has measured, marked as incomplete.
+    On Ctrl-C or SIGTERM, a command with ``-o`` writes the results so far, marked as incomplete.
     """
     from sojourn_server.policies.costs.engine_profile import EngineLimits
     from sojourn_server.profiling.compute_throughput import ComputeThroughput, measure_compute
@@ -194,7 +194,8 @@ async def _measure(
     vocabulary: int,
     decode: bool,
 ) -> None:
-    """Append one ``_ProfileMeasurements`` to ``so_far`` once the server has answered, and fill it in."""
+    """Measure the server. Once it answers, append one ``_ProfileMeasurements`` to ``so_far``, then fill that
+    in."""
     from sojourn_server.policies.costs.engine_profile import EngineLimits
     from sojourn_server.profiling.live_engine_limits import read_block_size, read_limits
     from sojourn_server.profiling.prefill_measurement import PrefillMeasurement, measure_prefill
@@ -206,7 +207,7 @@ async def _measure(
         served = await client.discover(model)
         told = await read_limits(client.url, served, api_key=api_key)
         limit, max_context = served.max_context_tokens, said.max_context_tokens
-        # The user's limits take precedence, except the context: a short measurement changes no limit.
+        # The user's limits take precedence, except max_context: it shortens the measurement only.
         limits = EngineLimits(
             **{
                 known.name: getattr(said, known.name) or getattr(told, known.name)
@@ -271,7 +272,7 @@ async def _measure(
 
 
 def _cancel_on_sigterm() -> None:
-    """End the measurement on SIGTERM, the signal of ``timeout`` and supervisors, as on Ctrl-C."""
+    """Make SIGTERM end the measurement as Ctrl-C does. ``timeout`` and supervisors send SIGTERM."""
     task = asyncio.current_task()
     assert task is not None, "called by a coroutine"
     with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread, Windows
@@ -321,7 +322,8 @@ def _profile_of(
 def _save_partial(
     measured: _ProfileMeasurements, stopped: CliError, url: str, hardware: str | None, output: Path | None
 ) -> CliError:
-    """Write what was measured before the error ``stopped``; returns an error that names the file."""
+    """Write the results from before the error ``stopped``. Return an error that names the written file, or
+    says that the results are lost because ``output`` is ``None``."""
     from sojourn_server.profiling.copy_bandwidth import CopyBandwidth
     from sojourn_server.traces.atomic_files import write_atomically
 
@@ -335,7 +337,7 @@ def _save_partial(
     local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
     result = _profile_of(measured, CopyBandwidth(None, None), hardware, local)
     has = f"prefill of {lengths} tokens, {len(result.step_samples)} samples of steps"
-    # An earlier profile may be complete.
+    # Keep an existing profile: it may be complete.
     path = output.with_name(f"{output.stem}.incomplete{output.suffix}") if output.exists() else output
     write_atomically({path: f"# incomplete: {has}, no copies\n{result.to_toml()}".encode()})
     return CliError(
@@ -346,7 +348,7 @@ def _save_partial(
 
 
 def _check_output(path: Path) -> None:
-    """Raise ``CliError`` now, not after minutes, if the file cannot be written."""
+    """Raise ``CliError`` if the file cannot be written. Call this before minutes of measurement."""
     if path.is_dir():
         raise CliError(
             f"--output {path} is a directory; expected a file", f"for example {path / 'profile.toml'}"

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 LINE_EVERY_S = 10.0
-"""Seconds between two lines without a terminal."""
+"""Seconds between two lines of progress if stderr is not a terminal."""
 
 
 class ProfileProgress:
-    """A ``with`` block around the measurement, with ``show`` to report progress. ``clock`` returns
-    seconds."""
+    """Context manager that displays the progress of a measurement; ``show`` reports the next step. ``clock``
+    returns seconds."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -49,8 +49,8 @@ class ProfileProgress:
             self._progress.stop()
 
     def show(self, what: str, left_s: float | None) -> None:
-        """Show that the step ``what`` begins and that the rest takes ``left_s`` seconds; ``None``:
-        unknown."""
+        """Show that the step ``what`` begins. ``left_s``: expected seconds until the measurement ends;
+        ``None`` if unknown."""
         passed_s = self._clock() - self._started
         left = "" if left_s is None else f"about {duration_text(left_s)} left"
         if left_s is not None and not self._sent_full_prompt:
@@ -67,7 +67,7 @@ class ProfileProgress:
 
 
 def duration_text(seconds: float) -> str:
-    """An estimated duration as text, with about two digits."""
+    """Return an estimated duration as text: whole seconds below 100 s, else whole minutes."""
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min"

@@ -57,7 +57,7 @@ def replay(
     api_key: str | None = typer.Option(None, help="The server's key. Default: SOJOURN_API_KEY"),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the result as JSON, - for stdout"),
 ) -> None:
-    """Run the replay; exit code 1 if no program finished."""
+    """Replay ``trace`` on the server and print the results. Exits with code 1 if no program finished."""
     from sojourn_server.replay.completions_client import ServerError
     from sojourn_server.replay.replay_driver import ReplayOptions, first_programs
     from sojourn_server.simulator.workloads.arrival_processes import load_programs

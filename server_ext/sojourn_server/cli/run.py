@@ -38,7 +38,7 @@ def run(
         help="Instrument all Python child processes, for a COMMAND that starts agents as processes.",
     ),
 ) -> None:
-    """Replace this process by ``command``. Raises ``CliError`` if there is no such command."""
+    """Replace this process with ``command``. Raises ``CliError`` if there is no such command."""
     become(command, url, children=children, note=_note)
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICY = "continuum"
 PREFILL_DECODE_POLICY = "observe"
-"""Default policy of a prefill or decode engine. It grants no leases: at a turn's end the KV is in storage,
-and the next turn may go to another engine."""
+"""Default policy of a prefill or decode engine. It grants no leases, because at a turn's end the KV is in
+storage, and the next turn may go to another engine."""
 
 
 def register(app: typer.Typer) -> None:
@@ -101,7 +101,7 @@ def serve(
     sojourn_option: list[str] = typer.Option([], help="Any other setting, key=value; value is JSON or text"),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command and environment; start nothing"),
 ) -> None:
-    """Replace this process by the server; does not return."""
+    """Replace this process with the vLLM server. Returns only with ``--dry-run``."""
     from sojourn_server.launch.kv_offload_options import KvOffloadOptions
     from sojourn_server.launch.launch_environment import detect_launch_environment
     from sojourn_server.launch.launch_errors import InvalidOption
@@ -188,7 +188,7 @@ def serve(
 
 
 def policies() -> tuple[str, ...]:
-    """``stock`` and the names of the shipped presets."""
+    """Return ``stock`` and the names of the shipped presets."""
     from importlib.resources import files
 
     from sojourn_server.launch.serve_command import STOCK_POLICY
@@ -252,7 +252,8 @@ def _check_model(model_path: str, argv: Sequence[str]) -> list[str]:
 
 
 def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[str]:
-    """Check settings that the engine would reject a minute later. Returns notes. Raises ``CliError``."""
+    """Return notes for the user about the settings. Raises ``CliError`` for settings that the engine would
+    reject a minute later."""
     from sojourn_server.launch.serve_command import STOCK_POLICY, EngineFlags
     from sojourn_server.policies.preset_store import PresetError
     from sojourn_server.policies.retention.retention_policies import NoRetention
@@ -272,7 +273,7 @@ def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[
         settings.attention_costs(chunked=not flags.has("--no-enable-chunked-prefill"))
         preset = settings.preset()
         check_scheduling(preset, flags.value("--scheduling-policy") or "")
-        # A file may install our connector; the engine decides then.
+        # A --config file may set our connector; then the engine checks it.
         elsewhere = flags.has("--config")
         missing = missing_tiers(
             preset, flags.kv_connector(), allowed=settings.allow_missing_tiers or elsewhere
@@ -296,8 +297,8 @@ def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[
 def _check_tiers(
     tiers: KvOffloadOptions, model_path: str, argv: Sequence[str], *, try_writing: bool
 ) -> list[str]:
-    """Check the options of host memory and disk now, not minutes later. Returns notes. Raises
-    ``InvalidOption``."""
+    """Return notes for the user about the options for KV in host memory and on disk. Raises
+    ``InvalidOption`` for options with which the engine would fail minutes later."""
     from sojourn_server.launch.kv_offload_checks import check_kv_offload
     from sojourn_server.launch.model_weights import known_weights
     from sojourn_server.launch.serve_command import EngineFlags
@@ -316,7 +317,8 @@ def _check_tiers(
 def _check_pair(
     pair: PrefillDecodeOptions, model_path: str, argv: Sequence[str], *, probe_system: bool
 ) -> list[str]:
-    """Like ``_check_tiers``, for the options of a prefill or decode engine."""
+    """Return notes for the user about the options of a prefill or decode engine. Raises ``InvalidOption`` for
+    options with which the engine would fail minutes later."""
     from sojourn_server.launch.model_weights import known_weights
     from sojourn_server.launch.prefill_decode_checks import check_prefill_decode, keeps_block_size
     from sojourn_server.launch.serve_command import EngineFlags
@@ -342,7 +344,7 @@ def _print_notes(notes: Sequence[str]) -> None:
 
 
 def _check_port(engine_args: list[str]) -> None:
-    """Raise ``CliError`` now, not after the model has been loaded, if the port is taken."""
+    """Raise ``CliError`` if the port is taken. vLLM would fail only after loading the model."""
     from sojourn_server.launch.serve_command import listen_address
 
     address = listen_address(engine_args)

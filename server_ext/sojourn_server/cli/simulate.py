@@ -1,4 +1,4 @@
-"""``sojourn simulate``: compares policies on a workload and hardware, in virtual time."""
+"""``sojourn simulate``: compare policies on one workload and hardware, in virtual time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICIES = "stock,admit,continuum"
 CLUSTER_POLICIES = "prefix-affinity,thunderagent,saga,mori"
-"""Default policies with several replicas; the usual default policies have no routing."""
+"""Default policies for several replicas. Those in ``DEFAULT_POLICIES`` have no routing."""
 _RUN_OPTIONS = (
     "policy", "replicas", "hardware", "model", "tp", "async_scheduling", "cpu_ratio", "disk_ratio",
     "programs", "rate", "hours", "seed", "max_gap_s", "human_gaps", "pool_tokens", "max_model_len",
@@ -102,7 +102,7 @@ def simulate(
     ),
     explain: str | None = typer.Option(None, metavar="PROGRAM", help="Print one program turn by turn"),
 ) -> None:
-    """Run the simulations and print the results."""
+    """Run the simulations, or load saved ones, and print the results."""
     for option, number in (("--hours", hours), ("--warm-up-s", warm_up_s)):
         if number is not None and not math.isfinite(number):
             raise CliError(f"{option} is {number}; expected a finite number", f"for example {option} 0.5")
@@ -153,7 +153,7 @@ def _is_replica_sweep(sweep: ParameterSweep | None) -> bool:
 
 
 def _check_unused(context: typer.Context) -> None:
-    """Raise ``CliError`` for an option that has no effect on loaded runs."""
+    """Raise ``CliError`` if the user gave an option that has no effect on runs loaded with ``--load``."""
     for name in _RUN_OPTIONS:
         if given(context, name):
             option = "--" + name.replace("_", "-")
@@ -205,7 +205,7 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
 
 
 def _check_program(name: str, specs: Sequence[RunSpec]) -> None:
-    """Raise ``CliError`` for a program that is surely in none of the runs."""
+    """Raise ``CliError`` if none of the runs can contain the program ``name``."""
     from sojourn_server.simulator.simulation_run import SimulatorError, workload_program_ids
     from sojourn_server.traces.trace_schema import TraceError
 
@@ -234,7 +234,7 @@ def _check_program(name: str, specs: Sequence[RunSpec]) -> None:
 
 
 def _certain_programs(specs: Sequence[RunSpec]) -> list[str]:
-    """Programs that are surely in one of the runs; empty if that is unknown."""
+    """Return the ids of programs that are certain to arrive in at least one run; empty if unknown."""
     from sojourn_server.simulator.simulation_run import first_program_ids
 
     loads = {(spec.programs, spec.rate_per_s): spec for spec in specs}
@@ -319,7 +319,7 @@ def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
             raise ResultsError(f"{path}: holds no runs")
         if warm_up_s:
             logs = iter(saved.runs)
-            # Rows without a log are kept for the whole run.
+            # Rows without a log, such as limits, cover the whole run, so they are left out.
             rows = [
                 summarize_run(
                     next(logs),

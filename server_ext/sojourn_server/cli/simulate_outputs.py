@@ -30,7 +30,7 @@ class SimulateOutputs:
     """Name of the program to explain."""
 
     def check(self) -> None:
-        """Raise ``CliError`` for an output that cannot be written, before the minutes of simulation."""
+        """Raise ``CliError`` if an output cannot be written. Call this before minutes of simulation."""
         from sojourn_server.simulator.report.results_file import SUFFIXES
 
         json = Path(self.json) if self.json not in (None, "-") else None
@@ -69,13 +69,13 @@ class SimulateOutputs:
                 "make room or name another place, and run it again",
                 exit_code=1,
             ) from None
-        # Last: an unknown program must not keep the files from being written.
+        # Comes last, so that the files are written even if the program is unknown.
         if self.explain is not None:
             _explain(result, self.explain)
         _check_figures(result)
 
     def _write(self, result: SuiteResult, made: Provenance, swept: SweepRuns | None) -> list[str | Path]:
-        """Write all files; returns their paths."""
+        """Write all files and return their paths."""
         from sojourn_server.simulator.report.plot_files import write_plots, write_sweep_plot
         from sojourn_server.simulator.report.results_file import document, save_runs
 
@@ -95,7 +95,7 @@ class SimulateOutputs:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise ``CliError`` if ``folder`` neither is a usable folder nor can be created."""
+    """Raise ``CliError`` unless ``folder`` can be written or created."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise CliError(f"{folder} cannot be made: {existing} is a file", "name another folder")
@@ -128,8 +128,8 @@ def _explain(result: SuiteResult, program_id: str) -> None:
 
 
 def _first_instance(log: RunLog, name: str) -> str:
-    """Id of the first run of the program ``name`` of the trace, or ``name`` itself if it already is the id of
-    a run."""
+    """Return the id of the first simulated run of the trace's program ``name``. Returns ``name`` unchanged if
+    it is the id of a run, or unknown."""
     known = [program.program_id for program in log.programs]
     if name in known:
         return name

@@ -1,4 +1,4 @@
-"""``sojourn simulate-pd``: simulates prefill and decode nodes with one or two paths to storage."""
+"""``sojourn simulate-pd``: simulate prefill and decode nodes with one or two paths to storage."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def simulate_pd(
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the figures as JSON, - for stdout"),
     plot: Path | None = typer.Option(None, metavar="FILE", help="Write a picture: .svg or .png"),
 ) -> None:
-    """Run the systems and print a comparison."""
+    """Simulate each of the named systems and print a comparison."""
     from sojourn_server.simulator.prefill_decode.prefill_decode_cluster import (
         CALIBRATED_EFFICIENCY,
         PdMachine,
@@ -169,7 +169,7 @@ def _check_numbers(option_values: Mapping[str, float | None]) -> None:
 
 
 def _check_load(context: typer.Context, rate: float | None, hours: float) -> None:
-    """Raise ``CliError`` for an option that has no effect with this kind of load."""
+    """Raise ``CliError`` for ``--hours`` without ``--rate``, or ``--programs`` with ``--rate``."""
     if rate is None and given(context, "hours"):
         raise CliError(
             "--hours has no effect without --rate: a run lasts until the last agent has ended",

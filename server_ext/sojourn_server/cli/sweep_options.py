@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sojourn_server.simulator.simulation_run import RunSpec
 
 HOST_POLICIES = "stock,lru-offload,thunderagent-offload,continuum+host,mori"
-"""Default policies for a sweep of host memory; the usual default policies do not use host memory."""
+"""Default policies for a sweep of host memory. The usual default policies do not use host memory."""
 DISK_POLICIES = "stock,continuum+host,mori"
 """Default policies for a sweep of disk sizes."""
 SWEEP_EXAMPLE = "for example --sweep cpu_ratio=0,1,2,4"
@@ -27,7 +27,7 @@ _EXCLUDED_OPTIONS = {
 
 
 def parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
-    """Parse ``--sweep``. Raises ``CliError`` for an invalid text or an option that contradicts it."""
+    """Parse the value of ``--sweep``. Raises ``CliError`` if it is invalid or contradicts another option."""
     from sojourn_server.simulator.parameter_sweep import SweepError, read_sweep
 
     try:
@@ -46,7 +46,7 @@ def parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
 
 
 def sweep_policies(sweep: ParameterSweep, asked_for: str, context: typer.Context) -> str:
-    """``asked_for`` if the user gave --policy, else the default policies for this sweep."""
+    """Return ``asked_for`` if the user gave ``--policy``, else the default policies for this sweep."""
     from sojourn_server.simulator.parameter_sweep import DISK, HOST_MEMORY
 
     instead = {HOST_MEMORY: HOST_POLICIES, DISK: DISK_POLICIES}.get(sweep.field)
@@ -54,8 +54,8 @@ def sweep_policies(sweep: ParameterSweep, asked_for: str, context: typer.Context
 
 
 def expand_specs(sweep: ParameterSweep, specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """One spec per value of the sweep for each of ``specs``. Raises ``CliError`` if their loads differ or the
-    sweep changes nothing."""
+    """Return each of ``specs`` once per value of the sweep. Raises ``CliError`` if the specs have different
+    loads or the sweep changes nothing."""
     from sojourn_server.simulator.parameter_sweep import SweepError
     from sojourn_server.simulator.simulator_policies import PolicyError
 
@@ -74,7 +74,7 @@ def expand_specs(sweep: ParameterSweep, specs: Sequence[RunSpec]) -> list[RunSpe
 
 
 def group_by_value(sweep: ParameterSweep, specs: Sequence[RunSpec], rows: Sequence[RunRow]) -> SweepRuns:
-    """``rows`` grouped by the value of the sweep; ``specs`` is the result of ``expand_specs``."""
+    """Return ``rows`` grouped by the value of the sweep. ``specs`` is the result of ``expand_specs``."""
     from sojourn_server.simulator.parameter_sweep import HOST_MEMORY, kv_bytes_per_token
     from sojourn_server.simulator.report.sweep_results import sweep_runs
 
@@ -90,6 +90,6 @@ def group_by_value(sweep: ParameterSweep, specs: Sequence[RunSpec], rows: Sequen
 
 
 def given(context: typer.Context, name: str) -> bool:
-    """Whether the user gave this option on the command line."""
+    """Return whether the user gave the option ``name`` on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"

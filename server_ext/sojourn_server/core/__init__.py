@@ -1,5 +1,5 @@
 """Decisions of one engine's scheduler: events in, actions out; leases, admission, tiers.
 
-Imports ``programs``, ``policies``, ``metrics`` and the SDK; no engine and no clock. Start with
-``program_scheduler.py``.
+This package imports ``programs``, ``policies``, ``metrics`` and the SDK. It uses no engine and no clock.
+Start reading at ``program_scheduler.py``.
 """

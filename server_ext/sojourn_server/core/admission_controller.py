@@ -1,4 +1,4 @@
-"""Admission: which programs hold KV, which requests may be admitted, and which have waited too long."""
+"""Admission: decides which requests may be admitted, and records which programs hold KV."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class AdmissionController:
         self._leases = state.leases
         self._demand_forecaster = demand_forecaster
         self._holding: dict[str, RequestState] = {}
-        """Requests whose programs hold KV, by id: admitted ones, and those that may be admitted in this
-        step."""
+        """Requests whose programs hold KV, by id: requests that the engine admitted, and those that may be
+        admitted in this step."""
 
     def admitted(self, request_state: RequestState) -> None:
-        """Record that the request has got its blocks."""
+        """Record that the engine admitted the request and allocated its blocks."""
         self._holding[request_state.request_id] = request_state
         request_state.admission_blocked_since_s = None
 
@@ -36,15 +36,15 @@ class AdmissionController:
         return self._holding.keys()
 
     def drop_holder(self, request_id: str) -> None:
-        """Forget a request as a holder of KV: it has left the engine or lost its blocks."""
+        """Record that a request no longer holds KV, because it left the engine or lost its blocks."""
         self._holding.pop(request_id, None)
 
     def applies_to(self, request_state: RequestState, preempted: bool | None = None) -> bool:
         """Whether the admission policy decides on this request.
 
-        It does not decide on untracked requests. Unless it forecasts, it also does not decide on preempted
-        requests, nor on programs that hold KV under a lease or with another request. ``preempted``: the
-        request's status in the engine; ``None``: as last reported.
+        False for requests without a program. If the policy does not forecast, also false for preempted
+        requests, and for programs that hold KV by a lease or another request. ``preempted``: whether the
+        engine preempted the request; ``None``: as last reported.
         """
         program = request_state.program
         if program is None or not self._policy.gates:
@@ -71,8 +71,10 @@ class AdmissionController:
         most_tokens: int = 0,
         preempted: bool | None = None,
     ) -> bool:
-        """Whether the request may be admitted. Its context needs ``need_blocks``; it has generated
-        ``output_tokens`` tokens and may generate ``most_tokens`` more. ``preempted`` as in ``applies_to``."""
+        """Whether the request may be admitted. If so, the request is recorded as a holder of KV.
+
+        ``need_blocks``: blocks of its context. ``output_tokens``: tokens generated so far. ``most_tokens``:
+        maximum number of further tokens. ``preempted``: as in ``applies_to``."""
         program = request_state.program
         if program is None or not self.applies_to(request_state, preempted):
             return True
@@ -88,7 +90,7 @@ class AdmissionController:
             block_size=pool.block_size,
             max_context_tokens=pool.max_context_tokens,
             anything_running=anything_running,
-            # The demand of all running requests says more, if it is known.
+            # If the demand of all running requests is known, it replaces the earlier programs' growth.
             earlier=() if demand is not None else tuple(self._holding_before(request_state.rank)),
             observed_turns=growth.count(),
             mean_growth_tokens=growth.mean(),
@@ -102,7 +104,7 @@ class AdmissionController:
         enters = self._policy.may_admit(entry, now)
         self._state.programs.signal(program, ProgramSignal.UNGATE if enters else ProgramSignal.GATE)
         if enters:
-            # Several requests may be accepted before the engine reports their admission.
+            # Recorded now, since several requests may be accepted before the engine reports an admission.
             self._holding[request_state.request_id] = request_state
         else:
             self.drop_holder(request_state.request_id)
@@ -113,15 +115,15 @@ class AdmissionController:
         return enters
 
     def blocks_later_requests(self, request_state: RequestState, now: float) -> bool:
-        """Whether a rejected request has waited so long that later requests may not pass it."""
+        """Whether a rejected request has waited so long that later requests may not overtake it."""
         since = request_state.admission_blocked_since_s
         return since is not None and now - since > self._state.limits.line_patience_s
 
     def _own(
         self, request_state: RequestState, need_blocks: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView | None:
-        """The request as it would run; ``None`` if the policy does not forecast. Its demand is no longer
-        counted."""
+        """Return the request as it would run, and stop counting its demand; ``None`` if the policy does not
+        forecast."""
         if not self._policy.forecasts:
             return None
         self._demand_forecaster.remove_demand(request_state.request_id)
@@ -131,7 +133,7 @@ class AdmissionController:
         )
 
     def _holding_before(self, rank: int) -> Iterator[ProgramGrowthView]:
-        """Programs of a lower rank that hold KV, each once."""
+        """Yield the programs of a lower rank (earlier arrival) that hold KV, each once."""
         seen: set[ProgramId] = set()
         for request_state in self._holding.values():
             program = request_state.program

@@ -1,4 +1,4 @@
-"""Reads client events from the wire, and passes each to the scheduler."""
+"""Decodes client events from the wire, and passes each to the scheduler."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .events_and_actions import Action, ClientEventReceived, Event, EventAnswere
 from .request_hints import RequestIdentity
 
 EventHandler = Callable[[Event, float], list[Action]]
-"""``ProgramScheduler.handle``, or the engine's wrapper of it that also collects the actions."""
+"""Type of ``ProgramScheduler.handle``, and of the engine's wrapper that also collects the actions."""
 
 EVENT_TYPES = ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")
 
 
 class _EventLabel(msgspec.Struct):
-    """The fields of an undecodable event that its outcome names."""
+    """The fields of an invalid event that are still read, to name the event in its outcome."""
 
     type: Any = None
     program_id: Any = None
@@ -39,9 +39,9 @@ _label_decoder = msgspec.json.Decoder(_EventLabel)
 
 
 class ClientEventHandler:
-    """Reads client events and passes each to the scheduler.
+    """Decodes client events and passes each to the scheduler.
 
-    An event that cannot be read changes nothing but a counter. Its outcome says why.
+    An event that cannot be decoded only increases a counter. Its outcome names the reason.
     """
 
     def __init__(self, handle: EventHandler, recorder: MetricsRecorder) -> None:
@@ -49,12 +49,12 @@ class ClientEventHandler:
         self._recorder = recorder
 
     def batch(self, data: bytes, now: float) -> OutcomeBatch:
-        """Handle a posted batch of events. Raises ``WireError`` for data that is no batch."""
+        """Handle a posted batch of events; returns their outcomes. Raises ``WireError`` if it is no batch."""
         batch = decode_batch(data)
         return OutcomeBatch(outcomes=self._fold(batch.emitter, batch.events, now))
 
     def apply_attached_events(self, identity: RequestIdentity, now: float) -> list[EventOutcome]:
-        """Handle the events attached to a request. Call before ``RequestArrived``."""
+        """Handle the events attached to a request; returns their outcomes. Call before ``RequestArrived``."""
         context = identity.context
         ours = context.sojourn if context is not None else None
         if ours is None or not ours.events or not ours.emitter:

@@ -1,4 +1,4 @@
-"""Chained block hashes of programs: of their last turns, and of the contexts that placement has moved."""
+"""Stores chained block hashes of programs: of last turns, and of contexts that placement has moved."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..metrics.turn_ledger import common_prefix_length
 
 
 class ContextHashStore:
-    """Block hashes of each program's last turn, at most ``max_hashes`` in all; the oldest contexts are
-    dropped first.
+    """Stores the block hashes of each program's last turn, its context: at most ``max_hashes`` in all.
 
-    They distinguish a changed prompt from an evicted one, and late leases look up blocks by them. After its
-    context was dropped, a program's losses have the cause ``unknown`` in the ledger.
+    The oldest contexts are dropped first. The hashes show whether a prompt changed or its KV was evicted, and
+    leases granted after a turn find their blocks by them. If a program's context was dropped, the ledger
+    records the cause ``unknown`` for its lost KV.
     """
 
     def __init__(self, max_hashes: int = 1_000_000) -> None:
@@ -34,17 +34,17 @@ class ContextHashStore:
             self.hashes -= len(oldest)
 
     def get(self, program_id: ProgramId) -> Sequence[Any] | None:
-        """The program's last context, or None."""
+        """The block hashes of the program's last turn, or None."""
         return self._contexts.get(program_id)
 
     def drop(self, program_id: ProgramId) -> None:
-        """Forget the program's context."""
+        """Drop the program's context."""
         old = self._contexts.pop(program_id, None)
         if old is not None:
             self.hashes -= len(old)
 
     def clear(self) -> list[ProgramId]:
-        """Forget all contexts; returns their programs."""
+        """Drop all contexts; returns their programs."""
         programs = list(self._contexts)
         self._contexts.clear()
         self.hashes = 0
@@ -52,7 +52,8 @@ class ContextHashStore:
 
 
 class PlacedPrefixes:
-    """Block hashes and retention rank of each placed program. A shared prefix keeps its highest rank."""
+    """Block hashes and retention rank of each placed program. A prefix that several programs share counts
+    with the highest of their ranks."""
 
     def __init__(self) -> None:
         self._of: dict[ProgramId, tuple[Sequence[Any], int]] = {}
@@ -63,17 +64,17 @@ class PlacedPrefixes:
         return len(self._of)
 
     def keys_of(self, program_id: ProgramId) -> Sequence[Any]:
-        """The program's chain; empty if it has none."""
+        """The program's chained block hashes; empty if none are stored."""
         known = self._of.get(program_id)
         return known[0] if known is not None else ()
 
     def alike(self, program_id: ProgramId, keys: Sequence[Any]) -> int:
-        """Number of leading keys of the program's chain that equal those of ``keys``."""
+        """Length of the common prefix of the program's stored keys and ``keys``."""
         return common_prefix_length(self.keys_of(program_id), keys)
 
     def put(self, program_id: ProgramId, keys: Sequence[Any], rank: int) -> int:
-        """Store a program's chain and rank. Returns the number of leading keys that a program of higher rank
-        shares."""
+        """Store a program's keys and rank. Returns how many of the first keys are also those of a program
+        with a higher rank."""
         self.forget(program_id)
         if not keys:
             return 0

@@ -1,6 +1,6 @@
-"""Writes what happens to requests, programs and blocks to the decision log and the counters.
+"""Records decisions on requests, programs and blocks in the decision log and the counters.
 
-``LeaseManager`` does so for leases, ``TurnRecorder`` for turns.
+``LeaseManager`` records decisions on leases, ``TurnRecorder`` records turns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DecisionRecorder:
     def preempted(
         self, request_state: RequestState | None, now: float, recovery: RecoveryMethod, tokens: int
     ) -> None:
-        """Log that a running request lost its blocks, with ``tokens`` tokens of KV. An unknown request
+        """Log that a running request was preempted and lost the KV of ``tokens`` tokens. An unknown request
         (``None``) is only counted."""
         self._recorder.count("sojourn_preemptions_total", mode=recovery.value)
         self._cascade(self._cascades.preempted(self._steps))
@@ -75,12 +75,12 @@ class DecisionRecorder:
             self._recorder.observe("sojourn_preemption_cascade_length", length)
 
     def refused(self, request_state: RequestState, now: float) -> None:
-        """Log that a request was refused because it was parked for too long."""
+        """Log that the engine refused a request because placement kept it waiting for too long."""
         self._recorder.count("sojourn_gate_timeouts_total")
         self._decisions.add(now, "refuse", _program_id_of(request_state), DecisionReason.PLACED.value)
 
     def evicted(self, cause: LossCause) -> None:
-        """Count a cached block that was reused, by cause."""
+        """Count the eviction of a cached block, by cause."""
         self._recorder.count("sojourn_evictions_total", tier="device", cause=cause.value)
         self._recorder.count(
             "sojourn_evicted_bytes_total", self._pool.block_bytes, tier="device", cause=cause.value
@@ -92,7 +92,7 @@ class DecisionRecorder:
         self._recorder.observe("sojourn_program_duration_seconds", now - program.arrived_s)
 
     def moved(self, program_id: ProgramId, move: TierMove, now: float) -> None:
-        """Log that a program was moved to another queue, or will be after its turn."""
+        """Log that a program was moved to another tier's queue, or will be moved after its turn."""
         kind = "to_" + move.to.value if move.when is MoveTiming.NOW else "leaves_after_turn"
         self._decisions.add(now, kind, program_id, move.reason.value)
         self._recorder.count(
@@ -102,7 +102,7 @@ class DecisionRecorder:
     def prefetched(
         self, program_id: ProgramId, now: float, *, missing_blocks: int, coming_blocks: int, lost_blocks: int
     ) -> None:
-        """Log the prefetch of a program's prefix: of ``missing_blocks`` that were not on the device,
+        """Log the prefetch of a program's prefix. ``missing_blocks`` were not on the device. Of these,
         ``coming_blocks`` are read from disk and ``lost_blocks`` are in no tier."""
         if coming_blocks:
             reason = DecisionReason.FROM_DISK

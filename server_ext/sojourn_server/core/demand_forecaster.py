@@ -1,8 +1,8 @@
 """Forecasts the remaining output of each request, and the KV demand of all running requests.
 
-It asks the preset's remaining-tokens policy about each request, sums the demand of all running requests, and
-learns from every finished output. Between two samples of the running requests, the demand of leaving requests
-is subtracted and the demand of new ones added, so a sample every few steps is enough.
+The forecaster asks the preset's remaining-tokens policy about each request, sums the demand of all running
+requests, and learns from every finished output. It samples the running requests every few steps. Between two
+samples it subtracts the demand of leaving requests and adds that of new ones.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
 REPREDICT_AFTER_TOKENS = 32
-"""Number of generated tokens after which a prediction is renewed; until then each token reduces it by one."""
+"""Number of generated tokens after which a prediction is renewed. Until then each token reduces it by one."""
 MIN_OUTPUT_SAMPLES = 16
-"""Minimum number of outputs of a history key; with fewer, a wider key is used."""
+"""Minimum number of outputs of the same agent type and tool. With fewer, a wider group of outputs is used."""
 MIN_JUDGED_HINTS = 8
 """Minimum number of checked hints of an agent type before the type's hint error counts."""
 MIN_JUDGED_OUTPUTS = 16
 """Minimum number of checked outputs, of all types, before a network's predictions are used."""
 PREDICTION_ERROR_WINDOW = 128
-"""Number of newest outputs from which the network's error is computed. Each output counts once: errors within
-one output are alike."""
+"""Number of newest outputs from which the network's error is computed. Each output counts once, because
+errors within one output are alike."""
 MAX_JUDGED_PREDICTIONS_PER_OUTPUT = 16
 """Maximum number of checked predictions per output."""
 JUDGED_PREDICTION_SPACING = 1.25
@@ -46,7 +46,7 @@ ASSUMED_LINK_BYTES_PER_S = 4e9
 
 
 class DemandForecaster:
-    """The forecasts of one engine. Times are seconds on its monotonic clock."""
+    """Forecasts output lengths and KV demand of one engine. Times are seconds on its monotonic clock."""
 
     def __init__(self, state: SchedulerState) -> None:
         preset = state.preset
@@ -58,24 +58,23 @@ class DemandForecaster:
         self._request_states = state.requests.states
         self._recorder = state.recorder
         self.predictor = preset.remaining
-        """Policy that predicts remaining tokens. The simulator may replace it by one that knows the
-        outputs."""
+        """Policy that predicts remaining tokens. The simulator may set one that knows the true lengths."""
         self._step_s = 0.0
         self._link_s_per_token: tuple[float | None, float | None] = self._assumed_link()
         """Seconds to copy a token's KV to host memory, and back."""
         self._queued_s = 0.0
         self._guess_off = SlidingMean(PREDICTION_ERROR_WINDOW)
         self._known_off = SlidingMean(PREDICTION_ERROR_WINDOW)
-        """Mean errors per output: above, of the network; here, of predictions without it at the same
-        lengths."""
+        """Mean errors of newest outputs: ``_guess_off`` of the network's predictions, ``_known_off`` of those
+        without the network at the same positions."""
         self._counted: dict[str, RequestGrowth] = {}
-        """Requests whose demand is counted: those of the last sample, and those admitted since, as they were
-        then."""
+        """Requests whose demand is counted: those of the last sample and those admitted since. Their sizes
+        are as of that time."""
         self._needed = [0.0] * len(STEP_POINTS)
         """Blocks that the counted requests are expected to need at each of ``STEP_POINTS``."""
         self._room_blocks = self._pool.blocks
         self.changes = 0
-        """Counts departures of requests, and samples: after each, a rejected request may be admitted."""
+        """Number of samples and departures so far. After each, a rejected request may be admitted."""
 
     @property
     def predicts(self) -> bool:
@@ -92,8 +91,8 @@ class DemandForecaster:
     def copied(
         self, offload_s_per_token: float | None, load_back_s_per_token: float | None, queued_s: float
     ) -> None:
-        """Store measured copy times (``None`` before the first copy), and the seconds that queued copies will
-        take."""
+        """Store the measured copy times (``None`` before the first copy), and the duration of queued
+        copies."""
         out_s, back_s = self._assumed_link()
         if out_s is not None:
             self._link_s_per_token = offload_s_per_token or out_s, load_back_s_per_token or back_s
@@ -107,20 +106,20 @@ class DemandForecaster:
     def remove_demand(self, request_id: str) -> bool:
         """Subtract a request's demand. Returns whether it was counted.
 
-        The engine may fail to admit a request that the policy accepted; the next question about that request
-        first subtracts its demand.
+        The engine may fail to admit a request that the policy accepted. When the policy is asked about that
+        request again, its demand is subtracted first.
         """
         view = self._counted.pop(request_id, None)
         if view is None:
             return False
-        # Its shared blocks were counted for it, in the demand and in the available blocks.
+        # The request's shared blocks were counted once more for it, in demand and in available blocks.
         self._room_blocks -= view.shared_blocks
         its = needed_blocks([view], self._pool.block_size)
         self._needed = [whole - part for whole, part in zip(self._needed, its, strict=True)]
         return True
 
     def admitted(self, request_state: RequestState, tokens: int, most_tokens: int, now: float) -> None:
-        """Add the demand of an admitted request of ``tokens`` tokens that may generate ``most_tokens``
+        """Add the demand of an admitted request that has ``tokens`` tokens and may generate ``most_tokens``
         more."""
         if self.predicts and most_tokens and request_state.request_id not in self._counted:
             written = max(0, tokens - request_state.prompt_tokens)
@@ -142,7 +141,7 @@ class DemandForecaster:
         if not self.predicts or program is None or output_tokens < 1:
             return
         self._lengths.observe(program.agent_type, request_state.tool, output_tokens)
-        # A cut output says nothing about a hint at or beyond its length.
+        # An output cut at its maximum length cannot refute a hint of at least that length.
         if not cut or (request_state.hinted_tokens or 0) < output_tokens:
             self._judge_hint(request_state, output_tokens)
         if request_state.predicted_output_tokens is not None:
@@ -152,10 +151,10 @@ class DemandForecaster:
         self._judge_predictions(request_state, output_tokens)
 
     def broken_off(self, request_state: RequestState, output_tokens: int) -> None:
-        """Handle an output that its client aborted. Its length is not learned.
+        """Check the hint of an output that its client aborted. The output's length is not learned.
 
-        The hint of the request is checked as if the output had ended here, but only if that makes the hint's
-        error larger. Otherwise a client could abort to hide false hints, or to confirm them.
+        The check takes the output as ended here, but counts only if it increases the mean error of hints.
+        Otherwise a client could abort requests to hide false hints, or to confirm them.
         """
         if self.predicts and output_tokens >= 1:
             self._judge_hint(request_state, output_tokens, only_worse=True)
@@ -163,8 +162,8 @@ class DemandForecaster:
     def guessed(
         self, request_id: str, at_tokens: int, remaining: RemainingTokens, now: float, *, most_tokens: int
     ) -> None:
-        """Store a network's prediction, made at ``at_tokens`` generated tokens; ``most_tokens`` more are
-        allowed."""
+        """Store a network's prediction of remaining tokens. ``at_tokens``: tokens generated when it was made.
+        ``most_tokens``: maximum number of further tokens then."""
         request_state = self._request_states.get(request_id)
         if (
             request_state is None
@@ -184,11 +183,11 @@ class DemandForecaster:
             middle = known[len(known) // 2] if known else None
             counted.append((at_tokens, min(remaining[len(remaining) // 2], most_tokens), middle))
         request_state.guess, request_state.model_predicted_at_tokens = remaining, at_tokens
-        request_state.remaining = None  # the next question uses the prediction
+        request_state.remaining = None  # so that the next forecast uses the new prediction
 
     def known(self) -> dict[str, float | None]:
-        """Number of known output lengths, and the errors of the predictions (``prediction_errors``), by
-        name."""
+        """Number of learned output lengths (``outputs``), and the two ``prediction_errors``, with
+        (``network_off``) and without (``without_off``) the network."""
         prediction_error, baseline_error = self.prediction_errors
         return {
             "outputs": self._lengths.count(),
@@ -200,7 +199,7 @@ class DemandForecaster:
     def prediction_errors(self) -> tuple[float | None, float | None]:
         """Mean |ln(actual ÷ predicted)| of remaining tokens, with the network and without it.
 
-        ``None``: too few outputs are known.
+        ``None``: too few outputs have been checked.
         """
         if self._guess_off.count() < MIN_JUDGED_OUTPUTS:
             return None, None
@@ -214,7 +213,7 @@ class DemandForecaster:
         ``used_blocks``: blocks of the whole pool that requests use or leases hold.
         """
         self.changes += 1
-        # Only what the sum needs; the rest is computed when a victim is chosen.
+        # Only the values for the sum are computed here, the others when a victim is chosen.
         self._counted = {view.request_id: self._growth(view, now) for view in running}
         self._needed = needed_blocks(self._counted.values(), self._pool.block_size)
         self._room_blocks = self.available_blocks(running, used_blocks)
@@ -224,29 +223,30 @@ class DemandForecaster:
 
     @property
     def demand(self) -> KvDemandView:
-        """Expected demand of all running requests: the last sample, and admissions and departures since."""
+        """Expected demand of all running requests: the last sample, updated by later admissions and
+        departures."""
         return KvDemandView(tuple(self._needed), self._room_blocks)
 
     def available_blocks(self, running: Iterable[RunningRequestView], used_blocks: int) -> int:
-        """Blocks that running requests may use: without leased blocks; a shared block counts for each
-        request."""
+        """Blocks that running requests may use: all except leased blocks. A shared block counts once for
+        each request that uses it."""
         return self._pool.blocks - used_blocks + sum(view.blocks for view in running)
 
     def need(
         self, running: Iterable[RunningRequestView], short_blocks: int, used_blocks: int
     ) -> BlockShortage:
-        """The block shortage for which one of the ``running`` requests is preempted."""
+        """Return the shortage of blocks, as input of the policy that selects a victim in ``running``."""
         room = self.available_blocks(running, used_blocks)
         return BlockShortage(short_blocks, room, self._pool.block_size, self._step_s)
 
     def foreseen(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
-        """The engine's views of running requests, completed with remaining output and recovery cost."""
+        """Return the views of running requests, completed with remaining output and recovery cost."""
         return [self._with_predictions(view, now) for view in running]
 
     def as_running_view(
         self, request_state: RequestState, *, tokens: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView:
-        """A waiting request as it would run; ``tokens``: length of its KV that no other request shares."""
+        """Return a waiting request as a running one. ``tokens``: its KV tokens not shared with others."""
         return RunningRequestView(
             request_id=request_state.request_id,
             program_rank=request_state.rank,
@@ -261,7 +261,7 @@ class DemandForecaster:
         )
 
     def recovery(self, tokens: int, now: float, *, copied_tokens: int = 0) -> RecoveryMethod:
-        """How a request that is preempted with ``tokens`` tokens of KV will recover its KV."""
+        """Choose how a request that is preempted with ``tokens`` tokens of KV recovers them."""
         return self._preset.recovery.recovery(self._victim(tokens, copied_tokens), now)
 
     # -- inside ---------------------------------------------------------------
@@ -271,7 +271,7 @@ class DemandForecaster:
     ) -> None:
         if request_state.program is not None and request_state.hinted_tokens:
             kind = request_state.program.agent_type or ""
-            # A hint may exceed the range of floats.
+            # The difference of logarithms avoids a division: a hint may exceed the range of floats.
             off = abs(math.log(output_tokens) - math.log(request_state.hinted_tokens))
             if not only_worse or off > (self._hints_off.mean(kind, 1) or 0.0):
                 self._hints_off.observe(kind, off)
@@ -368,7 +368,7 @@ class DemandForecaster:
 
 
 def _remaining_of_prediction(request_state: RequestState, output_tokens: int) -> RemainingTokens | None:
-    """The network's last prediction, reduced by the tokens generated since.
+    """Return the network's last prediction, reduced by the tokens generated since then.
 
     ``None`` if there is no prediction, if it is too old, or if the output is longer than all of its values.
     """

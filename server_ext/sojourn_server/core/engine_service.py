@@ -1,4 +1,4 @@
-"""Answers the HTTP side of an engine: an operation and JSON arguments in, JSON out."""
+"""Carries out the operations of an engine's HTTP routes: JSON arguments in, JSON out."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from .program_scheduler import ProgramScheduler
 MAX_PROGRAMS_SHOWN = 1000
 MAX_DECISIONS_SHOWN = 5000
 MAX_TOOLS_SHOWN = 256
-"""Maximum number of tools shown of a program, longest-running first; ``tools_running`` counts all."""
+"""Maximum number of a program's tools in a reply, longest-running first; ``tools_running`` counts all."""
 STOCK_OPERATIONS = ("capabilities", "drain_metrics", "stats")
 """Operations that ``StockEngineService`` answers."""
 MAX_REFUSALS = 1024
-"""Maximum number of remembered refusals; the oldest is forgotten first."""
+"""Maximum number of refusals kept; the oldest is dropped first."""
 
-# vLLM's API server derives the engine's id from its own: CHILD_ID-PART-RANDOM for one of several answers to
-# one of several prompts. Each of the three parts is optional.
+# vLLM's API server derives the engine's request id from its own ID: CHILD_ID-PART-RANDOM. CHILD numbers the
+# answers to one prompt, PART numbers the prompts of one request. CHILD, PART and RANDOM may each be absent.
 _ID_DECORATIONS = (re.compile(r"^\d+_"), re.compile(r"-[0-9a-f]{8}$"), re.compile(r"[-_]\d+$"))
 
 _batches = msgspec.json.Decoder(list[msgspec.Raw])
@@ -49,7 +49,7 @@ GaugeValues = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class KVTransferStatus(Protocol):
-    """An engine of a pair: the part ``paths`` of capabilities and stats."""
+    """Status of KV transfer, for an engine of a prefill/decode pair: ``paths`` in capabilities and stats."""
 
     def capabilities(self) -> dict[str, Any] | None: ...
 
@@ -57,23 +57,23 @@ class KVTransferStatus(Protocol):
 
 
 class UnknownOperation(InputError):
-    """This engine does not offer the operation."""
+    """The engine has no operation of this name."""
 
 
 class EngineService:
-    """Answers ``events, event_batches, capabilities, programs, program, persist, graphs, graph, stats,
-    decisions, drain_metrics``.
+    """Carries out the operations ``events, event_batches, capabilities, programs, program, persist, graphs,
+    graph, stats, decisions, drain_metrics`` and ``refusal``.
 
-    Also ``refusal``: the seconds that a refused request had waited; each refusal is returned once.
+    ``refusal`` returns the seconds that a refused request had waited; each refusal is returned once.
 
-    ``pool_state`` returns blocks by state (running, leased, cached, free); ``engine`` describes the engine in
+    ``pool_state`` returns blocks by state (running, leased, cached, free). ``engine`` describes the engine in
     capabilities. ``tier_state`` returns, for each tier below the device, its ``used`` and ``free`` blocks,
     the results of copies (``moves``) and the ``traffic``: bytes moved, seconds, and seconds waited.
-    ``below_device`` is the part of capabilities on the tiers (``docs/wire.md``), ``None`` without tiers;
-    ``missing`` the part on mechanisms that are off without tiers, ``None`` if all are on.
-    ``persist`` writes a chain of block hashes to disk and returns ``stored_blocks``, ``pending_blocks``,
-    ``pending_bytes`` and ``shared``, or the ``reason`` why it cannot. ``paths`` describes an engine of a
-    pair.
+    ``below_device`` returns the part of capabilities on the tiers (``docs/wire.md``), ``None`` without tiers.
+    ``missing`` is the part on mechanisms that are off without tiers, ``None`` if all are on. ``persist``
+    writes the blocks of a chain of hashes to disk. It returns ``stored_blocks``, ``pending_blocks``,
+    ``pending_bytes`` and ``shared``, or the ``reason`` why it cannot. ``paths`` describes KV transfer, for an
+    engine of a prefill/decode pair.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class EngineService:
         self._paths = paths
         self._links = LinkMetrics(program_scheduler.recorder)
         self._counted: dict[tuple[str, str], float] = {}
-        """Totals of the tiers that the metrics already include, by metric and label."""
+        """Totals of tier traffic that the metrics already include, by metric and label."""
         self.client_event_handler = ClientEventHandler(
             handle or program_scheduler.handle, program_scheduler.recorder
         )
-        """Reads client events, those attached to requests included."""
+        """Handles client events, including those attached to requests."""
         self.refusals = EngineRefusals()
-        """Requests that the engine refused, noted by the adapter."""
+        """Requests that the engine refused, as noted by the vLLM adapter."""
         self._engine = engine
         self._pool_state = pool_state
         self._operations: dict[str, Callable[[dict[str, Any], float], Any]] = {
@@ -123,7 +123,7 @@ class EngineService:
         }
 
     def call(self, operation: str, payload: str, now: float) -> str:
-        """Carry out one operation. Raises ``UnknownOperation`` or ``WireError``."""
+        """Carry out one operation; returns JSON. Raises ``UnknownOperation`` or ``WireError``."""
         if operation == "events":
             return encode(self.client_event_handler.batch(payload.encode("utf-8", "replace"), now)).decode()
         if operation == "event_batches":
@@ -366,7 +366,7 @@ class EngineService:
 
 
 class StockEngineService:
-    """Answers for an engine of a pair with vLLM's own scheduler: its capabilities, and its links."""
+    """Carries out ``STOCK_OPERATIONS`` for an engine of a prefill/decode pair with vLLM's own scheduler."""
 
     def __init__(self, paths: KVTransferStatus, engine: Callable[[], dict[str, str]]) -> None:
         """``engine`` describes the engine, as in ``EngineService``."""
@@ -376,10 +376,10 @@ class StockEngineService:
         self._links = LinkMetrics(self._recorder)
 
     def call(self, operation: str) -> str:
-        """Carry out one operation; returns JSON. For others, an error with the names of the supported
-        ones."""
+        """Carry out one operation; returns JSON. An unsupported operation returns an error with the names of
+        the supported ones."""
         if operation == "capabilities":
-            # Clients send events and hints only to engines of the name "sojourn".
+            # The name is not "sojourn", since clients send events and hints to engines of that name.
             told = {"engine": self._engine(), "tiers": None, "paths": self._paths.capabilities()}
             return encode({"name": "vllm", "wire": [], "policy": "stock", **told}).decode()
         if operation == "stats":
@@ -390,7 +390,7 @@ class StockEngineService:
 
 
 class EngineRefusals:
-    """Refused requests, by all ids that the API server may have for them."""
+    """Table of refused requests and their waiting times, found by any id that the API server may use."""
 
     def __init__(self, limit: int = MAX_REFUSALS) -> None:
         self._limit = limit
@@ -398,8 +398,7 @@ class EngineRefusals:
         self._names: dict[str, frozenset[str]] = {}
 
     def note(self, request_id: str, waited_s: float) -> None:
-        """Note that the engine's request ``request_id`` was refused after it was parked for ``waited_s``
-        seconds."""
+        """Record that the engine's request ``request_id`` was refused after waiting ``waited_s`` seconds."""
         self._forget([request_id])
         self._waited_s[request_id] = waited_s
         self._names[request_id] = names(request_id)
@@ -409,7 +408,7 @@ class EngineRefusals:
     def take(self, name: str) -> float | None:
         """Seconds that the API server's request ``name`` waited; ``None`` if it was not refused.
 
-        The refusal is then forgotten: a client may use the id again.
+        Also removes the refusal, since a client may use the id again.
         """
         found = [request_id for request_id, its in self._names.items() if name in its]
         if not found:
@@ -439,7 +438,7 @@ def _graph_summary(known: KnownGraph, types: dict[str, list[str]]) -> dict[str, 
 
 
 def _int_argument(arguments: dict[str, Any], name: str, default: int, least: int, most: int) -> int:
-    """The argument, clipped to ``least``..``most``; ``default`` if it is absent. Raises ``WireError``."""
+    """Return the argument, limited to ``least``..``most``, or ``default`` if absent. Raises ``WireError``."""
     value = arguments.get(name)
     if value is None:
         return default

@@ -1,19 +1,19 @@
-"""The share of an engine's time that client events may use."""
+"""Limits the share of an engine's time that client events may use."""
 
 from __future__ import annotations
 
 EVENT_SHARE = 0.1
 """Share of the engine's time that events may use once ``EVENT_BURST_S`` is used up."""
 EVENT_BURST_S = 0.02
-"""Engine seconds that events may use at once after a second without events."""
+"""Engine seconds that events may use in one burst. An unused budget never exceeds this."""
 MAX_WAIT_S = 1.0
-"""Longest wait after one call: a slow call must not delay events for long."""
+"""Maximum wait after a call in seconds, so that one slow call does not delay events for long."""
 
 
 class EventTimeBudget:
     """Computes how long the API servers of one engine wait before they send the next events.
 
-    The budget is kept in the engine, because all API servers share the engine's time. Times in seconds.
+    The engine keeps the budget, because all API servers share its time. Times are in seconds.
     """
 
     def __init__(self, now: float) -> None:

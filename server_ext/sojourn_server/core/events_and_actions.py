@@ -1,7 +1,7 @@
-"""Events that an engine reports to ``ProgramScheduler.handle``, and the actions that are returned.
+"""Events that an engine reports to ``ProgramScheduler.handle``, and the actions that this method returns.
 
-Events are frozen structs with a tag; the tags are also the record names of a recording. Actions are plain
-tuples. Both are the same for every engine and the simulator. Times are seconds.
+Events are frozen structs with a tag. A recording uses the tags as record names. Actions are plain tuples.
+Every engine and the simulator use the same events and actions. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .request_hints import RequestIdentity
 
 
 class _Event(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Base of all events. ``gc=False``: events are in no reference cycles."""
+    """Base class of all events. ``gc=False`` is safe because events are never in reference cycles."""
 
 
 # --- requests ------------------------------------------------------------------------------------
 
 
 class RequestArrived(_Event, tag="arrive", frozen=True):
-    """A request has reached the engine. It ends the tool calls of its program."""
+    """A request has reached the engine. Its program's running tool calls count as ended."""
 
     request_id: str
     identity: RequestIdentity
@@ -41,8 +41,8 @@ class RequestArrived(_Event, tag="arrive", frozen=True):
 
 
 class UntrackedRequestArrived(_Event, tag="stranger", frozen=True):
-    """A request has arrived, but reading its program failed. It has no program and is ordered by its
-    arrival."""
+    """A request has arrived, but its program could not be read. The request is handled without a program and
+    ordered by its arrival."""
 
     request_id: str
 
@@ -54,7 +54,7 @@ class RequestAdmitted(_Event, tag="admit", frozen=True):
     cached_tokens: int
     """Prompt tokens found on the device or in a lower tier."""
     tokens: int
-    """Prompt tokens, plus those generated before a preemption."""
+    """Prompt tokens plus tokens generated before a preemption."""
     block_hashes: Sequence[Any]
     """Chained hashes of the request's full blocks."""
     resumed: bool
@@ -62,11 +62,11 @@ class RequestAdmitted(_Event, tag="admit", frozen=True):
     host_tokens: int = 0
     """Cached tokens that were loaded from host memory."""
     most_tokens: int = 0
-    """Number of tokens that it may still generate; 0: unknown."""
+    """Maximum number of tokens that the request may still generate; 0: unknown."""
 
 
 class FirstToken(_Event, tag="token", frozen=True):
-    """A request's first output token exists."""
+    """A request has generated its first output token."""
 
     request_id: str
 
@@ -76,7 +76,7 @@ class RequestPreempted(_Event, tag="preempt", frozen=True):
 
     request_id: str
     tokens: int = 0
-    """Number of tokens whose KV it lost."""
+    """Number of tokens whose KV the request lost."""
     copied_tokens: int = 0
     """Number of tokens whose KV is already in host memory."""
     offload_s_per_token: float | None = None
@@ -87,8 +87,9 @@ class RequestPreempted(_Event, tag="preempt", frozen=True):
 
 
 class LoadGivenUp(_Event, tag="unload", frozen=True):
-    """A request whose KV was being loaded, or was loaded and did not run yet, lost its blocks to a running
-    one. It waits again; what it loaded is still in the tier below."""
+    """A request lost its blocks to a running one while its KV was being loaded, or before it ran.
+
+    The request waits again. The KV that it loaded is still in the lower tier."""
 
     request_id: str
 
@@ -103,7 +104,7 @@ class TurnFinishReason(str, Enum):
 
 
 class TurnFinished(_Event, tag="end", frozen=True):
-    """A request has left the engine. The answer is ``LeaseGranted`` if its blocks are to be held."""
+    """A request has left the engine. The answer is ``LeaseGranted`` if the engine must hold its blocks."""
 
     request_id: str
     outcome: TurnFinishReason
@@ -116,7 +117,7 @@ class TurnFinished(_Event, tag="end", frozen=True):
     held_blocks: int | None = None
     """Number of distinct blocks that leases hold now; None: the sum over all leases."""
     unheld_blocks: int | None = None
-    """Blocks of ``cached_blocks`` that no lease holds yet; None: all."""
+    """Number of ``cached_blocks`` that no lease holds yet; None: all."""
     used_blocks: int | None = None
     """Number of blocks that requests use or leases hold now, the request's own included; None: unknown."""
 
@@ -138,8 +139,9 @@ class ClientEventReceived(_Event, tag="event", frozen=True):
 
 
 class Tick(_Event, tag="tick", frozen=True):
-    """Time has passed: handle leases, prefetches and programs that are due. Reported once an engine step and
-    before every HTTP operation."""
+    """Time has passed, so leases, prefetches and programs may be due.
+
+    The engine reports it once per step and before every HTTP operation."""
 
 
 class StepCompleted(_Event, tag="step", frozen=True):
@@ -154,9 +156,9 @@ class StepCompleted(_Event, tag="step", frozen=True):
 
 
 class AdmissionRequested(_Event, tag="enter", frozen=True):
-    """A waiting request that is subject to admission is the next in the queue.
+    """The next request in the queue is subject to admission control.
 
-    The answer is ``RequestLetIn``; without an answer the request waits.
+    The answer is ``RequestLetIn`` if it may be admitted. Without an answer the request waits.
     """
 
     request_id: str
@@ -168,33 +170,35 @@ class AdmissionRequested(_Event, tag="enter", frozen=True):
     output_tokens: int = 0
     """Number of tokens that the request has generated."""
     most_tokens: int = 0
-    """Number of tokens that it may still generate."""
+    """Maximum number of tokens that the request may still generate."""
     preempted: bool | None = None
-    """Whether the request was preempted, according to the engine now; None: as last reported."""
+    """Whether the request is preempted now, by the engine's records; None: as last reported."""
 
 
 class BlocksNeeded(_Event, tag="room", frozen=True):
-    """An allocation failed. The actions are ``RELEASE`` for each lease that ends."""
+    """A block allocation failed. The returned actions are one ``RELEASE`` for each lease that ends."""
 
     need: ReclaimRequest
     freed_blocks: Mapping[ProgramId, int] | None = None
-    """Number of blocks that the end of each program's lease would free; None: as many as the lease holds."""
+    """Blocks that ending each program's lease would free; None: all blocks that the lease holds."""
 
 
 class VictimNeeded(_Event, tag="victim", frozen=True):
-    """A running request finds no free block, so that one request must lose its blocks. The answer is
-    ``RequestChosen``; without an answer the engine chooses."""
+    """A running request finds no free block, so one request must be preempted. The answer is
+    ``RequestChosen``. Without an answer the engine chooses."""
 
     short_blocks: int
     running: Sequence[RunningRequestView]
-    """Candidates: those that run, then those that hold blocks for KV that is being loaded."""
+    """The candidates: running requests, then requests that hold blocks into which KV is being loaded."""
     used_blocks: int = 0
     """Number of blocks in use or leased."""
 
 
 class DemandSampled(_Event, tag="look", frozen=True):
-    """All running requests, every few steps. The answer is ``RequestChosen`` if one of them is to be copied
-    to host memory now, because it will probably be preempted soon."""
+    """The engine reports all running requests every few steps.
+
+    The answer is ``RequestChosen`` if the engine must copy one request's KV to host memory now, because that
+    request will probably be preempted soon."""
 
     used_blocks: int
     running: Sequence[RunningRequestView]
@@ -210,11 +214,11 @@ class OutputLengthPredicted(_Event, tag="guess", frozen=True):
 
     request_id: str
     at_tokens: int
-    """Number of tokens generated when its hidden states were read."""
+    """Number of tokens that the request had generated when its hidden states were read."""
     remaining: tuple[float, ...]
     """Remaining tokens: equally likely values, ascending."""
     most_tokens: int = MAX_OUTPUT_TOKENS
-    """Number of tokens that the request was allowed to generate from there on."""
+    """Maximum number of tokens that the request could still generate at that point."""
 
 
 class BlockEvicted(_Event, tag="evict", frozen=True):
@@ -226,25 +230,25 @@ class BlockEvicted(_Event, tag="evict", frozen=True):
     taker_request_id: str | None = None
     """The request that gets the block, if known."""
     score: tuple[float, ...] | None = None
-    """The owner's place in the eviction order, by which the block was chosen; None: no such order."""
+    """The owner's eviction score, by which the block was chosen; None: eviction is not by program."""
 
 
 class CachedBlocksFound(_Event, tag="pin", frozen=True):
-    """Report of a ``PIN_CACHED`` action: blocks that are still cached. The answer ``LeaseGranted`` holds
-    them."""
+    """Result of a ``PIN_CACHED`` action: the number of blocks that are still cached. The answer
+    ``LeaseGranted`` makes the engine hold them."""
 
     program_id: ProgramId
     blocks: int
     held_blocks: int | None = None
     """Number of distinct blocks that leases hold now."""
     unheld_blocks: int | None = None
-    """Number of the program's blocks that no lease holds."""
+    """Number of these blocks that no lease holds yet."""
     used_blocks: int | None = None
     """Number of blocks that requests use or leases hold now."""
 
 
 class PrefetchStarted(_Event, tag="prefetch", frozen=True):
-    """Report of a ``PREFETCH`` action: how much of the program's prefix was not on the device."""
+    """Result of a ``PREFETCH`` action: how many blocks of the program's prefix were not on the device."""
 
     program_id: ProgramId
     missing_blocks: int
@@ -270,18 +274,18 @@ Event = (
 
 
 class EngineActionKind(str, Enum):
-    """What the engine is to do with a program's KV."""
+    """What the engine must do with a program's KV."""
 
     RELEASE = "release"
-    """End the hold on the program's blocks; they stay cached until reused."""
+    """Stop holding the program's blocks. They stay cached until they are reused."""
     DROP = "drop"
-    """Release, and remove from the prefix cache the blocks that no other program owns."""
+    """Release the blocks, and remove those that no other program owns from the prefix cache."""
     PIN_CACHED = "pin_cached"
     """Hold the blocks of the program's last turn that are still cached, then report ``CachedBlocksFound``."""
     PREFETCH = "prefetch"
-    """Load the blocks of its last turn that are no longer on the device, then report ``PrefetchStarted``."""
+    """Load the last turn's blocks that are no longer on the device, then report ``PrefetchStarted``."""
     PLACE = "place"
-    """The program's KV belongs in ``tier`` from now on; park or release its waiting requests accordingly."""
+    """The program's KV belongs in ``tier`` from now on. Its requests may run only if that is DEVICE."""
 
 
 class EngineAction(NamedTuple):
@@ -295,13 +299,13 @@ class EngineAction(NamedTuple):
 
 
 class RequestRefused(NamedTuple):
-    """The engine must end this request with an error: placement parked it for ``gate_timeout_s``."""
+    """The engine must end this request with an error: placement kept it waiting for ``gate_timeout_s``."""
 
     request_id: str
 
 
 class LeaseGranted(NamedTuple):
-    """The engine holds the reported blocks until the lease is released."""
+    """The engine must hold the reported blocks until the lease is released."""
 
     lease: Lease
 
@@ -319,7 +323,7 @@ class RequestLetIn(NamedTuple):
 
 
 class RequestChosen(NamedTuple):
-    """The running request that the event asks for."""
+    """The running request that the event asked to choose."""
 
     request_id: str
 
@@ -331,7 +335,7 @@ class EventAnswered(NamedTuple):
 
 
 Answer = LeaseGranted | RecoveryChosen | RequestLetIn | RequestChosen | EventAnswered
-"""An action that answers the event just handled. It is always the last one of its list."""
+"""An action that answers the event just handled. It is always the last action of the returned list."""
 
 Action = EngineAction | RequestRefused | Answer
 

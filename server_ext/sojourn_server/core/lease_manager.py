@@ -1,4 +1,4 @@
-"""Grants and ends leases, orders the engine's part, and records why KV was released."""
+"""Grants and ends leases, adds the actions for the engine, and records why KV was released."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _LOSS_CAUSE_OF_LEASE_END = {
 
 
 class LeaseManager:
-    """Grants and ends leases, and orders the actions of the engine that follow."""
+    """Grants and ends leases, and adds the resulting actions for the engine to the scheduler's list."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._refused: tuple[ReclaimRequest, int] | None = None
-        """The last request for blocks for which no lease was ended, and ``LeaseTable.changes`` at that
-        time."""
+        """The last request for blocks that ended no lease, and ``LeaseTable.changes`` at that time."""
 
     def may_reclaim(self, need: ReclaimRequest) -> bool:
-        """Whether ``make_room`` could end a lease for this request."""
+        """Whether ``make_room`` could end a lease for this request. False without leases, or if leases have
+        not changed since the same request ended none."""
         leases = self._state.leases
         if not len(leases):
             return False
-        # A waiting request asks in every step. Without a change the answer is the same.
+        # A waiting request asks in every step. While the leases do not change, the answer stays the same.
         return not need.anything_running or (need, leases.changes) != self._refused
 
     def make_room(
@@ -49,10 +49,10 @@ class LeaseManager:
         freed_by: Callable[[ProgramId], int] | None,
         score: Callable[[ProgramId], tuple[float, ...]],
     ) -> int:
-        """End leases for a request that needs blocks; returns the number of leases.
+        """End leases for a request that needs blocks; returns the number of ended leases.
 
-        ``freed_by`` returns how many blocks the end of a program's lease frees; ``None``: as many as the
-        lease holds. ``score`` returns a program's eviction key.
+        ``freed_by`` returns how many blocks become free if a program's lease ends; ``None``: all blocks that
+        the lease holds. ``score`` returns a program's eviction key.
         """
         if not self.may_reclaim(need):
             return 0
@@ -75,7 +75,10 @@ class LeaseManager:
     def order(
         self, kind: EngineActionKind, program_id: ProgramId, reason: DecisionReason, now: float
     ) -> None:
-        """Order an action of the engine for a program, and end the program's lease."""
+        """End the program's lease, and add the action ``kind`` on its KV to the engine's actions.
+
+        A program without a lease gets no ``RELEASE`` action. ``DROP`` becomes ``RELEASE`` if the preset
+        leaves the KV of ended programs in the cache."""
         state = self._state
         if kind is EngineActionKind.DROP and state.preset.ended is EndedKvHandling.LEFT:
             kind = EngineActionKind.RELEASE
@@ -85,7 +88,7 @@ class LeaseManager:
         elif kind is not EngineActionKind.RELEASE:
             state.actions.append(EngineAction(kind, program_id, reason))
         if kind is EngineActionKind.DROP:
-            # Only programs with KV are logged: otherwise a flood of invented ids would fill the log.
+            # Only programs with KV are logged, so that a flood of invented ids does not fill the log.
             if lease is not None or state.contexts.get(program_id) is not None:
                 state.decisions.add(now, "drop", program_id, reason.value)
                 self.record_release(program_id, reason)
@@ -144,7 +147,8 @@ class LeaseManager:
             share = self._hinted_share_blocks(program.tenant)
             own = state.leases.hinted_blocks.get(program.tenant, 0) + more
             if excess > 0:
-                # Blocks that ended leases shared stay held, so only the next lease finds the room.
+                # Blocks shared with other leases stay held, so this lease is still refused. The next one may
+                # find enough budget.
                 self._end_excess_hinted(share, excess, now)
             if excess > 0 or (hinted and own > share):
                 keep = RetentionDecision(0.0, DecisionReason.OVER_BUDGET)
@@ -162,7 +166,7 @@ class LeaseManager:
         return lease
 
     def _hinted_share_blocks(self, tenant: str | None) -> int:
-        """Number of blocks that hinted leases of one tenant may hold.
+        """Number of blocks that hinted leases (with a TTL chosen by the client) of one tenant may hold.
 
         The budget is divided equally among tenants with hinted leases or with requests in the engine.
         Requests without a program count as one more tenant.
@@ -178,8 +182,8 @@ class LeaseManager:
         return state.leases.budget_blocks // (len(tenants) + untracked)
 
     def _end_excess_hinted(self, share_blocks: int, blocks: int, now: float) -> None:
-        """End hinted leases of tenants above their share until they have released ``blocks``, the
-        soonest-expiring first."""
+        """End hinted leases of tenants above their share, the soonest-expiring first, until ``blocks`` are
+        released."""
         held = self._state.leases.hinted_blocks
         excess = {tenant: held[tenant] - share_blocks for tenant in held if held[tenant] > share_blocks}
         if not excess:
@@ -209,7 +213,7 @@ class LeaseManager:
             self._state.recorder.observe("sojourn_lease_ttl_seconds", keep.ttl_s, tool=tool)
 
     def end(self, program_id: ProgramId, reason: DecisionReason, now: float) -> None:
-        """End the program's lease, if it has one; its blocks stay cached until reused."""
+        """End the program's lease, if it has one. The blocks stay cached until they are reused."""
         lease = self._state.leases.end(program_id)
         if lease is not None:
             self.ended(lease, reason, now)
@@ -221,7 +225,7 @@ class LeaseManager:
         now: float,
         kind: EngineActionKind = EngineActionKind.RELEASE,
     ) -> None:
-        """Record the end of a lease that has left the table, and order the release."""
+        """Record the end of a lease that was removed from the table, and add the engine's action ``kind``."""
         self._state.actions.append(EngineAction(kind, lease.program_id, reason))
         self.record_release(lease.program_id, reason)
         self._state.recorder.count("sojourn_lease_ends_total", reason=reason.value)
@@ -236,10 +240,12 @@ class LeaseManager:
     def cause(
         self, program: ProgramState, before: Sequence[Any] | None, fact: RequestAdmitted
     ) -> tuple[LossCause, EvictedBlock | None]:
-        """Why the first missing block of a prompt is missing, and the record of its eviction, if known."""
+        """Return why the first uncached block of a prompt is missing, and the record of the block's eviction.
+
+        The record is ``None`` if it is unknown. ``before``: block hashes of the program's last turn."""
         cause = self.release_cause(program.id)
         missing = fact.cached_tokens // self._state.pool.block_size
-        if before is None:  # the context was dropped, or forgotten
+        if before is None:  # the stored hashes were dropped
             return (cause if cause is LossCause.DROPPED else LossCause.UNKNOWN), None
         if missing >= len(before):
             return LossCause.UNKNOWN, None
@@ -249,8 +255,8 @@ class LeaseManager:
         return (cause or evicted_block.cause), evicted_block
 
     def release_cause(self, program_id: ProgramId | None) -> LossCause | None:
-        """Cause, in the ledger's terms, for which the program's KV was released; ``None`` if it was not
-        leased."""
+        """Return why the program's KV was released, as a cause of the turn ledger; ``None``: the KV was not
+        released, or for a reason that the ledger does not count."""
         ended = self._state.let_go.get(program_id) if program_id is not None else None
         return _LOSS_CAUSE_OF_LEASE_END.get(ended) if ended is not None else None
 

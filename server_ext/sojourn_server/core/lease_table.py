@@ -1,4 +1,4 @@
-"""Leases: which programs' KV is held, until when, and within which budget."""
+"""The table of leases: the programs whose KV is held between turns, the deadlines, and the budget."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import LeaseView
 
 SILENCE_INITIAL_S = 20.0
-"""Seconds without events, after its lease was granted, that end the lease of a client with heartbeats."""
+"""A lease ends this many seconds after its grant if its client promised heartbeats but sends no event."""
 SILENCE_EXTENSION_S = 10.0
-"""Seconds without events, after any later event, that end such a lease (a heartbeat is sent every 3 s)."""
+"""A lease with promised heartbeats (every 3 s) ends this many seconds after its client's last event."""
 
 
 @dataclass(slots=True)
@@ -35,22 +35,22 @@ class Lease:
     tool: str | None = None
     tenant: str | None = None
     own_blocks: int = 0
-    """Number of its blocks that no other lease held when it was granted; these count against the tenant's
-    share."""
+    """Number of the lease's blocks that no other lease held when it was granted. They count against the
+    tenant's share."""
     limit_s: float = float("inf")
     """Latest end of the lease, whatever the client reports."""
     anchored: bool = False
-    """Whether the lease's time runs from a tool's reported start."""
+    """Whether the TTL is counted from the reported start of a tool."""
     waiting: bool = False
-    """Whether a request of the program has arrived: the lease stays until it is scheduled (Continuum
-    §5.2)."""
+    """Whether a request of the program has arrived. The lease then lasts until that request is scheduled
+    (Continuum §5.2)."""
 
     def deadline_s(self) -> float:
-        """The earlier of expiry and silence."""
+        """The time at which the lease ends: its expiry, or earlier if the client stays silent."""
         return self.expires_s if self.silent_s is None else min(self.expires_s, self.silent_s)
 
     def view(self) -> LeaseView:
-        """The lease as policies see it."""
+        """The lease as input of policies."""
         return LeaseView(
             self.program_id, self.rank, self.expires_s, self.blocks, self.reload_s, self.waiting,
             hinted=self.reason is DecisionReason.HINTED,
@@ -67,7 +67,7 @@ class LeaseTable:
         self.blocks = 0
         """Blocks held by all leases; a shared block counts for each lease that holds it."""
         self.hinted_blocks: Counter[str | None] = Counter()
-        """Blocks held by leases whose TTL the client chose, by tenant; without zeros."""
+        """Blocks held by leases whose TTL the client chose, by tenant. Tenants with 0 blocks are absent."""
         self._leases: dict[ProgramId, Lease] = {}
         self._deadlines: list[tuple[float, int, ProgramId]] = []
         self._version: dict[ProgramId, int] = {}
@@ -101,7 +101,7 @@ class LeaseTable:
         self._push(lease)
 
     def heard(self, program_id: ProgramId, now: float) -> None:
-        """Note an event of the client: the lease's end by silence is postponed."""
+        """Record an event of the client, which postpones the end of the lease by silence."""
         lease = self._leases.get(program_id)
         if lease is not None and lease.silent_s is not None:
             later = now + SILENCE_EXTENSION_S
@@ -110,14 +110,14 @@ class LeaseTable:
                 self._push(lease)
 
     def promised(self, program_id: ProgramId, now: float) -> None:
-        """From now on the client's silence ends its lease: the client promises heartbeats."""
+        """Record that the client promised heartbeats, so that its silence ends the lease from now on."""
         lease = self._leases.get(program_id)
         if lease is not None and lease.silent_s is None:
             lease.silent_s = now + SILENCE_INITIAL_S
             self._push(lease)
 
     def extend(self, program_id: ProgramId, expires_s: float) -> bool:
-        """Move the expiry later, within the lease's limit. Returns whether it moved."""
+        """Postpone the expiry to ``expires_s``, at most to the lease's limit. Returns whether it changed."""
         lease = self._leases.get(program_id)
         if lease is None:
             return False
@@ -129,7 +129,7 @@ class LeaseTable:
         return True
 
     def set_waiting(self, program_id: ProgramId, waiting: bool) -> bool:
-        """Note whether a request of the program waits. Returns whether the program has a lease."""
+        """Record whether a request of the program waits. Returns whether the program has a lease."""
         lease = self._leases.get(program_id)
         if lease is None:
             return False
@@ -139,7 +139,7 @@ class LeaseTable:
         return True
 
     def end(self, program_id: ProgramId) -> Lease | None:
-        """Remove the program's lease, if it has one."""
+        """Remove and return the program's lease, if it has one."""
         lease = self._leases.pop(program_id, None)
         if lease is not None:
             self.blocks -= lease.blocks
@@ -152,9 +152,9 @@ class LeaseTable:
         return lease
 
     def due(self, now: float, limit: int) -> list[tuple[Lease, DecisionReason]]:
-        """Remove and return leases that have expired, at most ``limit``.
+        """Remove and return expired leases with the reasons, at most ``limit``.
 
-        Leases of programs that wait to be scheduled stay (Continuum §5.2).
+        The lease of a program with a waiting request stays until the request is scheduled (Continuum §5.2).
         """
         ended: list[tuple[Lease, DecisionReason]] = []
         while self._deadlines and self._deadlines[0][0] <= now and len(ended) < limit:
@@ -170,7 +170,7 @@ class LeaseTable:
         return ended
 
     def next_deadline_s(self) -> float | None:
-        """The earliest time at which ``due`` may return a lease."""
+        """The earliest time at which ``due`` may return a lease; ``None`` without leases."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def _push(self, lease: Lease) -> None:

@@ -1,4 +1,4 @@
-"""Lifecycle of programs: requests open them, client events change them, they end, expire or are forgotten."""
+"""Lifecycle of programs: requests open programs, client events change them, then they end or expire."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROGRAM_OUTCOMES = ("ok", "error", "cancelled")
 
 
 class ProgramLifecycle:
-    """Opens programs, applies client events to them, learns from each that ends, and releases its KV.
+    """Opens programs and applies client events to them. Learns from ended programs and releases their KV.
 
     Times are seconds on the engine's monotonic clock.
     """
@@ -57,30 +57,31 @@ class ProgramLifecycle:
         }
 
     def open(self, program_id: ProgramId, now: float) -> ProgramState:
-        """The program of a request that has arrived; a new program if it is unknown."""
+        """Return the program of a request that has arrived. Adds a new program if the id is unknown."""
         program, forgotten = self._programs.open(program_id, now)
         self.forget(forgotten, now)
         self._leases.heard(program.id, now)
         if not program.ranked or program.status is ProgramStatus.ENDED:
-            # The first request gives the rank, not an announcement. An id used again after its program's end
-            # is a new program.
+            # The first request determines the rank, a program_start does not. An id that is used again after
+            # its program ended is a new program.
             program.rank, program.ranked = self._programs.next_rank(), True
             if program.status is ProgramStatus.ENDED:
                 program.reset_for_reuse()
         return program
 
     def over(self, program: ProgramState, signal: ProgramSignal, outcome: str, now: float) -> None:
-        """End a program that has ended (``END``) or expired (``SILENCE``). ``outcome``: its label in log and
-        metrics."""
+        """End a program because it is done (``END``) or was silent for too long (``SILENCE``).
+
+        ``outcome``: label in log and metrics."""
         if not self._programs.signal(program, signal):
             return
-        if signal is ProgramSignal.END:  # after mere silence a tool may still run, and its end be reported
+        if signal is ProgramSignal.END:  # after silence a tool may still run, and its end may be reported
             program.tools.clear()
         self._tier_manager.forget(program.id, now)
         if program.turns != program.turns_at_last_end:
             program.turns_at_last_end = program.turns
             self._state.histories.turns.observe(program.turns)
-            # An expired program counts as ended. A cancelled one did not end by itself.
+            # An expired program counts as ended. A cancelled one does not, since it could have gone on.
             self._workflow_predictor.over(program, ended=outcome != "cancelled")
             self._journal.over(program, outcome, now)
         self._workflow_predictor.touched(program)
@@ -100,7 +101,7 @@ class ProgramLifecycle:
             self.over(program, ProgramSignal.SILENCE, "silent", now)
 
     def forget(self, programs: Sequence[ProgramState], now: float) -> None:
-        """Remove all data of programs that have left the table, and drop their KV."""
+        """Drop the KV and all other data of programs that were removed from the table."""
         for program in programs:
             self._tier_manager.forget(program.id, now)
             self._lease_manager.order(EngineActionKind.DROP, program.id, DecisionReason.SUPERSEDED, now)
@@ -109,7 +110,7 @@ class ProgramLifecycle:
     # -- client events ----------------------------------------------------------
 
     def fold(self, emitter: EmitterId, event: AnyEvent, now: float) -> EventOutcome:
-        """Apply one event and return its outcome. An event that cannot be used changes nothing."""
+        """Apply one client event and return its outcome. An unusable event does not change the program."""
         program_id = ProgramId(event.program_id)
         if not isinstance(event, ProgramStart) and program_id not in self._programs:
             return _event_outcome(
@@ -146,7 +147,7 @@ class ProgramLifecycle:
         started_s = now - min(event.age_s, now)
         inferred_s = program.gap_inferred_s
         if program.live_requests and inferred_s is not None and started_s <= inferred_s:
-            # The history has its duration already, as the gap between the two requests.
+            # The history already has the tool's duration: the gap between the two requests.
             return Outcome.DEFERRED, "a request overtook this event and has ended the tool call"
         program.tools[CallId(event.call_id)] = RunningTool(
             key, started_s, event.expected_s, event.tool, event.tool_class
@@ -155,14 +156,14 @@ class ProgramLifecycle:
             return Outcome.DEFERRED, "a request of the program is in the engine; counts for the history only"
         lease = self._leases.get(program.id)
         if lease is not None:
-            if not lease.anchored:  # once a gap: the time-to-live was chosen for a tool that starts now
+            if not lease.anchored:  # only once per gap, since the TTL was chosen for a tool that starts now
                 lease.anchored = True
                 self._leases.extend(program.id, started_s + lease.ttl_s)
             if program.pending_tool != key:
                 program.pending_tool = key
                 self._workflow_predictor.tool_reported(program, now)
         elif program.pending_tool != key and self._state.contexts.get(program.id) is not None:
-            # The output showed no tool call, or another one. A lease that has ended in this gap stays ended.
+            # The output showed no tool call, or another one. After a lease in this gap, no second is granted.
             program.pending_tool = key
             self._workflow_predictor.tool_reported(program, now)
             if not program.gap_leased:

@@ -1,12 +1,12 @@
-"""The state machine of one engine: events in, actions out, and pure questions.
+"""The state machine of one engine: it takes events, returns actions, and has read-only queries.
 
-Theory of operation ------------------- ``handle`` is the only way to change state. It knows no engine, no
-clock and no network: an adapter reports events with ``now`` and carries out the actions. The simulator does
-the same in virtual time, so a recorded run gives the same decisions again. If an event fails, actions already
-ordered are returned with the next event's.
+``handle`` is the only way to change state. It uses no engine, no clock and no network: an adapter reports
+events with ``now`` and carries out the returned actions. The simulator does the same in virtual time, so a
+recorded run gives the same decisions again. If the handling of an event fails, the actions that it added are
+returned with those of the next event.
 
-Questions (``queue_key``, ``is_parked`` ...) change nothing. The tables are in ``state``, for ``core`` and
-``recording`` alone.
+Queries such as ``queue_key`` and ``is_parked`` change nothing. The tables are in ``state``. Only ``core`` and
+``recording`` may use them.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ from .workflow_predictor import WorkflowPredictor
 
 
 class KnownRequest(NamedTuple):
-    """Facts about a request in the engine, for the adapter."""
+    """Data about a request in the engine, for the vLLM adapter."""
 
     program_id: ProgramId | None
-    """``None``: the request is untracked."""
+    """``None``: the request has no program."""
     rank: int
-    """Arrival rank of its program; of the request itself if it is untracked."""
+    """Arrival rank of the request's program, or of the request itself if it has no program."""
     admitted: bool
     """Whether the request was admitted. It may have been preempted since."""
 
 
 class ProgramScheduler:
-    """Program state, leases and policies of one engine."""
+    """Keeps the program state and leases of one engine, and applies its policies: events in, actions out."""
 
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
@@ -146,10 +146,10 @@ class ProgramScheduler:
         }
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Change state by one event; return the engine's actions in order. An ``Answer`` comes last.
+        """Apply one event; return the actions for the engine, in order. An ``Answer`` is the last of them.
 
-        Raises ``TypeError`` for an unknown event, and exceptions of policies. Actions ordered before the
-        exception are returned with the next event.
+        Raises ``TypeError`` for an unknown event, and exceptions of policies. Actions that were added before
+        an exception are returned with the next event.
         """
         handler = self._handlers.get(type(event))
         if handler is None:
@@ -255,7 +255,7 @@ class ProgramScheduler:
         program = self._programs.get(event.program_id)
         if program is None or program.live_requests or program.id in self._leases or not event.blocks:
             return None
-        if program.status in OVER_STATUSES:  # it ended between the order and its execution
+        if program.status in OVER_STATUSES:  # it ended before the engine carried out PIN_CACHED
             return None
         lease = self._lease_manager.grant(
             program,
@@ -278,10 +278,10 @@ class ProgramScheduler:
             self._lease_manager.record_release(program_id, DecisionReason.RESET)
         self._tiers.cache_reset(now)
 
-    # -- questions: they change nothing -----------------------------------------
+    # -- queries: they change nothing -------------------------------------------
 
     def request(self, request_id: str) -> KnownRequest | None:
-        """Facts about a request in the engine; ``None`` for an unknown id."""
+        """Return data about a request in the engine; ``None`` for an unknown id."""
         state = self._requests.states.get(request_id)
         if state is None:
             return None
@@ -307,32 +307,32 @@ class ProgramScheduler:
         return self.state.ledger.of_program(program_id)
 
     def continuation_probability(self, program_id: ProgramId) -> float | None:
-        """Probability that the program's last turn is followed by another; ``None``: unknown."""
+        """Probability that another turn follows the program's last one; ``None``: unknown."""
         program = self._programs.get(program_id)
         return program.goes_on if program is not None else None
 
     def queue_key(self, request_id: str, *, preempted: bool | None = None) -> tuple[Any, ...]:
-        """The request's place in the queue, lowest first. ``preempted``: its status in the engine now;
-        ``None``: as last reported."""
+        """Sort key of the request in the waiting queue, lowest first. ``preempted``: whether the engine
+        preempted the request; ``None``: as last reported."""
         state = self._requests.states[request_id]
         view = self._request_lifecycle.waiting_view(state)
         return self.preset.order.key(view if preempted is None else view._replace(preempted=preempted))
 
     def promoted_s(self, request_id: str) -> float:
-        """Time at which the request becomes the first in the queue only because it has waited; ``inf``:
-        never, in the present state."""
+        """Time at which the request moves to the front of the queue because of its long wait; ``inf``: never,
+        in the present state."""
         return self._request_lifecycle.promoted_s(self._requests.states[request_id])
 
     def arrival(self, request_id: str) -> int:
-        """Number of the request in the engine, by arrival; 0 for an unknown one, which no request passes."""
+        """Number of the request in order of arrival; 0 for an unknown request, so that none overtakes it."""
         state = self._requests.states.get(request_id)
         return state.arrival if state is not None else 0
 
     def is_overdue(self, request_id: str, now: float) -> bool:
-        """Whether a waiting request may end any lease and pass later requests.
+        """Whether a waiting request may end any lease and overtake later requests.
 
-        True for a request without a program that has waited ``line_patience_s``. A program waits for earlier
-        programs only, which is the purpose of leases.
+        True for a request without a program that has waited for ``line_patience_s``. A request of a program
+        is never overdue: it waits only for earlier programs, which is the purpose of leases.
         """
         state = self._requests.states.get(request_id)
         if state is None or state.program is not None or state.running:
@@ -342,32 +342,32 @@ class ProgramScheduler:
     def passes(self, overdue_id: str, other_id: str, *, preempted: bool) -> bool:
         """Whether an overdue request is served before another waiting request.
 
-        It passes requests that arrived later, except preempted ones. ``preempted``: the other request's
-        status in the engine.
+        An overdue request overtakes requests that arrived later, except preempted ones. ``preempted``:
+        whether the engine preempted the other request.
         """
         overdue, other = self._requests.states.get(overdue_id), self._requests.states.get(other_id)
         return overdue is not None and other is not None and not preempted and other.arrival > overdue.arrival
 
     def subject_to_admission(self, request_id: str, *, preempted: bool | None = None) -> bool:
-        """Whether the request needs the answer to ``AdmissionRequested`` before it is admitted."""
+        """Whether the engine must report ``AdmissionRequested`` before it admits the request."""
         return self._admission.applies_to(self._requests.states[request_id], preempted)
 
     def is_parked(self, request_id: str) -> bool:
-        """Whether a waiting request may not run, even with free blocks, since its program is not on the
-        device."""
+        """Whether a waiting request may not run even if blocks are free, since its program is not placed on
+        the device."""
         return self._tiers.parked(self._requests.states[request_id])
 
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
-        """Whether a rejected request has waited so long that later requests may not pass it."""
+        """Whether a rejected request has waited so long that later requests may not overtake it."""
         return self._admission.blocks_later_requests(self._requests.states[request_id], now)
 
     def awaiting_first_token(self) -> KeysView[str]:
-        """Ids of admitted requests of programs that have no output token yet."""
+        """Ids of requests that belong to programs, were admitted, and have no output token yet."""
         return self._turns.awaiting_first_token.keys()
 
     def may_reclaim(self, need: ReclaimRequest) -> bool:
-        """Whether ``BlocksNeeded`` could end a lease: there is a lease, and something has changed since the
-        same request for blocks found none."""
+        """Whether ``BlocksNeeded`` could end a lease. False without leases, or if leases have not changed
+        since the same request for blocks ended none."""
         return self._lease_manager.may_reclaim(need)
 
     @property
@@ -377,7 +377,7 @@ class ProgramScheduler:
 
     @property
     def output_predictor(self) -> RemainingTokensPolicy:
-        """The policy that predicts output lengths. The simulator replaces it by one with the true lengths."""
+        """The policy that predicts output lengths. The simulator may set one that knows the true lengths."""
         return self._forecaster.predictor
 
     @output_predictor.setter
@@ -386,27 +386,27 @@ class ProgramScheduler:
 
     @property
     def demand_changes(self) -> int:
-        """Counts changes after which a rejected request may be admitted: departures, and samples of
-        demand."""
+        """Number of changes so far after which a rejected request may be admitted: departures of requests and
+        samples of demand."""
         return self._forecaster.changes
 
     def output_length_errors(self) -> dict[str, float | None]:
-        """Number of known output lengths, and the errors of predictions with and without a network."""
+        """Number of learned output lengths, and the errors of predictions with and without a network."""
         return self._forecaster.known()
 
     def placed_tier(self, program_id: ProgramId) -> Tier | None:
-        """The tier whose queue holds the program; ``None``: no queue does."""
+        """The tier in whose queue the program is placed; ``None``: in no queue."""
         return self._tiers.placed(program_id)
 
     def placed_counts(self) -> dict[Tier, int]:
-        """Number of programs by queue."""
+        """Number of programs in each tier's queue."""
         return self._tiers.counts()
 
-    # -- questions of the eviction order ------------------------------------------
+    # -- queries for the eviction order -------------------------------------------
 
     def label(self, program_id: ProgramId | None) -> BlockLabel:
-        """The label of a program's blocks in lower tiers; INACTIVE for ``None`` and for programs that are
-        over."""
+        """The label of a program's blocks, by which lower tiers evict; INACTIVE for ``None`` and for ended
+        programs."""
         program = self._programs.get(program_id) if program_id is not None else None
         if program is None or program.status in OVER_STATUSES:
             return BlockLabel.INACTIVE
@@ -415,10 +415,9 @@ class ProgramScheduler:
     def owner_standing(
         self, program_id: ProgramId, left: AbandonedBranch | None = None
     ) -> tuple[float, ...] | None:
-        """The input of the eviction key of a program, or of the branch ``left`` that its newest turn
-        abandoned.
+        """Return the input of ``owner_score`` for a program, or for the branch ``left`` that it abandoned.
 
-        It is valid until ``take_changed_programs`` returns the program. ``None``: the program is unknown.
+        The value is valid until ``take_changed_programs`` returns the program. ``None``: unknown program.
         """
         program = self._programs.get(program_id)
         if program is None:
@@ -427,10 +426,10 @@ class ProgramScheduler:
         return self.preset.eviction.standing(view._replace(tier=self._tiers.tier(program_id)))
 
     def owner_score(self, standing: tuple[float, ...] | None, branch_reuse: float = 1.0) -> tuple[float, ...]:
-        """The eviction key of a standing; blocks with the lowest key are reused first.
+        """Return the eviction key for a result of ``owner_standing``. Blocks with the lowest key go first.
 
-        ``branch_reuse`` is the share of abandoned blocks that was reused. The key is valid until that share
-        or ``score_scale_changes`` changes.
+        ``branch_reuse`` is the share of abandoned blocks that was used again. The key is valid until that
+        share or ``score_scale_changes`` changes.
         """
         if standing is None:
             return (-math.inf,)
@@ -438,16 +437,16 @@ class ProgramScheduler:
 
     @property
     def score_scale_changes(self) -> int:
-        """Counts changes of the scale of ``owner_score``."""
+        """Number of changes of the scale of ``owner_score`` so far."""
         return self._predictor.scale_changes
 
     def take_changed_programs(self) -> dict[ProgramId, None]:
-        """Programs whose standing may have changed since the last call, in the order of the changes."""
+        """Return programs whose ``owner_standing`` may have changed since the last call, oldest first."""
         return self._predictor.take_changed()
 
     def take_begun_turns(self) -> dict[ProgramId, float]:
-        """Programs with a turn admitted since the last call → time at which they last used their earlier
-        blocks."""
+        """Return the programs whose next turn was admitted since the last call, each with the time at which
+        it last used its earlier blocks."""
         return self._predictor.take_begun()
 
     def check(self) -> None:
@@ -472,7 +471,7 @@ class ProgramScheduler:
     # -- inside -----------------------------------------------------------------
 
     def _current_score(self, program_id: ProgramId) -> tuple[float, ...]:
-        # Not the overridden questions: a recording holds those of the engine only.
+        # Calls the base class, since a recording must hold only the engine's own queries.
         return ProgramScheduler.owner_score(self, ProgramScheduler.owner_standing(self, program_id))
 
     def _with_predictions(
@@ -486,8 +485,8 @@ class ProgramScheduler:
         return self.preset.victim.victim(views, self._forecaster.need(views, short_blocks, used_blocks), now)
 
     def _moved(self, program: ProgramState, move: TierMove, now: float) -> None:
-        """Log a move that the tier manager made, and order the engine's part."""
-        if move.reason is MoveReason.OVER:  # its end is logged already
+        """Log a move of the tier manager, and add the action for the engine."""
+        if move.reason is MoveReason.OVER:  # the program's end is logged already
             self._outbox.append(EngineAction(EngineActionKind.PLACE, program.id, DecisionReason.END, move.to))
             return
         self._journal.moved(program.id, move, now)
@@ -502,4 +501,4 @@ class ProgramScheduler:
         self._outbox.append(EngineAction(EngineActionKind.PLACE, program.id, DecisionReason.PLACED, move.to))
 
     def close_recording(self, reason: str) -> None:
-        """Do nothing; ``RecordingScheduler`` writes the end record here, when the engine stops."""
+        """Do nothing. ``RecordingScheduler`` overrides this method to write the end record of a recording."""

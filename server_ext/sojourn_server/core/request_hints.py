@@ -1,4 +1,4 @@
-"""The program and the hint of a request, read from the request's session header and ``vllm_xargs``."""
+"""Reads the program and the hint of a request from its session header and ``vllm_xargs``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sojourn.wire_codec import Outcome, WireError, decode_context
 CONTEXT_KEY = "agentic_context"
 
 MAX_NAME_CHARS = 256
-"""Maximum number of characters kept of a client's name (agent type, tenant, graph node, request id)."""
+"""Maximum number of characters that are kept of a name from a client, such as an agent type or a tenant."""
 
 
 def clipped(name: str | None) -> str | None:
-    """The kept part of a client's name; ``None`` for ``None``."""
+    """Return the first ``MAX_NAME_CHARS`` characters of a name; ``None`` for ``None`` or "" ."""
     return name[:MAX_NAME_CHARS] if name else None
 
 
@@ -35,9 +35,9 @@ NO_IDENTITY = RequestIdentity(None, None)
 
 
 def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> RequestIdentity:
-    """Read the program from the hint, else from the session header. Never raises.
+    """Read a request's program from its hint, or else from its session header. Never raises.
 
-    A malformed hint is reported and ignored; the session header is still used.
+    A malformed hint is ignored, and the result names the reason. The session header is still used.
     """
     session = _checked_session_id(session_id)
     text = xargs.get(CONTEXT_KEY) if xargs else None
@@ -50,8 +50,8 @@ def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> Reque
     except WireError as error:
         return RequestIdentity(session, None, Outcome.REJECTED, str(error))
     if context.sojourn is not None and context.sojourn.implicit:
-        # Requests of one process without a declared program. As one program they would keep its first rank
-        # for ever, so a busy process would always go first.
+        # All requests of a process that declares no program. If they were one program, they would keep the
+        # rank of the first request for ever, so a busy process would always go first.
         return RequestIdentity(None, context, Outcome.APPLIED)
     return RequestIdentity(ProgramId(context.program_id), context, Outcome.APPLIED)
 

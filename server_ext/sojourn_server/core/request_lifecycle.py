@@ -1,4 +1,4 @@
-"""Lifecycle of requests: they arrive, are admitted and preempted, and leave.
+"""Lifecycle of requests: their arrival, admission, preemption and end.
 
 A turn ends when the last of its requests leaves.
 """
@@ -38,7 +38,7 @@ from .workflow_predictor import WorkflowPredictor
 
 
 class RequestLifecycle:
-    """Handles the events of requests, and passes them on to the parts of the scheduler that they concern.
+    """Handles events of requests: updates the tables and calls the scheduler's parts that need the event.
 
     Times are seconds on the engine's monotonic clock.
     """
@@ -72,13 +72,13 @@ class RequestLifecycle:
         """Time of the last arrival or tick."""
 
     def waiting_view(self, request_state: RequestState) -> WaitingRequestView:
-        """A request as the queue order sees it at ``now_s``."""
+        """Return the request as input of the queue order policy, at the time ``now_s``."""
         program = request_state.program
         leased = program is not None and program.id in self._leases
         return self._requests.waiting(request_state, self.now_s, leased=leased)
 
     def promoted_s(self, request_state: RequestState) -> float:
-        """Time at which the request becomes the first in the queue only because it has waited; ``inf``:
+        """Time at which the request moves to the front of the queue because of its long wait; ``inf``:
         never."""
         return self._state.preset.order.promoted_s(self.waiting_view(request_state))
 
@@ -181,8 +181,8 @@ class RequestLifecycle:
         return RecoveryChosen(recovery)
 
     def load_given_up(self, event: LoadGivenUp, now: float) -> None:
-        """Record that a request lost its blocks before it ran. It counts as a preemption, so that victims
-        take turns."""
+        """Record that a request lost its blocks before it ran. This counts as a preemption, so that the same
+        request is not the victim every time."""
         request_state = self._requests.states.get(event.request_id)
         self._forecaster.gone(event.request_id)
         self._admission.drop_holder(event.request_id)
@@ -191,7 +191,8 @@ class RequestLifecycle:
         self._journal.load_given_up(request_state, now)
 
     def finished(self, fact: TurnFinished, now: float) -> LeaseGranted | None:
-        """Remove a request. The last one of its program's turn ends the turn; returns the lease, if any."""
+        """Remove a request that has left the engine. The turn ends when the last of its requests leaves.
+        Returns the lease that is then granted, if any."""
         request_state = self._requests.states.pop(fact.request_id, None)
         self._admission.drop_holder(fact.request_id)
         self._forecaster.gone(fact.request_id)
@@ -222,7 +223,7 @@ class RequestLifecycle:
             return None
         self._programs.signal(program, ProgramSignal.TURN_OVER)
         self._leases.set_waiting(program.id, False)
-        if program.status in OVER_STATUSES:  # the client ended it while this request still ran
+        if program.status in OVER_STATUSES:  # the client ended the program while this request still ran
             self._lease_manager.order(EngineActionKind.DROP, program.id, DecisionReason.END, now)
             return None
         if failed:

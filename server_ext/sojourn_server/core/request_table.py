@@ -1,4 +1,4 @@
-"""The requests in the engine: the state of each, and the number of running tokens."""
+"""The table of requests in the engine, with the state of each and the number of running tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RequestState:
 
     request_id: str
     rank: int
-    """Arrival rank of its program; of the request itself if it has no program."""
+    """Arrival rank of the request's program, or of the request itself if it has no program."""
     arrival: int
     """Number of the request in order of arrival."""
     program: ProgramState | None
@@ -32,13 +32,13 @@ class RequestState:
     hinted_ttl_s: float | None = None
     final: bool = False
     node: str | None = None
-    """Graph node that its hint names."""
+    """Graph node that the request's hint names."""
     steps_left: float | None = None
-    """Number of turns that its hint expects to follow."""
+    """Number of further turns that the hint announces."""
     hinted_tokens: int | None = None
-    """Length of the whole output that its hint expects, in tokens."""
+    """Total output length in tokens that the hint announces."""
     tool: str | None = None
-    """Key of the tool whose result ends its prompt."""
+    """Key of the tool that ran before this request."""
     prompt_tokens: int = 0
     preempted: bool = False
     admitted: bool = False
@@ -46,31 +46,31 @@ class RequestState:
     admission_blocked_since_s: float | None = None
     """Time at which the admission policy first rejected the request, if it still waits."""
     attained_s: float = 0.0
-    """Seconds that its program's requests had run when it arrived."""
+    """Seconds that the program's requests had run when this request arrived."""
     since_s: float = 0.0
-    """Time at which its present wait or run began."""
+    """Time at which the request's present wait or run began."""
     running: bool = False
     ran_s: float = 0.0
-    """Seconds that it ran before ``since_s``."""
+    """Seconds that the request ran before ``since_s``."""
     waited_s: float = 0.0
-    """Seconds that it waited in the queue before ``since_s``."""
+    """Seconds that the request waited in the queue before ``since_s``."""
     preemptions: int = 0
     output_tokens_at_admission: int = 0
-    """Number of tokens that it had generated at its last admission."""
+    """Number of tokens that the request had generated at its last admission."""
     remaining: RemainingTokens | None = None
-    """Predicted remaining tokens, at ``asked_at`` generated tokens."""
+    """Predicted remaining tokens, as of ``asked_at`` generated tokens."""
     asked_at: int = -1
     predicted_output_tokens: float | None = None
-    """First prediction of its output length; ``None`` if that was not made at the start of the output."""
+    """First prediction of the output length, made near the start of the output; ``None``: there was none."""
     guess: RemainingTokens | None = None
-    """The network's prediction, at ``model_predicted_at_tokens`` generated tokens."""
+    """Remaining tokens as predicted by the network, as of ``model_predicted_at_tokens`` generated tokens."""
     model_predicted_at_tokens: int = 0
     guesses: list[tuple[int, float, float | None]] = field(default_factory=list)
-    """Samples to check the network: (generated tokens, its prediction, the prediction without it)."""
+    """Samples to check the network: (generated tokens, network's prediction, prediction without network)."""
 
     def run(self, now: float, promoted_s: float) -> None:
-        """Begin to run. Seconds run and waited before ``promoted_s`` no longer count if that time has
-        passed."""
+        """Record that the request begins to run. If ``promoted_s`` has passed, the seconds that the request
+        ran and waited before that time no longer count."""
         if promoted_s <= now:
             self.waited_s, self.ran_s = now - promoted_s, 0.0
         else:
@@ -78,7 +78,7 @@ class RequestState:
         self.running, self.since_s = True, now
 
     def stop(self, now: float) -> None:
-        """Stop running, or waiting."""
+        """Record that the request stops running or waiting, and begins to wait."""
         if self.running:
             self.ran_s += now - self.since_s
         else:
@@ -86,7 +86,7 @@ class RequestState:
         self.running, self.since_s = False, now
 
     def ran_until(self, now: float) -> float:
-        """Seconds that it has run up to ``now``."""
+        """Seconds that the request has run up to ``now``."""
         return self.ran_s + (now - self.since_s if self.running else 0.0)
 
 
@@ -123,9 +123,9 @@ class RequestTable:
     def apply_hint(
         self, request_state: RequestState, context: AgenticContext | None, max_hinted_ttl_s: float
     ) -> bool:
-        """Store a hint in the request's state and its program. Without a program it is ignored.
+        """Store a hint in the state of a request and of its program; no effect without a program.
 
-        Returns whether its time-to-live was clipped.
+        Returns whether the hinted TTL was outside its bounds and was changed.
         """
         program = request_state.program
         if context is None or program is None:
@@ -146,7 +146,7 @@ class RequestTable:
         if ours is not None:
             if ours.heartbeat:
                 self._programs.promise_heartbeats(program)
-            # Clipped, because the program keeps them and a context may hold a name of 16 KiB.
+            # Names are clipped, because the program keeps them and a context may hold a name of 16 KiB.
             program.agent_type = clipped(ours.agent_type) or program.agent_type
             program.node = clipped(ours.node) or program.node
             program.tenant = clipped(ours.tenant) or program.tenant
@@ -175,7 +175,7 @@ class RequestTable:
         request_state.stop(now)
 
     def idle_s(self, now: float, anything_running: bool) -> float:
-        """Seconds for which nothing has run, counted from the first call with ``anything_running`` false."""
+        """Seconds for which nothing has run, since the first call with ``anything_running`` false."""
         if anything_running:
             self._idle_since_s = None
             return 0.0
@@ -184,7 +184,7 @@ class RequestTable:
         return now - self._idle_since_s
 
     def waiting(self, request_state: RequestState, now: float, *, leased: bool) -> WaitingRequestView:
-        """A request as the queue order sees it; ``leased``: whether its program holds a lease."""
+        """Return a request as input of the queue order policy. ``leased``: its program has a lease."""
         program = request_state.program
         return WaitingRequestView(
             preempted=request_state.preempted,
@@ -200,7 +200,7 @@ class RequestTable:
         )
 
     def with_service(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
-        """The engine's views of running requests, completed with the seconds that each has run."""
+        """Return the engine's views of running requests, completed with the seconds that each has run."""
         return [self._with_service(view, now) for view in running]
 
     def _with_service(self, view: RunningRequestView, now: float) -> RunningRequestView:

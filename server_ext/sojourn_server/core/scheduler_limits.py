@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """Bounds of a scheduler, each with its unit. Plugin settings of the same names replace six of them."""
+    """Limits of a scheduler. Six of them can be changed by plugin settings of the same names."""
 
     max_programs: int = 20_000
     max_graphs: int = 256
@@ -21,12 +21,12 @@ class SchedulerLimits:
     max_held_s: float = 310.0
     """Maximum seconds of a lease, whatever the client reports, unless the policy granted more."""
     gate_timeout_s: float = 600.0
-    """Seconds after which a request that placement parks is refused with an error."""
+    """Seconds after which a request is refused with an error if placement keeps it waiting."""
     line_patience_s: float = 30.0
-    """Seconds of waiting after which a request without a program passes later requests and may end any lease,
-    and after which later requests no longer pass a program that waits for admission."""
+    """Seconds of waiting with two effects. A request without a program then overtakes later requests and may
+    end any lease. A program that waits for admission is then no longer overtaken by later requests."""
     return_grace_s: float = 2.0
-    """Seconds that a lease lasts after its tool's reported end: time for the next request to arrive."""
+    """Seconds that a lease lasts after the reported end of its tool, so that the next request can arrive."""
     idle_program_s: float = 1800.0
     """Seconds of silence between turns after which a program expires."""
     silent_program_s: float = 60.0

@@ -1,4 +1,4 @@
-"""The pool's shape, histories, and ``SchedulerState``, which holds all tables of a scheduler."""
+"""``SchedulerState`` with all tables of a scheduler, its histories, and the size of the KV pool."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .scheduler_limits import SchedulerLimits
 
 @dataclass(slots=True, kw_only=True)
 class KVPoolConfig:
-    """The engine's KV pool."""
+    """Sizes of the engine's KV pool and of the tiers below it."""
 
     blocks: int
     block_size: int
@@ -35,7 +35,7 @@ class KVPoolConfig:
     block_bytes: int = 0
     max_context_tokens: int = 1 << 31
     dropped_hit_blocks: int = 0
-    """Number of cached blocks at the end of a prefix that this engine computes again (EAGLE: 1)."""
+    """Number of cached blocks at the end of a prefix that the engine computes again anyway (EAGLE: 1)."""
     step_tokens: int = 1 << 31
     """Maximum number of tokens in one engine step."""
     host_s_per_token: float | None = None
@@ -48,13 +48,13 @@ class KVPoolConfig:
 
 @dataclass(slots=True)
 class Histories:
-    """Histories that a scheduler learns from; they may be saved."""
+    """Histories of earlier turns and programs from which a scheduler learns. They may be saved."""
 
     tools: ToolHistory = field(default_factory=ToolHistory)
     turns: TurnHistory = field(default_factory=TurnHistory)
     evicted_waits: SlidingMean = field(default_factory=SlidingMean)
     growth_tokens: SlidingMean = field(default_factory=SlidingMean)
-    """Number of tokens by which each turn after the first exceeded its program's longest context."""
+    """Tokens by which each turn after the first exceeded the longest earlier context of its program."""
     workflows: WorkflowHistory = field(default_factory=WorkflowHistory)
     output_lengths: OutputLengthHistory = field(default_factory=OutputLengthHistory)
     hints_off: HintErrors = field(default_factory=HintErrors)
@@ -62,14 +62,14 @@ class Histories:
 
 
 MIN_REMEMBERED = 1000
-"""Turns and decisions that are kept at least; otherwise as many as ``max_programs``."""
+"""Minimum number of turns and of decisions that are kept; more if ``max_programs`` is larger."""
 
 
 class SchedulerState:
     """Configuration and tables of one engine's scheduler.
 
-    Only ``core`` and ``recording`` read it; other packages ask ``ProgramScheduler``. Only ``handle`` changes
-    it.
+    Only ``core`` and ``recording`` read this state; other packages ask ``ProgramScheduler``. Only
+    ``ProgramScheduler.handle`` changes it.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SchedulerState:
         self.leases = LeaseTable(int(pool.blocks * self.limits.lease_budget_fraction))
         self.contexts = ContextHashStore()
         self.let_go: dict[ProgramId, DecisionReason] = {}
-        """Why the KV of each known program was released since its last admission."""
+        """Why the KV of a program was released since the program's last admission."""
         self.eviction_log = EvictionLog(2 * pool.blocks)
         self.graphs = GraphStore(self.limits.max_graphs, self.limits.max_graph_bytes)
         remembered = max(MIN_REMEMBERED, self.limits.max_programs)
@@ -99,4 +99,4 @@ class SchedulerState:
         self.decisions = DecisionLog(remembered)
         self.recorder = MetricsRecorder()
         self.actions: list[Action] = []
-        """Actions of the event being handled, oldest first; ``ProgramScheduler.handle`` empties it."""
+        """Actions of the event being handled, oldest first. ``ProgramScheduler.handle`` empties this list."""

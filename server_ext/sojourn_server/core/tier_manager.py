@@ -1,14 +1,14 @@
-"""Keeps the queues of placement, asks the policy for moves, and decides which requests are parked.
+"""Keeps one queue of programs per tier, asks the placement policy for moves, and parks requests.
 
-Theory of operation ------------------- Every program with a request in the engine or with KV is in the queue
-of one tier, its *place*. Events change only the policy's next view. ``tick``, called once an engine step,
-asks the policy if there was an event or the policy's interval has passed. So a burst of tool ends leads to
-one question, and no answer changes a step that is being planned.
+Every program with a request in the engine or with KV is in the queue of one tier, its *place*. Events change
+only the policy's next view. ``tick`` is called once per engine step. It asks the policy if there was an event
+or if the policy's interval has passed. So the policy is asked once for a burst of tool ends, and no answer
+changes a step that is being planned.
 
-A request is *parked* while its program is not on the device, or if it arrived after its program was marked to
-leave the device. A parked request holds no blocks, and the engine does not ask about it again before its
-program is moved. Requests of unknown programs are not parked. After an error of the policy no request is
-parked, and the engine's own order applies.
+A *parked* request is a waiting request that may not run, even if blocks are free. A request is parked while
+its program is not on the device, or if the request arrived after its program was marked to leave the device.
+The engine does not ask about a parked request again before the program is moved. Requests of unknown programs
+are not parked. After an error of the policy no request is parked, and the engine's own order applies.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ MAX_LONGEST_WAITING_IN_VIEW = 16
 """Maximum number of longest-waiting programs in a view."""
 
 MAX_WAITING_IN_VIEW = 256
-"""Maximum number of programs of the Waiting queue in a view: the first ones."""
+"""Maximum number of programs in a view from the front of the Waiting queue."""
 
 ENGINE_PAUSE_S = 120.0
-"""After this time without a tick the engine was paused: a suspended machine, or weights being loaded."""
+"""Seconds without a tick after which the engine counts as paused, for example because the machine was
+suspended."""
 UNTHROTTLED_PROGRAMS = 200
 MIN_INTERVAL_S_PER_PROGRAM = 50e-6
-"""Minimum seconds between two questions to the policy, for each program in a tier beyond
-``UNTHROTTLED_PROGRAMS``. A question takes about 1 µs per program, so questions take at most 2 % of the
-time."""
+"""The minimum interval between two calls of the policy grows by these seconds for each placed program beyond
+``UNTHROTTLED_PROGRAMS``. A call takes about 1 µs per program, so calls take at most 2 % of the time."""
 
 MoveListener = Callable[[ProgramState, TierMove, float], None]
-"""Called with each move: the program, the move and ``now``."""
+"""Callback for each move; gets the program, the move and ``now``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,12 +82,12 @@ class _PlacedState:
     last_active_s: float = 0.0
     returning: bool = False
     leaves_after: int | None = None
-    """Number of the newest request when the program was marked to leave; later requests wait. ``None``: not
-    marked."""
+    """Arrival number of the newest request when the program was marked to leave the device; later requests
+    wait. ``None``: not marked."""
     seen: ProgramTierView | None = None
     """The policy's view of the program, as of the last event."""
     filed: tuple[WaitingKey, ProgramId] | None = None
-    """The program's entry in the Waiting queue."""
+    """The program's entry in the Waiting queue, if any."""
 
     @property
     def activity(self) -> ProgramActivity:
@@ -97,7 +97,7 @@ class _PlacedState:
 
     @property
     def turn_goes_on(self) -> bool:
-        """Whether the program is marked to leave and a request from before the mark has yet to run."""
+        """Whether the program is marked to leave and still has a waiting request from before the mark."""
         before = self.leaves_after
         return before is not None and any(
             request_state.arrival <= before for request_state in self.waiting.values()
@@ -105,10 +105,10 @@ class _PlacedState:
 
 
 class TierManager:
-    """Which tier each program of one engine is placed in, and the queue of programs off the device.
+    """Keeps the tier in which each program of one engine is placed, and the queue of waiting programs.
 
-    Asks the policy for moves, and parks the requests of programs off the device. Times are seconds on the
-    engine's monotonic clock.
+    Asks the placement policy for moves, and parks the requests of programs that are not on the device. Times
+    are seconds on the engine's monotonic clock.
     """
 
     def __init__(
@@ -126,22 +126,22 @@ class TierManager:
         self._line: list[tuple[WaitingKey, ProgramId]] = []
         """The Waiting queue: programs with a request, in order."""
         self._oldest: OrderedDict[int, _WaitingEntry] = OrderedDict()
-        """Waiting requests in order of arrival, by number, without those already reported by
-        ``parked_for``."""
+        """Waiting requests in order of arrival, by arrival number. Requests that ``parked_for`` has returned
+        are left out."""
         self._arrivals = 0
-        """Number of the newest request."""
+        """Arrival number of the newest request."""
         self._others: dict[str, int] = {}
         """Prompt tokens of running requests without a placed program."""
         self._last_tick_s = -math.inf
         """Time of the last tick."""
         self._why: PlacementTrigger | None = None
-        """The newest event since the policy was last asked."""
+        """The latest event since the policy was last asked; ``None``: no event."""
         self._last_overdue_admission_s = -math.inf
         """Time at which the policy last promoted an overdue program."""
         self._asked_s = self._ask_at_s = -math.inf
-        """Time of the last question to the policy; time of the next one if there is no event."""
+        """Times at which the policy was last asked, and will be asked again if there is no event."""
         self._failed: Exception | None = None
-        """The policy's exception during an event; the next tick raises it, so that the event is handled."""
+        """An exception of the policy during an event. The next tick raises it, so the event is handled."""
 
     # -- events ----------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class TierManager:
         self._note(place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL)
 
     def admitted(self, request_state: RequestState, now: float) -> None:
-        """Handle a request that has got its blocks."""
+        """Handle the admission of a request, which has its blocks now."""
         if not self.places:
             return
         place = self._place_of(request_state)
@@ -180,10 +180,10 @@ class TierManager:
         self._oldest.pop(request_state.arrival, None)
         place.running[request_state.request_id] = request_state
         place.returning = True
-        if place.tier is not Tier.DEVICE:  # it runs, so it is on the device
+        if place.tier is not Tier.DEVICE:  # the program runs, so it is on the device
             self._file(place, Tier.DEVICE)
             self._note(place, now, PlacementTrigger.CAPACITY)
-            # Its other requests may be parked, and ready programs on the device are not moved.
+            # Reported as a move, since other requests of the program may be parked and must be released.
             move = TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.FREE_CAPACITY)
             self._moved(place.program, move, now)
         else:
@@ -197,12 +197,12 @@ class TierManager:
             self._note(place, now, None)
 
     def finished(self, request_state: RequestState, now: float, *, failed: bool = False) -> None:
-        """Handle a request that has left the engine. ``failed``: it adds nothing to its program's context."""
+        """Handle a request that has left the engine. ``failed``: the request adds nothing to the context."""
         if not self.places:
             return
         self._oldest.pop(request_state.arrival, None)
         if self._others.pop(request_state.request_id, None) is not None and self._kept_out():
-            self._why = PlacementTrigger.TURN_ENDED  # its blocks are free for programs
+            self._why = PlacementTrigger.TURN_ENDED  # programs may use the request's blocks now
         place = self._place_of(request_state)
         if place is None:
             return
@@ -212,7 +212,7 @@ class TierManager:
             place.last_active_s = now
         self._note(place, now, PlacementTrigger.TURN_ENDED)
         if failed and not (place.waiting or place.running or place.context_blocks):
-            self.forget(place.program.id, now)  # a place without KV or requests
+            self.forget(place.program.id, now)  # the program has neither KV nor requests
 
     def turn_finished(self, program: ProgramState, cached_blocks: int, now: float) -> None:
         """Handle the end of a program's turn, which left ``cached_blocks`` blocks in the cache."""
@@ -222,7 +222,7 @@ class TierManager:
             self._note(place, now, PlacementTrigger.TURN_ENDED)
 
     def forget(self, program_id: ProgramId, now: float) -> None:
-        """Remove a program that has ended or is forgotten."""
+        """Remove a program that has ended or was removed from the program table."""
         place = self._by_id.pop(program_id, None)
         if place is not None:
             self._dequeue(place)
@@ -232,7 +232,7 @@ class TierManager:
             for request_state in place.running.values():
                 self._others[request_state.request_id] = request_state.prompt_tokens
             self._why = PlacementTrigger.TURN_ENDED
-            # Its requests are not parked any more, and its KV below the device is worthless.
+            # The program's requests are no longer parked, and its KV in lower tiers is not needed any more.
             self._moved(
                 place.program, TierMove(program_id, Tier.WAITING, MoveTiming.NOW, MoveReason.OVER), now
             )
@@ -247,22 +247,22 @@ class TierManager:
             if not self.places:
                 return
 
-    # -- questions --------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------
 
     def tier(self, program_id: ProgramId) -> Tier:
-        """The tier in whose queue the program is; DEVICE if programs are not placed."""
+        """The tier in whose queue the program is; WAITING if unknown; DEVICE if placement is off."""
         if not self.places:
             return Tier.DEVICE
         place = self._by_id.get(program_id)
         return place.tier if place is not None else Tier.WAITING
 
     def placed(self, program_id: ProgramId) -> Tier | None:
-        """The tier in whose queue the program is; ``None``: no queue holds the program."""
+        """The tier in whose queue the program is; ``None``: in no queue."""
         place = self._by_id.get(program_id)
         return place.tier if place is not None else None
 
     def parked(self, request_state: RequestState) -> bool:
-        """Whether a waiting request may not run, because its program is off the device or marked to leave."""
+        """Whether a waiting request may not run because its program is not on the device or will leave it."""
         if not self.places or request_state.program is None:
             return False
         place = self._by_id.get(request_state.program.id)
@@ -273,12 +273,12 @@ class TierManager:
         return place.leaves_after is not None and request_state.arrival > place.leaves_after
 
     def parked_for(self, limit_s: float, now: float) -> Iterator[RequestState]:
-        """Yield requests that have been parked for longer than ``limit_s``, each once."""
+        """Yield parked requests that have waited for ``limit_s`` or longer, each request once."""
         paused_s = now - self._last_tick_s
         self._last_tick_s = now
         if self._oldest and not 0 <= paused_s < ENGINE_PAUSE_S:
-            # The engine was paused, or its clock was set: that time does not count. No arrival is later than
-            # now.
+            # The engine was paused, or its clock was set, and that time does not count. Shifted arrivals are
+            # limited to now.
             shift_s = paused_s if 0 < paused_s < math.inf else 0.0
             for arrival, entry in self._oldest.items():
                 self._oldest[arrival] = (min(entry[0] + shift_s, now), *entry[1:])
@@ -295,12 +295,13 @@ class TierManager:
     # -- asking -------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Ask the policy after an event or its interval. Raises the policy's errors; from then on programs
-        are not placed."""
+        """Ask the policy for moves if there was an event or its interval has passed.
+
+        Raises errors of the policy. After an error placement is off."""
         if self._failed is not None:
             error, self._failed = self._failed, None
             raise error
-        # A clock that was set back must not delay the next question.
+        # A clock that was set back must not delay the next call of the policy.
         if not self.places or (self._why is None and self._asked_s <= now < self._ask_at_s):
             return
         shown = len(self._by_id) - len(self._in[Tier.WAITING])
@@ -357,8 +358,8 @@ class TierManager:
         return tuple(found.values())
 
     def _waits(self, entry: _WaitingEntry) -> _PlacedState | None:
-        """The place of a waiting request; ``None`` if it no longer waits, since another request may now have
-        its id."""
+        """Return the place of a waiting request; ``None`` if the request no longer waits. Another request may
+        have its id by now, so the arrival number is compared too."""
         _, arrival, request_id, program_id = entry
         place = self._by_id.get(program_id)
         request_state = place.waiting.get(request_id) if place is not None else None
@@ -378,7 +379,7 @@ class TierManager:
         self._moved(place.program, move, now)
 
     def _give_up(self, now: float) -> None:
-        """Unpark all requests: the engine's own order applies."""
+        """Turn placement off and unpark all requests. From then on the engine's own order applies."""
         self.places = False
         waiting = [place.program for place in self._by_id.values() if place.waiting]
         self._by_id.clear()
@@ -387,7 +388,7 @@ class TierManager:
         self._line.clear()
         self._oldest.clear()
         for program in waiting:
-            with contextlib.suppress(Exception):  # an error for one must not affect the others
+            with contextlib.suppress(Exception):  # an error for one program must not affect the others
                 self._moved(
                     program, TierMove(program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.GIVEN_UP), now
                 )
@@ -404,7 +405,7 @@ class TierManager:
         self._in[tier][place.program.id] = place
 
     def _note(self, place: _PlacedState, now: float, why: PlacementTrigger | None) -> None:
-        """Call ``_look`` for an event. An error of the policy ends placement; the next tick raises it."""
+        """Call ``_look`` for an event. An error turns placement off, and the next tick raises it."""
         try:
             self._look(place, now, why)
         except Exception as error:
@@ -412,7 +413,7 @@ class TierManager:
             self._failed = error
 
     def _look(self, place: _PlacedState, now: float, why: PlacementTrigger | None) -> None:
-        """Update the policy's view of a program. ``why``: the event for which to ask the policy, if any."""
+        """Update the policy's view of a program. ``why``: an event after which the policy must be asked."""
         place.seen = self._seen(place)
         if place.tier is Tier.WAITING and place.waiting:
             self._enqueue(place, now)

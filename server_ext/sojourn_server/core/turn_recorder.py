@@ -1,7 +1,7 @@
-"""The records of turns in progress, and the gaps between a program's turns.
+"""Records turns in progress, and the gaps between a program's turns.
 
-A gap lasts from the end of a turn until the program's next request. The history learns the tool durations
-that clients report; for a tool without a report it learns the gap.
+A gap lasts from the end of a turn until the program's next request. The tool history learns the durations
+that clients report. If there is no report, it learns the gap as the duration of the tool.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .request_hints import clipped
 from .scheduler_state import SchedulerState
 
 _EVICTED = frozenset({LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, LossCause.PRESSURE})
-"""Losses that count as evictions for Continuum's T̄."""
+"""Causes of loss that count as evictions for Continuum's T̄, the mean wait after an eviction."""
 
 
 class TurnRecorder:
-    """Records one engine's turns. Times are seconds on its monotonic clock."""
+    """Records the turns of one engine. Times are seconds on the engine's monotonic clock."""
 
     def __init__(self, state: SchedulerState, lease_manager: LeaseManager) -> None:
         self._state = state
@@ -40,8 +40,9 @@ class TurnRecorder:
         leased: bool,
         now: float,
     ) -> TurnRecord:
-        """A record for a request that arrived after a gap of ``gap_s`` seconds with ``tool``; ``leased``:
-        whether its program had a lease."""
+        """Return a new record for a request that has arrived.
+
+        ``tool`` ran in the gap of ``gap_s`` seconds before. ``leased``: whether the program had a lease."""
         context = fact.identity.context
         return TurnRecord(
             program.id,
@@ -63,10 +64,10 @@ class TurnRecorder:
         shared: int | None,
         now: float,
     ) -> None:
-        """At a request's first admission, split its prompt by the source of its tokens.
+        """Record a request's first admission, and where the KV of its prompt tokens came from.
 
-        ``before`` is the program's last context; the prompt begins with its first ``shared`` blocks.
-        ``None``: unknown.
+        ``before``: block hashes of the program's last context. ``shared``: how many of these blocks the
+        prompt begins with. ``None``: unknown.
         """
         record.admitted_s = now
         self.awaiting_first_token[fact.request_id] = record
@@ -94,7 +95,7 @@ class TurnRecorder:
             record.first_token_s = now
 
     def close(self, record: TurnRecord, fact: TurnFinished, now: float) -> None:
-        """Move the record of a request that has left the engine to the ledger, and count the turn."""
+        """Complete the record of a request that has left the engine, add it to the ledger, and count it."""
         self.awaiting_first_token.pop(fact.request_id, None)
         record.finished_s = now
         record.output_tokens = fact.output_tokens
@@ -121,7 +122,7 @@ class TurnRecorder:
                 self._state.recorder.count("sojourn_evictions_regretted_total", regretted, tier="device")
 
     def open_gap(self, program: ProgramState, fact: TurnFinished, now: float) -> None:
-        """Start the gap after a program's turn: store its context length and the running tool."""
+        """Start the gap after a program's turn: store the context length and the tool that now runs."""
         context_tokens = fact.prompt_tokens + fact.output_tokens
         if program.turns > 1:
             self._state.histories.growth_tokens.observe(max(0, context_tokens - program.peak_tokens))
@@ -135,10 +136,10 @@ class TurnRecorder:
         program.pending_tool = self._slowest(fact)
 
     def close_gap(self, program: ProgramState, now: float) -> float | None:
-        """End the gap of a program whose request has arrived. The history learns gaps without a reported
-        duration.
+        """End the gap of a program whose next request has arrived. Returns the length of the gap in seconds.
 
-        Returns the gap's seconds; ``None`` without a gap, or if another request has ended it.
+        ``None`` without a gap, or if another request has already ended the gap. If no tool duration was
+        reported, the tool history learns the gap.
         """
         program.tools.clear()
         if program.gap_started_s is None or program.live_requests:
@@ -155,7 +156,7 @@ class TurnRecorder:
         return gap_s
 
     def _slowest(self, fact: TurnFinished) -> str | None:
-        """Key of the tool call with the highest median duration, which determines the gap."""
+        """Key of the tool call with the highest median duration: the slowest call determines the gap."""
         keys = [call.key for call in fact.tool_calls]
         if len(keys) < 2:
             return keys[0] if keys else None

@@ -1,7 +1,8 @@
-"""Predicts each program's next step with the foresight policy, and plans prefetches.
+"""Predicts each program's next step with the workflow prediction policy, and plans prefetches.
 
-Without a foresight policy it learns and predicts nothing. If evictions are ordered by program, the engine
-fetches before each step the programs whose eviction key may have changed.
+Without such a policy (``foresight`` in presets) nothing is learned or predicted. This module also lists the
+programs whose eviction key may have changed. The engine reads that list before each step if evictions are
+ordered by program.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
 REUSED_SHARE_WEIGHT = 0.5
-"""Weight of the newest turn in the moving average of the share of its context that a program reuses."""
+"""Weight of the newest turn in the moving average of the share of a program's context that it reuses."""
 PREFETCH_HORIZON_S = 300.0
-"""Prefetches due later are not planned. Leases are not longer either."""
+"""Maximum seconds ahead that a prefetch is planned. The default maximum TTL of a lease is as long."""
 
 
 class WorkflowPredictor:
-    """Predicts the next step of each program of one engine."""
+    """Predicts the next step of each program of one engine, and plans the prefetch of its prefix."""
 
     def __init__(self, state: SchedulerState) -> None:
         preset = state.preset
@@ -48,14 +49,14 @@ class WorkflowPredictor:
         self._changed: dict[ProgramId, None] = {}
         """Programs whose eviction key may have changed, in the order of the changes."""
         self._begun: dict[ProgramId, float] = {}
-        """Programs whose turn was admitted → time at which they last used their earlier blocks."""
+        """Program whose next turn was admitted → time at which it last used its earlier blocks."""
         self._plans: list[tuple[float, ProgramId]] = []
         """Heap of (start time, program) of prefetches. An entry is stale if the program's ``prefetch_at_s``
         differs."""
 
     @property
     def scale_changes(self) -> int:
-        """Counts changes of ``scale``. A change of it changes all eviction keys."""
+        """Number of changes of ``scale`` so far. After a change all eviction keys are out of date."""
         return self._known.gaps_s.changes + self._known.context_blocks.changes
 
     # -- what happens -----------------------------------------------------------
@@ -66,7 +67,7 @@ class WorkflowPredictor:
             self._changed[program.id] = None
 
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
-        """Learn from the first request after a turn: the gap and its tool, and the prompt's length."""
+        """Learn from a program's first request after a turn: the tool, its gap, and the prompt's length."""
         program.prefetch_at_s = None
         if self._looks:
             self._known.came_back(program, tool, gap_s, prompt_tokens)
@@ -78,9 +79,9 @@ class WorkflowPredictor:
         before_blocks: int,
         shared_blocks: int | None,
     ) -> None:
-        """Learn from an admitted request: its prompt begins with ``shared_blocks`` of the ``before_blocks``
-        of the last turn."""
-        # With several requests the branch of each is unknown: none is marked as abandoned.
+        """Learn the share of the last turn's context that an admitted request reuses: its prompt begins with
+        ``shared_blocks`` of the ``before_blocks`` blocks."""
+        # With several requests the branch of each is unknown, so no branch is marked as abandoned.
         if self._ordered and len(program.live_requests) == 1:
             self._begun[program.id] = (
                 program.last_turn_s if program.last_turn_s is not None else program.arrived_s
@@ -96,7 +97,7 @@ class WorkflowPredictor:
     def turn_finished(
         self, program: ProgramState, request_state: RequestState, blocks: int, now: float
     ) -> None:
-        """Predict a program's next step: all of its requests have ended, ``request_state`` the last."""
+        """Predict a program's next step after a turn. ``request_state``: the turn's last request to end."""
         program.last_turn_s = now
         program.cached_blocks = blocks
         self.touched(program)
@@ -108,28 +109,28 @@ class WorkflowPredictor:
         self._predict(program, now)
 
     def tool_reported(self, program: ProgramState, now: float) -> None:
-        """Predict again: a client reports the tool of the last turn, which the output did not show."""
+        """Predict again, since the client reported a tool that the last turn's output did not show."""
         if self._looks and program.gap_started_s is not None:
             self._predict(program, now)
 
     def over(self, program: ProgramState, *, ended: bool) -> None:
-        """Learn from a program that is over. ``ended``: false if its client cancelled it."""
+        """Learn from a program that is over. ``ended``: false if the client cancelled the program."""
         program.prefetch_at_s = None
         if self._looks:
             self._known.over(program, ended=ended, turn_open=program.gap_started_s is not None)
 
     def idle(self, now: float) -> None:
-        """Learn the length of gaps from the program that has been idle longest."""
+        """Learn the present gap of the program that has been idle longest, if it exceeds known gaps."""
         if self._looks:
             idle_s = self._table.longest_idle_s(now)
             if idle_s > self._known.gaps_s.value:
                 self._known.gaps_s.observe(idle_s)
 
-    # -- questions ----------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------
 
     def owner_view(self, program: ProgramState, left: AbandonedBranch | None = None) -> EvictionCandidateView:
-        """The eviction order's view of a program, or of the branch ``left`` that its newest turn
-        abandoned."""
+        """Return a program, or the branch ``left`` that its newest turn abandoned, as input of the eviction
+        policy."""
         view = EvictionCandidateView(
             program.rank,
             program.status in OVER_STATUSES,
@@ -143,7 +144,7 @@ class WorkflowPredictor:
         return view._replace(last_turn_s=left.used_s, blocks=left.blocks, in_abandoned_branch=True)
 
     def scale(self, branch_reuse: float = 1.0) -> EvictionScoreScale:
-        """The scale of eviction keys. ``branch_reuse`` is the share of abandoned blocks that was reused."""
+        """Return the scale of eviction scores. ``branch_reuse``: share of abandoned blocks used again."""
         return EvictionScoreScale(self._known.gaps_s.value, self._known.context_blocks.value, branch_reuse)
 
     def take_changed(self) -> dict[ProgramId, None]:
@@ -154,14 +155,15 @@ class WorkflowPredictor:
         return taken
 
     def take_begun(self) -> dict[ProgramId, float]:
-        """Return and clear the programs whose turn was admitted, with times as in ``_begun``."""
+        """Return and clear the programs whose next turn was admitted, each with the time at which it last
+        used its earlier blocks."""
         taken = self._begun
         if taken:
             self._begun = {}
         return taken
 
     def due(self, now: float) -> ProgramState | None:
-        """The next program whose prefetch is due, each once; ``None`` if there is none."""
+        """Return the next program whose prefetch is due, and remove that plan; ``None`` if none is due."""
         while self._plans and self._plans[0][0] <= now:
             at_s, program_id = heapq.heappop(self._plans)
             program = self._table.get(program_id)

@@ -1,7 +1,7 @@
-"""One agent of the demo: mini's own loop and shell, and a model with forced tokens.
+"""One agent of the demo: mini-swe-agent's own loop and shell, with a model whose output tokens are forced.
 
-Every request carries the forced tokens in ``vllm_xargs.replay_ids``, and the answer must equal the script. If
-it does not, or if the script ends too early, the run ends with an error.
+Every request carries the forced tokens in ``vllm_xargs.replay_ids``. The run ends with an error if an answer
+differs from the script, or if the agent needs more turns than the script has.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COMMAND_TIMEOUT_S = 60
 
 
 class ScriptDeviationError(RuntimeError):
-    """The agent left its script, or the engine did not emit the forced tokens."""
+    """Raised if the agent leaves its script, or the engine does not emit the forced tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class DemoTurnRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoProgramRecord:
-    """One agent's run."""
+    """Record of one agent's run. Times are seconds since the arm began."""
 
     task: str
     arrived_s: float
@@ -87,13 +87,13 @@ text."""
 
 
 def prepare_environment() -> None:
-    """Set the environment variables that mini reads when it is imported; call this first."""
+    """Set the environment variables that mini-swe-agent reads on import. Call this before importing it."""
     for name, value in SETTINGS.items():
         os.environ[name] = value
 
 
 def connection(base_url: str) -> dict[str, Any]:
-    """litellm's settings for the server; without retries, which would hide faults."""
+    """Return litellm's settings for requests to the server. Retries are off: they would hide faults."""
     return {
         "api_base": base_url,
         "api_key": os.environ.get("VLLM_API_KEY", "none"),
@@ -106,7 +106,8 @@ def connection(base_url: str) -> dict[str, Any]:
 def make_agent(
     task: DemoTask, repository: Path, base_url: str, model: str, tokenizer: Tokenizer, *, watch: TurnCallback
 ) -> Any:
-    """mini's ``DefaultAgent`` in ``repository``, with the scripted model; ``base_url`` ends in ``/v1``."""
+    """Return mini-swe-agent's ``DefaultAgent`` with the scripted model. It works in ``repository``.
+    ``base_url`` must end in ``/v1``."""
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.environments.local import LocalEnvironment
 
@@ -123,14 +124,14 @@ def make_agent(
 
 
 def scripted_model(task: DemoTask, tokenizer: Tokenizer, watch: TurnCallback) -> Any:
-    """A subclass of mini's ``LitellmModel`` that follows ``task``'s script."""
+    """Return a subclass of mini-swe-agent's ``LitellmModel`` that follows the script of ``task``."""
     import litellm
     from minisweagent.models.litellm_model import LitellmModel
 
     litellm.suppress_debug_info = True  # errors are in the record; litellm's prints would break the live view
 
     class ScriptedModel(LitellmModel):
-        """A model for mini that forces each answer, checks it, and records its costs."""
+        """A model that forces each answer, checks it, and records its times and token counts."""
 
         abort_exceptions = [*LitellmModel.abort_exceptions, Exception]  # noqa: RUF012
 
@@ -187,9 +188,10 @@ def run_program(
     prepare: Callable[[Any], Any],
     watch: TurnCallback,
 ) -> DemoProgramRecord:
-    """Record of one agent's run in ``repository``; never raises. Times are seconds after ``origin_s``.
+    """Run one agent in ``repository`` and return the record of the run. Times are seconds after ``origin_s``.
 
-    ``prepare`` gets the agent before it runs; there the arm attaches the integration or does nothing.
+    An exception during the run becomes the record's ``error``. ``prepare`` receives the agent before the run;
+    it attaches the sojourn integration, or does nothing in the stock arm.
     """
     agent = prepare(make_agent(task, repository, base_url, model, tokenizer, watch=watch))
     arrived_s = time.monotonic() - origin_s
@@ -217,8 +219,8 @@ def run_program(
 
 
 def _turns(notes: list[dict[str, Any]], origin_s: float, ended_s: float) -> tuple[DemoTurnRecord, ...]:
-    """Turns of one program; the command of a turn ends when the next request begins, the last one at
-    ``ended_s``."""
+    """Return the turns of one program. A turn's command ends when the next request begins; the last command
+    ends at ``ended_s``."""
     starts = [note["start_s"] - origin_s for note in notes]
     ends = [*starts[1:], ended_s]
     return tuple(

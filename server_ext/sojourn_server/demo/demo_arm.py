@@ -1,7 +1,7 @@
-"""One arm of the demo: all programs at once against one server, and the measurements.
+"""One arm of the demo: runs all programs at once against one server and measures them.
 
-Arms differ in the server's policy and in whether the SDK is attached. Tasks, arrival times and flags are
-the same; each arm has a fresh server and one request that warms it up and does not count.
+Arms differ only in the server's policy and in whether the SDK is attached. Tasks, arrival times and flags are
+the same. Each arm has a fresh server, which one unmeasured request warms up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ MAX_SEQS = 8
 BATCHED_TOKENS = 512
 BLOCK_TOKENS = 32
 KV_BYTES = 1 << 30
-"""KV memory of the server, more than the pool needs: the number of blocks limits the pool."""
+"""KV memory of the server in bytes. It is more than the pool needs, so only the number of blocks limits the
+pool."""
 STOCK = "stock"
 """Name of the arm with plain vLLM; the other arm is ``sojourn``."""
 
@@ -41,7 +42,7 @@ ProgressCallback = Callable[[int, str, int, str], None]
 
 
 class DemoInterrupted(BaseException):
-    """A signal ends the demo; programs that have ended by then are still reported."""
+    """Raised when a signal ends the demo. Programs that have ended by then are still reported."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"signal {signal_number}")
@@ -68,13 +69,13 @@ class ArmRecord:
     interrupted: DemoInterrupted | None = None
 
     def raise_if_interrupted(self) -> None:
-        """Raise the ``DemoInterrupted`` that ended this arm early."""
+        """Raise the ``DemoInterrupted`` that ended this arm early, if any."""
         if self.interrupted is not None:
             raise self.interrupted
 
 
 def serve_args(blocks: int, max_model_len: int, max_seqs: int = MAX_SEQS) -> tuple[str, ...]:
-    """Flags of the engine, the same in every arm."""
+    """Return the engine's flags, which are the same in every arm. ``blocks``: size of the KV pool."""
     return (
         "--block-size", str(BLOCK_TOKENS),
         "--num-gpu-blocks-override", str(blocks),
@@ -88,7 +89,8 @@ def serve_args(blocks: int, max_model_len: int, max_seqs: int = MAX_SEQS) -> tup
 
 
 def arrivals(count: int, seed: int) -> list[float]:
-    """Start of each program in seconds, ascending, within ``ARRIVAL_WINDOW_S``; determined by ``seed``."""
+    """Return the start times of the programs, ascending, in seconds from 0 to ``ARRIVAL_WINDOW_S``. Equal
+    seeds give equal times."""
     draw = random.Random(seed)
     return sorted(draw.uniform(0.0, ARRIVAL_WINDOW_S) for _ in range(count))
 
@@ -105,12 +107,12 @@ def run_arm(
     headers: dict[str, str] | None = None,
     watch: ProgressCallback,
 ) -> ArmRecord:
-    """Record of all ``tasks`` run against the server at ``url``, with repositories below ``directory``.
+    """Run all ``tasks`` against the server at ``url`` and return the arm's record.
 
-    The SDK is attached unless the arm is ``stock``. Failures of single programs are in their records. On
-    ``DemoInterrupted`` while programs run, the record holds the programs that have ended and the exception.
-    Raises ``RuntimeError`` for a repository that is not broken at the start, and ``httpx.HTTPError`` for a
-    server that does not answer the first request.
+    The repositories are copied below ``directory``. The SDK is attached unless the arm is ``stock``. Failures
+    of single programs are in their records. If ``DemoInterrupted`` is raised while programs run, the record
+    holds the exception and the programs that have ended. Raises ``RuntimeError`` if a repository's tests pass
+    at the start, and ``httpx.HTTPError`` if the server does not answer the first request.
     """
     places = [Path(tempfile.mkdtemp(prefix="p", dir=directory)) for _ in tasks]
     repositories = [task.copy_to(place) for task, place in zip(tasks, places, strict=True)]
@@ -136,7 +138,7 @@ def run_arm(
                 watch=lambda state, turn, text: watch(index, state, turn, text),
             )
 
-        # Daemons: after an interruption their requests get no answer, because the server is stopped.
+        # Daemon threads: after an interruption the server stops, so their requests get no answer.
         threads = [
             threading.Thread(target=one, args=(index, task, arrival_s), name=task.name, daemon=True)
             for index, (task, arrival_s) in enumerate(zip(tasks, arrivals(len(tasks), seed), strict=True))
@@ -162,7 +164,7 @@ def run_arm(
         unfinished=unfinished,
         interrupted=interrupted,
     )
-    # A server that is ending as well does not answer; the programs' own records are still worth a report.
+    # After an interruption the server may not answer. The programs' own records are reported anyway.
     with suppress(httpx.HTTPError) if interrupted else nullcontext():
         made = replace(made, engine=read_counts(url, headers).since(before))
         if name != STOCK:
@@ -174,8 +176,7 @@ def run_arm(
 
 
 def warm_up(url: str, model: str, headers: dict[str, str] | None = None) -> None:
-    """Send one short request with the agents' own client, so that no arm's figures include the cost of first
-    uses.
+    """Send one short request with the agents' own client, so that one-time costs stay out of the figures.
 
     The request shares no prefix with the programs. Raises ``httpx.HTTPError`` if the server does not answer.
     """
@@ -183,7 +184,7 @@ def warm_up(url: str, model: str, headers: dict[str, str] | None = None) -> None
     from minisweagent.models.litellm_model import LitellmModel
 
     settings = {**connection(f"{url}/v1"), "max_tokens": 8}
-    # The output is free and no tool call; only the request matters.
+    # The output is neither forced nor a tool call; only the request matters.
     LitellmModel(model_name=f"openai/{model}", model_kwargs=settings)._query(
         [{"role": "user", "content": "0 1 2 3 4 5 6 7 8 9 " * 8}]
     )
@@ -204,22 +205,22 @@ def _get_json(url: str, what: str, headers: dict[str, str] | None, **params: int
 
 
 def _run_tests(tasks: Sequence[DemoTask], repositories: Sequence[Path]) -> list[bool]:
-    """Whether the tests of each repository pass. Tests mostly sleep, so they run in parallel."""
+    """Return for each repository whether its tests pass. Tests mostly sleep, so they run in parallel."""
     with ThreadPoolExecutor(max_workers=8) as pool:
         return list(pool.map(lambda pair: pair[0].is_fixed(pair[1]), zip(tasks, repositories, strict=True)))
 
 
 @contextmanager
 def _sdk(name: str, url: str) -> Iterator[Callable[[Any], Any]]:
-    """Yields a function that prepares each agent before it runs: it attaches the SDK, or does nothing in the
-    stock arm."""
+    """Yield a function that prepares an agent before its run. The function attaches the SDK, or does nothing
+    in the stock arm."""
     if name == STOCK:
         yield lambda agent: agent
         return
     import sojourn
     from sojourn_integrations import mini_swe_agent
 
-    # Without the history of other runs: no arm may know more than another.
+    # No history of other runs is loaded: no arm may know more than another.
     sojourn.init(url, api_key=os.environ.get("VLLM_API_KEY"), probe_timeout_s=10.0, history=False)
     try:
         if sojourn.stats().dialect != "sojourn":

@@ -1,7 +1,7 @@
 """Figures of the demo: one dictionary per arm, their ratios, and a table.
 
-"Again" counts tokens that the engine prefilled although an earlier turn of the program had computed them:
-for each turn after the first, ``max(0, (prompt - cached) - (prompt - previous prompt - previous output))``.
+``prefill_again`` counts tokens that the engine prefilled although an earlier turn had computed their KV: for
+each turn after the first, ``max(0, (prompt - cached) - (prompt - previous prompt - previous output))``.
 Only whole blocks are reused, so even perfect reuse leaves up to one block per turn.
 """
 
@@ -24,11 +24,11 @@ RATIOS = {
     "ttft_mean": "ttft_mean_s",
     "prefill_again": "prefill_again_tokens",
 }
-"""Key of ``ratio`` → key of an arm. A ratio is stock ÷ sojourn: above 1, sojourn needed less."""
+"""Name of a ratio → the figure of both arms. A ratio is stock ÷ sojourn: above 1, sojourn needed less."""
 
 
 def recomputed_prompt_tokens(turns: Sequence[DemoTurnRecord]) -> int:
-    """Prompt tokens of one program that were computed more than once, as defined above."""
+    """Return the number of prompt tokens that one program computed again, by the formula of this module."""
     total = 0
     for before, turn in pairwise(turns):
         computed = turn.prompt_tokens - turn.cached_tokens
@@ -38,7 +38,7 @@ def recomputed_prompt_tokens(turns: Sequence[DemoTurnRecord]) -> int:
 
 
 def arm_figures(arm: ArmRecord) -> dict[str, Any]:
-    """The JSON of one arm. Seconds and tokens; ``hit_rate`` is cached ÷ prompt tokens."""
+    """Return one arm's figures for the JSON, in seconds and tokens. ``hit_rate``: cached ÷ prompt tokens."""
     turns = [turn for program in arm.programs for turn in program.turns]
     completions = [program.completion_s for program in arm.programs]
     completion = summarise(completions)
@@ -70,7 +70,7 @@ def arm_figures(arm: ArmRecord) -> dict[str, Any]:
 
 
 def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """Ratio of stock to the other arm for each of ``RATIOS``; ``None`` if a value is missing or the divisor
+    """Return stock ÷ the other arm for each of ``RATIOS``; ``None`` if a value is missing or the divisor
     is 0."""
     others = [figures for name, figures in arms.items() if name != STOCK]
     stock, other = arms.get(STOCK), others[0] if others else None
@@ -82,16 +82,17 @@ def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def document(arms: Sequence[ArmRecord], facts: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
-    """The whole JSON: ``arms``, ``ratio``, and the ``facts`` that a reader needs to repeat the run.
+    """Return the whole JSON: ``arms``, ``ratio``, and the ``facts`` that a reader needs to repeat the run.
 
-    ``partial``: the run was interrupted. Its ratios are ``None``, because its arms hold different programs.
+    ``partial``: True for an interrupted run. Its ratios are ``None``, because the arms finished different
+    programs.
     """
     figures = {arm.name: arm_figures(arm) for arm in arms}
     return {"partial": partial, "arms": figures, "ratio": ratios({} if partial else figures), **facts}
 
 
 def succeeded(arms: Sequence[ArmRecord]) -> bool:
-    """Whether every program of every arm ended without an error and fixed its repository."""
+    """Return whether every program of every arm ended without an error and fixed its repository."""
     return all(program.fixed and program.error is None for arm in arms for program in arm.programs)
 
 
@@ -109,7 +110,7 @@ _ROWS = (
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """Figures of the arms side by side; the last column has the ratios. Needs at least one arm."""
+    """Return a table with one column per arm, and the ratios last. Needs at least one arm."""
     arms: Mapping[str, Mapping[str, Any]] = result["arms"]
     first = next(iter(arms.values()))
     title = f"{first['programs'] + first['programs_unfinished']} coding agents, {result['pool']}"

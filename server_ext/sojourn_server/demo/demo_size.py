@@ -17,13 +17,13 @@ FULL_TURNS = 10
 MIN_PROGRAMS = 3
 MIN_TURNS = FINAL_TURNS + 2
 MIN_RESIDENT = 1.5
-"""Minimum number of contexts in the KV pool: one that runs, and half of one that was evicted."""
+"""Smallest KV pool, in final contexts: room for one running program and half of an evicted one."""
 DEFAULT_BUDGET_S = 600.0
 
 PROMPT_TOKENS = 1024
 OUTPUT_TOKENS = 33
 ROUNDS = 3
-"""Number of measurements; the fastest counts, since other work on the machine only adds time."""
+"""Number of measurements. The fastest one counts, because other work on the machine only adds time."""
 
 _TOKENS_PER_TURN = 288
 """Mean growth of a context in one turn."""
@@ -31,11 +31,13 @@ _OUTPUT_TOKENS_PER_TURN = 61
 _COMPUTED_SHARE = {"stock": 0.83, "sojourn": 0.20}
 """Prompt tokens that each arm computes ÷ all prompt tokens."""
 _PREFILL_FACTOR = 1.35
-"""Prefill in the demo ÷ prefill of one prompt of ``PROMPT_TOKENS``: the demo's contexts are longer."""
+"""Prefill time per token in the demo ÷ that of one prompt of ``PROMPT_TOKENS``. Above 1, because the demo's
+contexts are longer."""
 _DECODE_FACTOR = 0.4
-"""Time per output token of the demo ÷ that of one sequence alone: sequences decode in batches."""
+"""Time per output token in the demo ÷ that of one sequence alone. Below 1, because the demo decodes in
+batches."""
 _CHECKS_S = 10.0
-"""Seconds for the tests of the repositories and the requests around an arm."""
+"""Seconds per arm for the repositories' tests and for the requests before and after the programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,24 +62,27 @@ class DemoSize:
 
     @property
     def is_full(self) -> bool:
-        """Whether this is the demo without any reduction."""
+        """Whether this is the full-size demo."""
         return (self.programs, self.turns) == (FULL_PROGRAMS, FULL_TURNS)
 
     def resident(self, full_resident: float) -> float:
-        """Number of contexts that the KV pool holds: the same share of the programs as in the full demo."""
+        """Return the size of the KV pool in final contexts; in the full demo it is ``full_resident``.
+
+        The pool shrinks with the number of programs, to ``MIN_RESIDENT`` at least.
+        """
         if self.programs >= FULL_PROGRAMS:
             return full_resident
         return max(min(MIN_RESIDENT, full_resident), full_resident * self.programs / FULL_PROGRAMS)
 
     def as_json(self) -> dict[str, Any]:
-        """Fields of the demo's JSON."""
+        """Return the fields for the demo's JSON."""
         return {**asdict(self), "expected_s": round(self.expected_s, 1)}
 
 
 def choose_size(speed: EngineSpeed, arms: Sequence[str], budget_s: float = DEFAULT_BUDGET_S) -> DemoSize:
-    """The largest demo that is expected to end within ``budget_s``; the smallest one if none is.
+    """Return the largest demo expected to end within ``budget_s`` seconds; if there is none, the smallest.
 
-    Turns are reduced before programs, because programs at the same time are what the demo shows.
+    Turns are reduced before programs, because the demo is about programs that run at the same time.
     """
     turn_counts = (FULL_TURNS, FULL_TURNS - 2, MIN_TURNS)
     candidates = [(FULL_PROGRAMS, turns) for turns in turn_counts]
@@ -99,9 +104,9 @@ def choose_size(speed: EngineSpeed, arms: Sequence[str], budget_s: float = DEFAU
 
 
 def expected_s(speed: EngineSpeed, arms: Sequence[str], programs: int, turns: int) -> float:
-    """Expected seconds for server starts and ``arms``, counted from the first start.
+    """Return the expected seconds for all server starts, the speed measurement and all arms.
 
-    For any size other than the full one, the measured server is restarted, because its KV pool is smaller.
+    Sizes below the full one take one more server start: the measured server has the full demo's KV pool.
     """
     prompt = programs * sum(OPENING_TOKENS + _TOKENS_PER_TURN * turn for turn in range(turns))
     output = programs * turns * _OUTPUT_TOKENS_PER_TURN
@@ -115,7 +120,7 @@ def expected_s(speed: EngineSpeed, arms: Sequence[str], programs: int, turns: in
 
 
 def measurement_s(speed: EngineSpeed) -> float:
-    """Seconds that ``measure_speed`` takes on an engine of this ``speed``."""
+    """Return the seconds that ``measure_speed`` takes on an engine of this ``speed``."""
     return ROUNDS * (
         PROMPT_TOKENS * speed.prefill_s_per_token + (OUTPUT_TOKENS + 1) * speed.decode_s_per_token
     )
@@ -124,10 +129,10 @@ def measurement_s(speed: EngineSpeed) -> float:
 def measure_speed(
     url: str, model: str, headers: Mapping[str, str] | None = None, *, start_s: float = 0.0
 ) -> EngineSpeed:
-    """Prefill and decode speed of the idle engine at ``url``; takes seconds.
+    """Measure the prefill and decode speed of the idle engine at ``url``; takes seconds.
 
-    The prompts are random tokens: the prefix cache holds none of them, and other prompts do not share them.
-    Raises ``httpx.HTTPError`` if the engine does not answer.
+    The prompts are random tokens, so they share no prefix with other prompts. ``start_s`` is copied to the
+    result. Raises ``httpx.HTTPError`` if the engine does not answer.
     """
     draw = random.Random(0)
 

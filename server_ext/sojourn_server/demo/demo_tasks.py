@@ -1,7 +1,7 @@
 """Tasks of the demo: small broken repositories, and the turns in which an agent fixes them.
 
 Each folder under ``tasks/`` holds ``repo/`` and ``task.toml``: the issue, the command that tests the
-repository, and the scripted turns. They need only Python and a POSIX shell.
+repository, and the scripted turns. The commands need only Python and a POSIX shell.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..policies.toml_document import load_toml
 TASKS_FOLDER = Path(__file__).parent / "tasks"
 TEST_TIMEOUT_S = 60.0
 FINAL_TURNS = 4
-"""Number of final turns of every task: edit, test, check, submit. All turns before only read files."""
+"""Number of final turns of every task: edit, test, check, submit. All earlier turns only read files."""
 OPENING_TOKENS = 900
-"""Number of tokens of a first prompt: mini's instructions, the tool and the issue."""
+"""Number of tokens of a first prompt: mini-swe-agent's instructions, the tool and the issue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ class DemoTask:
     turns: tuple[ScriptedTurn, ...]
 
     def copy_to(self, directory: Path) -> Path:
-        """Path of a fresh broken copy of the repository below ``directory``."""
+        """Copy the broken repository to a folder below ``directory``. Return the path of the copy."""
         return Path(shutil.copytree(TASKS_FOLDER / self.name / "repo", directory / self.name))
 
     def shortened(self, turns: int) -> DemoTask:
-        """The same task in ``turns`` turns. Turns that only read files are cut, the last of them first; the
-        final turns (edit, test, check, submit) stay.
+        """Return the same task with only ``turns`` turns. Drops turns that only read files, the last ones
+        first; keeps the final turns (edit, test, check, submit).
 
-        ``context_tokens`` becomes an estimate that is rather too large. Raises ``ValueError`` if the final
-        turns do not fit.
+        ``context_tokens`` becomes an estimate, which tends to be too large. Raises ``ValueError`` if
+        ``turns`` is less than ``FINAL_TURNS`` or more than the task has.
         """
         if not FINAL_TURNS <= turns <= len(self.turns):
             raise ValueError(f"{turns} turns; expected {FINAL_TURNS} to {len(self.turns)}")
@@ -64,8 +64,8 @@ class DemoTask:
         )
 
     def is_fixed(self, repository: Path) -> bool:
-        """Whether the task's own tests pass on the repository; the agent may have changed its copy of
-        them."""
+        """Return whether the task's original tests pass in ``repository``. They first overwrite the tests
+        there, which the agent may have changed."""
         shutil.copytree(TASKS_FOLDER / self.name / "repo" / "tests", repository / "tests", dirs_exist_ok=True)
         try:
             result = subprocess.run(
@@ -82,7 +82,7 @@ class DemoTask:
 
 
 def load_tasks(count: int | None = None) -> list[DemoTask]:
-    """All tasks in a fixed order, or ``count`` of them; if there are fewer tasks, they repeat.
+    """Return all tasks in a fixed order, or ``count`` of them. If there are fewer tasks, they repeat.
 
     Raises ``ValueError`` for a count below 1.
     """
@@ -93,8 +93,8 @@ def load_tasks(count: int | None = None) -> list[DemoTask]:
 
 
 def shell_environment() -> dict[str, str]:
-    """Environment variables of the agents' commands: this Python comes first, and outputs are
-    reproducible."""
+    """Return environment variables for the agents' commands. They put this Python first on ``PATH`` and make
+    outputs reproducible."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     return {
         "PATH": path,

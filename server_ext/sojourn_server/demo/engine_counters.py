@@ -1,4 +1,4 @@
-"""Counters from the engine's Prometheus page; one arm is the difference of two readings."""
+"""Counters from the engine's Prometheus page. An arm's figures are the difference of two readings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EngineCounters:
     preemptions: float = 0.0
 
     def since(self, before: EngineCounters) -> EngineCounters:
-        """Differences to an earlier reading of the same server."""
+        """Return the growth since ``before``, an earlier reading of the same server."""
         return EngineCounters(
             self.ttft_sum_s - before.ttft_sum_s,
             self.ttft_count - before.ttft_count,
@@ -38,14 +38,14 @@ _SERIES = {
 
 
 def read_counts(url: str, headers: dict[str, str] | None = None) -> EngineCounters:
-    """Counters of the server at ``url``, summed over its engines. Raises ``httpx.HTTPError``."""
+    """Return the counters of the server at ``url``, summed over its engines. Raises ``httpx.HTTPError``."""
     answer = httpx.get(f"{url}/metrics", headers=headers, timeout=10.0, trust_env=False)
     answer.raise_for_status()
     return parse_counts(answer.text)
 
 
 def parse_counts(text: str) -> EngineCounters:
-    """Sum of each known series of a Prometheus page; other lines are ignored."""
+    """Return the counters in the text of a Prometheus page, summed over labels. Ignores other lines."""
     sums = dict.fromkeys(_SERIES.values(), 0.0)
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]

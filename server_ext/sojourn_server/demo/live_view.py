@@ -1,4 +1,4 @@
-"""Progress of an arm: a table that refreshes on a terminal, plain lines elsewhere."""
+"""Progress display of a demo arm: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 from .demo_tasks import DemoTask
 
 PLAIN_INTERVAL_S = 15.0
-"""Seconds between two lines of progress without a terminal."""
+"""Seconds between two lines of progress if the console is not a terminal."""
 
 _STATE_STYLES = {
     "waiting": "dim",
@@ -38,7 +38,7 @@ class _AgentRow:
 
 
 class LiveView:
-    """A context manager around one arm; ``update`` is called from the programs' threads."""
+    """Context manager that displays the progress of one arm. The programs' threads call ``update``."""
 
     def __init__(self, arm: str, tasks: Sequence[DemoTask], console: Console) -> None:
         self._arm = arm
@@ -70,7 +70,8 @@ class LiveView:
         self._say(self._totals())
 
     def update(self, index: int, state: str, turn: int, text: str) -> None:
-        """Show that a program is ``thinking``, in a ``tool``, ``done`` or ``failed``; turns count from 1."""
+        """Set the state of program ``index``: ``thinking``, ``tool``, ``done`` or ``failed``. ``turn`` counts
+        from 1."""
         if self._closed:
             return
         with self._lock:
@@ -85,7 +86,7 @@ class LiveView:
             self._say(self._totals())
 
     def render(self) -> Group:
-        """The table as of now."""
+        """Return the table of all programs in their current state."""
         now_s = time.monotonic()
         made = Table(box=None, pad_edge=False)
         for header in ("program", "turn", "", "s", ""):

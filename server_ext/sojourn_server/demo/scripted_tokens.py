@@ -1,7 +1,7 @@
-"""Forced tokens of scripted turns, and the KV they need.
+"""Forced tokens of scripted turns, and the size of the KV pool for them.
 
-The tokens of a turn are the canonical assistant message and the end-of-message token. So the engine
-stops by itself and finds the message in its prefix cache on the next turn.
+The tokens of a turn are its assistant message as the chat template writes it, and the end-of-message token.
+So the engine stops by itself, and on the next turn finds the message in its prefix cache.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..models.chat_format import CHAT_TEMPLATE, END_OF_MESSAGE, assistant_text
 from .demo_tasks import ScriptedTurn
 
 RESIDENT_PROGRAMS = 3.0
-"""Default number of final contexts that the KV pool holds: few enough for evictions, enough for progress."""
+"""Default size of the KV pool in final contexts: small enough for evictions, large enough for progress."""
 MARGIN_BLOCKS = 8
-"""Additional blocks: the engine's null block, and the partly filled last block of each resident program."""
+"""Additional blocks of the KV pool: the engine's null block, and each program's partly filled last block."""
 
 
 class Tokenizer:
@@ -31,41 +31,42 @@ class Tokenizer:
         self._backend = Backend.from_file(str(Path(directory) / "tokenizer.json"))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``; markup such as ``<|im_end|>`` becomes a special token."""
+        """Return the token ids of ``text``. Markup such as ``<|im_end|>`` becomes a special token."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``, markup included."""
+        """Return the text of ``ids``, including special tokens."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def forced_ids(self, turn: ScriptedTurn) -> list[int]:
-        """Tokens that the model must emit for ``turn``: its message and the token that ends it."""
+        """Return the token ids that the model must emit for ``turn``: its message and the end-of-message
+        token."""
         return self.encode(assistant_text(turn.thought, [tool_call(turn)]) + END_OF_MESSAGE)
 
     def count(self, messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:
-        """Tokens of a conversation as the server renders it."""
+        """Return the number of tokens of a conversation as the server renders it."""
         return len(self.encode(self._template.render(messages=list(messages), tools=list(tools))))
 
     @cached_property
     def _template(self) -> Any:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        # As transformers sets it up for chat templates.
+        # The same settings as transformers uses for chat templates.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
         return environment.from_string(CHAT_TEMPLATE.read_text())
 
 
 def tool_call(turn: ScriptedTurn) -> dict[str, Any]:
-    """Command of the turn as a call of mini's ``bash`` tool."""
+    """Return the turn's command as a call of mini-swe-agent's ``bash`` tool."""
     return {"name": "bash", "arguments": {"command": turn.command}}
 
 
 def pool_blocks(context_tokens: Sequence[int], block_tokens: int, resident: float = RESIDENT_PROGRAMS) -> int:
-    """Number of KV blocks that hold about ``resident`` of these final contexts; the same in every arm.
+    """Return the number of KV blocks that hold about ``resident`` of these final contexts.
 
-    The result is the mean context in whole blocks times ``resident``, plus ``MARGIN_BLOCKS``, and at least
-    the largest context. Raises ``ValueError`` without contexts or if ``resident`` is not positive.
+    The result is the mean context in blocks times ``resident``, but at least the largest context, plus
+    ``MARGIN_BLOCKS``. Raises ``ValueError`` if there are no contexts or ``resident`` is not positive.
     """
     if not 0 < resident < math.inf:
         raise ValueError(f"room for {resident} contexts; expected a number > 0")
@@ -77,5 +78,6 @@ def pool_blocks(context_tokens: Sequence[int], block_tokens: int, resident: floa
 
 
 def model_length(context_tokens: Sequence[int]) -> int:
-    """``--max-model-len``: the largest context plus 256 for outputs that vary, a multiple of 256."""
+    """Return the value of ``--max-model-len``: the largest context plus 256 spare tokens, rounded up to a
+    multiple of 256."""
     return math.ceil((max(context_tokens) + 256) / 256) * 256

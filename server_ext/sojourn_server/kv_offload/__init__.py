@@ -1,5 +1,5 @@
-"""KV blocks in host memory, on disk and in shared stores, below one engine's device.
+"""KV blocks in host memory, on disk and in shared stores: the tiers below one engine's device.
 
-Plain Python over buffers. It may import no vLLM, and torch only to view a CPU engine's tensors.
-Start with ``offload_jobs`` (orders and results of a step), then ``offload_planner`` and ``offload_worker``.
+Plain Python over buffers, without vLLM. Torch is imported only by functions that use tensors or CUDA. Start
+with ``offload_jobs`` (jobs and results of a step), then ``offload_planner`` and ``offload_worker``.
 """

@@ -1,4 +1,4 @@
-"""The file of one Full Block: the KV of all layers for a run of tokens, named by the chain hash of the run.
+"""The file of one Full Block: the KV of all layers for a run of tokens. Its name is the run's chain hash.
 
 Format
 ------
@@ -16,8 +16,8 @@ A header of 128 bytes, little-endian, then the payload: the bytes of one layer a
     124    4  CRC-32 of all of the above
 
 A chain hash identifies tokens, not the model that computed their KV. The header therefore has the digest of
-the identity: a file copied from another model's store is refused. The parent is not needed for reading; it
-shows which blocks become useless when one is deleted.
+the identity: a file copied from another model's store is refused. The parent is not needed for reading. It
+shows which blocks become useless when the parent is deleted.
 
 A file is written under a temporary name and renamed, so a process that dies leaves a complete file or none.
 If the machine fails, a file may have been renamed before its bytes were on disk; length and checksum reveal
@@ -45,7 +45,7 @@ FORMAT_VERSION = 1
 HEADER_BYTES = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 PARENT_BYTES = 16
-"""Number of leading bytes that identify a parent's key."""
+"""Number of leading bytes of a parent's key that a file has; they identify the parent."""
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a full disk or quota."""
@@ -63,7 +63,7 @@ _checksum = zlib.crc32
 
 
 class OffloadError(Exception):
-    """Base of all errors of this package; ``disk_store`` lists them."""
+    """Base of all errors of this package. The docstring of ``disk_store`` lists them."""
 
 
 class BlockDefect(Enum):
@@ -79,7 +79,7 @@ class BlockDefect(Enum):
 
 
 class BlockCorrupt(OffloadError):
-    """A file is not the expected block, for the given ``reason``. The buffers' content is undefined."""
+    """Raised if a file is not the expected block, for ``reason``. The content of the buffers is undefined."""
 
     def __init__(self, path: Path, reason: BlockDefect) -> None:
         super().__init__(f"KV block {path} cannot be used: {reason.value}")
@@ -95,15 +95,15 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvIdentity:
-    """What two engines must have in common to read each other's blocks. If any field differs, they use
-    different stores."""
+    """The properties that two engines must have in common to read each other's blocks. Engines that differ in
+    any field use different stores."""
 
     model: str
     """Name and revision of the weights, or their fingerprint, and everything else that changes KV."""
     kv_dtype: str
     """Data type, and the order in which a block is packed if that depends on the machine."""
     block_tokens: int
-    """Tokens of one Full Block, a multiple of an engine block."""
+    """Tokens of one Full Block (the unit of storage), a multiple of the engine's block size."""
     block_bytes: int
     """Payload of one Full Block on this rank, all layers: the same for every file of the store."""
     layers: int
@@ -123,13 +123,13 @@ class KvIdentity:
             raise ValueError(f"tp_rank {self.tp_rank} is not below tp_size {self.tp_size}")
 
     def digest(self) -> bytes:
-        """16 bytes that identify this identity, the same in every process."""
+        """Return 16 bytes that identify these fields, the same in every process."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def byte_views(buffers: Iterable[Buffer], *, writable: bool = False) -> list[memoryview]:
-    """The memory of ``buffers`` as bytes, in order, without a copy. Empty buffers are left out.
+    """Return the memory of ``buffers`` as bytes, in order, without a copy. Empty buffers are left out.
 
     Raises ``ValueError`` for memory that is not contiguous or, with ``writable``, read-only; ``TypeError``
     for an object that is not a buffer.
@@ -160,8 +160,8 @@ def write_block(
     """Write ``payload`` to ``partial`` and rename that file to ``path``. ``identity``: the digest.
     ``parent``: the key of the previous block, empty if there is none.
 
-    ``durable``: return only when both are on disk. A payload that changes during the call will fail its
-    checksum. Raises ``OSError``; a file of either name may then exist, and the caller must remove it.
+    ``durable``: return only when the file and its name are on disk. If the payload changes during the call,
+    its checksum will fail. Raises ``OSError``. The caller must then remove any file of either name.
     """
     header = _header(key, identity, parent[:PARENT_BYTES], payload)
     write_file(files, partial, [memoryview(header), *payload], fsync=durable)
@@ -175,7 +175,7 @@ def read_block(
 ) -> None:
     """Fill ``payload`` with the block of ``key``.
 
-    After any exception its content is undefined. Raises ``BlockCorrupt`` and ``OSError``.
+    After any exception the content of ``payload`` is undefined. Raises ``BlockCorrupt`` and ``OSError``.
     """
     header = bytearray(HEADER_BYTES)
     fd = files.open(path, os.O_RDONLY)
@@ -192,7 +192,7 @@ def read_block(
 
 
 def read_parent(files: FileSystem, path: Path, key: bytes, identity: bytes) -> bytes | None:
-    """The first bytes of the key of the previous block; ``None``: the file has no parent.
+    """Return the first bytes of the previous block's key; ``None``: the file names no previous block.
 
     Reads only the header. Raises ``BlockCorrupt`` for an invalid header, and ``OSError``.
     """
@@ -230,7 +230,7 @@ def write_file(files: FileSystem, path: Path, content: Sequence[memoryview], *, 
 
 
 def read_file(files: FileSystem, path: Path, max_bytes: int) -> bytes:
-    """The content of a small file, at most ``max_bytes``. Raises ``OSError``."""
+    """Return the content of a small file, at most ``max_bytes``. Raises ``OSError``."""
     fd = files.open(path, os.O_RDONLY)
     try:
         content = bytearray(min(files.size(fd), max_bytes))
@@ -241,7 +241,7 @@ def read_file(files: FileSystem, path: Path, max_bytes: int) -> bytes:
 
 
 def sync_folder(files: FileSystem, path: Path) -> None:
-    """Return once the names in a folder are on disk. Raises ``OSError``."""
+    """Flush the names in a folder to disk. Raises ``OSError``."""
     fd = files.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         files.fsync(fd)
@@ -309,7 +309,7 @@ def read_all(files: FileSystem, fd: int, buffers: Sequence[memoryview]) -> bool:
 
 
 def _skip_bytes(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """``buffers`` without their first ``count`` bytes."""
+    """Return ``buffers`` without their first ``count`` bytes."""
     for index, view in enumerate(buffers):
         if count < view.nbytes:
             return [view[count:], *buffers[index + 1 :]]

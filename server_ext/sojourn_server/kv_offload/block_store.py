@@ -1,9 +1,9 @@
 """The interface of a store of Full Blocks.
 
-A Full Block holds a run of tokens: one layer after the other, and within a layer one engine block after the
-other. It can be divided into Layer Blocks without a copy, so the buffers given to a store are one per layer
-or one for all layers. Its key is the chain hash of its last engine block, which identifies all tokens up to
-its end (DualPath §4.1, A.5).
+A Full Block is the KV of a fixed number of tokens: one layer after the other, and within a layer one engine
+block after the other. It can be divided into its layers (Layer Blocks) without a copy, so callers may give a
+store one buffer per layer or one for all layers. Its key is the chain hash of its last engine block, which
+identifies all tokens up to its end (DualPath §4.1, A.5).
 
     ``SharedStore``   files of this engine, with checksums and a budget; other engines' files are read too
     ``VllmFsStore``   the folders of vLLM's ``fs`` tier, shared with stock engines; only sizes are checked
@@ -22,8 +22,8 @@ FULL_BLOCK_TOKENS = 64
 
 
 class BlockStore(Protocol):
-    """Full Blocks by key. Thread-safe; every call waits for the disk. Damaged or foreign content is never
-    returned."""
+    """Stores Full Blocks (the unit of storage) by key. Thread-safe; every call waits for the disk. Content
+    that is found to be damaged or of another model is never returned."""
 
     @property
     def identity(self) -> KvIdentity:
@@ -31,22 +31,24 @@ class BlockStore(Protocol):
         ...
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """Number of leading ``keys`` in the store. Blocks may be deleted before they are read."""
+        """Return how many leading ``keys`` the store has. The store may delete blocks before they are
+        read."""
         ...
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
         """Fill ``buffers``, ``identity.block_bytes`` long in total, with the block of ``key``.
 
-        After any exception their content is undefined. Raises ``BlockNotFound``, ``BlockCorrupt``,
-        ``StoreError``, and ``ValueError`` for buffers of another size.
+        After any exception the content of ``buffers`` is undefined. Raises ``BlockNotFound``,
+        ``BlockCorrupt``, ``StoreError``, and ``ValueError`` for buffers of another size.
         """
         ...
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
-        """Store ``buffers`` as the block of ``key``; ``parent``: key of the previous block, if any.
+        """Store ``buffers`` as the block of ``key``. ``parent``: key of the previous block of the context, if
+        any.
 
-        A full store returns ``FULL`` or ``DISK_FULL`` and keeps nothing of it. Raises ``StoreError``, after
-        which nothing is left of the block, and ``ValueError`` for buffers of another size.
+        A full store returns ``FULL`` or ``DISK_FULL``, and keeps nothing of the block. Raises ``StoreError``,
+        after which nothing of the block is left, and ``ValueError`` for buffers of another size.
         """
         ...
 
@@ -54,8 +56,8 @@ class BlockStore(Protocol):
 
 
 def blocks_per_full(engine_block_tokens: int, block_tokens: int) -> int:
-    """Number of engine blocks per Full Block. Raises ``ValueError`` if it is not a whole number of at least
-    1."""
+    """Return the number of engine blocks per Full Block. Raises ``ValueError`` if it is not a whole number of
+    at least 1."""
     if engine_block_tokens < 1 or block_tokens < engine_block_tokens or block_tokens % engine_block_tokens:
         raise ValueError(
             f"a Full Block of {block_tokens} tokens is not a whole number of engine blocks of "

@@ -19,11 +19,11 @@ ByteArray = np.ndarray[Any, Any]
 """An array of ``uint8``."""
 
 CHUNK_BLOCKS = 32
-"""Number of blocks copied at once: such a chunk stays in the processor's cache."""
+"""Number of blocks copied at once. A chunk of this size stays in the processor's cache."""
 
 
 def block_rows(name: str, cache: Any, blocks: int) -> ByteArray:
-    """The memory of one layer's KV tensor, one row of bytes per block; its first dimension is the block.
+    """Return one layer's KV tensor as an array with one row of bytes per block. Shares the tensor's memory.
 
     Raises ``UnsupportedKvCaches`` for a tensor on another device, or whose blocks are not in one piece.
     """
@@ -37,23 +37,24 @@ def block_rows(name: str, cache: Any, blocks: int) -> ByteArray:
 
 
 class CpuCopy(NamedTuple):
-    """Copies that were complete when they were begun."""
+    """Copies that are already complete: on a CPU, the call that begins them also makes them."""
 
     seconds: float
 
     def wait(self) -> float:
-        """Seconds that the copies took."""
+        """Return the seconds that the copies took."""
         return self.seconds
 
 
 class CpuDeviceBackend:
-    """KV blocks of all layers, and ``slots`` host copies, each one contiguous like a block's file.
+    """Copies blocks between a CPU engine's KV memory and ``slots`` slots of host memory. A slot has one block
+    of all layers contiguously, like a block's file.
 
-    Copies are complete when the call that begins them returns, so that fences mean nothing.
+    Copies are complete when the call that begins them returns, so fences have no effect.
     """
 
     def __init__(self, rows: Sequence[ByteArray], slots: int) -> None:
-        """``rows``: in the order of the forward pass, arrays of one row of bytes per block."""
+        """``rows``: for each layer, in forward order, an array with one row of bytes per block."""
         self._layers = list(rows)
         sizes = [layer.shape[1] for layer in self._layers]
         self._offsets = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
@@ -62,10 +63,10 @@ class CpuDeviceBackend:
         self._host = np.empty((slots, self.block_bytes), np.uint8)
 
     def fence(self) -> None:
-        """Return nothing: the CPU has computed all that it was given."""
+        """Return ``None``: on a CPU, all earlier work is already complete."""
 
     def to_host(self, copies: Sequence[BlockCopy], after: None = None) -> CpuCopy:
-        """Copy blocks of all layers, in this order: the last copy into a slot wins."""
+        """Copy blocks of all layers to host memory, in the given order: the last copy into a slot wins."""
         began = time.perf_counter()
         for start in range(0, len(copies), CHUNK_BLOCKS):
             blocks, slots = _indices(copies[start : start + CHUNK_BLOCKS])
@@ -74,7 +75,7 @@ class CpuDeviceBackend:
         return CpuCopy(time.perf_counter() - began)
 
     def to_device(self, copies: Sequence[BlockCopy], after: None = None) -> CpuCopy:
-        """Copy blocks of all layers."""
+        """Copy blocks of all layers from host memory to the KV cache."""
         began = time.perf_counter()
         for start in range(0, len(copies), CHUNK_BLOCKS):
             blocks, slots = _indices(copies[start : start + CHUNK_BLOCKS])
@@ -86,7 +87,7 @@ class CpuDeviceBackend:
         """Do nothing: the copy is complete."""
 
     def slot(self, slot: int) -> memoryview:
-        """The bytes of a slot, writable."""
+        """Return the bytes of a slot, writable."""
         return memoryview(self._host[slot])
 
     def close(self) -> None:
@@ -94,12 +95,12 @@ class CpuDeviceBackend:
 
 
 class KvBlockArrays:
-    """KV blocks by layer. ``per_full`` engine blocks are gathered into a Full Block."""
+    """Copies a CPU engine's KV blocks layer by layer. ``per_full`` engine blocks make up a Full Block."""
 
     def __init__(self, layers: Mapping[str, ByteArray], per_full: int) -> None:
         """``layers``: the ``block_rows`` of each layer, in the order of the forward pass.
 
-        Raises ``ValueError`` for layers of different sizes: their Layer Blocks would differ.
+        Raises ``ValueError`` for layers of different sizes.
         """
         self.index = {name: at for at, name in enumerate(layers)}
         self._layers = list(layers.values())
@@ -115,7 +116,8 @@ class KvBlockArrays:
         return len(self._layers)
 
     def gather(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """A copy of one layer of these blocks as Layer Blocks; the last one is padded with zeros."""
+        """Return a copy of one layer of these engine blocks, as Layer Blocks (one layer of a Full Block
+        each). The last one is padded with zeros."""
         full = -(-len(block_ids) // self.per_full)
         made = np.zeros((full * self.per_full, self.engine_bytes), np.uint8)
         ids = np.asarray(block_ids, np.intp)
@@ -124,14 +126,14 @@ class KvBlockArrays:
         return [memoryview(row) for row in rows]
 
     def gather_full(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """A copy of all layers of one Full Block."""
+        """Return a copy of one Full Block, one buffer per layer."""
         return [self.gather(layer, block_ids)[0] for layer in range(len(self))]
 
     def scatter(
         self, layer: int, blocks: Sequence[memoryview], skip: int, block_ids: Sequence[int], part: int = 0
     ) -> list[int]:
-        """Fill engine blocks ``block_ids`` from one layer of Full Blocks, without their first ``skip`` engine
-        blocks. Returns the ids that were filled.
+        """Fill one layer of the engine blocks ``block_ids`` from Full Blocks, leaving out the first ``skip``
+        engine blocks of these. Returns the ids that were filled.
 
         ``part`` is the position of the layer within each of ``blocks``: 0 if they hold one layer only.
         """

@@ -8,7 +8,7 @@ The thread that runs the model never waits for a copy. To save a block that the 
 calls ``to_host`` with a fence, then ``hold_compute``: the device itself waits. Only the transfer threads of
 ``OffloadWorker`` wait, for copies whose end they report or whose bytes they read.
 
-Torch is imported by ``TorchCuda`` alone, so that the order can be tested without a device.
+Only ``TorchCuda`` imports torch, so that the order of copies can be tested without a device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .offload_jobs import BlockCopy
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 PIN_CHUNK_BYTES = 16 * 2**30
-"""Host memory is pinned in chunks of at most this size: drivers refuse very large ones."""
+"""Maximum size of a chunk in which host memory is pinned: drivers refuse very large ones."""
 
 
 MEMORY_PAGE_BYTES = 4096
@@ -39,11 +39,11 @@ class CudaEvent(Protocol):
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
     def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds until another event."""
+        """Return the milliseconds from this event to ``end_event``."""
 
 
 class CudaStream(Protocol):
-    """Work that the device does in order, like ``torch.cuda.Stream``."""
+    """A queue of work that the device does in order, like ``torch.cuda.Stream``."""
 
     def wait_event(self, event: Any) -> None: ...
 
@@ -73,13 +73,13 @@ class CudaRuntime(Protocol):
     ) -> None:
         """Queue one copy for each address in ``sources``. ``sizes``: bytes.
 
-        ``stable_sources``: the sources are not written any more, so the device may read them before the
-        stream reaches the copy. Raises ``RuntimeError``.
+        ``stable_sources``: whether the sources are no longer written, so that the device may read them before
+        the stream reaches the copy. Raises ``RuntimeError``.
         """
 
 
 class CudaCopy:
-    """Copies that have begun. Keeps the memory that the device may still read until they are done."""
+    """Copies that have begun. Keeps the arrays that the device may still read until the copies are done."""
 
     def __init__(self, begun: CudaEvent, done: CudaEvent, arrays: tuple[Int64Array, ...]) -> None:
         self._begun = begun
@@ -101,12 +101,12 @@ class CudaCopy:
 
 
 class CudaDeviceBackend:
-    """KV blocks of all layers, and ``slots`` slots of pinned host memory, each contiguous like a block's
-    file."""
+    """Copies blocks between a CUDA device's KV memory and ``slots`` slots of pinned host memory. A slot has
+    one block of all layers contiguously, like a block's file."""
 
     def __init__(self, pages: Sequence[KvPages], slots: int, cuda: CudaRuntime) -> None:
-        """``pages``: in the order of the forward pass. Raises ``RuntimeError`` if host memory cannot be
-        pinned."""
+        """``pages``: places of the blocks on the device, in the order of the forward pass. Raises
+        ``RuntimeError`` if host memory cannot be pinned."""
         self._cuda = cuda
         self.block_bytes = sum(each.page_bytes for each in pages)
         self._page_address = np.array([each.address for each in pages], np.int64)
@@ -116,7 +116,7 @@ class CudaDeviceBackend:
         self._host = _page_aligned(slots, self.block_bytes)
         self._pinned = _pin(cuda, self._host)
         self._lock = threading.Lock()
-        """Makes queueing a stream's wait and the copies after it one step."""
+        """Held while a stream's wait and the copies after it are queued, so that nothing comes between."""
         self._store_stream = cuda.new_stream()
         self._load_stream = cuda.new_stream()
         self._filling: dict[int, CudaCopy] = {}
@@ -174,8 +174,8 @@ class CudaDeviceBackend:
     # -- inside --------------------------------------------------------------------------
 
     def _follow_stores(self, slots: Sequence[int]) -> bool:
-        """Make loads wait for the copies into their slots. Return whether all these copies are already done:
-        only then may a slot be read before the load stream reaches the copy."""
+        """Make the load stream wait for unfinished copies into these slots. Return whether all such copies
+        are already done: only then may a slot be read before the load stream reaches the copy."""
         filling = {copy for slot in slots if (copy := self._filling.get(slot)) is not None}
         pending = [copy for copy in filling if not copy.done()]
         for copy in pending:
@@ -204,11 +204,12 @@ class CudaDeviceBackend:
 
 
 class TorchCuda:
-    """CUDA through torch. Any thread may use it."""
+    """Implements ``CudaRuntime`` with torch. Any thread may use it."""
 
     def __init__(self, device: Any, batch_copy: Callable[[Any, Any, Any, bool], None]) -> None:
-        """``batch_copy``: vLLM's ``swap_blocks_batch``, or a function like it: source and destination
-        addresses and sizes as int64 tensors, and whether sources are stable. It uses the current stream."""
+        """``batch_copy``: a function like vLLM's ``swap_blocks_batch``. It takes source addresses,
+        destination addresses and sizes as int64 tensors, and whether sources are stable. It uses the current
+        stream."""
         import torch
 
         self._torch = torch
@@ -219,11 +220,11 @@ class TorchCuda:
         return self._torch.cuda.current_stream(self._device)
 
     def new_stream(self) -> Any:
-        # A low priority: where copies need the device's processors at all, the model goes first.
+        # Low priority: if copies need the device's processors, the model goes first.
         return self._torch.cuda.Stream(self._device, priority=0)
 
     def new_event(self) -> Any:
-        # A thread that waits sleeps: it must not take a core from the thread that runs the model.
+        # A waiting thread sleeps, so that it takes no core from the thread that runs the model.
         return self._torch.cuda.Event(enable_timing=True, blocking=True)
 
     def pin(self, address: int, size_bytes: int) -> None:

@@ -15,17 +15,17 @@ DISK_INDEX_TIMEOUT_STEPS = 100
 """Number of steps after which the engine stops waiting for the worker's list of files on disk."""
 
 NO_SIBLINGS_RECHECK_S = 5.0
-"""Seconds until stores of other engines are searched for again after none was found."""
+"""Seconds without further searches after a search found no other engine's store."""
 
 MAX_FOUND_KEYS = 1 << 16
-"""Maximum number of blocks remembered to be in other engines' stores."""
+"""Maximum number of blocks for which the planner remembers that another engine's store has them."""
 
 MAX_PINNED_SHARE = 0.5
 """Maximum share of host memory that requests waiting for the disk may pin together."""
 
 
 class DiskBackoff:
-    """Pauses disk writes after a failure; each pause is longer than the last."""
+    """Pauses disk writes after a failure. Each further failure doubles the pause, up to a limit."""
 
     LONGEST_STEPS = 4096
 
@@ -45,47 +45,47 @@ class DiskBackoff:
         return self._left > 0
 
     def over(self) -> bool:
-        """Whether the pause is over; called once per step."""
+        """Count one step, and return whether the pause is over. Call it once per step."""
         self._left = max(0, self._left - 1)
         return not self._left
 
 
 @dataclass(slots=True, eq=False)
 class _PendingStage:
-    """A request that waits for blocks from disk."""
+    """The wait of one request for blocks from disk."""
 
     since_s: float
     missing: int = 0
     entries: list[HostEntry] = field(default_factory=list)
-    """Entries pinned for the request, so that blocks read for it remain until vLLM asks for it again."""
+    """Host memory entries pinned for the request, so that they stay until vLLM asks for the request again."""
     given_up: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _PendingProbe:
-    """A request that waits for a search of other engines' stores."""
+    """The wait of one request for a search of other engines' stores."""
 
     since_s: float
     over: bool = False
 
 
 class DiskPlanner:
-    """The disk's part of an ``OffloadPlanner``.
+    """Plans disk writes, reads and deletions for an ``OffloadPlanner``.
 
-    Three invariants. A block that the planner reports as on disk is there when it is read, provided that the
-    worker deletes files before it writes; a block found missing is forgotten. Files, including those being
-    written, never exceed the disk's budget. A slot of host memory keeps its block while the block is written
-    or read; the entry's ``on_disk`` says whether a file has it.
+    Three invariants hold. (1) A block that the planner reports as on disk can be read, provided that the
+    worker deletes files before it writes. A block that turns out to be missing is forgotten. (2) Files,
+    including those being written, never exceed the disk's budget. (3) A slot of host memory keeps its block
+    while the block is written to disk or read from it.
 
-    With ``limits.shared``, other engines' stores beside this one are searched when a request needs blocks.
-    They are read like this engine's files, but never counted as its own, and may disappear before they are
+    With ``limits.shared``, other engines' stores in the same folder are searched when a request needs blocks.
+    Their files are read like this engine's, but never counted as its own, and may disappear before they are
     read.
     """
 
     def __init__(
         self, limits: TierLimits, host: HostBlockPool, counts: Counter[str], numbers: Iterator[int]
     ) -> None:
-        """``counts``: blocks by outcome. ``numbers``: the job numbers."""
+        """``counts``: counter of blocks by outcome. ``numbers``: source of job numbers."""
         self.limits = limits
         self._host = host
         self._counts = counts
@@ -93,7 +93,7 @@ class DiskPlanner:
         self._files: OrderedDict[BlockKey, None] = OrderedDict()
         """Blocks on disk, least recently used first."""
         self.known = False
-        """Whether the worker has reported the files of an earlier engine."""
+        """Whether the worker has reported the files that an earlier engine left."""
         self._asked_steps = 0
         """Number of steps in which the worker could have reported its files."""
         self._forgotten = False
@@ -104,7 +104,7 @@ class DiskPlanner:
         self._spilling: dict[int, list[HostEntry]] = {}
         self.being_spilled: set[BlockKey] = set()
         self._ordered: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
-        """Requested writes of blocks from host memory, each with the block's rank after the write."""
+        """Blocks in host memory whose write to disk was requested, each with its rank after the write."""
         self._staged_by: dict[int, list[HostEntry]] = {}
         self._being_staged: dict[BlockKey, list[_PendingStage]] = {}
         """Block being read → requests that wait for it."""
@@ -117,7 +117,7 @@ class DiskPlanner:
         """Request → its search of other engines' stores."""
         self._probing: dict[int, tuple[_PendingProbe, Sequence[BlockKey]]] = {}
         self._no_siblings_until_s = float("-inf")
-        # Orders of the step being planned.
+        # Jobs of the step being planned.
         self._probes: dict[int, Sequence[BlockKey]] = {}
         self._drops: list[BlockKey] = []
         self._spills: dict[int, list[FileCopy]] = {}
@@ -141,23 +141,23 @@ class DiskPlanner:
 
     @property
     def closed(self) -> bool:
-        """Whether writes have stopped for good: after a reset the weights may differ from the store's
-        identity, and other engines would read wrong KV."""
+        """Whether disk writes have stopped for good. A shared store is closed after a cache reset: the
+        weights may have changed, and other engines would read wrong KV."""
         return self.limits.shared and self._forgotten
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a step is needed although no request needs one: jobs wait for a step, or the files of an
+        """Whether the engine must run a step even without requests: jobs wait for a step, or the files of an
         earlier engine are not known yet."""
         if self._drops or self._spills or self._stages or self._probes:
             return True
         if not self.known:
             return bool(self.limits.disk_blocks) and self._asked_steps < DISK_INDEX_TIMEOUT_STEPS
-        # No step while a batch is being written: an idle engine would spin.
+        # No step while a batch is being written, otherwise an idle engine would spin.
         return bool(self._ordered) and not self._spilling and not self._pause.is_active
 
     def add_jobs(self, jobs: OffloadJobs) -> None:
-        """Add the jobs of the step just planned."""
+        """Move the planned disk jobs into ``jobs``, the jobs of the step just planned."""
         self._asked_steps += 1
         jobs.drops, self._drops = self._drops, []
         jobs.spills, self._spills = self._spills, {}
@@ -182,7 +182,7 @@ class DiskPlanner:
         self._drops += [key for key in keys if key not in self._files]
 
     def make_room(self, blocks: int) -> None:
-        """Delete the least recently used files until ``blocks`` more fit, except those being read."""
+        """Delete least recently used files, except those being read, until ``blocks`` more fit."""
         excess = len(self._files) + len(self.being_spilled) + blocks - self.room
         if excess <= 0:
             return
@@ -193,7 +193,7 @@ class DiskPlanner:
             self._counts["disk_dropped"] += 1
 
     def discard(self, key: BlockKey) -> None:
-        """Delete the file of a key that has been removed from host memory."""
+        """Delete a key's file, if there is one."""
         if key in self._files:
             del self._files[key]
             self._drops.append(key)
@@ -217,14 +217,14 @@ class DiskPlanner:
     # -- to disk --------------------------------------------------------------------
 
     def order(self, key: BlockKey, rank: RetentionRank) -> None:
-        """Request a write of a block from host memory as soon as possible; the block gets ``rank`` after the
-        write."""
+        """Request that a block in host memory is written to disk as soon as possible. After the write the
+        block has the retention rank ``rank``."""
         if self.closed:
             return
         self._ordered[key] = rank
         if len(self._ordered) > 2 * self.limits.host_slots:
-            # A disk that always fails never takes orders. At least half of these keys have left host memory,
-            # since it has fewer slots: the scan costs O(1) per order.
+            # Requests pile up if the disk always fails. At least half of these keys have left host memory,
+            # which has fewer slots, so the scan costs O(1) per request.
             has = self._host.get
             self._ordered = OrderedDict(order for order in self._ordered.items() if has(order[0]) is not None)
 
@@ -233,8 +233,8 @@ class DiskPlanner:
         self._ordered.pop(key, None)
 
     def plan_spills(self) -> None:
-        """Plan this step's writes to disk: first the requested blocks, then further ones if host memory is
-        running short of blocks that can be reused without loss."""
+        """Plan this step's writes to disk: first requested blocks, then more if few slots of host memory
+        could be reused without losing a block."""
         limits, host = self.limits, self._host
         if not self.known or self.closed or not self._pause.over():
             return
@@ -245,14 +245,14 @@ class DiskPlanner:
         room -= self.spill(self._first_ordered(min(room, self.room)))
         lost = host.idle_unspilled(RetentionRank.WORTHLESS) + host.idle_unspilled(RetentionRank.SPARE)
         spare = host.free + host.idle_on_disk + lost + len(self.being_spilled)
-        # Not more than fits on the disk: the batch would evict blocks that it has just written.
+        # No more than fits on the disk: a larger batch would evict blocks that it has just written.
         wanted = min(int(limits.spill_below * limits.host_slots), self.room) - spare
         if room <= 0 or wanted <= 0:
             return
         self.spill(host.next_unspilled(min(room, wanted), above=RetentionRank.SPARE))
 
     def _first_ordered(self, most: int) -> list[HostEntry]:
-        """The first blocks of ``_ordered``, as far as their stores to host memory have ended."""
+        """Return up to ``most`` first blocks of ``_ordered``; stops at a block whose slot is being filled."""
         found: list[HostEntry] = []
         for key in list(islice(self._ordered, max(0, most))):
             entry = self._host.get(key)
@@ -265,8 +265,8 @@ class DiskPlanner:
         return found[::-1]  # as in any batch, the end of a context first
 
     def spill(self, entries: Sequence[HostEntry]) -> int:
-        """Write idle entries to disk; they stay in host memory. Returns the number of entries being
-        written."""
+        """Plan to write idle entries to disk, as many as fit. They also stay in host memory. Returns the
+        number of entries to write."""
         entries = [entry for entry in entries if not entry.on_disk and entry.key not in self.being_spilled]
         self.make_room(min(len(entries), self.room))
         # Files being written or read cannot be deleted.
@@ -283,7 +283,7 @@ class DiskPlanner:
         return len(entries)
 
     def spilled(self, job: int, copy_results: Mapping[BlockKey, CopyResult]) -> None:
-        """Handle the results of a batch of writes."""
+        """Handle the results of a batch of writes to disk."""
         host = self._host
         seen: set[CopyResult] = set()
         written: list[BlockKey] = []
@@ -305,9 +305,9 @@ class DiskPlanner:
                 self.room = min(self.room, len(self._files))
                 host.set_rank(entry, self._ordered.pop(entry.key, entry.rank))
             host.unpin(entry, used=False)
-        # So that the end of a context is deleted first.
+        # In this order, the end of a context is deleted first.
         self._files.update(dict.fromkeys(reversed(written)))
-        # Once per job: a failed batch is one failure.
+        # A failed batch counts as one failure.
         if CopyResult.FAILED in seen or CopyResult.FULL in seen:
             self._pause.failed()
         elif CopyResult.MOVED in seen:
@@ -320,8 +320,8 @@ class DiskPlanner:
         return request_id in self._staging
 
     def must_wait(self, request_id: str, now: float) -> bool:
-        """Whether the request must still wait for a search or a read. After a time limit it need not wait
-        again."""
+        """Return whether the request must still wait for a search or a disk read. Once a time limit has
+        passed, it need not wait again."""
         probe = self._probed.get(request_id)
         if probe is not None and not probe.over:
             if now - probe.since_s < self.limits.max_probe_wait_s:
@@ -337,8 +337,8 @@ class DiskPlanner:
         return False
 
     def probe(self, request_id: str, keys: Sequence[BlockKey], now: float) -> bool:
-        """Search other engines' stores for ``keys``, from the first key that this engine lacks; once per
-        request. Returns false if there is nothing to search for."""
+        """Plan a search of other engines' stores for ``keys``, from the first key that this engine lacks,
+        once per request. Returns whether a search was planned."""
         if not self.limits.shared or self._forgotten or request_id in self._probed:
             return False
         missing = self._from_first_missing(keys)
@@ -351,7 +351,7 @@ class DiskPlanner:
         return True
 
     def probed(self, job: int, answer: ProbeResult) -> None:
-        """Handle the result of a search."""
+        """Handle the result of a search of other engines' stores."""
         probe, keys = self._probing.pop(job, (None, ()))
         if probe is None:
             return
@@ -376,8 +376,8 @@ class DiskPlanner:
     def stage(
         self, request_id: str, found: Sequence[HostEntry], keys: Iterable[BlockKey], now: float
     ) -> bool:
-        """Read the leading ``keys`` from disk for a request whose earlier blocks were ``found``; all blocks
-        are pinned until ``abandon``. Returns false if the disk has none of them."""
+        """Plan to read a request's next blocks, the leading ``keys``, from disk. Its earlier blocks ``found``
+        are in host memory. All are pinned until ``abandon``. Returns false if no block can be read."""
         waiting = _PendingStage(since_s=now)
         # Reads must not evict the blocks already found.
         for entry in found:
@@ -391,8 +391,8 @@ class DiskPlanner:
         return True
 
     def fetch(self, keys: Iterable[BlockKey], rank: RetentionRank) -> int:
-        """Read the leading ``keys`` from disk before a request needs them; returns the number of blocks being
-        read."""
+        """Plan to read the leading ``keys`` from disk before a request needs them. Returns the number of
+        blocks being read."""
         return self._read(keys, None, rank, at_most=min(rank, RetentionRank.IDLE))
 
     def _read(
@@ -403,14 +403,13 @@ class DiskPlanner:
         *,
         at_most: RetentionRank,
     ) -> int:
-        """Read the leading ``keys`` as far as the disk has them; returns the number of blocks being read.
-        ``at_most``: highest rank of host memory entries that are evicted for them."""
+        """Plan to read the leading ``keys`` from disk, as far as the disk has them. Returns the number of
+        blocks being read. ``at_most``: highest rank of host memory entries that may be evicted for them."""
         host, job = self._host, next(self._numbers)
         ordered: list[HostEntry] = []
         here: list[HostEntry] = []
         missing = 0
-        # Running requests need room in host memory for blocks they lose, so waiting ones may not pin all of
-        # it.
+        # Waiting requests may not pin all of host memory: blocks that the device evicts need slots too.
         pinned = sum(len(other.entries) for other in self._staging.values())
         room = self.limits.max_staging - len(self._being_staged)
         if pinned:
@@ -447,7 +446,7 @@ class DiskPlanner:
         return missing
 
     def staged(self, job: int, copy_results: Mapping[BlockKey, CopyResult]) -> None:
-        """Handle the results of a batch of reads."""
+        """Handle the results of a batch of reads from disk."""
         for entry in self._staged_by.pop(job, ()):
             copy_result = copy_results.get(entry.key, CopyResult.FAILED)
             for waiting in self._being_staged.pop(entry.key, ()):

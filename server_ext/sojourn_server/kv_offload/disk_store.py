@@ -1,4 +1,4 @@
-"""Full Blocks on a disk, kept after the process ends: found by key, verified on reading, within a budget.
+"""Stores Full Blocks on a disk, within a budget. Blocks outlive the process and are verified when read.
 
 Folders
 -------
@@ -10,11 +10,11 @@ Folders
         a7/a7c0….kv         a block; its name is the key in hex, its folder the key's first byte
         a7/a7c0….partial    a block being written
 
-The folder's name only locates the store; the manifest identifies it: a folder with another manifest is
-refused, whatever its name. Stores of several identities can share a root. But a restart with another model or
-block size is usually not meant to fill the disk a second time, so a root with only other stores is refused
-unless ``alongside`` is set. Ranks of one server count as the same store. Files and folders that are not
-sojourn's are never deleted.
+The manifest identifies the store, not the folder's name: a folder with another manifest is refused. Stores of
+several identities can share a root. But a root with only stores of other identities is refused unless
+``alongside`` is set: a restart with another model or block size is usually not meant to fill the disk a
+second time. Stores of other ranks of the same engine do not count as other identities here. Files and folders
+that are not sojourn's are never deleted.
 
 Errors
 ------
@@ -25,8 +25,7 @@ Errors
      ├ BlockNotFound       there is no such block (any more)
      └ BlockCorrupt        the block was damaged; it has been removed
 
-A caller's mistake is a ``ValueError``. After any error except those of ``open``, the block can be computed
-again.
+Wrong arguments raise ``ValueError``. After any error, except in ``open``, the block can be computed again.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ _NOT_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 def block_path(store: Path, key: bytes) -> Path:
-    """Path of the file of ``key``'s block. Raises ``ValueError`` for an invalid key."""
+    """Return the path of the file of ``key``'s block. Raises ``ValueError`` for an invalid key."""
     if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(key)}")
     name = key.hex()
@@ -79,7 +78,7 @@ def block_path(store: Path, key: bytes) -> Path:
 
 
 def block_payload(identity: KvIdentity, buffers: Sequence[Buffer], *, writable: bool) -> list[memoryview]:
-    """The memory of one block as bytes. Raises ``ValueError`` for buffers whose size is not that of
+    """Return the memory of one block as bytes. Raises ``ValueError`` if ``buffers`` do not have the size of
     ``identity``'s blocks."""
     views = byte_views(buffers, writable=writable)
     found = sum(view.nbytes for view in views)
@@ -89,7 +88,7 @@ def block_payload(identity: KvIdentity, buffers: Sequence[Buffer], *, writable: 
 
 
 class StoreError(OffloadError):
-    """The operating system reported an error, which is in ``errno`` and ``__cause__``."""
+    """Raised for an error of the operating system, which is in ``errno`` and ``__cause__``."""
 
     def __init__(self, doing: str, path: Path, cause: OSError) -> None:
         super().__init__(f"{doing} {path} failed: {cause.strerror or cause}")
@@ -98,7 +97,7 @@ class StoreError(OffloadError):
 
 
 class BlockNotFound(OffloadError):
-    """There is no such block (any more)."""
+    """Raised if the store has no such block (any more)."""
 
     def __init__(self, key: bytes) -> None:
         super().__init__(f"no block {key.hex()} in this store")
@@ -106,7 +105,7 @@ class BlockNotFound(OffloadError):
 
 
 class PutOutcome(Enum):
-    """Outcome of a ``put``."""
+    """Outcome of writing a block to a store."""
 
     STORED = "stored"
     ALREADY = "already"
@@ -118,13 +117,13 @@ class PutOutcome(Enum):
 
 
 class DiskStore:
-    """Blocks of one ``KvIdentity`` in a folder, at most ``budget_bytes`` of files.
+    """Stores blocks of one ``KvIdentity`` as files in a folder, at most ``budget_bytes`` in total.
 
     Thread-safe. Every call waits for the disk, except ``has``, ``oldest``, ``keys``, ``len`` and
     ``used_bytes``, which the scheduler's thread may use: the index is never locked during I/O. Calls for one
     key are serialised, those for different keys run concurrently.
 
-    It evicts nothing: at its budget ``put`` returns ``FULL``. Only files that cannot be read are replaced.
+    The store evicts nothing: at its budget ``put`` returns ``FULL``. It replaces only unreadable files.
     """
 
     def __init__(
@@ -178,11 +177,11 @@ class DiskStore:
 
         ``name`` distinguishes the stores of engines that serve the same identity (``is_store_name``).
         ``durable``: a stored block survives a failure of the machine (default: of the process only).
-        ``alongside``: other identities' stores may be in ``root``. ``clock_ns`` gives the times of uses; it
-        may jump.
+        ``alongside``: other identities' stores may be in ``root``. ``clock_ns``: clock for the times of last
+        use; it may jump.
 
-        Payloads are verified when they are read. Files of the wrong size and partial files are removed, then
-        the least recently used files beyond the budget.
+        Files of the wrong size and partial files are removed, then the least recently used files beyond the
+        budget. Payloads are verified when they are read.
 
         Raises ``IncompatibleStore``, ``StoreInUse``, ``StoreError``, and ``ValueError`` for a negative budget
         or an invalid name.
@@ -222,8 +221,7 @@ class DiskStore:
         return store
 
     def close(self) -> None:
-        """End all use of the store, after running calls have ended, and release its lock. No other call may
-        follow."""
+        """Wait for running calls to end, and release the store's lock. No other call may follow."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._busy)
@@ -238,10 +236,10 @@ class DiskStore:
         self.close()
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
-        """Store ``buffers``, in order, as the block of ``key``. If the store has the block already, that
+        """Store ``buffers``, in order, as the block of ``key``. If the store has the block already, the call
         counts as a use.
 
-        ``parent``: key of the previous block of its context, for ``parent_of``; empty: none. The buffers must
+        ``parent``: key of the previous block of the context, for ``parent_of``; empty: none. The buffers must
         have ``identity.block_bytes`` bytes in total and not change during the call. Raises ``StoreError``,
         after which nothing of the block is left, and ``ValueError``.
         """
@@ -267,12 +265,12 @@ class DiskStore:
             return PutOutcome.STORED
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
-        """Fill ``buffers``, in order, with the block of ``key``; they may be divided differently than for
+        """Fill ``buffers``, in order, with the block of ``key``. They may be divided differently than for
         ``put``.
 
-        After any exception their content is undefined. Raises ``BlockNotFound``; ``BlockCorrupt``, after
-        removing the file; ``StoreError`` if the file cannot be read: ``has`` is then false until the store is
-        opened again; ``ValueError`` for read-only buffers or another size.
+        After any exception the content of ``buffers`` is undefined. Raises ``BlockNotFound``;
+        ``BlockCorrupt``, after removing the file; ``StoreError`` if the file cannot be read: ``has`` is then
+        false until the store is opened again; ``ValueError`` for read-only buffers or another size.
         """
         path = self._path(key)
         payload = block_payload(self.identity, buffers, writable=True)
@@ -315,14 +313,14 @@ class DiskStore:
             return True
 
     def has(self, key: bytes) -> bool:
-        """Whether there is a block of ``key``. Does not count as a use."""
+        """Return whether there is a block of ``key``. Does not count as a use."""
         with self._changed:
             return key in self._index
 
     def parent_of(self, key: bytes) -> bytes | None:
-        """Leading bytes of the key of the block before ``key``'s in its context. Does not count as a use.
+        """Return the leading bytes of the key of the previous block in the context of ``key``'s block.
 
-        ``None``: the file names none or cannot be read.
+        ``None``: the file names no previous block or cannot be read. Does not count as a use.
         """
         path = self._path(key)
         with self._turn(key):
@@ -332,12 +330,12 @@ class DiskStore:
                 return None
 
     def oldest(self, count: int) -> list[bytes]:
-        """Up to ``count`` keys, least recently used first."""
+        """Return up to ``count`` keys, least recently used first."""
         with self._changed:
             return list(islice(self._index, max(0, count)))
 
     def keys(self) -> list[bytes]:
-        """All keys, least recently used first."""
+        """Return all keys, least recently used first."""
         with self._changed:
             return list(self._index)
 
@@ -390,7 +388,7 @@ class DiskStore:
             write()
 
     def _touch(self, key: bytes) -> None:
-        """Mark the block as last used, also for the next process that opens the store."""
+        """Mark the block as the most recently used, also for the next process that opens the store."""
         with self._changed:
             self._index[key] = None
             self._index.move_to_end(key)
@@ -419,13 +417,14 @@ class DiskStore:
                 raise StoreError("removing the KV block", self._path(key), error) from error
 
     def _reserve(self) -> bool:
-        """Reserve budget for one more file, if necessary by removing an unusable one."""
+        """Reserve budget for one more file, if necessary by removing an unusable one. Returns whether it
+        fits."""
         while True:
             with self._changed:
                 if self._used_bytes + self.file_bytes <= self.budget_bytes:
                     self._used_bytes += self.file_bytes
                     return True
-                # Not a key in use: two threads waiting for each other's keys would deadlock.
+                # Not a key in use: two threads that wait for each other's keys would deadlock.
                 victim = next((key for key in self._unusable if key not in self._busy), None)
                 if victim is None:
                     return False
@@ -440,7 +439,7 @@ class DiskStore:
                     self._changed.notify_all()
 
     def _erase(self, key: bytes) -> OSError | None:
-        """Remove the files of a key that count against the budget but are not indexed; returns the error if
+        """Remove a key's files, which count against the budget but are not in the index. Returns the error if
         that fails."""
         path = self._path(key)
         for name in (path.with_suffix(".partial"), path):

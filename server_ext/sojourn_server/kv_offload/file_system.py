@@ -1,7 +1,7 @@
-"""File operations of a store: no links are followed, and only folders that no other user can change are used.
+"""File operations of a store: follow no symbolic links, use only folders that no other user can change.
 
-Below a store's root each folder is opened by name in its parent, with ``O_NOFOLLOW``, and each file in its
-folder. So no link is followed, even if it replaces a folder at any moment. New files are created with
+Below a store's root, each folder is opened by name in its parent, with ``O_NOFOLLOW``, and each file in its
+folder. So no link is followed, even if one replaces a folder at any moment. New files are created with
 ``O_EXCL``. KV determines a model's answers, so every folder below the root must belong to this user and be
 writable by this user only.
 
@@ -28,7 +28,7 @@ _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class FileEntry(NamedTuple):
-    """One entry of a folder. A link counts as neither a file nor a folder: no store creates links."""
+    """One entry of a folder. A symbolic link is neither a file nor a folder here: no store creates links."""
 
     name: str
     is_file: bool
@@ -42,8 +42,8 @@ class FileSystem(Protocol):
     """All file operations of a store; tests replace it to inject faults. Methods raise ``OSError``."""
 
     def confine(self, root: Path, *, private: bool = True) -> None:
-        """Follow no links below ``root``, itself a path without links. ``private``: use only folders that no
-        other user can change."""
+        """Follow no symbolic links below ``root`` from now on; ``root`` itself must be a path without links.
+        ``private``: use only folders that no other user can change."""
         ...
 
     def open(self, path: Path, flags: int) -> int: ...
@@ -60,7 +60,7 @@ class FileSystem(Protocol):
 
     def fsync(self, fd: int) -> None: ...
     def replace(self, source: Path, target: Path) -> None:
-        """Rename within a folder."""
+        """Rename ``source`` to ``target`` in the same folder, replacing an existing file."""
         ...
 
     def unlink(self, path: Path) -> None: ...
@@ -76,7 +76,7 @@ class LocalFileSystem:
     """The local file system. KV reveals prompts, so only the owner may access files and folders."""
 
     def __init__(self, root: Path | None = None) -> None:
-        """``root`` as for ``confine``. Without ``root``, only the last part of a path is checked not to be a
+        """``root``: as for ``confine``. Without it, only the last part of each path is checked not to be a
         link."""
         self._root = root
         self._private = True
@@ -155,7 +155,7 @@ class LocalFileSystem:
 
     @contextlib.contextmanager
     def _folder(self, path: Path) -> Iterator[int]:
-        """A descriptor of the folder, opened from the root without following links."""
+        """Yield a descriptor of the folder, opened from the root without following links."""
         root = self._root
         if root is None or not path.is_relative_to(root):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

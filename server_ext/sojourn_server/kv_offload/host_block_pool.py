@@ -1,4 +1,4 @@
-"""The slots of host memory: the block in each, and the order in which they are reused."""
+"""The slots of host memory: which block each slot has, and the order in which slots are reused."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from .offload_jobs import BlockKey
 
 
 class RetentionRank(IntEnum):
-    """Slots of the lowest rank are reused first; within a rank, the least recently used.
+    """Rank of a block in host memory. Slots of the lowest rank are reused first; within a rank, the least
+    recently used.
 
     Members hash and compare as fast as numbers. Accessing a member by attribute is slower, so code that runs
     for each block assigns members to variables first.
     """
 
     WORTHLESS = 0
-    """No request is known to need it again. Not written to disk."""
+    """No request is known to need the block again. Not written to disk."""
     SPARE = 1
-    """The device also has the block: a copy made before eviction. Not written to disk."""
+    """The device also has the block: the copy was made ahead of eviction. Not written to disk."""
     COLD = 2
-    """Block of a program idle for so long that its KV belongs on disk; the disk has it."""
+    """Block of a program that has been idle so long that its KV belongs on disk. The disk has the block."""
     PLAIN = 3
     """Block of a busy program whose KV belongs on the device, or of an unknown program."""
     IDLE = 4
     """Block of an idle program whose KV belongs in host memory."""
     WANTED = 5
-    """The block is read next: its program has just been admitted. No other block replaces it."""
+    """Block that is read next: its program has just been admitted. No block of a lower rank replaces it."""
 
     @property
     def until_written(self) -> RetentionRank:
-        """The rank while the disk does not have the block: the only copy of a cold block is kept like an idle
-        one."""
+        """The rank while the disk lacks the block: cold counts as idle, because host memory has the only
+        copy."""
         return _IDLE if self is _COLD else self
 
 
@@ -80,11 +81,11 @@ class HostBlockPool:
         return iter(self._entries.values())
 
     def get(self, key: BlockKey) -> HostEntry | None:
-        """The entry of a block, filled or being filled."""
+        """Return the entry of a block, filled or being filled; ``None``: there is none."""
         return self._entries.get(key)
 
     def entry_in_slot(self, slot: int) -> HostEntry | None:
-        """The entry to which a slot belongs."""
+        """Return the entry to which a slot belongs; ``None``: the slot is empty."""
         return self._by_slot.get(slot)
 
     @property
@@ -93,13 +94,14 @@ class HostBlockPool:
         return len(self._free)
 
     def room(self, at_most: RetentionRank) -> int:
-        """Number of slots that are empty or may be reused for a block of rank ``at_most``."""
+        """Return the number of slots that are empty or may be reused for a block of rank ``at_most``."""
         return len(self._free) + sum(len(idle) for rank, idle in self._idle.items() if rank <= at_most)
 
     def begin(
         self, key: BlockKey, rank: RetentionRank, job: int | None, *, on_disk: bool = False
     ) -> HostEntry | None:
-        """Assign an empty slot to a new block; ``None`` without an empty slot: call ``reuse`` first."""
+        """Assign an empty slot to a new block and return its entry. ``None``: none is empty, call ``reuse``
+        first."""
         if not self._free:
             return None
         entry = HostEntry(key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk)
@@ -117,8 +119,8 @@ class HostBlockPool:
         on_disk: bool = False,
         at_most: RetentionRank | None = None,
     ) -> HostEntry | None:
-        """Assign a slot to a new block, if necessary by evicting an entry whose rank is at most ``at_most``
-        (default: ``rank``). ``None``: no such entry."""
+        """Assign a slot to a new block and return its entry. If no slot is empty, evict an entry whose rank
+        is at most ``at_most`` (default: ``rank``); ``None``: there is no such entry."""
         if not self._free:
             reused = self.reuse(at_most=rank if at_most is None else at_most)
             if reused is None:
@@ -127,8 +129,8 @@ class HostBlockPool:
         return self.begin(key, rank, job, on_disk=on_disk)
 
     def reuse(self, *, at_most: RetentionRank) -> HostEntry | None:
-        """Evict the next entry with at most this rank; ``None``: all others have a higher rank, are pinned,
-        or are being filled."""
+        """Evict and return the next entry with at most this rank; ``None``: every entry has a higher rank, is
+        pinned, or is being filled."""
         rank = min(self._idle, default=None)
         if rank is None or rank > at_most:
             return None
@@ -137,7 +139,7 @@ class HostBlockPool:
         return entry
 
     def filled(self, entry: HostEntry) -> None:
-        """Record that the entry's job has ended."""
+        """Record that the job that fills the entry has ended."""
         entry.job = None
         self._settle(entry)
 
@@ -148,8 +150,8 @@ class HostBlockPool:
         entry.pins += 1
 
     def unpin(self, entry: HostEntry, *, used: bool = True) -> None:
-        """Remove one pin. The entry becomes the most recently used of its rank; with ``used=False`` (a copy,
-        not a use) the least recently used."""
+        """Remove one pin. The entry becomes the most recently used of its rank; with ``used=False`` (it was
+        only copied), the least recently used."""
         entry.pins -= 1
         self._settle(entry)
         if not used and self._is_idle(entry):
@@ -158,12 +160,12 @@ class HostBlockPool:
                 self._dirty[entry.rank].move_to_end(entry.key, last=False)
 
     def release(self, entries: Sequence[HostEntry]) -> None:
-        """Unpin the entries of a context, given in its order; its last block is then reused first."""
+        """Unpin the entries of a context, given in context order, so that its last block is reused first."""
         for entry in reversed(entries):
             self.unpin(entry)
 
     def touch(self, entry: HostEntry) -> None:
-        """Mark the entry as used."""
+        """Make the entry the most recently used of its rank."""
         if self._is_idle(entry):
             self._unsettle(entry)
             self._settle(entry)
@@ -193,12 +195,12 @@ class HostBlockPool:
             self.idle_on_disk -= 1
 
     def idle_unspilled(self, rank: RetentionRank) -> int:
-        """Number of idle entries of this rank without a copy on disk."""
+        """Return the number of idle entries of this rank without a copy on disk."""
         return len(self._dirty.get(rank, ()))
 
     def next_unspilled(self, most: int, *, above: RetentionRank) -> list[HostEntry]:
-        """Idle entries of ranks above ``above`` without a copy on disk, in the order in which they would be
-        reused."""
+        """Return up to ``most`` idle entries of ranks above ``above`` without a copy on disk, in the order in
+        which they would be reused."""
         found: list[HostEntry] = []
         for rank in sorted(rank for rank in self._dirty if rank > above):
             for entry in self._dirty[rank].values():
@@ -208,7 +210,7 @@ class HostBlockPool:
         return found
 
     def remove(self, entry: HostEntry) -> None:
-        """Remove an entry. Its slot becomes free once it is neither read nor filled."""
+        """Remove an entry. Its slot becomes free once no job reads or fills it."""
         if entry.removal_pending:
             return
         if self._is_idle(entry):

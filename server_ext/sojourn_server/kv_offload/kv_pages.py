@@ -1,8 +1,8 @@
-"""Addresses of KV blocks in a worker's memory: one or more rows of equally spaced pages for each layer.
+"""Finds KV blocks in a worker's memory: each layer has one or more rows of equally spaced pages.
 
-vLLM orders the dimensions of a KV cache as the attention backend needs them: layers may be interleaved within
-a block, attention heads may be stored outside the block, and a block may consist of several kernel blocks. A
-page is a run of consecutive bytes of one block.
+A page is a run of consecutive bytes of one block. vLLM orders the dimensions of a KV cache as the attention
+backend needs them: layers may be interleaved within a block, attention heads may be stored outside the block,
+and a block may consist of several kernel blocks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 
 class UnsupportedKvCaches(RuntimeError):
-    """The engine's KV tensors have an unexpected device, shape or layout."""
+    """Raised if the engine's KV tensors have an unexpected device, shape or layout."""
 
 
 class KvPages(NamedTuple):
-    """The pages of all blocks in one row: block ``b``'s begins at ``address + b * stride_bytes``."""
+    """One row of pages, one per block: block ``b``'s page begins at ``address + b * stride_bytes``."""
 
     address: int
     stride_bytes: int
@@ -27,9 +27,9 @@ class KvPages(NamedTuple):
 def page_views(name: str, cache: Any, blocks: int) -> list[Any]:
     """Return views of one layer's KV tensor as bytes, each of shape ``(blocks, page bytes)``.
 
-    ``cache``: a torch tensor whose first dimension is the block, or kernel blocks that subdivide it equally.
-    There is one view unless the layout places another dimension outside the block, such as the heads.
-    Raises ``UnsupportedKvCaches`` if a block's bytes in one place are not consecutive.
+    ``cache``: a torch tensor whose first dimension counts blocks, or kernel blocks that divide a block
+    equally. There is one view unless the layout places another dimension outside the block, such as the
+    heads. Raises ``UnsupportedKvCaches`` if the bytes of a page are not consecutive.
     """
     import torch
 
@@ -72,9 +72,9 @@ def page_views(name: str, cache: Any, blocks: int) -> list[Any]:
 
 
 def merge_neighbours(pages: Sequence[KvPages]) -> list[KvPages]:
-    """Return the same bytes in the same order with as few pages as possible.
+    """Merge rows of pages that are adjacent in memory, and return as few rows as possible for the same bytes.
 
-    Layers interleaved within a block are neighbours: one copy moves the block of all of them.
+    Layers interleaved within a block are adjacent: one copy then moves a block of all these layers.
     """
     merged: list[KvPages] = []
     for each in pages:

@@ -1,8 +1,8 @@
 """The copy jobs of one engine step, and the results of earlier jobs.
 
-The planner, beside the scheduler, writes ``OffloadJobs``. The worker, beside the model, carries them out in
-the order of the fields below and answers with ``OffloadResults``. Block ids are the engine's; slots of host
-memory count from 0; a key is the chain hash of a block's content.
+The planner, in the scheduler's process, writes ``OffloadJobs``. The worker, in the model's process, carries
+them out in the order of the fields below and answers with ``OffloadResults``. Block ids are the engine's.
+Slots of host memory count from 0. A key is the chain hash of a block's content.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FileCopy(NamedTuple):
     slot: int
     key: BlockKey
     shared: bool = False
-    """Read from another engine's store instead of this engine's."""
+    """Whether the block is read from another engine's store, not from this engine's."""
 
 
 class ProbeResult(NamedTuple):
@@ -61,25 +61,25 @@ class OffloadJobs:
     """The jobs of one step. Each job has a number, and one result is reported for it."""
 
     settles: bool = False
-    """Loads were cancelled: those of earlier steps end before anything else."""
+    """Whether a load was cancelled: the worker then first waits for all loads of earlier steps."""
     awaited: dict[int, list[BlockCopy]] = field(default_factory=dict)
-    """Earlier stores that must end before this step, and are retried if they failed: this step overwrites
-    their blocks and may reuse their slots."""
+    """Stores of earlier steps that must end before this step, by job number, because this step overwrites
+    their blocks or uses their slots. The worker repeats stores that failed."""
     saves: list[BlockCopy] = field(default_factory=list)
     """Copies from device to host, in this order, before this step's forward pass overwrites the blocks."""
     loads: dict[str, list[BlockCopy]] = field(default_factory=dict)
-    """Host to device, by request, after the saves and beside this step and later ones. Each request is
-    answered once: it runs when its blocks have arrived."""
+    """Copies from host to device, by request. They begin after the saves and run in parallel with this step
+    and later ones. vLLM runs a request once the worker has reported its load."""
     stores: dict[int, list[BlockCopy]] = field(default_factory=dict)
-    """Copies from device to host while the model computes."""
+    """Copies from device to host while the model computes, by job number."""
     drops: list[BlockKey] = field(default_factory=list)
-    """Files to delete, before anything is written: a later write may have the same key."""
+    """Keys of files to delete before anything is written, because a later write may have the same key."""
     spills: dict[int, list[FileCopy]] = field(default_factory=dict)
-    """Copies from host to disk."""
+    """Copies from host to disk, by job number."""
     stages: dict[int, list[FileCopy]] = field(default_factory=dict)
-    """Copies from disk to host, in order of job numbers."""
+    """Copies from disk to host, by job number, in increasing order."""
     probes: dict[int, Sequence[BlockKey]] = field(default_factory=dict)
-    """Chains to search for in other engines' stores."""
+    """Job number → keys, in context order, to search for in other engines' stores."""
 
     def __bool__(self) -> bool:
         return bool(
@@ -100,7 +100,7 @@ class OffloadResults:
     """One worker's results since its last report."""
 
     on_disk: Sequence[BlockKey] | None = None
-    """Keys left on disk by an earlier engine, least recently used first; reported once."""
+    """Keys that an earlier engine left on disk, least recently used first; reported once."""
     partly_on_disk: list[BlockKey] = field(default_factory=list)
     """Keys that only some workers of the engine have on disk."""
     stored: dict[int, CopyResult] = field(default_factory=dict)
@@ -143,8 +143,8 @@ _WORST_FIRST = (
 class RankResults:
     """Combines the reports of an engine's workers, which arrive in different steps.
 
-    Each worker has its part of every block. A job has ended when all have answered it, and a block has been
-    copied only where all have copied it.
+    Each worker has its part of every block. A job has ended when all workers have reported it. A block counts
+    as copied only if all workers have copied their parts.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -157,7 +157,7 @@ class RankResults:
         self._probed: defaultdict[int, list[ProbeResult]] = defaultdict(list)
 
     def add(self, reports: Sequence[OffloadResults]) -> OffloadResults:
-        """Add the reports of one step, at most one of each worker. Return the results that are complete
+        """Add the reports of one step, at most one from each worker. Return the results that are complete
         now."""
         combined = OffloadResults()
         for report in reports:
@@ -193,7 +193,7 @@ class RankResults:
             self._staged[job].append(copied)
         for job, probed in report.probed.items():
             self._probed[job].append(probed)
-        # A slot lost by one worker is lost: what the others have of its block is worth nothing alone.
+        # A slot lost by one worker is lost for all: the other workers' parts of the block are useless alone.
         combined.lost_slots += [slot for slot in report.lost_slots if slot not in combined.lost_slots]
         for lane, seconds in report.seconds.items():
             combined.seconds[lane] = max(combined.seconds.get(lane, 0.0), seconds)
@@ -211,7 +211,7 @@ def _worst(results: Iterable[CopyResult]) -> CopyResult:
 
 
 def _worst_by_key(answers: Sequence[Mapping[BlockKey, CopyResult]]) -> dict[BlockKey, CopyResult]:
-    """Return each key's worst result. A key that an answer lacks has failed there, and is left out."""
+    """Return each key's worst result. Keys missing from an answer have failed there, and are left out."""
     return {
         key: _worst(each[key] for each in answers)
         for key in answers[0]
@@ -227,8 +227,8 @@ SPEED_SAMPLES = 16
 copy, few enough to notice that a link has become slow."""
 
 SPEED_MAX_AGE_S = 30.0
-"""Seconds for which a report counts. A link found slow is used little, so its recovery would not be noticed;
-after this time its speed is unknown and is measured again."""
+"""Seconds for which a report counts. A link that was slow is used little; once its reports have expired, its
+speed is unknown and is measured again."""
 
 
 class OffloadStats:
@@ -241,7 +241,7 @@ class OffloadStats:
         self._newest: dict[str, deque[tuple[float, float, int]]] = {
             lane: deque(maxlen=SPEED_SAMPLES) for lane in TRANSFER_DIRECTIONS
         }
-        """Time of the newest report, its seconds and bytes, by direction."""
+        """Direction → (time, seconds, bytes) of each of its newest reports."""
 
     def add(self, results: OffloadResults, now: float) -> None:
         """Add one worker's report."""
@@ -252,7 +252,7 @@ class OffloadStats:
         self._waited_s += results.waited_s
 
     def seconds_a_byte(self, lane: str, now: float) -> float | None:
-        """Recent seconds per byte in a direction; ``None``: no recent copy."""
+        """Return the recent seconds per byte in a direction; ``None``: no recent copy."""
         newest = self._newest[lane]
         while newest and now - newest[0][0] > SPEED_MAX_AGE_S:
             newest.popleft()
@@ -260,9 +260,12 @@ class OffloadStats:
         return took_s / moved if moved and took_s > 0 else None
 
     def totals(self) -> dict[str, Any]:
-        """Totals since the engine started: ``moved_bytes`` and busy ``seconds`` by direction; ``waited_s``,
-        seconds for which forward passes waited for copies between device and host memory; ``overlapped``, the
-        share of those copies' time without waiting, ``None`` before the first copy."""
+        """Return totals since the engine started.
+
+        ``moved_bytes`` and busy ``seconds``: by direction. ``waited_s``: seconds for which forward passes
+        waited for copies between device and host memory. ``overlapped``: share of these copies' time in which
+        no forward pass waited; ``None`` before the first copy.
+        """
         copied_s = self._seconds["to_host"] + self._seconds["to_device"]
         return {
             "moved_bytes": {lane: self._bytes[lane] for lane in TRANSFER_DIRECTIONS},

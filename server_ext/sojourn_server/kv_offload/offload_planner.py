@@ -1,12 +1,14 @@
-"""Plans which KV blocks are copied to and from the tiers below the device: no vLLM, no tensors, no clock.
+"""Plans which KV blocks are copied between the device and the tiers below it: no vLLM, no tensors, no clock.
 
-One planner serves one engine's scheduler. ``evicted`` reports blocks that the device overwrites, ``store``
-copies blocks ahead of that, ``lookup`` finds blocks, ``load`` orders them, ``take_jobs`` returns a step's
-orders, and ``take_loaded`` and ``take_results`` take their results. Three invariants hold. A block is found
-only where it is, or will be when it is read, provided that the worker carries out orders in sequence. A slot
-that one job reads or writes is used by no other job. The result of a failed copy is forgotten: the worst case
-is that KV is computed again. The planner itself manages host memory and look-ups; its ``DiskPlanner`` manages
-the disk and copies to and from it."""
+One planner serves one engine's scheduler. The scheduler reports blocks that the device overwrites
+(``evicted``), copies blocks ahead of that (``store``), and finds and loads blocks (``lookup``, ``load``).
+``take_jobs`` returns a step's jobs; ``take_loaded`` and ``take_results`` handle their results. The planner
+itself manages host memory and look-ups. Its ``DiskPlanner`` manages the disk.
+
+Three invariants hold. (1) A look-up finds only blocks that can be read when they are needed, provided that
+the worker carries out jobs in sequence. (2) A slot that one job reads or writes is used by no other job. (3)
+Blocks whose copy failed are forgotten: the worst case is that KV is computed again.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadR
 from .tier_limits import TierLimits
 
 STORE_BATCH_BLOCKS = 32
-"""Number of blocks per store job. If one of its blocks is reused early, the step waits for the whole job."""
+"""Number of blocks per store job. If the device reuses one early, the step waits for the whole job."""
 
 _WANTED, _IDLE = (
     RetentionRank.WANTED,
@@ -30,11 +32,10 @@ _WANTED, _IDLE = (
 
 
 class _Lookup(NamedTuple):
-    """The answer to a request's look-up."""
+    """The result of a request's look-up."""
 
     of: tuple[int, BlockKey]
-    """Number of keys and first key: they identify the look-up, because a request's tokens are only appended
-    to."""
+    """Number of keys and first key. They identify the look-up, because requests only grow at their end."""
     found: list[HostEntry]
 
 
@@ -47,16 +48,16 @@ class _Load(NamedTuple):
 
 
 class PersistStatus(NamedTuple):
-    """Number of blocks of a context that are on disk."""
+    """Progress of writing a context to disk, in blocks."""
 
     stored: int
     """Number of leading blocks on disk, without a gap."""
     pending: int
-    """Number of blocks being written that extend the leading blocks."""
+    """Number of blocks of the context that are still to be written or being written."""
 
 
 class OffloadPlanner:
-    """Plans host memory and disk of one engine. Times are seconds on the engine's monotonic clock."""
+    """Plans one engine's use of host memory and disk. Times are seconds on the engine's monotonic clock."""
 
     def __init__(self, limits: TierLimits) -> None:
         self.limits = limits
@@ -64,19 +65,18 @@ class OffloadPlanner:
         """Number of blocks by outcome; ``docs/kv-offload.md`` explains the names."""
         self.host = HostBlockPool(limits.host_slots, self.counts)
         self._numbers = count(1)
-        """Job numbers, shared with the ``DiskPlanner``: an entry's job number then shows whether device or
-        disk fills it."""
+        """Job numbers, shared with the ``DiskPlanner`` so that no number is used twice."""
         self.disk = DiskPlanner(limits, self.host, self.counts, self._numbers)
         self._storing: dict[int, tuple[list[HostEntry], list[BlockCopy]]] = {}
         self._looked_up: dict[str, _Lookup] = {}
         """Request → the pinned blocks that its look-up found."""
         self._last_asked: str | None = None
         self._lost = False
-        """A block found in this step was lost since."""
+        """Whether a block has been lost since the last ``take_jobs``: earlier look-ups may have found it."""
         self._loads: dict[str, _Load] = {}
-        """Loads that have not been answered, by request."""
+        """Request → its load, until ``take_loaded``."""
         self._being_loaded: set[BlockKey] = set()
-        """Their keys: other requests that need one wait for it instead of loading it too."""
+        """Keys of the blocks in ``_loads``. Other requests that need one wait instead of loading it too."""
         self._jobs = OffloadJobs()
         """Jobs of the step being planned, without the disk's."""
         self._wants_step = False
@@ -85,12 +85,12 @@ class OffloadPlanner:
     # -- copies from the device ---------------------------------------------
 
     def evicted(self, key: BlockKey, block_id: int, rank: RetentionRank = RetentionRank.PLAIN) -> bool:
-        """Save the content of a block that this step overwrites. Returns whether host memory has the content
-        now."""
+        """Save the content of a block that this step overwrites. Returns whether host memory has or gets
+        it."""
         entry = self.host.get(key)
         if entry is not None:
             if entry.job is not None and entry.job in self._storing:
-                # Its store may be running: it must end before the step writes.
+                # A store of the block may be running. It must end before the step writes.
                 self._await_store(entry.job)
             self.host.touch(entry)
             self._rerank(entry, rank)
@@ -111,11 +111,13 @@ class OffloadPlanner:
         *,
         at_most: RetentionRank | None = None,
     ) -> int:
-        """Copy cached blocks before their eviction; returns their number. The device keeps its copies.
+        """Copy cached blocks to host memory before the device evicts them. Returns the number of copies
+        planned.
 
-        A block must not change until its store ends, or must be reported ``evicted``. ``blocks`` are in the
-        order of their context: if space is short, its beginning is stored; its end is evicted first. Only
-        entries whose rank is at most ``at_most`` (default: ``rank``) are replaced.
+        The device keeps its blocks. A block must not change until its copy ends, or must be reported
+        ``evicted``. ``blocks``: (key, block id) in context order. If space is short, the beginning of the
+        context is stored; its end is evicted first. Only entries whose rank is at most ``at_most`` (default:
+        ``rank``) are replaced.
         """
         used: list[HostEntry] = []
         begun: dict[int, list[tuple[HostEntry, BlockCopy]]] = {}
@@ -136,7 +138,7 @@ class OffloadPlanner:
         for entry in reversed(used):
             self.host.touch(entry)
             self._rerank(entry, rank)
-        # Jobs end in order and the first to end is reused first, so the end of a context must come first.
+        # Jobs end in order, and blocks of the first one are reused first: it must have the context's end.
         for job, together in reversed(begun.items()):
             copies = [copy for _, copy in together]
             self._storing[job] = [entry for entry, _ in reversed(together)], copies
@@ -145,7 +147,8 @@ class OffloadPlanner:
         return stored
 
     def store_if_room(self, newest_first: Iterable[tuple[BlockKey, int]]) -> int:
-        """Copy the blocks that a turn added to its context into unused space; returns their number.
+        """Copy the blocks that a turn added to its context to empty or worthless slots of host memory.
+        Returns their number.
 
         Reads ``newest_first`` up to the first block that host memory already has.
         """
@@ -154,7 +157,7 @@ class OffloadPlanner:
         return self.store(reversed(added), RetentionRank.SPARE, at_most=RetentionRank.WORTHLESS)
 
     def discard(self, keys: Iterable[BlockKey]) -> None:
-        """Remove copies of these keys: their content may be wrong."""
+        """Remove all copies of these keys below the device, because their content may be wrong."""
         for key in keys:
             entry = self.host.get(key)
             if entry is not None:
@@ -166,8 +169,8 @@ class OffloadPlanner:
     def set_rank(
         self, keys: Sequence[BlockKey], rank: RetentionRank, *, only: RetentionRank | None = None
     ) -> None:
-        """Give the blocks of a context, in its order, another rank; its end is evicted first. Cancels
-        requested writes to disk. ``only``: change only blocks that have this rank now."""
+        """Give a context's blocks in host memory another rank. ``keys``: in context order; the end is evicted
+        first. Cancels requested writes to disk. ``only``: change only blocks that have this rank now."""
         get, cancel_spill = self.host.get, self.disk.cancel_spill
         for key in reversed(keys):
             entry = get(key)
@@ -178,8 +181,8 @@ class OffloadPlanner:
                 self.host.set_rank(entry, rank)
 
     def write_to_disk(self, keys: Iterable[BlockKey], rank: RetentionRank) -> None:
-        """Write blocks to disk in this order, as soon as the disk allows; after the write they have
-        ``rank``."""
+        """Request that blocks in host memory are written to disk, in this order, as soon as the disk allows.
+        After the write they have the retention rank ``rank``."""
         for key in keys:
             entry = self.host.get(key)
             if entry is not None and entry.on_disk:
@@ -188,11 +191,11 @@ class OffloadPlanner:
                 self.disk.order(key, rank)
 
     def persist(self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int]) -> PersistStatus:
-        """Write a context to disk, because its program moves to an engine that shares only the disk.
+        """Write a context to disk, for a program that moves to another engine with the same disk. Returns the
+        progress; call again until all blocks are stored.
 
-        ``on_device`` maps keys of ``chain`` to the device's blocks. Blocks pass through host memory, where
-        they do not replace those of idle programs. Call again to write further blocks and to get the
-        progress.
+        ``chain``: keys of the context's blocks. ``on_device``: key → block id, for blocks that the device
+        has. Blocks pass through host memory, where they do not replace blocks of idle programs.
         """
         disk, get = self.disk, self.host.get
         if disk.closed:
@@ -225,19 +228,19 @@ class OffloadPlanner:
     # -- requests -------------------------------------------------
 
     def lookup(self, request_id: str, keys: Sequence[BlockKey], now: float) -> int | None:
-        """Number of leading ``keys`` that can be loaded now; ``None``: ask again, the disk is being read,
-        other engines' stores are being searched, or another request is loading the first of them.
+        """Return how many leading ``keys`` can be loaded now. ``None``: ask again, because a disk read or a
+        search of other engines' stores is in progress, or another request is loading the first key.
 
-        Found blocks are pinned until the next ``take_jobs``. Those of the latest request are pinned until
-        ``lookup`` is called for another one: the scheduler calls it for the head of its queue in every step.
-        Repeated calls for that request, and calls while the disk is being read, take O(1).
+        Found blocks are pinned until the next ``take_jobs``. Blocks of the latest request stay pinned until a
+        look-up for another request: the scheduler looks up the head of its queue in every step. Repeated
+        calls for that request, and calls during a disk read, take O(1).
         """
         if not keys:
             self._drop_lookup(request_id)
             return 0
         if keys[0] in self._being_loaded:
-            # The other request's copy will be on the device. Hashes are chained, and its load began at the
-            # device's last block: a load of later blocks alone cannot overlap.
+            # The other request's copy will be on the device. Checking the first key is enough: hashes are
+            # chained, and every load begins after the last block on the device.
             return None
         disk = self.disk
         if disk.must_wait(request_id, now):
@@ -264,9 +267,11 @@ class OffloadPlanner:
         return len(found)
 
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
-        """Fill the request's new device blocks with these keys, all found by ``lookup`` in this step.
+        """Plan to fill the request's device blocks ``block_ids`` with ``keys``, all found by ``lookup`` in
+        this step.
 
-        Their slots are pinned until ``take_loaded``. Raises ``KeyError`` if they were not found."""
+        Their slots are pinned until ``take_loaded``. Raises ``KeyError`` if they were not found.
+        """
         self.disk.abandon(request_id)
         before = self._looked_up.pop(request_id, None)
         found = before.found if before is not None else []
@@ -287,13 +292,17 @@ class OffloadPlanner:
         ]
 
     def cancel_load(self, request_id: str) -> bool:
-        """The request gives its blocks up while they are being loaded: the next step lets the copies end
-        before it writes anything. Returns whether there was a load; ``take_loaded`` still takes its end."""
+        """Handle a request that gives up its device blocks during their load. Returns whether there was a
+        load.
+
+        The next step waits for the copies before it writes anything. ``take_loaded`` must still be called.
+        """
         self._jobs.settles = self._jobs.settles or request_id in self._loads
         return request_id in self._loads
 
     def loading_blocks(self, without: Collection[str] = ()) -> set[int]:
-        """Device blocks of unanswered loads, except those of the requests ``without``."""
+        """Return the ids of the device blocks of all loads that still run (until ``take_loaded``), except
+        those of the requests ``without``."""
         return {
             block_id
             for request_id, load in self._loads.items()
@@ -302,8 +311,8 @@ class OffloadPlanner:
         }
 
     def take_loaded(self, request_id: str, not_filled: Collection[int] = ()) -> int:
-        """The worker has copied a request's blocks, except ``not_filled``. Returns how many leading ones
-        arrived. What could not be copied is not found again."""
+        """Handle the end of a request's load. Returns how many leading blocks arrived. ``not_filled``: device
+        blocks that the worker could not fill; later look-ups do not find their keys."""
         load = self._loads.pop(request_id, None)
         if load is None:
             return 0
@@ -325,17 +334,17 @@ class OffloadPlanner:
         self._drop_lookup(request_id)
 
     def leading(self, keys: Sequence[BlockKey]) -> int:
-        """Number of leading ``keys`` in host memory or on disk."""
+        """Return the number of leading ``keys`` in host memory or on disk."""
         get, disk = self.host.get, self.disk
         return sum(1 for _ in takewhile(lambda key: get(key) is not None or key in disk, keys))
 
     def missing(self, keys: Sequence[BlockKey]) -> int:
-        """Number of ``keys`` neither in host memory nor on disk."""
+        """Return the number of ``keys`` that are neither in host memory nor on disk."""
         return sum(1 for key in keys if self.host.get(key) is None and key not in self.disk)
 
     def fetch(self, keys: Sequence[BlockKey], rank: RetentionRank = RetentionRank.PLAIN) -> int:
-        """Read the leading ``keys`` from disk into host memory before a request needs them; returns the
-        number of blocks being read."""
+        """Plan to read the leading ``keys`` from disk into host memory before a request needs them. Returns
+        the number of blocks being read."""
         if not self.disk:
             return 0
         found = self._found(keys)
@@ -348,7 +357,7 @@ class OffloadPlanner:
     # -- steps ----------------------------------------------------------------------
 
     def take_jobs(self, *, spill: bool = True) -> OffloadJobs:
-        """The jobs of the step just planned. ``spill``: whether host memory may be written to disk."""
+        """Return the jobs of the step just planned. ``spill``: whether host memory may be written to disk."""
         for request_id in [name for name in self._looked_up if self._lost or name != self._last_asked]:
             self._drop_lookup(request_id)
         self._lost = self._wants_step = False
@@ -381,12 +390,12 @@ class OffloadPlanner:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a step is needed although no request needs one: jobs wait for a step, or the keys left on
+        """Whether the engine must run a step even without requests: jobs wait for a step, or the keys left on
         disk by an earlier engine are not known yet."""
         return bool(self._jobs) or self._wants_step or self.disk.has_jobs
 
     def state(self) -> dict[str, dict[str, int]]:
-        """Used and free blocks by tier, and ``counts``."""
+        """Return used and free blocks by tier, and ``counts`` under the key ``moves``."""
         host = len(self.host)
         state = {"host": {"used": host, "free": self.host.slots - host}}
         if self.limits.disk_blocks:
@@ -402,7 +411,7 @@ class OffloadPlanner:
 
     @property
     def storing_blocks(self) -> int:
-        """Number of blocks in stores that have not ended."""
+        """Number of blocks in store jobs (device to host memory) that have not ended."""
         return sum(len(entries) for entries, _ in self._storing.values())
 
     @property
@@ -411,7 +420,7 @@ class OffloadPlanner:
         return len(self._storing) + len(self._loads) + self.disk.under_way
 
     def on_disk(self, key: BlockKey) -> bool:
-        """Whether the block is on disk."""
+        """Return whether the block is on disk."""
         return key in self.disk
 
     @property
@@ -457,7 +466,7 @@ class OffloadPlanner:
             self.host.filled(entry)
 
     def _rerank(self, entry: HostEntry, rank: RetentionRank) -> None:
-        """Change an entry's rank, unless the block is wanted next."""
+        """Change an entry's rank, unless the rank is ``WANTED``."""
         if entry.rank != _WANTED:
             self.host.set_rank(entry, rank)
 

@@ -1,8 +1,9 @@
-"""Carries out the jobs of each step in the model's process: the counterpart of ``offload_planner``.
+"""Carries out the jobs of ``offload_planner`` in each step, in the process that runs the model.
 
-Works on any device whose KV blocks a ``DeviceBackend`` can copy. Each direction has a thread of its own: host
-memory to device, device to host, host to disk, disk to host. No step waits for a load, unless one was
-cancelled: the request that needs it is in no step until it is complete, and others compute meanwhile."""
+The worker supports any device whose KV blocks a ``DeviceBackend`` can copy. Each direction has a thread of
+its own: host memory to device, device to host, host to disk, disk to host. A request is scheduled only after
+its load has ended, and others compute meanwhile. So a step waits for loads only after one was cancelled.
+"""
 
 from __future__ import annotations
 
@@ -24,54 +25,54 @@ class Copy(Protocol):
     """Copies that have begun."""
 
     def wait(self) -> float:
-        """Wait until they are complete. Returns the seconds that they took, without their wait to begin."""
+        """Wait until the copies are complete. Returns the seconds of copying, without the time before it."""
 
 
 class DeviceBackend(Protocol):
-    """KV blocks of one worker and slots of host memory of the same size; one implementation per kind of
-    device. Only ``fence`` and ``hold_compute`` belong to the thread that runs the model."""
+    """Copies KV blocks between one worker's device and slots of host memory; one implementation per kind of
+    device. Only the thread that runs the model may call ``fence`` and ``hold_compute``."""
 
     block_bytes: int
     """Bytes of one block over all layers."""
 
     def fence(self) -> Any:
-        """A point behind all work that the device was given so far."""
+        """Return a fence: a point in the device's work, after everything that it was given so far."""
 
     def to_host(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
-        """Begin to copy blocks once the device has passed a fence. The last copy into a slot wins."""
+        """Begin to copy blocks once the device has passed fence ``after``. The last copy into a slot wins."""
 
     def to_device(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
-        """Begin to copy blocks once the device has passed a fence and their slots are filled."""
+        """Begin to copy blocks once the device has passed fence ``after`` and their slots are filled."""
 
     def hold_compute(self, copy: Any) -> None:
-        """Work that the device is given from now on begins after these copies."""
+        """Make the device finish these copies before any work that it is given from now on."""
 
     def slot(self, slot: int) -> memoryview:
-        """The bytes of a slot, writable. Waits for the last copy into it."""
+        """Return the bytes of a slot, writable. Waits for the last copy into the slot."""
 
     def close(self) -> None:
         """Wait for all copies and release host memory."""
 
 
 class _PendingStore:
-    """A copy to host memory while the model computes."""
+    """Copies from device to host memory that run while the model computes."""
 
     def __init__(self, copies: Sequence[BlockCopy]) -> None:
         self.copies = copies
         self._begun = threading.Lock()  # taken once, by the thread that copies
         self.begun = threading.Event()
-        """``copy`` is set, unless it could not be begun."""
+        """Set once ``copy`` is set, or once beginning the copy has failed."""
         self.copy: Copy | None = None
         self.over = threading.Event()
         self.copy_result = CopyResult.FAILED
 
     def begin(self) -> bool:
-        """Claim the copy. Returns whether the caller is the first and must make it."""
+        """Claim the copies. Returns whether the caller is the first and must make them."""
         return self._begun.acquire(blocking=False)
 
 
 class OffloadWorker:
-    """Host memory and disk of one worker. The thread that runs the model calls all methods."""
+    """Carries out one worker's offload jobs. The thread that runs the model calls all methods."""
 
     def __init__(
         self,
@@ -87,14 +88,14 @@ class OffloadWorker:
         self._to_disk = TransferThread("to_disk")
         self._from_disk = TransferThread("from_disk")
         self._probe = TransferThread("probe") if sibling_stores is not None else None
-        """A thread of its own: a search does not wait for other requests' reads."""
+        """Thread for searches of other engines' stores, so that they do not wait for disk reads."""
         self._stores: dict[int, _PendingStore] = {}
         self.loading: set[str] = set()
-        """Requests whose loads have begun and have not been taken."""
+        """Requests whose loads have begun and have not been returned by ``take_loaded``."""
         self._loaded: dict[str, set[int]] = {}
-        """Requests whose loads have ended, with the blocks that were not filled."""
+        """Request whose load has ended → device blocks that were not filled."""
         self._lost: set[int] = set()
-        """Slots whose last fill failed after the next step had been planned."""
+        """Slots whose last save failed. Jobs that were planned before the failure may still name them."""
         self._lock = threading.Lock()
         self._results = OffloadResults(on_disk=disk.keys() if disk is not None else [])
         self._waited_s = 0.0
@@ -102,8 +103,8 @@ class OffloadWorker:
     # -- a step --------------------------------------------------------------------
 
     def begin_step(self, jobs: OffloadJobs) -> None:
-        """Begin a step, before the forward pass: the device completes awaited stores and saves before the
-        work that it is given from now on. The rest is done beside it."""
+        """Begin a step's jobs, before its forward pass. The device completes saves and awaited stores before
+        any work that it is given from now on. All other jobs run in parallel with that work."""
         began = time.perf_counter()
         if jobs.settles:
             self.wait_for_loads()
@@ -118,7 +119,7 @@ class OffloadWorker:
             self._load(request_id, load, fence)
         for job, copies in jobs.stores.items():
             self._store(job, copies, fence)
-        # Drops come first: spills need their room, and may write other content under the same keys.
+        # Drops come first: spills need their space, and may write other content under the same keys.
         for key in jobs.drops:
             self._to_disk.submit(partial(self._drop, key))
         for job, files in jobs.spills.items():
@@ -132,14 +133,15 @@ class OffloadWorker:
                 self._probe.submit(partial(self._look_for, job, keys))
 
     def take_loaded(self) -> tuple[set[str], set[int]]:
-        """Requests whose loads have ended since the last call, and their blocks that were not filled."""
+        """Return the requests whose loads have ended since the last call, and their blocks that were not
+        filled."""
         with self._lock:
             loaded, self._loaded = self._loaded, {}
         self.loading.difference_update(loaded)
         return set(loaded), set().union(*loaded.values())
 
     def wait_for_loads(self) -> None:
-        """Returns when all loads that have begun have ended. A step needs that after a cancelled load."""
+        """Wait until all loads that have begun have ended. A step needs this after a cancelled load."""
         ended = threading.Event()
 
         def end() -> int:
@@ -150,7 +152,7 @@ class OffloadWorker:
         ended.wait()
 
     def take_results(self) -> OffloadResults:
-        """The results since the last call."""
+        """Return the results since the last call."""
         with self._lock:
             results, self._results = self._results, OffloadResults()
         for job, store in list(self._stores.items()):
@@ -171,7 +173,7 @@ class OffloadWorker:
 
     @property
     def busy(self) -> bool:
-        """Whether a store has not been reported yet."""
+        """Whether any store job (device to host memory) is still to be reported by ``take_results``."""
         return bool(self._stores)
 
     def close(self) -> None:
@@ -186,7 +188,8 @@ class OffloadWorker:
     # -- inside --------------------------------------------------------------------------
 
     def _unfinished(self, job: int, copies: Sequence[BlockCopy]) -> Sequence[BlockCopy]:
-        """The copies of a store that are still to be made, if it must be complete now."""
+        """Return a store's copies that the caller must make, so that the store is complete before the
+        step."""
         store = self._stores.get(job)
         if store is None:
             return copies  # already reported, possibly as failed; copying again is harmless
@@ -218,7 +221,7 @@ class OffloadWorker:
             self._to_host.submit(lambda: Moved(moved_bytes, copy.wait()))
 
     def _load(self, request_id: str, copies: Sequence[BlockCopy], fence: Any) -> None:
-        # The save of this slot has failed, and the planner did not know it yet.
+        # The save of these slots has failed, and the planner did not know it yet.
         invalid = {copy.block_id for copy in copies if copy.slot in self._lost}
         copies = [copy for copy in copies if copy.slot not in self._lost]
         self.loading.add(request_id)

@@ -1,11 +1,11 @@
-"""One engine's files and those of its sibling engines as one ``BlockStore``.
+"""A ``BlockStore`` that combines one engine's files with those of its sibling engines on the same disk.
 
 Each engine writes its own ``DiskStore`` and reads the others'. No coordination is needed, no file has two
 writers, and the files of a dead engine stay readable. An engine deletes only its own files, the last blocks
 of a context first.
 
-A lookup of a missing key opens a file in every sibling store. With dozens of engines ``VllmFsStore``, in
-which all share one folder, is faster.
+A lookup of a missing key tries to open a file in every sibling store. With dozens of engines ``VllmFsStore``
+is faster, because all engines share one folder there.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _MAX_STALE_RATIO = 2
 
 
 class BlockPrefixTree:
-    """A store's blocks in order of last use, with their parents, to evict the last blocks of contexts first.
+    """Index of a store's blocks by last use and parent block, to evict the last blocks of contexts first.
 
     A block is useful only with all blocks before it, so only blocks without a child in the store are evicted.
-    A key is a chain hash of all its tokens but does not reveal its parent; this index records it. Keys are
-    identified by their first ``PARENT_BYTES`` bytes, as in the files. No clock and no I/O.
+    A key identifies all tokens up to the block's end but does not reveal the parent's key, so the index
+    records that. Keys are identified by their first ``PARENT_BYTES`` bytes, as in the files. No clock and no
+    I/O.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class BlockPrefixTree:
         return key[:PARENT_BYTES] in self._keys
 
     def add(self, key: bytes, parent: bytes | None = None) -> None:
-        """Add a block as just used. A known block without a parent gets ``parent``.
+        """Add a block and mark it as just used. If the block is known without a parent, it gets ``parent``.
 
         Raises ``ValueError`` for a block that is its own parent.
         """
@@ -115,11 +116,11 @@ class BlockPrefixTree:
 
 
 class SiblingStores:
-    """Read access to other engines' stores of ``identity`` beside ``own``, a path without links.
+    """Reads other engines' stores of ``identity`` in the folder that contains ``own``, this engine's store.
 
-    Thread-safe; every call waits for the disk. ``leading`` lists the stores again each time, since engines
-    start and stop. A file that its owner deletes is reported as missing; a damaged or foreign file is refused
-    and left for its owner to remove.
+    ``own``: a path without links. Thread-safe; every call waits for the disk. ``leading`` lists the stores
+    again each time, since engines start and stop. A file that its owner deletes is reported as missing; a
+    damaged or foreign file is refused and left for its owner to remove.
     """
 
     def __init__(self, own: Path, identity: KvIdentity, files: FileSystem | None = None) -> None:
@@ -131,10 +132,11 @@ class SiblingStores:
         self._files.confine(own.parent)
         self._lock = threading.Lock()
         self._stores: list[Path] = []
-        """The stores; the one with the last hit comes first, since one engine wrote most of a context."""
+        """The other stores; the one with the last hit comes first, since one engine wrote most of a
+        context."""
 
     def leading(self, keys: Sequence[bytes]) -> ProbeResult:
-        """Number of leading ``keys`` that these stores have together, and the number of stores.
+        """Return how many leading ``keys`` these stores have together, and the number of stores.
 
         Reads only file sizes. Unreadable files count as missing.
         """
@@ -182,7 +184,8 @@ class SiblingStores:
             return len(self._stores)
 
     def has(self, key: bytes) -> bool:
-        """Whether a store of the last listing has the block; opens a file in each store until one has it."""
+        """Return whether a store of the last listing has the block. Tries to open its file in each store in
+        turn."""
         for store in self._in_order():
             try:
                 fd = self._files.open(block_path(store, key), os.O_RDONLY)
@@ -213,7 +216,7 @@ SIBLINGS_RESCAN_S = 5.0
 
 
 class SharedStore:
-    """A ``BlockStore`` over an owned ``DiskStore`` and its siblings.
+    """A ``BlockStore`` that writes to this engine's ``DiskStore`` and also reads those of sibling engines.
 
     ``counts`` has blocks by outcome: ``stored``, ``already``, ``full``, ``disk_full``, ``evicted``; ``read``,
     ``borrowed`` (from another engine's store), ``missing``, ``corrupt``, ``failed``.
@@ -232,15 +235,16 @@ class SharedStore:
         self._new: dict[bytes, bytes] = {}
         """Parents of blocks stored before the tree was built, so that their files need not be read."""
         self._building = threading.Lock()
-        """Held while the tree is built, without the other lock: reading the headers of a large store takes
-        seconds."""
+        """Held while the tree is built. ``_lock`` is free meanwhile, because reading the headers of a large
+        store takes seconds."""
         self._pending_changes: list[Callable[[BlockPrefixTree], object]] | None = None
         """Changes since building began, which are applied at its end."""
         self.counts: Counter[str] = Counter()
 
     @classmethod
     def open(cls, root: str | Path, identity: KvIdentity, *, name: str, budget_bytes: int) -> SharedStore:
-        """Open or create this engine's store ``name`` in ``root``. Raises as ``DiskStore.open``."""
+        """Open or create this engine's store ``name`` in ``root``. Raises the errors of
+        ``DiskStore.open``."""
         return cls(DiskStore.open(root, identity, name=name, budget_bytes=budget_bytes))
 
     @property
@@ -312,8 +316,8 @@ class SharedStore:
         self._count("borrowed")
 
     def _put_evicting(self, key: bytes, buffers: Sequence[Buffer], parent: bytes) -> PutOutcome:
-        """Put a block after deleting the least recently used blocks without children. Ancestors of the new
-        block are never deleted: without them it would be useless."""
+        """Store a block after evicting the least recently used blocks without children. Ancestors of the new
+        block are never evicted, because the block would be useless without them."""
         outcome = PutOutcome.FULL
         if self._own.file_bytes > self._own.budget_bytes or (parent and not self._has(parent)):
             return outcome
@@ -338,7 +342,8 @@ class SharedStore:
         return outcome
 
     def _build_tree(self) -> BlockPrefixTree:
-        """The prefix tree, built from the files' headers at first use. Reads do not wait for building."""
+        """Return the prefix tree, built from the files' headers at first use. Reads do not wait for the
+        building."""
         with self._building:
             with self._lock:
                 if self._tree is not None:
@@ -378,8 +383,8 @@ class SharedStore:
             self._update_tree(lambda lineage: lineage.remove(key))
 
     def _update_tree(self, what: Callable[[BlockPrefixTree], object]) -> None:
-        """Apply a change to the prefix tree, or record it while the tree is being built. The caller holds the
-        lock."""
+        """Apply a change to the prefix tree, or record the change while the tree is being built. The caller
+        holds the lock."""
         if self._tree is not None:
             what(self._tree)
         elif self._pending_changes is not None:

@@ -1,6 +1,6 @@
-"""A store's folder: the manifest describes its content, the lock names the process that has it open.
+"""A ``DiskStore``'s folder: the manifest describes its content, the lock names the process that uses it.
 
-``disk_store`` describes the content and when a folder is refused.
+``disk_store`` describes the layout, and when a folder is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .file_system import FileSystem, LocalFileSystem
 MANIFEST = "manifest.json"
 _LOCK = "lock"
 _KIND = "sojourn KV store"
-"""Identifies the manifest: other software uses that file name too."""
+"""Marks a manifest as sojourn's: other software uses the same file name."""
 _OF_THIS_FORMAT = {"kind": _KIND, "format": FORMAT_VERSION}
 _FIELDS = {*_OF_THIS_FORMAT, *(field.name for field in fields(KvIdentity))}
 _MANIFEST_BYTES = 1 << 16
@@ -34,14 +34,14 @@ _DIGITS = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STORE = re.compile(rf"[0-9a-f]{{{_DIGITS}}}(-{_NAME.pattern})?")
 _MAX_LISTED = 5
-"""Differences that an error lists."""
+"""Maximum number of differences that an error lists."""
 _THIS_PROCESS = "this process itself"
 _FLOCK = struct.Struct("hhqqi0q")
 """Linux's ``struct flock``: type, origin of the start, start, length, process."""
 
 
 class StoreInUse(OffloadError):
-    """Another process, or another part of this one, has the store open: ``holder``."""
+    """Raised if the store is already open, in this process or another; ``holder`` describes the process."""
 
     def __init__(self, store: Path, holder: str) -> None:
         self.what = f"the KV store {store} is in use by {holder}"
@@ -71,7 +71,7 @@ class ManifestMismatch(NamedTuple):
 
 
 class IncompatibleStore(OffloadError):
-    """The store, or every store in the root, is for another identity."""
+    """Raised if a store, or every store in the root folder, is for another ``KvIdentity``."""
 
     def __init__(self, path: Path, differences: Sequence[ManifestMismatch], advice: str) -> None:
         listed = "; ".join(
@@ -86,11 +86,11 @@ class IncompatibleStore(OffloadError):
 
 
 class StoreLock:
-    """The lock of one process that has the store open. The system releases it when the process ends for any
-    reason."""
+    """The lock that lets only one process have a store open. The operating system releases it when the
+    process ends for any reason."""
 
-    # POSIX locks, not flock's: they belong to the process, so that a forked child which outlives it does not
-    # keep the lock. They do not exclude threads of one process; ``_held`` does.
+    # POSIX locks, not flock's. A POSIX lock belongs to the process, so a forked child that outlives the
+    # process does not keep it. It does not exclude threads of the same process; ``_held`` does.
     _guard = threading.Lock()
     _held: dict[Path, int] = {}  # noqa: RUF012
 
@@ -113,8 +113,8 @@ class StoreLock:
             self._held[store] = os.getpid()
 
     def release(self) -> None:
-        """Release the lock. Idempotent. The file stays: removing it would race with another process that
-        opens the store."""
+        """Release the lock. Idempotent. The lock file stays, because removing it would race with another
+        process that opens the store."""
         with self._guard:
             if self._held.get(self._store) == os.getpid() and self._fd >= 0:
                 del self._held[self._store]
@@ -123,10 +123,11 @@ class StoreLock:
 
     @classmethod
     def holder(cls, store: Path) -> str | None:
-        """Describe the process that has the store open, with its id if known; ``None``: no process has.
+        """Return a description of the process that has the store open, with its id if known; ``None``: it is
+        not open.
 
         Queries the lock without taking it, so that an engine starting now is not refused. Only on Linux;
-        other systems return ``None``. Raises ``OSError``.
+        other systems see only this process's own lock. Raises ``OSError``.
         """
         with cls._guard:
             # Closing the lock's file here would release our own lock.
@@ -141,7 +142,7 @@ class StoreLock:
             try:
                 wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
                 kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, wanted))
-                # 0 is a process in another container; its file content has its id there.
+                # 0: a process in another container. The lock file has its id in that container.
                 return None if kind == fcntl.F_UNLCK else _process(fd, max(0, pid))
             finally:
                 os.close(fd)
@@ -153,13 +154,14 @@ class StoreLock:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
             raise StoreInUse(self._store, _process(self._fd)) from error
-        with contextlib.suppress(OSError):  # on a full disk the id is missing from later messages
+        with contextlib.suppress(OSError):  # if the disk is full, later messages lack the id
             os.ftruncate(self._fd, 0)
             os.write(self._fd, f"{os.getpid()}\n".encode())
 
 
 def _process(fd: int, pid: int = 0) -> str:
-    """Describe the process that holds the lock open as ``fd``: ``pid``, or the id in the file."""
+    """Return a description of a lock's holder: process ``pid``, or the id in lock file ``fd`` if ``pid`` is
+    0."""
     return f"process {pid or os.pread(fd, 20, 0).decode('ascii', 'replace').strip() or 'unknown'}"
 
 
@@ -170,18 +172,18 @@ def is_store_name(name: str) -> bool:
 
 
 def folder_name(identity: KvIdentity, name: str | None) -> str:
-    """Name of a store's folder; ``name`` distinguishes stores of one identity."""
+    """Return the name of a store's folder. ``name`` distinguishes stores of one identity."""
     digits = identity.digest().hex()[:_DIGITS]
     return digits if name is None else f"{digits}-{name}"
 
 
 def store_name(store: Path) -> str | None:
-    """The store's name, from the name of its folder; ``None``: it has none."""
+    """Return the store's name, taken from the name of its folder; ``None``: it has none."""
     return store.name[_DIGITS + 1 :] or None
 
 
 class FoundStore(NamedTuple):
-    """A store of the identity that an engine will serve."""
+    """A store in the root folder that an engine may use."""
 
     path: Path
     manifest: Mapping[str, Any]
@@ -195,14 +197,14 @@ class FoundStore(NamedTuple):
 def find_stores(
     root: Path, known: Mapping[str, Any], weights: str | None, name: str | None = None
 ) -> list[FoundStore]:
-    """Find the stores in ``root`` that an engine may use, before its whole identity is known.
+    """Return the stores in ``root`` that an engine may use, before the engine's whole identity is known.
 
-    ``known``: fields of the engine's ``KvIdentity``. ``weights``: the beginning of its ``model``, if known.
-    ``name``: the name of the engine's own store. ``root``: a path without links. Changes nothing. Returns an
-    empty list if there is no store or no root.
+    ``root``: a path without links. ``known``: fields of the engine's ``KvIdentity``. ``weights``: the
+    beginning of its ``model``, if known. ``name``: the name of the engine's own store. Changes nothing.
+    Returns an empty list if there is no store or no root.
 
-    Raises the errors that the engine would certainly raise: ``IncompatibleStore`` if all stores are of
-    another format or identity; ``StoreInUse`` if all stores that it may write are open; and ``OSError``.
+    Raises errors that the engine would certainly raise: ``IncompatibleStore`` if all stores are of another
+    format or identity; ``StoreInUse`` if all stores that it may write are open; and ``OSError``.
     """
     others: list[tuple[list[ManifestMismatch], Path]] = []
     found: list[FoundStore] = []
@@ -218,7 +220,7 @@ def find_stores(
             found.append(FoundStore(store, manifest))
     if others and not found:
         raise _nearest_incompatible(others)
-    # If one is free, it may be the one: only the engine knows its identity in full.
+    # A free store may be the engine's own: only the engine knows its whole identity.
     holders = {store.path: StoreLock.holder(store.path) for store in found if store.name == name}
     for path, holder in holders.items():
         if holder is not None and all(holders.values()):
@@ -227,14 +229,15 @@ def find_stores(
 
 
 def block_files_bytes(store: Path) -> int:
-    """Bytes of the store's files that count against its budget. Raises ``OSError``."""
+    """Return the bytes of the store's files that count against its budget. Raises ``OSError``."""
     files = LocalFileSystem(store.parent)
     folders = [store / entry.name for entry in files.scan(store) if entry.is_folder]
     return sum(file.size for folder in folders for file in files.scan(folder))
 
 
 def check_store_root(files: FileSystem, path: Path, identity: KvIdentity) -> None:
-    """Raise ``IncompatibleStore`` if the root has stores, but none for ``identity`` or another rank of it."""
+    """Raise ``IncompatibleStore`` if the folder that contains ``path`` has stores, but none for ``identity``
+    or for another rank of the same engine."""
     others: list[tuple[list[ManifestMismatch], Path]] = []
     for store, manifest in _manifests(files, path.parent):
         differences = _manifest_mismatches(manifest, _manifest(identity))
@@ -246,7 +249,7 @@ def check_store_root(files: FileSystem, path: Path, identity: KvIdentity) -> Non
 
 
 def find_identity_stores(files: FileSystem, root: Path, identity: KvIdentity) -> list[Path]:
-    """Folders in ``root`` that are stores of ``identity``, with any name. Raises ``OSError``."""
+    """Return the folders in ``root`` that are stores of ``identity``, with any name. Raises ``OSError``."""
     expected = _manifest(identity)
     digits = folder_name(identity, None)
     return [
@@ -257,7 +260,8 @@ def find_identity_stores(files: FileSystem, root: Path, identity: KvIdentity) ->
 
 
 def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
-    """Check the manifest, or write it to a new folder. Raises ``IncompatibleStore`` and ``OSError``."""
+    """Check the manifest in ``path``; write it to a new folder. Raises ``IncompatibleStore`` and
+    ``OSError``."""
     advice = "Name another directory, or delete this one if what it holds is no longer wanted."
     partial = path / f"{MANIFEST}.partial"
     manifest = _read_manifest(files, path)
@@ -283,10 +287,8 @@ def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
 def _manifests(
     files: FileSystem, root: Path, beginning: str = ""
 ) -> Iterator[tuple[Path, dict[str, Any] | ManifestMismatch]]:
-    """Folders in ``root`` with a manifest of any kind, named like stores and starting with ``beginning``.
-
-    Raises ``OSError``.
-    """
+    """Yield the folders in ``root`` that are named like stores, start with ``beginning`` and have a manifest,
+    each with its manifest. Raises ``OSError``."""
     try:
         folders = sorted(entry.name for entry in files.scan(root) if entry.is_folder)
     except FileNotFoundError:
@@ -304,7 +306,7 @@ def _manifests(
 
 
 def _read_manifest(files: FileSystem, path: Path) -> dict[str, Any] | ManifestMismatch | None:
-    """The manifest in ``path``; a mismatch if it is not sojourn's; ``None``: there is none.
+    """Return the manifest in ``path``; a mismatch if it is not sojourn's; ``None``: there is none.
 
     Raises ``OSError``.
     """
@@ -324,7 +326,7 @@ def _read_manifest(files: FileSystem, path: Path) -> dict[str, Any] | ManifestMi
 def _manifest_mismatches(
     manifest: dict[str, Any] | ManifestMismatch, expected: Mapping[str, Any]
 ) -> list[ManifestMismatch]:
-    """The fields in which a manifest differs from the expected ones, including unknown fields."""
+    """Return the fields of a manifest that differ from ``expected`` or are unknown."""
     if isinstance(manifest, ManifestMismatch):
         return [manifest]
     return [

@@ -1,4 +1,4 @@
-"""``TierLimits``: sizes of host memory and disk, and how long requests wait for the disk."""
+"""``TierLimits``: sizes of host memory and disk for offloaded KV, and how long requests wait for the disk."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class TierLimits:
     spill_below: float = 0.25
     """Blocks are written to disk while less than this share of host memory is free or also on disk."""
     max_spilling: int = 256
-    """Maximum number of blocks being written at once, so that a slow disk's queue stays short."""
+    """Maximum number of blocks being written to disk at once, so that a slow disk's queue stays short."""
     max_staging: int = 4096
-    """Maximum number of blocks being read at once."""
+    """Maximum number of blocks being read from disk at once."""
     max_stage_wait_s: float = MAX_STAGE_WAIT_S
     """Maximum seconds that a request waits for the disk; then it computes the missing blocks."""
     shared: bool = False
-    """Whether other engines' stores beside this one are read."""
+    """Whether this engine also reads the stores of other engines in the same root folder."""
     min_probe_blocks: int = 8
-    """Minimum number of blocks for which other stores are searched: fewer are computed sooner than found."""
+    """Minimum number of blocks for a search of other engines' stores. Computing fewer is faster."""
     max_probe_wait_s: float = 1.0
-    """Maximum seconds that a request waits for a search of other stores."""
+    """Maximum seconds that a request waits for a search of other engines' stores."""

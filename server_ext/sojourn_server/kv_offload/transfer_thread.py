@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 
 class Moved(NamedTuple):
-    """What a piece of work moved."""
+    """The result of a piece of work: how many bytes it moved, and in how many seconds."""
 
     moved_bytes: int
     seconds: float | None = None
-    """How long that took; ``None``: as long as the work."""
+    """Seconds that the copying took; ``None``: the running time of the work."""
 
 
 class TransferThread:
@@ -30,24 +30,25 @@ class TransferThread:
         self._thread.start()
 
     def submit(self, work: Callable[[], Moved | int]) -> None:
-        """Queue ``work``, which returns what it moved, or the bytes alone, and handles its own errors."""
+        """Queue ``work``, a function that returns a ``Moved`` or just the bytes moved, and handles its own
+        errors."""
         self._work.put(work)
 
     def take_moved(self) -> tuple[float, int]:
-        """Seconds of work and bytes moved since the last call."""
+        """Return the seconds of work and the bytes moved since the last call."""
         with self._lock:
             moved = self._seconds, self._bytes
             self._seconds, self._bytes = 0.0, 0
         return moved
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the thread after the queued work; wait at most ``timeout_s`` for that."""
+        """End the thread after the queued work. Waits at most ``timeout_s`` seconds for that."""
         self._work.put(None)
         self._thread.join(timeout_s)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread has not ended."""
+        """Whether the thread still runs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:

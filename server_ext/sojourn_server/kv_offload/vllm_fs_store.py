@@ -1,4 +1,4 @@
-"""The folders of vLLM's ``fs`` tier as a ``BlockStore``, shared with stock engines that offload to them.
+"""A ``BlockStore`` in the folders of vLLM's ``fs`` offloading tier, shared with stock vLLM engines.
 
 Layout of vLLM 0.32 (``vllm/v1/kv_offload/file_mapper.py`` and ``tiering/fs``); a test checks it:
 
@@ -6,12 +6,12 @@ Layout of vLLM 0.32 (``vllm/v1/kv_offload/file_mapper.py`` and ``tiering/fs``); 
     ROOT/MODEL_<12 hex digits>_r0/abc/de_g0/abcde….bin
 
 A file holds one offloaded chunk, padded to whole pages: one layer after the other, and within a layer one
-engine block after the other, which is a Full Block. The tier's ``block_size`` must therefore be
+engine block after the other. This is the layout of a Full Block, so the tier's ``block_size`` must be
 ``block_tokens``.
 
 There is no header and no checksum: a file of the right size is trusted, as in vLLM. A file of another size is
-removed and counted. Neither vLLM nor this store limits the folder; the operator must clean it up. Imports no
-vLLM.
+removed and counted. Neither vLLM nor this store limits the folder's size: the operator must clean it up. This
+module imports no vLLM.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .disk_store import BlockNotFound, PutOutcome, StoreError, block_payload
 from .file_system import FileSystem, LocalFileSystem
 
 PAGE_BYTES = 4096
-"""Chunks are padded to this size: vLLM's ``mmap.PAGESIZE``."""
+"""Chunks are padded to a multiple of this size, vLLM's ``mmap.PAGESIZE``."""
 
 _DIGEST_DIGITS = 12
 _CONFIG = "config.json"
@@ -52,11 +52,11 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFsLayout:
-    """The fields from which vLLM derives the folder's name, as in its ``FileMapper``, for one worker and one
-    cache group.
+    """The fields from which vLLM's ``FileMapper`` derives the folder's name, for one worker and one cache
+    group.
 
-    ``parallel_agnostic`` is vLLM's decision from the attention's layout; with one worker only the name
-    depends on it.
+    ``parallel_agnostic``: as vLLM decides from the attention layout. With one worker it affects only the
+    name.
     """
 
     model_name: str
@@ -70,7 +70,7 @@ class VllmFsLayout:
     """Fields that a later release adds."""
 
     def fields(self) -> dict[str, Any]:
-        """The content of ``config.json``."""
+        """Return the content of ``config.json``."""
         found: dict[str, Any] = {
             "model_name": self.model_name,
             "tokens_per_hash": self.engine_block_tokens,
@@ -89,19 +89,21 @@ class VllmFsLayout:
         return {**found, **self.extra}
 
     def folder(self, root: Path) -> Path:
-        """The folder of ``config.json``; the blocks are beside it, in the folder with ``_r0`` added."""
+        """Return the folder of ``config.json``. The blocks are in the folder beside it whose name ends in
+        ``_r0``."""
         text = json.dumps(self.fields(), sort_keys=True, separators=(",", ":"))
         digits = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
         return root / f"{self.model_name.replace('/', '_')}_{digits}"
 
     def block_path(self, root: Path, key: bytes) -> Path:
-        """The file of a block of the first cache group."""
+        """Return the path of a block's file, in the first cache group."""
         name = key.hex()
         return Path(f"{self.folder(root)}_r0") / name[:3] / f"{name[3:5]}_g0" / f"{name}.bin"
 
 
 class VllmFsStore:
-    """A ``BlockStore`` in vLLM's layout. ``counts`` as in ``SharedStore``."""
+    """A ``BlockStore`` in the folders of vLLM's ``fs`` tier. ``counts`` has the number of blocks by
+    outcome."""
 
     def __init__(
         self,
@@ -112,9 +114,9 @@ class VllmFsStore:
         files: FileSystem | None = None,
         page_bytes: int = PAGE_BYTES,
     ) -> None:
-        """Make the folder and its ``config.json`` as vLLM does, if missing.
+        """Make the folder and its ``config.json`` as vLLM does, if they are missing.
 
-        Raises ``StoreError``, and ``ValueError`` if layout and identity disagree.
+        Raises ``StoreError``, and ``ValueError`` if ``layout`` and ``identity`` disagree.
         """
         tokens = layout.engine_block_tokens * layout.blocks_per_file
         if tokens != identity.block_tokens:
@@ -208,7 +210,8 @@ class VllmFsStore:
         return PutOutcome.STORED
 
     def _read(self, path: Path, payload: Sequence[memoryview]) -> bool:
-        """Whether the file is complete. vLLM would accept a longer one, but that has other blocks."""
+        """Read a block's file. Returns false for a wrong size. (vLLM accepts a longer file; it has other
+        blocks.)"""
         fd = self._files.open(path, os.O_RDONLY)
         try:
             return self._files.size(fd) == self._file_bytes and read_all(self._files, fd, payload)
@@ -228,7 +231,7 @@ class VllmFsStore:
             self._files.close(fd)
 
     def _partial(self, path: Path) -> Path:
-        """A unique temporary name: processes on several machines may write the same block."""
+        """Return a unique temporary name, because processes on several machines may write the same block."""
         with self._lock:
             return path.with_name(f"{path.name}_{self._writer}_{next(self._numbers)}.tmp")
 

@@ -1,5 +1,5 @@
-"""KV between engines and their shared store: links, buffers and transfers, beside the engine's own steps.
+"""Moves KV between engines, and between engines and their shared store, while the engines compute.
 
-May import ``kv_offload``; no torch, no vLLM. ``transfer_core`` and its tables are pure: they get the time as
-``now`` and return actions. Start with ``transfer_jobs``, then ``transfer_core``.
+The package may import ``kv_offload``, but neither torch nor vLLM. ``transfer_core`` and its tables do no I/O:
+they get the time as ``now`` and return actions. Start with ``transfer_jobs``, then ``transfer_core``.
 """

@@ -1,8 +1,8 @@
 """Saves Full Blocks to the store between steps, without making the forward pass wait for the store.
 
-A lookup thread finds blocks that the store already has; these are not copied. If a block's lookup has not
-returned when the step ends, the block is copied and given to the store, which ignores duplicates. If a lookup
-hangs for ``patience_s``, no further lookup starts until it returns.
+A lookup thread finds blocks that the store already has. They are not copied. If a block's lookup has not
+returned when the step ends, the block is copied and given to the store, which ignores duplicates. While a
+lookup hangs (for ``patience_s`` or more), no further lookup starts.
 
 Blocks of a finished request stay pinned until they are saved, a limited number per step. Saving is abandoned
 if the store accepts nothing for ``patience_s``.
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .transfer_manager import TransferManager
 
 LOOKUP_BATCH_KEYS = 16
-"""Number of blocks per lookup. A store that answers each batch within ``patience_s`` does not count as
-hung."""
+"""Number of keys per store lookup. The store counts as hung if one lookup takes longer than
+``patience_s``."""
 
 FINISHED_BLOCKS_PER_STEP = 32
 """Maximum number of Full Blocks of finished requests that one step copies."""
@@ -44,7 +44,7 @@ class _FinishedRequestSaves:
 
 
 class BlockSaver:
-    """Saves the Full Blocks of one worker. The thread that runs the model calls its methods."""
+    """Saves one worker's Full Blocks to the store. The thread that runs the model calls its methods."""
 
     def __init__(
         self,
@@ -58,8 +58,9 @@ class BlockSaver:
         attempt: Callable[..., Any],
         log: Callable[[str, BaseException], None],
     ) -> None:
-        """``leading``, ``patience_s`` and ``log`` are as for ``TransferWorker``. ``attempt(what, call,
-        *arguments)`` makes a call and handles its errors."""
+        """``leading`` returns how many leading keys the store has; it may block. ``patience_s``: maximum
+        seconds for one lookup. ``attempt(what, call, *arguments)`` makes a call and handles its errors.
+        ``log`` receives errors of the lookup thread."""
         self._traffic = traffic
         self._leading = leading
         self._kv = kv
@@ -93,8 +94,8 @@ class BlockSaver:
         return len(self._late)
 
     def begin_step(self, saves: Sequence[SaveJob], ended: Iterable[str]) -> None:
-        """Begin a step with the given ``saves``. Blocks of requests in ``ended`` may be saved in later steps:
-        they stay pinned."""
+        """Begin a step: look up the blocks of ``saves``. Blocks of the finished requests ``ended`` stay
+        pinned and may be saved in later steps."""
         late: dict[str, list[SaveJob]] = {request: [] for request in ended}
         self._saves = []
         for save in saves:
@@ -126,10 +127,10 @@ class BlockSaver:
                 self._lane.submit(lambda made=made: self._run_late_lookup(made))  # type: ignore[misc]
 
     def end_step(self, bad: Collection[int]) -> dict[str, int]:
-        """Copy the blocks that this step filled, except those that depend on ``bad`` blocks.
+        """Copy the blocks that this step filled and hand them to the store, except blocks that depend on
+        ``bad`` blocks.
 
-        Returns, for each request with a block that the store did not accept, the index of the first such
-        block.
+        Returns request → index of its first block that was not saved.
         """
         with self._lock:
             known = set(self._known)
@@ -156,7 +157,7 @@ class BlockSaver:
     # -- inside -----------------------------------------------------------------------
 
     def _save(self, save: SaveJob, bad: Collection[int], known: Collection[bytes]) -> bool:
-        """Save a block. Returns whether it is in the store or will be."""
+        """Save a block, unless it is known to be stored. Returns whether the store has it or will have it."""
         if any(block in bad for block in save.before) or any(block in bad for block in save.block_ids):
             return False
         return save.key in known or self._give(save, self._kv.gather_full(save.block_ids))
@@ -232,7 +233,7 @@ class BlockSaver:
         return 0
 
     def _ask(self, keys: Sequence[bytes]) -> int:
-        """Number of leading blocks that the store has. Runs in the lookup thread."""
+        """Return how many leading ``keys`` the store has. Runs in the lookup thread."""
         with self._lock:
             self._lookup_began_s = self._clock()
         return self._leading(keys)

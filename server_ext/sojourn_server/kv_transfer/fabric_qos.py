@@ -1,7 +1,8 @@
-"""Quality-of-service settings that separate KV from model traffic on a fabric (DualPath §5.1, A.1), as text.
+"""Generates, as text, quality-of-service settings that separate KV from model traffic on a network fabric
+(DualPath §5.1, A.1).
 
-The InfiniBand values are the paper's. The paper gives no values for RoCE; those here are sojourn's. None have
-been tried on hardware, as the first line of each text says.
+The InfiniBand values are from the paper. The RoCE values are sojourn's, because the paper gives none. No
+value has been tried on hardware, and the first line of each text says so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ UNVERIFIED = (
 
 @dataclass(frozen=True, slots=True)
 class VirtualLane:
-    """One of the paper's four virtual lanes, with its weights in InfiniBand's two arbiters."""
+    """One of the paper's four virtual lanes, weighted in InfiniBand's high- and low-priority arbiters."""
 
     use: str
     high: int
@@ -29,7 +30,7 @@ VIRTUAL_LANES: Mapping[int, VirtualLane] = {
     2: VirtualLane("KV", 0, 64),
     3: VirtualLane("the model's point-to-point messages", 192, 192),
 }
-"""Virtual lanes by number, which is also the service level. Which lane model traffic uses is a guess."""
+"""Lane number, which is also the service level → lane. Which lane model traffic uses is a guess."""
 
 MODEL_LANE, KV_LANE = 1, 2
 HIGH_LIMIT = 240
@@ -37,13 +38,13 @@ HIGH_LIMIT = 240
 limit."""
 
 DSCP: Mapping[int, int] = {0: 0, 1: 26, 2: 10, 3: 34}
-"""DSCP value of each traffic class on RoCE; sojourn's choice."""
+"""Traffic class → its DSCP value on RoCE, chosen by sojourn."""
 BANDWIDTH_PERCENT: Mapping[int, int] = {0: 33, 1: 33, 2: 1, 3: 33}
-"""Share of each traffic class on a saturated link; sojourn's choice. KV gets 1 percent, as in §5.1."""
+"""Traffic class → percent of a saturated RoCE link, chosen by sojourn. KV gets 1 percent, as in §5.1."""
 
 
 def infiniband_settings() -> str:
-    """Options for the subnet manager, and the environment of the senders."""
+    """Return options for the subnet manager and environment variables for each engine, as text."""
     lanes = range(len(VIRTUAL_LANES))
     levels = ",".join(str(level % len(VIRTUAL_LANES)) for level in range(16))
     return "\n".join(
@@ -66,7 +67,8 @@ def infiniband_settings() -> str:
 
 
 def roce_settings(device: str = "DEVICE") -> str:
-    """Commands for NICs supported by ``mlnx_qos``, and the environment; switches need the same settings."""
+    """Return ``mlnx_qos`` commands for NIC ``device``, and environment variables for each engine, as text.
+    Switches need the same settings."""
     classes = range(8)
     used = len(VIRTUAL_LANES)
     flow_control = ",".join("1" if each < used else "0" for each in classes)

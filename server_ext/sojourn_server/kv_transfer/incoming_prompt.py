@@ -1,9 +1,9 @@
-"""One prompt being assembled in this engine's buffers, from blocks read for a peer and blocks pushed by it.
+"""Assembles one prompt in this engine's buffers, from blocks read for a peer and blocks pushed by the peer.
 
     Read    lease for the whole prompt ── read from storage ── layers streamed back ──▶ kept
     Offer   lease, or the rest of it ── Need what is missing here ── Data ──▶ Complete
 
-Either half may be absent. ``incoming_prompt_table`` has all prompts and notifies peers and the engine.
+A prompt may lack one of the two halves. ``incoming_prompt_table`` notifies peers and the engine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PromptReadSide:
     missing: set[int] = field(default_factory=set)
     """Indices of slots that are not complete yet."""
     in_queue: dict[int, ReadChunk] = field(default_factory=dict)
-    """Chunks queued on the link, by the number of their link item."""
+    """Number of a link item → chunk of this prompt that waits on the link or is being sent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class PromptOfferSide:
 
 
 class ReadChunk(NamedTuple):
-    """One layer of some blocks read by this engine, as an item of the compute network's queue."""
+    """One layer of some blocks read for a peer, as an item in the queue of the link to peers."""
 
     prompt: IncomingPrompt
     layer: int
@@ -80,8 +80,8 @@ class ReadChunk(NamedTuple):
 
 
 class IncomingPrompt:
-    """One prompt being received. It is the ``LeaseHolder`` of its lease and the ``SlotFiller`` of its
-    slots."""
+    """One prompt that a peer sends to this engine. Implements ``LeaseHolder`` for its lease and
+    ``SlotFiller`` for its slots."""
 
     def __init__(self, prompts: PromptRegistry, transfer: str, now: float) -> None:
         self.transfer = transfer
@@ -94,9 +94,9 @@ class IncomingPrompt:
         self.expected = False
         self.claimed = False
         self.idle_since_s: float | None = None
-        """Time from which no more data is expected: the prompt is complete, or its peer has gone."""
+        """Time at which the prompt became complete or its peer went away; ``None``: data is expected."""
         self.moved_s = now
-        """Time at which data last arrived, or its lease was granted."""
+        """Time at which data last arrived, or at which the lease was granted."""
         self.watch = StallDetector(prompts.ctx.limits.patience_s, now)
         self._prompts = prompts
 
@@ -125,7 +125,7 @@ class IncomingPrompt:
 
     def slot_lost(self, slot: BufferSlot, why: str, now: float) -> None:
         if self.state is not PromptState.GATHERING or (slot.filler is not None and not slot.bad):
-            return  # or another holder of the slot reads it again
+            return  # the prompt has ended, or another holder reads the block again
         if self.read is not None:
             self._lose_read(self.read, slot, why, now)
         if self._offers(slot):
@@ -151,7 +151,8 @@ class IncomingPrompt:
     # -- as a filler ----------------------------------------------------------------
 
     def unwanted(self, slot: BufferSlot, now: float) -> None:
-        """Do nothing: this happens only when the lease ends, and the peer is notified of that separately."""
+        """Do nothing. A slot becomes unwanted only when the lease ends, and the peer is notified of that
+        elsewhere."""
 
     # -- the half that reads for a peer ---------------------------------------------
 
@@ -214,8 +215,8 @@ class IncomingPrompt:
             self._begin_taking(offer, now)
 
     def data(self, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """Store one layer of some blocks. Returns false if it is not the next layer of a block that the peer
-        must send."""
+        """Copy one received layer of some blocks into their slots. Returns false if the peer was not asked
+        for a block, or if the layer is not the block's next one."""
         ctx, offer = self._prompts.ctx, self.offer
         size = ctx.memory.layer_bytes
         if offer is None or len(payload) != len(message.indices) * size:
@@ -271,7 +272,8 @@ class IncomingPrompt:
     # -- the end --------------------------------------------------------------------
 
     def fail(self, why: str, now: float, notify: bool) -> None:
-        """Mark the prompt as failed. ``notify``: tell the peers that take part in it."""
+        """Mark the prompt as failed for the reason ``why``, and release its buffers. ``notify``: whether to
+        send its peers an abort."""
         if self.state is not PromptState.GATHERING:
             return
         self.state = PromptState.FAILED
@@ -283,13 +285,13 @@ class IncomingPrompt:
                 self._prompts.send(conn, AbortMessage(transfer=self.transfer, reason=why))
         self.cancel_streaming()
         for slot in list(self.offer.slots) if self.offer is not None else ():
-            if slot.filler is self:  # other leases may be waiting for this slot
+            if slot.filler is self:  # other leases may wait for this slot
                 ctx.fail(slot, why, now)
         self._prompts.notify_engine(self)
         self._prompts.release_buffers(self, now)
 
     def cancel_streaming(self) -> None:
-        """Remove chunks from the link that have not been sent."""
+        """Remove from the link the prompt's chunks that have not been sent."""
         ctx, read = self._prompts.ctx, self.read
         if read is None:
             return
@@ -303,8 +305,8 @@ class IncomingPrompt:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the engine has not asked for the prompt and no more data will come: it is complete, or its
-        peer has gone."""
+        """Whether the prompt may be evicted: the engine has not asked for it, and no more data will come,
+        because it is complete or its peer has gone."""
         if self.expected or (self.read is not None and self.read.state is not PromptReadState.DONE):
             return False
         if self.state is PromptState.COMPLETE:
@@ -324,7 +326,7 @@ class IncomingPrompt:
         return self.read is not None and self.read.state is not PromptReadState.DONE
 
     def conns(self) -> set[int]:
-        """Connections of the peers that send or receive blocks of this prompt."""
+        """Return the connections of the peers that send or receive blocks of this prompt."""
         halves = [half.conn for half in (self.read, self.offer) if half is not None]
         return {conn for conn in halves if conn is not None}
 

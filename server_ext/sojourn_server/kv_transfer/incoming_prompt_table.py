@@ -1,13 +1,13 @@
-"""All prompts being assembled for this engine: its peers read and push blocks, and the engine uses them.
+"""Table of the prompts that peers send to this engine.
 
-With ``expect`` the engine announces that it waits for a transfer, before or after data arrives. When all
-blocks are present it uses them, then calls ``forget``. A transfer without progress fails within
-``patience_s``. While a request is still queued, the engine repeats ``want`` every few seconds, which keeps
-the complete prompt in the buffers.
+A prompt's blocks are read from storage for the peer, or pushed by the peer. With ``expect`` the engine
+announces that it waits for a transfer, before or after data arrives. When all blocks are present, the engine
+uses them and then calls ``forget``. A transfer without progress fails within ``patience_s``. While a request
+is queued, the engine repeats ``want``, which keeps the complete prompt in the buffers.
 
-If buffers are short, prompts are evicted in this order: first prompts that the engine has not asked for; then
-prompts that queued requests want, as far as they exceed ``queue_share``, last in the queue first. Other
-prompts are not evicted.
+While other transfers wait for buffers, prompts are evicted in this order: first prompts that no queued
+request wants, then prompts of queued requests beyond ``queue_share`` of the slots, last in the queue first.
+Other prompts are not evicted.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from .transfer_wire import (
 )
 
 MAX_REMEMBERED_EVICTIONS = 4096
-"""Maximum number of evicted transfers that are remembered."""
+"""Maximum number of evicted transfers whose reason is remembered."""
 EVICTED_UNCLAIMED = "evicted before any request asked for it: other transfers waited for its buffers"
 EVICTED_LOW_PRIORITY = "its request was among the last in the queue, and others waited for its buffers"
 ALL_PEERS_FACTOR = 4
-"""Factor between the limits for all peers together and the limits for one peer."""
+"""The limits for all peers together are this many times the limits for one peer."""
 MAX_SILENT_LEASES = 4
-"""Number of ``lease_s`` after which a prompt that has buffers but receives no data fails, even if its peer
-reports progress. A step may take long, but not forever."""
+"""Number of periods of ``lease_s`` without data after which a prompt that has buffers fails, even if its peer
+reports progress. A step of the peer may take long, but not forever."""
 
 
 class IncomingPromptTable:
-    """All prompts of one engine."""
+    """All prompts that peers send to one engine."""
 
     def __init__(self, ctx: TransferContext) -> None:
         self.ctx = ctx
         self._prompts: dict[str, IncomingPrompt] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
-        """Transfers that were removed → reason."""
+        """Evicted or failed transfer that the engine has not asked for → reason."""
         self._wanted: dict[str, float] = {}
         """Transfers that queued requests will expect → deadline, in queue order."""
 
@@ -86,8 +86,8 @@ class IncomingPromptTable:
             self._event(prompt)
 
     def want(self, transfers: Sequence[str], now: float) -> None:
-        """Announce that queued requests will expect these transfers. Valid for ``lease_s``; call again to
-        renew."""
+        """Announce, in queue order, transfers that queued requests will ``expect`` later, so that their
+        complete prompts stay in the buffers. Valid for ``lease_s`` seconds; call again to renew."""
         for transfer in transfers:
             prompt = self._prompts.get(transfer)
             if prompt is not None and prompt.expected:
@@ -97,7 +97,7 @@ class IncomingPromptTable:
                 self.ctx.buffers.renew(prompt.name, now)
 
     def blocks(self, transfer: str) -> list[memoryview]:
-        """The blocks of a complete prompt, in the order of its offer. Their slots stay pinned until
+        """Return the blocks of a complete prompt, in the order of its offer. Their slots stay pinned until
         ``forget``.
 
         Raises ``ValueError`` if the prompt is not complete.
@@ -112,8 +112,8 @@ class IncomingPromptTable:
         return [self.ctx.memory.block(slot.index) for slot in prompt.offer.slots]
 
     def forget(self, transfer: str, now: float, why: str = "") -> None:
-        """Remove a prompt that was used or is not needed; its peers are sent the reason ``why``. Ignores
-        unknown transfers."""
+        """Remove a prompt that was used or is not needed, and release its buffers. If it is not complete, its
+        peers get the reason ``why``. Ignores unknown transfers."""
         self._wanted.pop(transfer, None)
         prompt = self._prompts.get(transfer)
         if prompt is None:
@@ -199,7 +199,8 @@ class IncomingPromptTable:
         self._lease(prompt, keys, 0, now)
 
     def data(self, conn: int, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """Store data from a peer. Returns false if the data belong to no prompt of this table."""
+        """Copy data from a peer into the buffers. Returns false if the data belong to no prompt of this
+        table."""
         prompt = self._prompts.get(message.transfer)
         if prompt is None or prompt.offer is None or prompt.offer.conn != conn:
             return False
@@ -216,9 +217,9 @@ class IncomingPromptTable:
         prompt.fail(message.reason, now, notify=False)
 
     def on_progress(self, conn: int, transfer: str, done: int, now: float) -> None:
-        """Handle a peer's progress report. A prompt that waits for buffers stays in the queue because of
-        completed work, not because of reports. A prompt with buffers keeps its lease, up to
-        ``MAX_SILENT_LEASES`` without data."""
+        """Handle a peer's progress report by renewing the prompt's lease. While the prompt waits for buffers,
+        this happens only if the counter ``done`` has grown. ``MAX_SILENT_LEASES`` limits the time without
+        data."""
         prompt = self._prompts.get(transfer)
         if prompt is None or conn not in prompt.conns() or prompt.claimed:
             return
@@ -226,7 +227,7 @@ class IncomingPromptTable:
             self.ctx.buffers.renew(prompt.name, now)
 
     def open_transfers_on(self, conn: int) -> list[str]:
-        """Transfers for which the peer of this connection waits for this engine."""
+        """Return the transfers for which the peer of this connection waits for this engine."""
         return [
             transfer
             for transfer, prompt in self._prompts.items()
@@ -245,8 +246,8 @@ class IncomingPromptTable:
         return {conn for prompt in self._prompts.values() for conn in prompt.conns()}
 
     def connection_lost(self, conn: int, why: str, now: float) -> None:
-        """Handle the end of a connection. Blocks read for the peer stay for a while, since the peer may
-        reconnect and offer them."""
+        """Handle the end of a connection: prompts offered over it fail. Blocks read for the peer stay for a
+        while, because the peer may reconnect and offer them."""
         for prompt in list(self._prompts.values()):
             if prompt.forget_connection(conn, now):
                 prompt.fail(why, now, notify=False)
@@ -275,7 +276,7 @@ class IncomingPromptTable:
     # -- the link -------------------------------------------------------------------
 
     def begin(self, item: LinkItem, now: float) -> None:
-        """Send a chunk when its turn on the link has come."""
+        """Send the chunk of a link item whose turn has come."""
         chunk: ReadChunk = item.work
         read = chunk.prompt.read
         assert read is not None
@@ -290,7 +291,7 @@ class IncomingPromptTable:
         self.ctx.actions.append(SendMessage(read.conn, message, payload, item.number))
 
     def finished(self, item: LinkItem, now: float) -> None:
-        """Handle a chunk that was sent, or that never will be."""
+        """Handle the end of a link item, sent or not: the memory of its chunk is no longer read."""
         chunk: ReadChunk = item.work
         read = chunk.prompt.read
         assert read is not None
@@ -305,9 +306,11 @@ class IncomingPromptTable:
     # -- inside ---------------------------------------------------------------------
 
     def _make_room(self, now: float) -> None:
-        """Evict prompts while other transfers wait for buffers, longest idle first. A prompt is kept for at
-        least half of ``patience_s``: its request may still be on the way, and waiting transfers must not
-        time out."""
+        """Evict idle prompts while other transfers wait for buffers, longest idle first.
+
+        A prompt stays for half of ``patience_s`` after it became idle, because its request may still be on
+        the way. It stays no longer, so that waiting transfers do not time out.
+        """
         ctx = self.ctx
         if not ctx.buffers.waiting:
             return
@@ -331,12 +334,12 @@ class IncomingPromptTable:
                     return
 
     def _is_wanted(self, prompt: IncomingPrompt) -> bool:
-        """Whether a queued request wants the prompt and it is complete."""
+        """Return whether the prompt is complete and a queued request wants it."""
         return prompt.transfer in self._wanted and prompt.state is PromptState.COMPLETE
 
     def _beyond_share(self, rest: set[str]) -> list[IncomingPrompt]:
-        """Prompts of ``rest`` that exceed the share of queued requests, the last of the queue first. Evicting
-        the first would drop each prompt just before its turn."""
+        """Return those prompts of ``rest`` that exceed the share of the slots for queued requests, last in
+        the queue first. The first in the queue are kept, because they are needed next."""
         most = self.ctx.limits.queue_share * self.ctx.limits.slots
         slots: set[int] = set()
         found: list[IncomingPrompt] = []
@@ -358,8 +361,8 @@ class IncomingPromptTable:
         self.ctx.grant(now)
 
     def remember(self, prompt: IncomingPrompt, why: str) -> None:
-        """Remember the eviction of a prompt that the engine has not asked for, so that a later ``expect``
-        fails at once."""
+        """Record why a prompt that the engine has not asked for was removed, so that a later ``expect`` fails
+        at once."""
         if prompt.expected:
             return
         self._gone[prompt.transfer] = why
@@ -367,12 +370,12 @@ class IncomingPromptTable:
             self._gone.popitem(last=False)
 
     def _refusal(self, conn: int, transfer: str, keys: int) -> str:
-        """Reason to refuse a peer's next prompt of ``keys`` blocks; empty: accept it."""
+        """Return the reason to refuse a peer's next prompt of ``keys`` blocks; empty: accept it."""
         limits = self.ctx.limits
         contexts = {True: 0, False: 0}
         held = {True: keys, False: 0}
-        """Number of keys of this peer (true) and of others (false). Keys of ended connections are limited by
-        their lease."""
+        """Number of keys of this peer's prompts (true) and of all others (false). Prompts of ended
+        connections count as others until their leases end."""
         for prompt in self._prompts.values():
             halves = [half for half in (prompt.read, prompt.offer) if half is not None]
             for half in halves:
@@ -393,7 +396,7 @@ class IncomingPromptTable:
         return f"{who} may have {most_contexts} contexts of {most_keys} keys here at a time, and no more"
 
     def release_buffers(self, prompt: IncomingPrompt, now: float) -> None:
-        """Release the prompt's buffers. The prompt stays known until the engine has ended it."""
+        """Release the prompt's buffers. A prompt that the engine expects stays known until ``forget``."""
         self.ctx.release(prompt.name, now)
         self.ctx.reads.close(prompt.name)
         if not prompt.expected:
@@ -404,7 +407,7 @@ class IncomingPromptTable:
             self.ctx.actions.append(SendMessage(conn, message))
 
     def notify_engine(self, prompt: IncomingPrompt) -> None:
-        """Notify the engine of the prompt's outcome, if it waits for it."""
+        """Report the prompt's outcome to the engine, if the engine waits for the prompt."""
         if prompt.state is PromptState.COMPLETE:
             self.ctx.counts["prompts_complete"] += 1
         if prompt.expected:

@@ -1,11 +1,10 @@
-"""Loads of blocks into this engine's buffers, from storage or through a peer that reads them from storage.
+"""Loads blocks into this engine's buffers, from storage or through a peer that reads them from storage.
 
     waiting ── lease ──▶ filling ── all blocks present, or no more will come ──▶ over ── taken ──▶ gone
 
 A load succeeds with the *leading* blocks that arrived, because blocks after a gap are useless. If another
-load is already reading a block, this load waits for that read. Blocks that a peer does not send can be read
-locally into the buffers already leased: a new lease would wait behind transfers that wait for the same
-buffers.
+load is already reading a block, this load waits for that read. If a peer does not send its blocks, this
+engine can read them into the buffers already leased. A new lease would have to wait behind other transfers.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ class LoadState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingPeer:
-    """The peer that reads blocks, and the transfer for which it reads them."""
+    """A peer that reads blocks from storage for this engine, and the transfer for which it reads them."""
 
     address: str
     transfer: str
     total: int
     """Number of blocks of the whole transfer."""
     epoch: str | None = None
-    """Epoch of the peer that the router chose; after a restart the peer has another epoch."""
+    """Identifies the run of the peer's process that the router chose. A restarted peer has another epoch."""
     or_read_locally: bool = False
-    """Whether this engine reads the missing blocks from storage if the peer fails, unless a layer of all
-    blocks has arrived: from then on a step may already wait for the other layers."""
+    """Whether this engine reads missing blocks from storage itself if the peer fails. It does so only until
+    the first layer of all blocks has arrived: from then on, a step may already wait for the other layers."""
 
 
 class PeerFetch:
-    """The blocks of one load that a peer reads. It is the ``SlotFiller`` of their slots, and a
+    """The blocks of one load that a peer reads. Implements ``SlotFiller`` for their slots, and
     ``PeerCaller``."""
 
     def __init__(
@@ -101,7 +100,8 @@ class PeerFetch:
             self._loads.end_fetch(self, NO_WAITER)
 
     def data(self, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """Store one layer of some blocks. Returns False if it is not the next layer."""
+        """Copy one received layer of some blocks into their slots. Returns false if the layer is not the next
+        one of each block, or has a wrong size."""
         ctx, size = self._loads.ctx, self._loads.ctx.memory.layer_bytes
         if len(payload) != len(message.indices) * size:
             return False
@@ -125,7 +125,7 @@ class PeerFetch:
         return True
 
     def fail(self, index: int, why: str, now: float) -> None:
-        """Give up the blocks from index ``index`` on that have not arrived."""
+        """Give up the blocks from index ``index`` on, except blocks that have arrived."""
         self._failing = True
         for slot in self.slots[max(0, index) :]:
             if slot is not None:
@@ -144,7 +144,7 @@ class PeerFetch:
 
 
 class BlockLoad:
-    """The blocks of one load. It is the ``LeaseHolder`` of the lease ``name``."""
+    """One load of blocks. Implements ``LeaseHolder`` for the lease ``name``."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class BlockLoad:
         self._instead: set[int] = set()
         """Indices of slots that this engine reads because the peer did not fill them."""
         self._places: dict[int, int] = {}
-        """Position of a slot's block in the load, by slot index."""
+        """Slot index → position of the slot's block in the load."""
         self._layers = 0
         """Number of leading layers reported as loaded."""
         self._lacking: list[int] = []
@@ -230,8 +230,8 @@ class BlockLoad:
         self._loads.begin_fetch(fetch, now)
 
     def _read_instead(self, slot: BufferSlot, now: float) -> bool:
-        """Read a slot that the peer left empty from storage, at most once. Returns whether a read is under
-        way."""
+        """Read from storage a block that the peer did not send, at most once per slot. Returns whether the
+        block is being read."""
         ctx = self._loads.ctx
         if self._peer is None or not self._peer.or_read_locally or self._layers:
             return False
@@ -264,7 +264,7 @@ class LoadTable:
         self._peers = peers
         self._loads: dict[str, BlockLoad] = {}
         self._fetches: dict[str, PeerFetch] = {}
-        """Fetches by transfer."""
+        """Transfer → the blocks that a peer reads for it."""
         self._done = self._queue = -1
 
     def __len__(self) -> int:
@@ -278,7 +278,7 @@ class LoadTable:
         traffic_class: TrafficClass,
         now: float,
     ) -> int:
-        """Start a load. Returns its number of blocks, which is limited by the number of slots.
+        """Start a load. Returns its number of blocks, which is at most the number of slots.
 
         Raises ``ValueError`` for an id in use, no keys, or a duplicate key.
         """
@@ -300,7 +300,8 @@ class LoadTable:
         return load in self._loads
 
     def blocks(self, load: str) -> list[memoryview]:
-        """The blocks that arrived for a load that is over, in order. Their slots stay pinned until ``end``.
+        """Return the blocks that arrived for a load, in order, once the load is over. Their slots stay pinned
+        until ``end``.
 
         Raises ``ValueError`` if the load is not over or unknown.
         """
@@ -314,22 +315,23 @@ class LoadTable:
         return [self.ctx.memory.block(slot.index) for slot in made.slots]
 
     def layer(self, load: str, layer: int) -> list[memoryview]:
-        """One layer of a load's blocks, available after its ``LayerLoaded``. Raises ``ValueError`` before."""
+        """Return one layer of each of a load's blocks. Raises ``ValueError`` before the layer's
+        ``LayerLoaded``."""
         made = self._loads.get(load)
         if made is None or any(slot.filled <= layer for slot in made.slots) or not made.slots:
             raise ValueError(f"layer {layer} of load {load!r} is not there")
         return [self.ctx.memory.layer(slot.index, layer) for slot in made.slots]
 
     def renew(self, load: str, now: float) -> None:
-        """Renew the load's lease: the engine still needs it."""
+        """Renew a load's lease on its buffers. Ignores unknown loads."""
         made = self._loads.get(load)
         if made is not None:
             self.ctx.buffers.renew(made.name, now)
 
     def end(self, load: str, why: str, now: float) -> None:
-        """End a load at any stage. Ignores unknown loads.
+        """End a load, whether or not its blocks have arrived, and release its buffers. Ignores unknown loads.
 
-        ``why``: reason in the ``LoadEnded`` to report; empty if the engine itself ended the load.
+        ``why``: reason for the ``LoadEnded`` event; empty: no event, because the engine itself ends the load.
         """
         made = self._loads.pop(load, None)
         if made is None:
@@ -360,7 +362,7 @@ class LoadTable:
         self._peers.reach(fetch.peer.address, fetch, now)
 
     def end_fetch(self, fetch: PeerFetch, why: str) -> None:
-        """End a fetch; a non-empty ``why`` is sent to the peer as the reason."""
+        """End the part of a load that a peer reads. A non-empty ``why`` is sent to the peer as the reason."""
         if self._fetches.get(fetch.peer.transfer) is fetch:
             del self._fetches[fetch.peer.transfer]
             if why and fetch.conn is not None:
@@ -369,7 +371,7 @@ class LoadTable:
                 )
 
     def data(self, conn: int, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """Store data from a peer. Returns false if the data belong to no fetch."""
+        """Copy data from a peer into a load's slots. Returns false if the data belong to no load."""
         fetch = self._fetches.get(message.transfer)
         if fetch is None or fetch.conn != conn:
             return False
@@ -398,14 +400,14 @@ class LoadTable:
         return {fetch.conn for fetch in self._fetches.values() if fetch.conn is not None}
 
     def connection_lost(self, conn: int, why: str, now: float) -> None:
-        """Handle the end of a connection."""
+        """Handle the end of a connection: give up the blocks that were to arrive over it."""
         for fetch in list(self._fetches.values()):
             if fetch.conn == conn:
                 fetch.fail(0, why, now)
 
     def tick(self, now: float) -> None:
-        # Waiting behind others is not a stall: for storage while any read completes, for buffers while their
-        # holders receive blocks or release them.
+        # Waiting behind others is not a stall. A load with buffers keeps its lease while this engine makes
+        # any progress; a load that waits for buffers, while reads complete or buffers are released.
         buffers = self.ctx.buffers
         done, line = (self.ctx.done(now), self.ctx.reads.moved(now) + buffers.released)
         for load in self._loads.values():

@@ -1,6 +1,7 @@
-"""Connections to peers and their handshake: each side checks that both have KV of the same kind.
+"""Connections to peers, and the handshake that checks that both sides have KV of the same kind.
 
-The side that dials sends ``HelloMessage`` and waits for the answer. No KV is sent before.
+The side that dials sends ``HelloMessage``. The other side compares the two kinds of KV and accepts or
+refuses. No KV is sent before that.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _PRIVATE_FIELDS = {"model", "hash_scheme"}
 
 
 def identity_fields(identity: KvIdentity) -> dict[str, str | int]:
-    """The fields of ``HelloMessage`` that describe this engine's KV."""
+    """Return all fields of ``identity`` by name, for ``HelloMessage.kv``."""
     return asdict(identity)
 
 
 def identity_digest(identity: KvIdentity) -> str:
-    """32 hexadecimal digits that differ if any field differs and reveal none of them."""
+    """Return 32 hexadecimal digits that identify ``identity`` without revealing its fields."""
     text = json.dumps(identity_fields(identity), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -45,7 +46,7 @@ def identity_digest(identity: KvIdentity) -> str:
 def incompatibility_reason(
     ours: KvIdentity, theirs: Mapping[str, str | int], *, for_unidentified_peer: bool = False
 ) -> str | None:
-    """Why two engines cannot exchange blocks, as a message for the operator; ``None``: they can.
+    """Return why two engines cannot exchange blocks, as a message for the operator; ``None``: they can.
 
     ``for_unidentified_peer``: leave out the values of private fields, which contain local paths and the hash
     seed.
@@ -67,7 +68,7 @@ def incompatibility_reason(
 
 
 class HandshakeStage(Enum):
-    """State of a connection."""
+    """Stage of a connection's handshake."""
 
     DIALLED = "dialled"
     """This side dialled and has sent ``HelloMessage``."""
@@ -80,7 +81,7 @@ EXPECTED_MESSAGES: Mapping[HandshakeStage, tuple[type[WireMessage], ...]] = {
     HandshakeStage.DIALLED: (WelcomeMessage, RefusedMessage),
     HandshakeStage.ANSWERED: (HelloMessage,),
 }
-"""Messages allowed at each stage of the handshake, and not after it."""
+"""Handshake stage → messages that the peer may send then. After the handshake it may send none of them."""
 MAX_KEPT_REFUSALS = 256
 """Maximum number of refused peers whose reason is remembered."""
 HANDSHAKE_MESSAGES = (HelloMessage, WelcomeMessage, RefusedMessage)
@@ -106,14 +107,14 @@ class _PeerConn:
 @dataclass(slots=True, eq=False)
 class _DialedAddress:
     dial: DialPeer
-    """The newest dial: answers to earlier dials are ignored."""
+    """The newest dial to this address. Results of earlier dials are ignored."""
     watch: StallDetector
     conn: int | None = None
     callers: list[PeerCaller] = field(default_factory=list)
 
 
 class PeerTable:
-    """All connections: one to each dialled address, and those that peers have opened."""
+    """All connections of one engine: one to each dialled address, and those that peers have opened."""
 
     def __init__(self, ctx: TransferContext, name: str, epoch: str) -> None:
         self.name = name
@@ -123,17 +124,18 @@ class PeerTable:
         self._addresses: dict[str, _DialedAddress] = {}
         self._dials = 0
         self.refusals: dict[str, str] = {}
-        """Reason of the first refusal, by peer name or address."""
+        """Peer name or address → reason why it was first refused."""
 
     @property
     def busy(self) -> bool:
-        """Whether a caller waits for a connection or its handshake."""
+        """Whether a dial or a handshake is in progress."""
         return any(each.callers for each in self._addresses.values()) or any(
             conn.stage is not HandshakeStage.READY for conn in self._conns.values()
         )
 
     def reach(self, address: str, caller: PeerCaller, now: float) -> None:
-        """Pass ``caller`` a connection to ``address``, or the reason why there is none, now or later."""
+        """Connect to ``address``, or use the existing connection. Then call ``caller.reached`` with the
+        connection, or ``caller.unreachable`` with the reason, now or later."""
         known = self._addresses.get(address)
         if known is not None and known.conn is not None:
             conn = self._conns[known.conn]
@@ -150,7 +152,7 @@ class PeerTable:
         known.callers.append(caller)
 
     def dialled(self, dial: DialPeer, conn: int, now: float) -> None:
-        """Handle a successful dial."""
+        """Handle a successful dial: begin the handshake on connection ``conn``."""
         known = self._addresses.get(dial.address)
         if known is None or known.dial != dial:  # the dial was given up
             self._ctx.actions.append(CloseConnection(conn))
@@ -175,7 +177,7 @@ class PeerTable:
         )
 
     def conns(self) -> list[int]:
-        """All connections."""
+        """Return the numbers of all connections."""
         return list(self._conns)
 
     @property
@@ -188,8 +190,8 @@ class PeerTable:
         return known is not None and known.stage is HandshakeStage.READY
 
     def received(self, conn: int, message: WireMessage, now: float) -> bool:
-        """Handle a handshake message. Returns false if it is not allowed now: the connection must be
-        closed."""
+        """Handle a handshake message. Returns false if the message is not allowed now; the caller must then
+        close the connection."""
         known = self._conns.get(conn)
         if known is None:
             return False

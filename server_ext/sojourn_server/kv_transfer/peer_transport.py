@@ -1,7 +1,7 @@
-"""Byte streams between peers, by address: ``unix:PATH``, ``tcp:HOST:PORT``, or a transport of the caller's.
+"""Byte streams between engines, by address: ``unix:PATH``, ``tcp:HOST:PORT``, or a transport of the caller's.
 
-A further data plane implements ``PeerTransport``. A write must not return before its memory may be reused,
-and bytes must arrive in order or not at all. NVIDIA's NIXL (RDMA between registered memory) is not built in;
+To add a transport, implement ``PeerTransport``. A write must not return before its memory may be reused, and
+bytes must arrive in order or not at all. NVIDIA's NIXL (RDMA between registered memory) is not built in;
 addresses with its scheme are refused with a message.
 """
 
@@ -48,7 +48,7 @@ class TransportListener(Protocol):
 
     @property
     def address(self) -> str:
-        """The address to dial; its port is the one that is really used."""
+        """The address that peers dial. It has the actual port if port 0 was requested."""
         ...
 
     async def close(self) -> None: ...
@@ -72,13 +72,13 @@ class PeerTransport(Protocol):
 
 
 class UnknownTransport(RuntimeError):
-    """The address names a transport that is unknown, or known but not built in."""
+    """Raised for an address whose transport is unknown or not built in."""
 
 
 def transport_for(address: str, transports: Mapping[str, PeerTransport]) -> tuple[PeerTransport, str]:
-    """The transport of an address, and the address without its scheme.
+    """Return the transport of an address, and the address without its scheme.
 
-    Raises ``UnknownTransport`` and ``ValueError``.
+    Raises ``ValueError`` for a malformed address, and ``UnknownTransport``.
     """
     scheme, colon, rest = address.partition(":")
     if not colon or not rest:
@@ -158,7 +158,7 @@ class UnixTransport:
 
 
 class TcpTransport:
-    """TCP sockets. No authentication and no encryption: for a private network."""
+    """TCP sockets without authentication or encryption. Use them only in a private network."""
 
     async def dial(self, rest: str) -> ByteStream:
         reader, writer = await asyncio.open_connection(*_host_and_port(rest), limit=_READ_AHEAD_BYTES)
@@ -178,7 +178,7 @@ class TcpTransport:
 
 
 def builtin_transports() -> dict[str, PeerTransport]:
-    """The built-in transports by scheme."""
+    """Return the built-in transports by scheme."""
     return {"unix": UnixTransport(), "tcp": TcpTransport()}
 
 
@@ -206,7 +206,7 @@ def _unix_path(rest: str) -> str:
 
 def _remove_stale_socket(path: Path) -> None:
     """Remove the socket file of a dead engine. Raises ``OSError`` if a process listens there, or if the file
-    is no socket."""
+    is not a socket."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -232,13 +232,14 @@ def _host_and_port(rest: str) -> tuple[str, int]:
 
 
 MAX_QUEUED_BYTES = 64 << 20
-"""Maximum bytes of messages queued for one peer, enough to offer a thousand long prompts at once. If there
-are more, the connection is closed."""
+"""Maximum bytes of messages queued for one peer, enough to offer a thousand long prompts at once. A
+connection that would exceed it is closed."""
 PIECE_BYTES = 256 << 10
-"""A peer must accept this many bytes within ``patience_s``; larger messages are sent in pieces."""
+"""Maximum bytes of one write to a stream; larger messages are sent in pieces. A peer must accept each piece
+within ``patience_s`` seconds."""
 _STALL_CHECKS = 4
-"""Number of checks per ``patience_s``. If this process pauses, the first check is late, and pending socket
-events are handled before the next one."""
+"""Number of timer steps into which ``patience_s`` is divided. A pause of this process then delays only one
+step, and waiting socket events are handled before the next one."""
 
 
 class _QueuedMessage(NamedTuple):
@@ -248,10 +249,9 @@ class _QueuedMessage(NamedTuple):
 
 
 class PeerConnection:
-    """Sends queued messages on one stream. Used only in its event loop.
+    """Sends queued messages on one stream. Use it only in its event loop.
 
-    Counts the bytes of queued messages without payloads: the link limits how many payloads are under way to a
-    peer.
+    The limit of the queue counts messages without their payloads, because the link already limits payloads.
     """
 
     def __init__(

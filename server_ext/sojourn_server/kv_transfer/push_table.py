@@ -1,12 +1,12 @@
-"""Pushes of a prompt's blocks to the peer that continues the request: all keys are offered, and the blocks
-that the peer needs are sent.
+"""Pushes a prompt's blocks to the peer that continues the request: offers all keys, then sends the blocks
+that the peer needs.
 
     reaching ── Welcome ──▶ offered ── Need ──▶ sending ── Complete ──▶ over
        └────────────── lost, refused, stalled, aborted ──────────────────▲
 
-The peer may already have some of the blocks, read from storage or received with another push; it answers with
-the indices of the others. Layers are sent in the order of computation; ``give`` may be called before the peer
-has answered.
+The peer may already have some of the blocks, read from storage or received with another push. It answers with
+the indices of the blocks that it lacks. Layers are sent in the order of computation. The engine may call
+``give`` before the peer has answered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PushState(Enum):
 
 
 class PushChunk(NamedTuple):
-    """One layer of some blocks, as an item of the compute network's queue."""
+    """One layer of some blocks of a push, as an item in the queue of the link to peers."""
 
     push: BlockPush
     layer: int
@@ -37,7 +37,7 @@ class PushChunk(NamedTuple):
 
 
 class BlockPush:
-    """One prompt being sent to a peer. It is a ``PeerCaller``."""
+    """The push of one prompt to a peer. Implements ``PeerCaller``."""
 
     def __init__(
         self,
@@ -55,18 +55,18 @@ class BlockPush:
         self.watch = StallDetector(pushes.ctx.limits.patience_s, now)
         self.needed: dict[int, None] = {}
         self.layers: list[Sequence[memoryview]] = []
-        """Blocks computed so far, by layer."""
+        """The layers given so far; each has its part of every block."""
         self.in_queue: set[int] = set()
-        """Numbers of the items queued on the link."""
+        """Numbers of this push's items on the link, waiting or in flight."""
         self.over: PushEnded | None = None
-        """The event to report when no item is under way any more."""
+        """The event to report once the link has no item of this push left; ``None``: the push is open."""
         self._pushes = pushes
         self._epoch = epoch
         self._class = traffic_class
 
     @property
     def waits_for_peer(self) -> bool:
-        """Whether all given layers were sent, so that the peer must answer next."""
+        """Whether the push can continue only with an answer from the peer."""
         if self.state is PushState.OFFERED:
             return True
         if self.state is not PushState.SENDING or self.in_queue:
@@ -90,7 +90,7 @@ class BlockPush:
             self._pushes.end(self, why, now)
 
     def need(self, indices: Sequence[int], now: float) -> bool:
-        """Handle the peer's request for blocks. Returns False for an index that was not offered."""
+        """Queue the blocks that the peer asks for. Returns false for an index that was not offered."""
         if any(not 0 <= index < len(self.keys) for index in indices):
             return False
         self.state = PushState.SENDING
@@ -148,8 +148,8 @@ class PushTable:
         traffic_class: TrafficClass,
         now: float,
     ) -> None:
-        """Offer a prompt's blocks. Raises ``ValueError`` for a transfer that is already open, no keys, or a
-        duplicate key."""
+        """Start a push: connect to the peer at ``address`` and offer it the blocks ``keys``. Raises
+        ``ValueError`` for a transfer that is already open, no keys, or a duplicate key."""
         if transfer in self._pushes:
             raise ValueError(f"transfer {transfer!r} was offered already")
         if not keys or len(set(keys)) != len(keys):
@@ -182,7 +182,7 @@ class PushTable:
         return True
 
     def begin(self, item: LinkItem, now: float) -> None:
-        """Send a chunk when its turn on the link has come."""
+        """Send the chunk of a link item whose turn has come."""
         chunk: PushChunk = item.work
         push = chunk.push
         assert push.conn is not None, "nothing is queued before the peer has answered"
@@ -190,7 +190,7 @@ class PushTable:
         self.ctx.actions.append(SendMessage(push.conn, push.message(chunk), payload, item.number))
 
     def finished(self, item: LinkItem, now: float) -> None:
-        """Handle a chunk that was sent, or that never will be."""
+        """Handle the end of a link item, sent or not: the memory of its chunk is no longer read."""
         push: BlockPush = item.work.push
         push.in_queue.discard(item.number)
         push.watch.note_progress(now)
@@ -225,7 +225,8 @@ class PushTable:
             self.end(push, why, now, notify=True)
 
     def end(self, push: BlockPush, why: str, now: float, notify: bool = False) -> None:
-        """End a push; ``why`` is empty if it succeeded. ``notify``: tell the peer."""
+        """End a push. ``why``: the reason of a failure; empty: success. ``notify``: whether to tell the
+        peer."""
         del self._pushes[push.transfer]
         self.ctx.counts["pushes_failed" if why else "pushes_complete"] += 1
         for number in list(push.in_queue):
@@ -243,7 +244,7 @@ class PushTable:
             self.end(push, why, now, notify=True)
 
     def open_transfers_on(self, conn: int) -> list[str]:
-        """Open transfers with this peer, for progress reports."""
+        """Return the ids of open pushes on this connection, for progress reports."""
         return [transfer for transfer, push in self._pushes.items() if push.conn == conn]
 
     def conns(self) -> set[int]:

@@ -1,8 +1,9 @@
-"""One request's stored blocks, read in two parts: the first by this engine, the other by its peer.
+"""Reads one request's stored blocks in two parts: this engine reads the first, its peer the second.
 
-The router chooses the share of each (DualPath reads a request on one side; both sides are its future work).
-If the peer fails before a layer of its part has arrived, this engine reads that part into the same buffers,
-without a new lease. If it fails later, the blocks that have arrived are used and the others are computed.
+The router chooses how large each part is. (DualPath reads a request on one side only, and leaves both sides
+to future work.) If the peer fails before one layer of its whole part has arrived, this engine reads that part
+into the same buffers, without a new lease. If the peer fails later, the blocks that have arrived are used and
+the others are computed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class FetchPart:
 
     load: LoadHandle
     first: int
-    """Index in the fetch of the part's first block."""
+    """Index of the part's first block within the fetch."""
     count: int
     by_peer: bool
     claimed: bool = False
@@ -37,7 +38,7 @@ class FetchPart:
 
 
 class SplitFetch:
-    """The parts of one fetch. Not thread-safe."""
+    """One fetch of a request's stored blocks, in up to two parts. Not thread-safe."""
 
     def __init__(self, traffic: TransferManager, fetch: FetchJob) -> None:
         self.pieces: list[FetchPart] = []
@@ -46,7 +47,7 @@ class SplitFetch:
         self._name = f"{fetch.context}#{fetch.ask}"
 
     def begin(self, stored: int) -> None:
-        """Start reading the first ``stored`` blocks, which the store has."""
+        """Start to read the first ``stored`` blocks of the fetch, which the store has."""
         fetch = self._fetch
         theirs = round(stored * fetch.decode_share) if fetch.peer else 0
         self._begin(0, stored - theirs)
@@ -55,7 +56,7 @@ class SplitFetch:
 
     @property
     def blocks(self) -> int:
-        """Number of leading blocks that have arrived or are on their way."""
+        """Number of leading blocks of the fetch that have arrived or are on their way."""
         found = 0
         for piece in self.pieces:
             if piece.first > found:
@@ -66,8 +67,9 @@ class SplitFetch:
         return found
 
     def ready(self, layerwise: bool = True) -> int | None:
-        """Number of leading blocks that can be streamed now; ``None``: wait. Blocks from storage arrive
-        whole. With ``layerwise``, blocks from the peer can be streamed from their first layer on."""
+        """Return how many leading blocks the request can use now; ``None``: it must wait. Blocks that this
+        engine reads can be used once they are complete. With ``layerwise``, blocks from the peer can be used
+        from their first layer on."""
         self._claim()
         for piece in self.pieces:
             streams = layerwise and piece.by_peer and piece.load.layers_loaded
@@ -83,7 +85,8 @@ class SplitFetch:
         return sum(piece.load.streamed_s for piece in self.pieces)
 
     def layer(self, layer: int, timeout_s: float) -> list[memoryview]:
-        """Wait for one layer; returns its parts of the leading blocks that have arrived."""
+        """Wait up to ``timeout_s`` per part for one layer. Returns this layer of the leading blocks that
+        arrived."""
         found: list[memoryview] = []
         for piece in self.pieces:
             views: list[memoryview] = []
@@ -98,7 +101,7 @@ class SplitFetch:
         return found
 
     def end(self) -> None:
-        """End all loads and release their buffers."""
+        """End the loads of all parts, and release their buffers."""
         pieces, self.pieces = self.pieces, []
         for piece in pieces:
             piece.load.end()
@@ -126,7 +129,7 @@ class SplitFetch:
         self.pieces.append(FetchPart(load, first, load.requested_blocks, by_peer))
 
     def _claim(self) -> None:
-        """Pin the blocks that have arrived."""
+        """Pin the blocks of loads that are over, so that their buffers are not reused."""
         for piece in self.pieces:
             if not piece.claimed and piece.load.outcome is not None and piece.good:
                 piece.claimed = True

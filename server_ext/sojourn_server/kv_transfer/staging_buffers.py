@@ -1,16 +1,16 @@
-"""Staging buffers in host memory: a fixed number of slots of one Full Block, shared through leases.
+"""Staging buffers in host memory: a fixed number of slots for one Full Block each, which transfers lease.
 
 A transfer requests one lease on all its blocks, plus a number of slots for blocks whose keys it does not know
 yet. A lease is granted as a whole, in the order of requests, so two transfers never wait for each other with
 half of their slots each. A lease that is not renewed for ``lease_s`` expires.
 
-A block has at most one slot. A lease on a block that is present, or being read, shares its slot: of a
-thousand requests for one prefix, the first reads it and the others wait for that read.
+A block has at most one slot, which all leases on the block share. If a thousand requests need one prefix, the
+first reads it and the others wait for that read.
 
 A slot becomes free when it has no lease and no pin. A pin outlives leases: a thread may still write to the
 slot after every lease on it has ended.
 
-No clock and no I/O.
+The module has no clock and does no I/O.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 
 class SlotMemory:
-    """Memory of ``slots`` Full Blocks of ``layers`` layers each. The system provides pages at their first
-    write."""
+    """Memory for ``slots`` Full Blocks of ``layers`` layers each. The operating system provides pages at
+    their first write."""
 
     def __init__(self, slots: int, block_bytes: int, layers: int) -> None:
         """Raises ``ValueError`` for a size below 1 or layers of different sizes."""
@@ -36,24 +36,24 @@ class SlotMemory:
         self.block_bytes = block_bytes
         self.layers = layers
         self.layer_bytes = block_bytes // layers
-        # A bytearray would write zeros to all of it. An anonymous map is also page-aligned, as direct I/O
-        # requires.
+        # A bytearray would write zeros to all its memory. An anonymous map is also page-aligned, as direct
+        # I/O requires.
         self._map = mmap.mmap(-1, slots * block_bytes)
         self._view = memoryview(self._map)
 
     def block(self, slot: int) -> memoryview:
-        """All layers of a slot."""
+        """Return the memory of all layers of a slot."""
         start = slot * self.block_bytes
         return self._view[start : start + self.block_bytes]
 
     def layer(self, slot: int, layer: int) -> memoryview:
-        """One layer of a slot."""
+        """Return the memory of one layer of a slot."""
         start = slot * self.block_bytes + layer * self.layer_bytes
         return self._view[start : start + self.layer_bytes]
 
 
 class LeaseTooLarge(ValueError):
-    """The lease needs more slots than the pool has."""
+    """Raised for a lease that needs more slots than the pool has."""
 
     def __init__(self, blocks: int, slots: int) -> None:
         super().__init__(
@@ -65,7 +65,7 @@ class LeaseTooLarge(ValueError):
 
 @dataclass(slots=True, eq=False)
 class BufferSlot:
-    """A place for one Full Block in the buffers."""
+    """A place for one Full Block (the unit of storage, 64 tokens) in the buffers."""
 
     index: int
     key: bytes = b""
@@ -78,7 +78,7 @@ class BufferSlot:
     pins: int = 0
     """Number of threads and messages that are reading or writing the slot."""
     bad: bool = False
-    """Whether filling failed while a thread may still write to the slot: the content is unusable."""
+    """Whether the content is unusable: filling failed halfway, and a thread may still write to the slot."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +91,7 @@ class _BufferLease:
 
 
 class BufferPool:
-    """The pool of ``slots`` slots, which are leased by name."""
+    """Pool of ``slots`` buffer slots, which transfers lease. Each lease has a name."""
 
     def __init__(self, slots: int, lease_s: float) -> None:
         self.slots = slots
@@ -101,12 +101,12 @@ class BufferPool:
         self._used: dict[int, BufferSlot] = {}
         self._leases: dict[str, _BufferLease] = {}
         self._queue: deque[str] = deque()
-        """Leases that wait, in order of arrival. The first one blocks the others, so that large leases are
-        not starved."""
+        """Names of waiting leases, in order of arrival. They are granted strictly in this order, so that
+        large leases are not starved."""
         self._reserved = 0
-        """Number of slots reserved for blocks whose keys granted leases have yet to name."""
+        """Number of slots that granted leases have reserved for blocks whose keys are not known yet."""
         self.released = 0
-        """Number of granted leases that have ended. Waiting transfers read it as a sign of progress."""
+        """Number of granted leases that have ended. Waiting transfers take its growth as progress."""
         self.most_used = 0
         self._changes = 0
         self._refused_at = -1
@@ -162,8 +162,8 @@ class BufferPool:
         return granted
 
     def extend(self, name: str, keys: Sequence[bytes]) -> bool:
-        """Name more blocks of a granted lease, within its ``extra`` slots. If they do not fit, returns false
-        and changes nothing."""
+        """Add blocks to a granted lease, within its ``extra`` slots. If they do not fit, returns false and
+        changes nothing."""
         lease = self._leases[name]
         added = [key for key in OrderedDict.fromkeys(keys) if key not in lease.slots]
         fresh = sum(key not in self._by_key for key in added)
@@ -188,21 +188,21 @@ class BufferPool:
         return lease is not None and lease.granted
 
     def slot(self, name: str, key: bytes) -> BufferSlot:
-        """The slot of a block of a granted lease."""
+        """Return the slot of a block of a granted lease."""
         return self._leases[name].slots[key]
 
     def renew(self, name: str, now: float) -> None:
-        """Extend the lease by ``lease_s``. Ignores unknown names."""
+        """Renew a lease: it expires ``lease_s`` seconds after ``now``. Ignores unknown names."""
         lease = self._leases.get(name)
         if lease is not None:
             lease.deadline_s = now + self._lease_s
 
     def expired(self, now: float) -> list[str]:
-        """Names of the expired leases; their holders must ``release`` them."""
+        """Return the names of expired leases. The caller must ``release`` or ``renew`` each."""
         return [name for name, lease in self._leases.items() if lease.deadline_s <= now]
 
     def drop(self, name: str, key: bytes) -> BufferSlot | None:
-        """Remove one block from a lease. Returns its slot if no other lease holds it."""
+        """Remove one block from a lease. Returns its slot if no other lease holds the slot, else ``None``."""
         slot = self._leases[name].slots.pop(key, None)
         return self._let_go(name, slot) if slot is not None else None
 
@@ -233,9 +233,9 @@ class BufferPool:
         self._free_if_unused(slot)
 
     def invalidate(self, slot: BufferSlot) -> None:
-        """Stop sharing this slot: a new lease on the block gets another one.
+        """Mark a slot's content as unusable after a failed fill: a new lease on the block gets another slot.
 
-        For a failed fill whose thread cannot be stopped. Every holder must drop the slot.
+        A thread may still write to the slot. Every holder must drop it.
         """
         slot.bad = True
         self._changes += 1

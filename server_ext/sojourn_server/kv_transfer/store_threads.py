@@ -12,10 +12,11 @@ from .transfer_actions import ReadBlock, WriteBlock
 
 
 class StoreThreads:
-    """One thread per concurrent read, and one for all writes. Every read and write is reported, once.
+    """Runs one thread per concurrent read, and one for all writes. Every read and write is reported exactly
+    once.
 
-    ``read_done(item, why)`` gets the error of a read, or ``None``; ``write_done(item, outcome)`` gets a
-    ``PutOutcome`` value or ``failed``. Both are called by the threads.
+    ``read_done(item, why)`` gets the error of a read, or ``None``. ``write_done(item, outcome)`` gets a
+    ``PutOutcome`` value or ``failed``. The threads call both.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class StoreThreads:
         self._writer = TransferThread("kv-write")
 
     def read(self, action: ReadBlock) -> None:
-        """Read a block in an idle thread. There must be one: at most ``readers`` reads run at a time."""
+        """Read a block in an idle thread. The caller must have at most ``readers`` reads open at a time."""
         with self._lock:
             thread = self._idle.pop()
         thread.submit(lambda: self._read(thread, action))
@@ -45,7 +46,7 @@ class StoreThreads:
         self._writer.submit(lambda: self._write(action))
 
     def close(self) -> bool:
-        """End all threads. Returns whether they have ended; a thread in a hanging store has not."""
+        """Stop all threads. Returns whether they have ended; false, for example, if the store hangs."""
         threads = [*self._readers, self._writer]
         for thread in threads:
             thread.close()

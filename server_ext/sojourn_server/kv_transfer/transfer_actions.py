@@ -1,4 +1,4 @@
-"""The core's output: actions that the manager carries out, and events for the engine."""
+"""Outputs of ``TransferCore``: actions that the transfer manager carries out, and events for the engine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from .transfer_wire import WireMessage
 
 
 class DialPeer(NamedTuple):
-    """Connect to a peer. The result is reported by ``dialled`` or ``dial_failed``, which may come after the
+    """Connect to a peer. The manager then calls the core's ``dialled`` or ``dial_failed``, perhaps after the
     core has given up the dial."""
 
     address: str
     number: int
-    """Unique per engine."""
+    """Number of the dial, unique within this engine."""
 
 
 class SendMessage(NamedTuple):
-    """Send a message. With ``item``, call ``sent`` when the payload's memory is no longer read."""
+    """Send a message on a connection. If ``item`` is given, the manager calls the core's ``sent`` once the
+    memory of ``payload`` is no longer read."""
 
     conn: int
     message: WireMessage
@@ -27,13 +28,14 @@ class SendMessage(NamedTuple):
 
 
 class CloseConnection(NamedTuple):
-    """Close a connection when its queued messages are sent, at the latest after ``patience_s``."""
+    """Close a connection after its queued messages are sent, at the latest after ``patience_s`` seconds."""
 
     conn: int
 
 
 class ReadBlock(NamedTuple):
-    """Read a block from the store; ``read_done`` reports the result."""
+    """Read a block from the store into the memory ``into``. The manager reports the end with
+    ``read_done``."""
 
     item: int
     key: bytes
@@ -41,7 +43,7 @@ class ReadBlock(NamedTuple):
 
 
 class WriteBlock(NamedTuple):
-    """Write a block to the store; ``write_done`` reports the result."""
+    """Write a block to the store. The manager reports the end with ``write_done``."""
 
     item: int
     key: bytes
@@ -53,14 +55,14 @@ TransferAction = DialPeer | SendMessage | CloseConnection | ReadBlock | WriteBlo
 
 
 class LayerLoaded(NamedTuple):
-    """A layer has arrived for all blocks that the load will get. Layers arrive in order."""
+    """One layer has arrived for all blocks that the load will get. Layers are reported in order."""
 
     load: str
     layer: int
 
 
 class LoadEnded(NamedTuple):
-    """A load is over: its first ``good`` blocks have arrived and no others will. ``why``: the reason if
+    """A load has ended: its first ``good`` blocks have arrived, the others will not. ``why``: the reason if
     blocks are missing."""
 
     load: str
@@ -69,8 +71,8 @@ class LoadEnded(NamedTuple):
 
 
 class PushEnded(NamedTuple):
-    """A push is over: the peer has all offered blocks, or ``why`` is the reason of its failure. The memory of
-    the blocks may be reused."""
+    """A push has ended. If not ``complete``, the peer lacks blocks and ``why`` is the reason. The memory of
+    the pushed blocks may be reused."""
 
     transfer: str
     complete: bool
@@ -78,7 +80,7 @@ class PushEnded(NamedTuple):
 
 
 class PromptTransferEnded(NamedTuple):
-    """A prompt's transfer is over: all blocks have arrived, or ``why`` is the reason of its failure."""
+    """The transfer of a prompt to this engine has ended. If not ``complete``, ``why`` is the reason."""
 
     transfer: str
     complete: bool
@@ -86,8 +88,9 @@ class PromptTransferEnded(NamedTuple):
 
 
 class BlockStoreEnded(NamedTuple):
-    """A block's write is over. ``outcome`` is a ``PutOutcome`` value, ``failed``, or ``stalled`` for a write
-    that was given up before it began. The memory of the block may be reused."""
+    """The write of one block to the store has ended, and the block's memory may be reused. ``outcome`` is a
+    ``PutOutcome`` value, ``failed``, or ``stalled`` for a write that was dropped from the queue because an
+    earlier write hangs."""
 
     request: str
     key: bytes

@@ -1,4 +1,4 @@
-"""State that the parts of the core share: links, buffers, memory, and pending actions and events."""
+"""State that the tables of ``TransferCore`` share: links, buffers, memory, and pending actions and events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .transfer_link import LinkItem, TrafficClass, TransferLink
 
 
 class StallDetector:
-    """Detects a stall: no progress for ``patience_s``."""
+    """Detects that a transfer has made no progress for ``patience_s`` seconds."""
 
     def __init__(self, patience_s: float, now: float) -> None:
         self._patience_s = patience_s
@@ -26,7 +26,8 @@ class StallDetector:
         self._seen_s = now
 
     def note_counter(self, done: int, now: float, by: str = "peer") -> bool:
-        """Note a progress counter reported by ``by``. Returns whether it has grown."""
+        """Record a progress counter of the source ``by``. Returns whether it has grown since the last
+        time."""
         if done <= self._done.get(by, -1):
             return False
         self._done[by] = done
@@ -38,7 +39,7 @@ class StallDetector:
 
 
 class LeaseHolder(Protocol):
-    """The holder of a lease. It is notified of changes to its slots."""
+    """A transfer that holds a lease on buffer slots. It is called when the slots change."""
 
     def granted(self, now: float) -> None: ...
     def layers_advanced(self, slot: BufferSlot, before: int, now: float) -> None:
@@ -50,16 +51,16 @@ class LeaseHolder(Protocol):
         ...
 
     def lease_expired(self, now: float) -> bool:
-        """Handle the expiry of the lease. Returns false if its blocks are in use, so that the lease
-        continues."""
+        """Handle the expiry of the lease. Returns whether the lease ends; false: its blocks are in use, and
+        the lease is renewed."""
         ...
 
 
 class SlotFiller(Protocol):
-    """A source other than storage that fills slots."""
+    """A transfer that fills slots with data from a peer, not from storage."""
 
     def unwanted(self, slot: BufferSlot, now: float) -> None:
-        """Stop filling a slot that no lease holds any more; it may be reused at once."""
+        """Stop filling ``slot``: no lease holds the slot any more, and another block may use it at once."""
         ...
 
 
@@ -78,7 +79,8 @@ SEND_WIDTH = 4
 
 
 class TransferContext:
-    """One engine's links and buffers. ``now``: seconds of a monotonic clock."""
+    """Links and buffers of one engine, and pending actions and events. ``now``: seconds of a monotonic
+    clock."""
 
     def __init__(self, identity: KvIdentity, limits: TransferLimits, rates: LinkRates) -> None:
         share = limits.kv_share
@@ -109,14 +111,15 @@ class TransferContext:
         return self.memory.layers
 
     def done(self, now: float) -> int:
-        """Progress counter: it grows with any progress of this engine."""
+        """Return a counter that grows with any progress of this engine's transfers."""
         moved = sum(link.moved(now) for link in self.links)
         return moved + self.buffers.released
 
     # -- leases ---------------------------------------------------------------------
 
     def lease(self, name: str, holder: LeaseHolder, keys: list[bytes], extra: int, now: float) -> None:
-        """Request a lease. Calls ``holder.granted`` when it is granted, perhaps before this returns.
+        """Request a lease on the blocks ``keys`` and on ``extra`` more slots. Calls ``holder.granted`` when
+        the lease is granted, perhaps before this method returns.
 
         Raises ``LeaseTooLarge``.
         """
@@ -125,10 +128,10 @@ class TransferContext:
         self.grant(now)
 
     def grant(self, now: float) -> None:
-        """Grant the leases that fit."""
+        """Grant waiting leases in order, as long as they fit, and notify their holders."""
         while granted := self.buffers.take_granted(now):
             for name in granted:
-                if name in self._holders:  # a lease granted before it may have ended it
+                if name in self._holders:  # an earlier ``granted`` call may have ended this lease
                     self._holders[name].granted(now)
 
     def release(self, name: str, now: float) -> None:
@@ -138,12 +141,12 @@ class TransferContext:
             self._unwanted(slot, now)
 
     def drop(self, name: str, slot: BufferSlot, now: float) -> None:
-        """Remove one block from a lease."""
+        """Remove one block from the lease ``name``."""
         if self.buffers.drop(name, slot.key) is not None:
             self._unwanted(slot, now)
 
     def expire(self, now: float) -> None:
-        """End expired leases."""
+        """End expired leases. A lease whose holder still uses its blocks is renewed instead."""
         for name in self.buffers.expired(now):
             holder = self._holders.get(name)
             if holder is not None and holder.lease_expired(now):
@@ -163,8 +166,8 @@ class TransferContext:
     # -- filling slots --------------------------------------------------------------
 
     def read(self, request: str, slot: BufferSlot, now: float, traffic_class: TrafficClass) -> bool:
-        """Read a slot's block from storage, unless the block is present or being filled. Returns whether a
-        read was needed."""
+        """Queue a read of a slot's block from storage, unless the block is present or being filled. Returns
+        whether a read was queued."""
         if slot.filled == self.layers or slot.filler is not None:
             self.counts["blocks_merged"] += 1
             return False
@@ -179,26 +182,26 @@ class TransferContext:
             self.counts["reads_cancelled"] += 1
 
     def start_reads(self, now: float) -> None:
-        """Start the reads whose turn has come."""
+        """Start the queued reads that the storage link allows now."""
         for item in self.reads.take(now):
             slot = item.work.slot
             self.buffers.pin(slot)
             self.actions.append(ReadBlock(item.number, slot.key, [self.memory.block(slot.index)]))
 
     def read_done(self, number: int, why: str | None, now: float) -> None:
-        """Handle the end of a read; ``why`` is its error, if any."""
+        """Record the end of read ``number``. ``why``: its error; ``None``: success."""
         if why is not None:
             self._failed_reads[number] = why
         self.reads.over(number, now)
 
     def complete_reads(self, now: float) -> None:
-        """Process reads that have finished."""
+        """Update the slots of finished reads, and notify the slots' holders."""
         for item in self.reads.finished(now):
             slot, why = item.work.slot, self._failed_reads.pop(item.number, None)
             self.buffers.unpin(slot)
             self.counts["blocks_read" if why is None else "blocks_unread"] += 1
             if not self._is_filled_by(slot, item):
-                continue  # it is not needed any more, or was given up before
+                continue  # the block is not needed any more, or the read was given up
             slot.filler = None
             if why is None:
                 self.advance(slot, self.layers, now)
@@ -206,11 +209,12 @@ class TransferContext:
                 self.fail(slot, why, now)
 
     def give_up_stuck_reads(self, now: float) -> None:
-        """Fail the slots of reads that hang; the slots stay pinned until their threads return.
+        """Give up reads that hang: report their blocks as failed. Their slots stay pinned until the reader
+        threads return.
 
-        If every reader thread hangs, fail the queued reads too.
+        If every reader thread hangs, queued reads are given up too.
         """
-        # Half of ``patience_s``: a peer that waits for the result must learn it before it times out itself.
+        # Half of ``patience_s``: a peer that waits for the block learns of the failure before its timeout.
         stuck = self.reads.stuck(now, self.limits.patience_s / 2)
         behind = self.reads.in_queue() if len(stuck) == self.limits.read_width else []
         for item in [*stuck, *behind]:
@@ -226,7 +230,8 @@ class TransferContext:
         self._tell(slot, lambda holder: holder.layers_advanced(slot, before, now))
 
     def fail(self, slot: BufferSlot, why: str, now: float) -> None:
-        """Record that a slot's block will not arrive; a holder may start to read it again."""
+        """Record that a slot's block will not arrive, and notify the slot's holders. A holder may start to
+        read the block again."""
         slot.filler = None
         if slot.pins or slot.filled:
             self.buffers.invalidate(slot)

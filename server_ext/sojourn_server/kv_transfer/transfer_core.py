@@ -1,4 +1,4 @@
-"""The rules of one engine's KV transfers, without I/O: requests and messages in, actions and events out.
+"""Decides the KV transfers of one engine, without I/O: requests and messages in, actions and events out.
 
     engine ── load, offer, give, expect, store ──▶ ┌──────┐ ── actions ──▶ connections, storage
     engine ◀── events ──────────────────────────── │ core │ ◀── received, read_done, sent, lost ──
@@ -56,22 +56,23 @@ class _StoreWrite(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkState:
-    """State of a link."""
+    """State of one link, a queue of transfers to or from storage or to peers."""
 
     queued_bytes: int
     queued_s: float | None
-    """Seconds until a new item would begin; ``None``: unknown. If the link's I/O hangs, at least the seconds
-    since it began to hang."""
+    """Estimated seconds until a new item would begin; ``None``: unknown. While the link's I/O hangs, at least
+    the seconds for which it has hung."""
     moved_bytes: int
 
 
 class TransferCore:
-    """The rules of a transfer manager. ``epoch`` identifies one run of the process and is never reused."""
+    """Decides what one engine's transfer manager does, without I/O. ``epoch`` identifies one run of the
+    process and is never reused."""
 
     def __init__(
         self, identity: KvIdentity, limits: TransferLimits, rates: LinkRates, *, name: str, epoch: str
     ) -> None:
-        """Raises ``ValueError`` for layers of different sizes."""
+        """Raises ``ValueError`` if a block's bytes cannot be divided into layers of equal size."""
         self.ctx = TransferContext(identity, limits, rates)
         self.peers = PeerTable(self.ctx, name, epoch)
         self.loads = LoadTable(self.ctx, self.peers)
@@ -93,30 +94,32 @@ class TransferCore:
         peer: ReadingPeer | None = None,
         traffic_class: TrafficClass = TrafficClass.KV,
     ) -> int:
-        """Load blocks from storage, or through a ``peer`` that reads them. Returns the number of blocks,
-        limited by the buffers.
+        """Start to load blocks from storage, or through a ``peer`` that reads them. Returns the number of
+        blocks to load, at most as many as fit the buffers.
 
-        Events: ``LayerLoaded`` for each layer, then ``LoadEnded``. Call ``load_blocks`` and ``end_load``
-        after that.
+        Events: ``LayerLoaded`` for each layer, then ``LoadEnded``. After that, call ``load_blocks`` and then
+        ``end_load``.
         """
         count = self.loads.begin(load, keys, peer, traffic_class, now)
         self._settle(now)
         return count
 
     def load_blocks(self, load: str) -> list[memoryview]:
-        """The blocks of a load that is over, valid until ``end_load``. Raises ``ValueError``."""
+        """Return a load's blocks, after ``LoadEnded`` and until ``end_load``. Raises ``ValueError``
+        before."""
         return self.loads.blocks(load)
 
     def load_layer(self, load: str, layer: int) -> list[memoryview]:
-        """One layer of a load, after its ``LayerLoaded``. Raises ``ValueError``."""
+        """Return one layer of each of a load's blocks. Raises ``ValueError`` before the layer's
+        ``LayerLoaded``."""
         return self.loads.layer(load, layer)
 
     def renew_load(self, load: str, now: float) -> None:
-        """Renew the load's lease."""
+        """Renew a load's lease on its buffers."""
         self.loads.renew(load, now)
 
     def end_load(self, load: str, now: float) -> None:
-        """End a load at any stage."""
+        """End a load, whether or not its blocks have arrived, and release its buffers."""
         self.loads.end(load, "", now)
         self._settle(now)
 
@@ -130,13 +133,13 @@ class TransferCore:
         epoch: str | None = None,
         traffic_class: TrafficClass = TrafficClass.KV,
     ) -> None:
-        """Start the push of a whole prompt; ``give`` adds its layers. Event: ``PushEnded``."""
+        """Start to push a whole prompt to a peer. Then call ``give`` for each layer. Event: ``PushEnded``."""
         self.pushes.offer(transfer, address, keys, epoch, traffic_class, now)
         self._settle(now)
 
     def give(self, transfer: str, layer: int, blocks: Sequence[memoryview], now: float) -> bool:
         """Add the next layer of all blocks of a push. Returns whether the push is still open. Raises
-        ``ValueError``."""
+        ``ValueError`` for another layer, or for blocks of a wrong number or size."""
         wanted = self.pushes.give(transfer, layer, blocks, now)
         self._settle(now)
         return wanted
@@ -146,10 +149,10 @@ class TransferCore:
         self._settle(now)
 
     def expect(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
-        """Wait for a prompt that is pushed to this engine. Event: ``PromptTransferEnded``.
+        """Announce that the engine needs a prompt that a peer pushes to it. Event: ``PromptTransferEnded``.
 
-        Returns false if ``epoch`` is that of an earlier process. Raises ``ValueError`` if the prompt is
-        expected already.
+        Returns false if ``epoch`` is not that of this run: an earlier run of this engine got the prompt.
+        Raises ``ValueError`` if the prompt is expected already.
         """
         if epoch is not None and epoch != self.peers.epoch:
             self.ctx.counts["stale"] += 1
@@ -159,24 +162,25 @@ class TransferCore:
         return True
 
     def want(self, transfers: Sequence[str], now: float) -> None:
-        """Announce transfers that queued requests will expect, in queue order. Repeat within ``lease_s``
-        until each of them is expected or ended."""
+        """Announce, in queue order, transfers that queued requests will ``expect``, so that their prompts
+        stay in the buffers. Repeat within ``lease_s`` seconds until each transfer is expected or ended."""
         self.prompts.want(transfers, now)
 
     def prompt_blocks(self, transfer: str) -> list[memoryview]:
-        """The blocks of a complete prompt, valid until ``end_prompt``. Raises ``ValueError``."""
+        """Return the blocks of a complete prompt, until ``end_prompt``. Raises ``ValueError`` if
+        incomplete."""
         return self.prompts.blocks(transfer)
 
     def end_prompt(self, transfer: str, now: float) -> None:
-        """End a prompt at any stage."""
+        """End a prompt's transfer, complete or not, and release its buffers."""
         self.prompts.forget(transfer, now)
         self._settle(now)
 
     def store(
         self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview], now: float
     ) -> bool:
-        """Write a block to the store; its content must not change until ``BlockStoreEnded``. Returns false if
-        too many blocks are queued already or the store hangs."""
+        """Queue a write of a block to the store. ``content`` must not change until ``BlockStoreEnded``.
+        Returns false, without queueing, if too many writes wait or the store hangs."""
         if sum(part.nbytes for part in content) != self.ctx.memory.block_bytes:
             raise ValueError(f"a block has {self.ctx.memory.block_bytes} bytes")
         writes, limits = self.ctx.writes, self.ctx.limits
@@ -204,7 +208,7 @@ class TransferCore:
         self._settle(now)
 
     def received(self, conn: int, message: WireMessage, payload: memoryview, now: float) -> None:
-        """Handle a complete message. ``payload`` is copied before the call returns."""
+        """Handle a complete message from a peer. The call copies what it needs of ``payload``."""
         if isinstance(message, HANDSHAKE_MESSAGES) or not self.peers.is_ready(conn):
             if not self.peers.received(conn, message, now):
                 self.close_connection(conn, f"{type(message).__name__} is not allowed here now", now)
@@ -233,34 +237,35 @@ class TransferCore:
         self._settle(now)
 
     def close_connection(self, conn: int, why: str, now: float) -> None:
-        """Close a connection after a protocol violation."""
+        """Close a connection and end the transfers that use it, for the reason ``why``."""
         self.ctx.counts["hung_up"] += 1
         self.ctx.actions.append(CloseConnection(conn))
         self.connection_lost(conn, why, now)
 
     def stalled(self, conn: int, now: float) -> None:
-        """Handle a peer that has accepted no data for ``patience_s``; the caller closes the connection."""
+        """End a peer's transfers: it has accepted no data for ``patience_s``. The caller closes the
+        connection."""
         self.ctx.counts["stalls"] += 1
         self.connection_lost(conn, "the peer accepts no data", now)
 
     def connection_lost(self, conn: int, why: str, now: float) -> None:
-        """Handle the end of a connection."""
+        """Handle the end of a connection: end the transfers that use it."""
         for part in (self.peers, self.loads, self.pushes, self.prompts):
             part.connection_lost(conn, why, now)
         self._settle(now)
 
     def sent(self, item: int, now: float) -> None:
-        """Handle the end of a ``SendMessage`` item, sent or not: its memory is no longer read."""
+        """Handle the end of a ``SendMessage``, sent or not: the memory of its payload is no longer read."""
         self.ctx.compute.over(item, now)
         self._settle(now)
 
     def read_done(self, item: int, why: str | None, now: float) -> None:
-        """Handle the end of a read; ``why`` is its error, or ``None``."""
+        """Handle the end of a ``ReadBlock``. ``why``: its error; ``None``: success."""
         self.ctx.read_done(item, why, now)
         self._settle(now)
 
     def write_done(self, item: int, outcome: str, now: float) -> None:
-        """Handle the end of a write; ``outcome`` as in ``BlockStoreEnded``."""
+        """Handle the end of a ``WriteBlock``. ``outcome``: as in ``BlockStoreEnded``."""
         self._written[item] = outcome
         self.ctx.writes.over(item, now)
         self._settle(now)
@@ -276,14 +281,14 @@ class TransferCore:
         self._settle(now)
 
     def tick(self, now: float) -> None:
-        """Handle the passage of time: rates, timeouts and leases."""
+        """Handle what is due at ``now``: rate-limited items, timeouts and lease expiries."""
         if now - self._checked_s >= self._check_s:
             self._checked_s = now
             self._check(now)
         self._settle(now)
 
     def wake_at(self) -> float:
-        """Time at which ``tick`` is needed next; infinity: nothing is open."""
+        """Return the time at which ``tick`` must be called next; infinity: nothing is open."""
         due = min(link.wake_at() for link in self.ctx.links)
         return min(due, self._checked_s + self._check_s) if self.busy else due
 
@@ -313,12 +318,12 @@ class TransferCore:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is open and no lease, slot or queue entry has leaked."""
+        """Whether nothing is open, and no lease, slot or queue entry is left over."""
         places = sum(link.requests for link in self.ctx.links)
         return not self.busy and not self.ctx.buffers.used and not places
 
     def links(self, now: float) -> Mapping[str, LinkState]:
-        """State of each link, by name."""
+        """Return the state of each link, by name."""
         return {
             link.name: LinkState(
                 queued_bytes=link.queued_bytes(now),
@@ -329,7 +334,7 @@ class TransferCore:
         }
 
     def stats(self, now: float) -> dict[str, Any]:
-        """Buffers, links and counters, for operators."""
+        """Return the use of buffers, the state of links, and counters, for operators."""
         buffers = self.ctx.buffers
         return {
             "slots": buffers.slots,
@@ -344,7 +349,7 @@ class TransferCore:
     # -- inside ---------------------------------------------------------------------
 
     def _queued_s(self, link: TransferLink, now: float) -> float | None:
-        # The same time after which hanging reads are given up and leave the queue.
+        # Hanging reads are given up, and leave the queue, after the same time.
         hung_s = link.hung_s(now, self.ctx.limits.patience_s / 2)
         queued_s = link.queued_s(now)
         return max(queued_s or 0.0, hung_s, self.ctx.limits.patience_s) if hung_s else queued_s
@@ -363,8 +368,8 @@ class TransferCore:
             self._report_progress(now)
 
     def _give_up_writes(self, now: float) -> None:
-        """Give up queued writes if one hangs: the engine needs their memory. The memory of the hanging write
-        stays in use until the store returns."""
+        """Drop the queued writes if a write hangs, because the engine needs their memory. The memory of the
+        hanging write stays in use until the store returns."""
         writes = self.ctx.writes
         if writes.stuck(now, self.ctx.limits.patience_s):
             self.ctx.counts["stalls"] += 1
@@ -374,7 +379,7 @@ class TransferCore:
                 self.ctx.events.append(BlockStoreEnded(item.work.request, item.work.key, "stalled"))
 
     def _report_progress(self, now: float) -> None:
-        """Send each peer the open transfers shared with it and this engine's progress counter."""
+        """Send each peer this engine's progress counter and the open transfers shared with that peer."""
         done = self.ctx.done(now)
         parts = (self.loads, self.pushes, self.prompts)
         for conn in sorted(self.loads.conns() | self.pushes.conns() | self.prompts.all_conns()):

@@ -23,7 +23,7 @@ class HandleOwner(Protocol):
     """Notified after every event."""
 
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a method of the core and carry out the resulting actions."""
+        """Call ``what``, a method of the core, carry out the resulting actions, and return its result."""
         ...
 
     def forget(self, handle: TransferHandle[Any]) -> None: ...
@@ -47,7 +47,8 @@ class TransferHandle(Generic[OutcomeT]):
             self.outcome = event
 
     def wait(self, timeout_s: float | None = None) -> OutcomeT | None:
-        """Wait for the end of the transfer; returns ``None`` after ``timeout_s``."""
+        """Wait at most ``timeout_s`` for the end of the transfer. Returns its outcome; ``None``: still
+        open."""
         self._wait(lambda: self.outcome is not None, timeout_s)
         return self.outcome
 
@@ -57,7 +58,7 @@ class TransferHandle(Generic[OutcomeT]):
 
 
 class LoadHandle(TransferHandle[LoadEnded]):
-    """Blocks being loaded."""
+    """Handle of a load of blocks into this engine's buffers."""
 
     kind = "load"
     _ended_by = LoadEnded
@@ -80,7 +81,7 @@ class LoadHandle(TransferHandle[LoadEnded]):
 
     @property
     def streamed_s(self) -> float:
-        """Seconds between the arrival of the first and the newest layer."""
+        """Seconds between the arrival of the first layer and of the newest one."""
         return self._newest_s - self._first_s
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
@@ -89,51 +90,52 @@ class LoadHandle(TransferHandle[LoadEnded]):
         return self.layers_loaded > layer and (self.outcome is None or self.outcome.good > 0)
 
     def layer(self, layer: int) -> list[memoryview]:
-        """One layer that has arrived, as its part of each block. Raises ``ValueError``."""
+        """Return one layer of each block of the load. Raises ``ValueError`` before the layer has arrived."""
         found: list[memoryview] = self._owner.do(lambda now: self._owner.core.load_layer(self.name, layer))
         return found
 
     def blocks(self) -> list[memoryview]:
-        """The blocks that have arrived, valid until ``end``. Raises ``ValueError`` before the load is
+        """Return the blocks that have arrived, valid until ``end``. Raises ``ValueError`` before the load is
         over."""
         found: list[memoryview] = self._owner.do(lambda now: self._owner.core.load_blocks(self.name))
         return found
 
     def end(self) -> None:
-        """End the load at any stage."""
+        """End the load, whether or not its blocks have arrived, and release its buffers."""
         self._owner.do(self._owner.core.end_load, self.name)
         self._owner.forget(self)
 
 
 class PushHandle(TransferHandle[PushEnded]):
-    """Blocks being sent to a peer."""
+    """Handle of a push of blocks to a peer."""
 
     kind = "push"
     _ended_by = PushEnded
 
     def give(self, layer: int, blocks: Sequence[memoryview]) -> bool:
-        """Add the next layer of all blocks; its memory must not change until the push is over. Returns
-        whether the push is still open."""
+        """Add the next layer of all blocks. The memory of ``blocks`` must not change until the push is over.
+        Returns whether the push is still open."""
         wanted: bool = self._owner.do(self._owner.core.give, self.name, layer, blocks)
         return wanted
 
     def abort(self) -> None:
-        """Cancel the push. Its memory stays in use until the push is over."""
+        """Cancel the push. The memory of its blocks stays in use until ``outcome`` is set."""
         self._owner.do(self._owner.core.abort_push, self.name)
 
 
 class PromptHandle(TransferHandle[PromptTransferEnded]):
-    """A prompt being received."""
+    """Handle of a prompt that a peer pushes to this engine."""
 
     kind = "prompt"
     _ended_by = PromptTransferEnded
 
     def blocks(self) -> list[memoryview]:
-        """The prompt's blocks in the order of the offer, valid until ``end``. Raises ``ValueError``."""
+        """Return the prompt's blocks in order, valid until ``end``. Raises ``ValueError`` if it is not
+        complete."""
         found: list[memoryview] = self._owner.do(lambda now: self._owner.core.prompt_blocks(self.name))
         return found
 
     def end(self) -> None:
-        """End the prompt at any stage."""
+        """End the prompt's transfer, complete or not, and release its buffers."""
         self._owner.do(self._owner.core.end_prompt, self.name)
         self._owner.forget(self)

@@ -1,4 +1,4 @@
-"""The jobs of one step for the worker, and the worker's results.
+"""Transfer jobs of one step, which the planner gives the worker, and the worker's results.
 
 An *ask* is one attempt to get a request's KV from storage or a peer. The planner gives each ask a number that
 is never reused, and ignores results of asks that have ended.
@@ -18,7 +18,7 @@ class FetchJob(NamedTuple):
     keys: list[bytes]
     """Keys of consecutive Full Blocks of a context."""
     decode_share: float = 0.0
-    """Share of the stored blocks that the decode engine, a peer, reads."""
+    """Share of the stored blocks that the peer, a decode engine, reads."""
     peer: str = ""
     context: str = ""
     total: int = 0
@@ -27,17 +27,17 @@ class FetchJob(NamedTuple):
 
 
 class StreamJob(NamedTuple):
-    """Fill blocks with the result of an ask, layer by layer while this step computes. The job ends the
-    ask."""
+    """Fill a request's blocks with fetched KV, layer by layer while this step computes. The job ends the ask
+    (the attempt to get KV)."""
 
     ask: int
     skip: int
-    """Number of leading engine blocks of the result to leave out."""
+    """Number of leading engine blocks of the fetched KV to leave out."""
     block_ids: list[int]
 
 
 class ExpectJob(NamedTuple):
-    """Wait for a context that is pushed to this engine. The result is in ``TransferResults.prompts``."""
+    """Wait for a context that a peer pushes to this engine. The result is in ``TransferResults.prompts``."""
 
     ask: int
     context: str
@@ -45,8 +45,8 @@ class ExpectJob(NamedTuple):
 
 
 class FillJob(NamedTuple):
-    """Fill blocks with a complete context while other requests compute. The job ends the ask; vLLM is
-    notified when the request has its KV."""
+    """Fill a request's blocks with a complete context while other requests compute. The job ends the ask. The
+    worker then tells vLLM that the request's KV has arrived."""
 
     ask: int
     request: str
@@ -77,8 +77,8 @@ class SaveJob(NamedTuple):
     parent: bytes
     block_ids: list[int]
     before: list[int]
-    """Engine blocks of the context before this Full Block: if one of them was not filled, this block is bad
-    too."""
+    """Ids of the engine blocks before this Full Block in the context. If one of them was not filled, this
+    block is not stored either."""
 
 
 @dataclass(slots=True)
@@ -88,23 +88,23 @@ class TransferJobs:
     ends: list[int] = field(default_factory=list)
     """Asks whose results are not needed any more."""
     wants: list[str] = field(default_factory=list)
-    """Contexts that queued requests will ask for. The worker keeps them until they are in ``expects`` or
+    """Contexts that queued requests will ask for. They stay in the buffers until they are in ``expects`` or
     ``drops``, or until the engine takes no step for the length of a lease."""
     drops: list[ExpectJob] = field(default_factory=list)
-    """Contexts pushed to this engine that no request will ask for."""
+    """Contexts that peers push to this engine and that no request will ask for."""
     aborts: list[str] = field(default_factory=list)
     """Requests whose push is cancelled."""
     fetches: list[FetchJob] = field(default_factory=list)
     expects: list[ExpectJob] = field(default_factory=list)
     streams: list[StreamJob] = field(default_factory=list)
     not_filled: list[int] = field(default_factory=list)
-    """Blocks that a request relies on and that no job fills."""
+    """Ids of blocks that a request relies on and that no job fills. The worker reports them to vLLM."""
     pushes: list[PushJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     takes: list[FillJob] = field(default_factory=list)
     holds: list[str] = field(default_factory=list)
     """Finished requests whose blocks are kept until their push has ended, or until the store has accepted
-    their ``saves``; the worker then reports them as sent."""
+    their ``saves``. The worker then reports them as sent."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -115,11 +115,11 @@ class TransferResults:
     """Results of the jobs of earlier steps."""
 
     ready: dict[int, int] = field(default_factory=dict)
-    """Number of leading blocks that have arrived or will arrive, for each fetch that can be streamed."""
+    """Ask → number of leading blocks that have arrived or will arrive, for each fetch that can be used."""
     prompts: dict[int, int] = field(default_factory=dict)
-    """Number of Full Blocks of each expected context; 0: the context will never be complete."""
+    """Ask → number of Full Blocks of the expected context; 0: the context will never be complete."""
     stored: dict[str, int] = field(default_factory=dict)
-    """Request → index of its first Full Block that the store did not accept this time."""
+    """Request → index of its first Full Block that the store did not accept in the last step."""
 
     def __bool__(self) -> bool:
         return bool(self.ready or self.prompts or self.stored)

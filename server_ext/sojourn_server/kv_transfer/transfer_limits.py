@@ -8,15 +8,15 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """Bytes per second of each link; ``None``: unlimited.
+    """Maximum rates of one engine's links in bytes per second; ``None``: unlimited.
 
-    A rate of zero is refused: no transfer would ever end.
+    Raises ``ValueError`` for a rate that is not positive and finite: a transfer at rate 0 would never end.
     """
 
     storage_read: float | None = None
     storage_write: float | None = None
     compute: float | None = None
-    """Rate of sends to peers."""
+    """Rate of sends to other engines."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -35,46 +35,47 @@ def check_rate(name: str, rate: float | None) -> None:
 
 
 MAX_WAITING_WRITE_BYTES = 256 << 20
-"""Default limit, in bytes, of the memory of blocks that wait to be stored."""
+"""Default maximum memory, in bytes, of blocks that wait to be written to the store."""
 
 
 def waiting_write_limit(max_bytes: int, block_bytes: int) -> int:
-    """Number of blocks that fit ``max_bytes``, at least one."""
+    """Return how many blocks of ``block_bytes`` bytes fit in ``max_bytes`` bytes, at least 1."""
     return max(1, max_bytes // block_bytes)
 
 
 MAX_KEYS_PER_PEER = 1 << 17
-"""Lower bound of ``peer_keys``: the number of keys of the largest message."""
+"""Minimum value of ``TransferLimits.peer_keys``: the maximum number of keys in one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferLimits:
-    """Limits of buffers and waiting times. Times in seconds, sizes in bytes."""
+    """Limits of one engine's transfer buffers and waiting times. Times in seconds, sizes in bytes."""
 
     slots: int
-    """Number of Full Blocks that fit the buffers. A prompt must fit the buffers of the engine that receives
-    it."""
+    """Number of Full Blocks (the unit of storage, 64 tokens) that the buffers hold. A prompt can be sent to
+    this engine only if all its blocks fit."""
     patience_s: float = 1.5
-    """Seconds without progress after which a transfer fails. Its total duration is not limited."""
+    """Seconds without progress after which a transfer fails. The total duration has no limit."""
     report_interval_s: float = 0.4
     """Seconds between progress reports to waiting peers."""
     lease_s: float = 30.0
-    """Seconds after which buffers are released if their holder does not renew the lease."""
+    """Seconds after which a lease on buffers expires if its holder does not renew it."""
     chunk_bytes: int = 1 << 20
-    """Maximum payload of one message, but at least one block's layer. Payloads from peers may be at most the
-    largest of this, a block's layer and 1 MiB: use the same value on all engines."""
+    """Maximum payload of a message that this engine sends, but at least one layer of one block. The engine
+    accepts payloads up to the largest of this, one layer of a block, and 1 MiB: use the same value on all
+    engines."""
     read_width: int = 1
-    """Number of concurrent reads from storage. They start in order."""
+    """Maximum number of concurrent reads from storage. Reads start in the order of the queue."""
     max_waiting_writes: int = 256
-    """Maximum number of copied blocks that wait to be stored; further blocks are refused until some are
+    """Maximum number of copied blocks that wait to be stored. Further blocks are refused until some are
     stored."""
     kv_share: float = 0.01
-    """KV's share of a link that model traffic also wants (DualPath §5.1)."""
+    """Share of a link's bytes that KV traffic gets while model traffic also waits (DualPath §5.1)."""
     queue_share: float = 0.75
-    """Share of the slots that complete prompts of queued requests may keep while other transfers wait for
-    buffers. The prompt of the first queued request is always kept."""
+    """Maximum share of the slots that complete prompts of queued requests keep while other transfers wait for
+    slots. The prompt of the first queued request is always kept."""
     peer_contexts: int = 1024
-    """Maximum number of open prompts of one peer; all peers together may have four times as many."""
+    """Maximum number of open prompts of one peer on this engine; all peers together: four times as many."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "chunk_bytes", "read_width", "peer_contexts"):
@@ -97,6 +98,6 @@ class TransferLimits:
 
     @property
     def peer_keys(self) -> int:
-        """Maximum number of keys of one peer's open prompts, including prompts that wait for buffers; all
-        peers together may have four times as many."""
+        """Maximum number of keys in one peer's open prompts, including prompts that wait for buffers; all
+        peers together: four times as many."""
         return max(MAX_KEYS_PER_PEER, 16 * self.slots)

@@ -1,14 +1,14 @@
-"""A link as a queue of items, in the order of requests, with an optional rate.
+"""A link to storage or to peers: a queue that serves requests in order, with an optional rate limit.
 
-If concurrent threads served all requests at once, all would end late. In order, the first request ends after
-its own bytes. Items of a request precede the items of later requests, even if they are queued later, for
-example the layers of a push; the link does not idle while it waits for such items.
+Requests are served one after the other, because all would end late if all were served at once. Each request
+keeps its place: its items precede those of later requests, even if they are queued later, as the layers of
+a push are. While a request has no item in the queue, the link serves the next request.
 
-A rate simulates a slower link. Items are paced by timestamps, not by sleeps: the link catches up on delays of
-up to ``MAX_LAG_S``.
+A rate simulates a slower link. Items are paced by timestamps, not by sleeps, so that the link makes up for
+delays of up to ``MAX_LAG_S``.
 
-No clock and no I/O: ``take`` returns items to start, ``over`` reports completed I/O, ``finished`` returns the
-items that the rate allows to end.
+No clock and no I/O: ``take`` returns items to start, ``over`` records the end of an item's I/O, and
+``finished`` returns items whose time at the link's rate has passed too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .transfer_limits import check_rate
 
 
 class TrafficClass(Enum):
-    """The purpose of a transfer (DualPath §5.1).
+    """The purpose of a transfer, which sets its priority (DualPath §5.1).
 
-    On a network fabric, virtual lanes or hardware queues separate KV from the model's collectives, whose
-    bursts are shorter than a millisecond; software cannot. The class is sent with every transfer, for
-    transports with such lanes. In this module it only determines the order of this engine's own queue.
+    In this module the class only orders this engine's own queue. It is also sent with every transfer, for
+    networks that separate KV from the model's collectives with virtual lanes or hardware queues. Software
+    cannot separate them, because bursts of collectives are shorter than a millisecond.
     """
 
     MODEL = "model"
@@ -39,10 +39,10 @@ class TrafficClass(Enum):
 
 
 class TrafficClassArbiter:
-    """Strict priority for model traffic, except for a small guaranteed share for KV.
+    """Chooses the class that sends next: model traffic first, except for a small guaranteed share for KV.
 
-    While both classes wait, KV gets ``kv_share`` of the bytes, to within one item of each class. The share of
-    an idle class goes to the other. KV earns bytes only while it waits.
+    While both classes wait, KV gets ``kv_share`` of the bytes, to within one item of each class. If only one
+    class waits, it gets the whole link. KV earns bytes only while it waits.
     """
 
     def __init__(self, kv_share: float) -> None:
@@ -54,7 +54,7 @@ class TrafficClassArbiter:
         """Bytes that KV has earned while waiting."""
 
     def take(self, heads: Mapping[TrafficClass, int]) -> TrafficClass:
-        """The class that sends next. ``heads``: bytes of the first waiting item of each class."""
+        """Return the class that sends next. ``heads``: bytes of the first waiting item of each class."""
         if TrafficClass.KV not in heads:
             self._owed = 0.0
             return TrafficClass.MODEL
@@ -68,10 +68,10 @@ class TrafficClassArbiter:
 
 
 MAX_LAG_S = 0.1
-"""Maximum delay, in seconds, on which a rate-limited link catches up."""
+"""Maximum delay, in seconds, that a rate-limited link makes up for."""
 
 SPEED_SAMPLE_BYTES = 64 << 20
-"""Number of newest bytes from which the speed of an unlimited link is measured."""
+"""The speed of an unlimited link is measured over this number of its newest bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,13 +89,13 @@ class LinkItem:
     until_s: float = 0.0
     """Earliest end of the item, by the link's rate."""
     is_held: bool = False
-    """Whether the item occupies the link but starts only at ``until_s``."""
+    """Whether the item occupies the link already but starts only at ``until_s``."""
     is_over: bool = False
     """Whether the item's I/O has ended, with or without an error."""
 
 
 _QueueKey = tuple[TrafficClass, int | None]
-"""Key of a queue: class, and peer if any."""
+"""Key of a queue: traffic class, and connection of the peer, if any."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +106,7 @@ class _LinkRequest:
 
 
 class TransferLink:
-    """A queue of items; at most ``width`` items are in flight at a time."""
+    """A link: a queue of items, of which at most ``width`` are in flight at a time."""
 
     def __init__(
         self,
@@ -121,9 +121,10 @@ class TransferLink:
     ) -> None:
         """``rate``: bytes per second; ``None``: unlimited. Raises ``ValueError`` for 0 or less.
 
-        ``sends``: an item arrives as soon as it starts, so a rate must delay its start. At most
-        ``peer_width`` items are in flight to one peer. Items that are late by ``late_s`` do not count towards
-        ``width``, so that a hanging peer does not block others.
+        ``sends``: whether items are sent to peers. Such an item arrives as soon as it starts, so a rate
+        delays its start. ``peer_width``: maximum number of items in flight to one peer. ``late_s``: items
+        late by this many seconds do not count towards ``width``, so that a hanging peer does not block
+        others.
         """
         check_rate(name, rate)
         if width < 1:
@@ -144,7 +145,7 @@ class TransferLink:
         self._in_flight: dict[int, LinkItem] = {}
         self._busy_until_s = float("-inf")
         self._newest: deque[tuple[float, int]] = deque()
-        """Seconds and bytes of the newest items, and their sums; only for an unlimited link."""
+        """(seconds, bytes) of each of the newest items, only for an unlimited link. Their sums are below."""
         self._newest_s, self._newest_bytes = 0.0, 0
         self.moved_bytes = 0
         """Bytes of finished items."""
@@ -158,8 +159,8 @@ class TransferLink:
         traffic_class: TrafficClass = TrafficClass.KV,
         peer: int | None = None,
     ) -> int:
-        """Queue an item and return its number. Its place in the queue is the place of its request, given by
-        the request's first item. ``peer``: its destination."""
+        """Queue an item and return its number. Requests are served in the order of their first items.
+        ``work``: the caller's data. ``peer``: connection of the destination, if any."""
         if nbytes < 0:
             raise ValueError(f"{nbytes} bytes is not a valid size")
         self._numbers += 1
@@ -178,7 +179,7 @@ class TransferLink:
         return item.number
 
     def take(self, now: float) -> Iterator[LinkItem]:
-        """Items to start now; each must be reported by ``over``."""
+        """Yield the items to start now. The caller must call ``over`` for each when its I/O ends."""
         while self._under_way(now) < self._width and (item := self._next()) is not None:
             start_s = max(self._busy_until_s, item.queued_at_s, now - MAX_LAG_S)
             item.until_s = start_s + item.nbytes / self.rate if self.rate else now
@@ -201,7 +202,8 @@ class TransferLink:
             self._note_speed(now - item.began_s, item.nbytes)
 
     def finished(self, now: float) -> list[LinkItem]:
-        """Items whose I/O has ended and whose time by the rate is over, in the order of their start."""
+        """Remove and return finished items, in the order of their start. An item is finished when its I/O has
+        ended and the time that it needs at the link's rate has passed."""
         found = [item for item in self._in_flight.values() if item.is_over and item.until_s <= now]
         for item in found:
             del self._in_flight[item.number]
@@ -209,12 +211,13 @@ class TransferLink:
         return found
 
     def wake_at(self) -> float:
-        """Time at which ``take`` or ``finished`` next returns an item if no other call is made."""
+        """Return the time at which ``take`` or ``finished`` will next return an item without another call;
+        infinity: never."""
         flying = self._in_flight.values()
         return min((item.until_s for item in flying if item.is_over or item.is_held), default=float("inf"))
 
     def stuck(self, now: float, patience_s: float) -> list[LinkItem]:
-        """Items whose I/O is late by ``patience_s``. They stay in flight, and their threads stay busy."""
+        """Return the items in flight whose I/O is late by ``patience_s``. Their threads stay busy."""
         return [
             item
             for item in self._in_flight.values()
@@ -222,11 +225,11 @@ class TransferLink:
         ]
 
     def in_queue(self) -> list[LinkItem]:
-        """Items that have not started, in the order in which they were queued."""
+        """Return the items that have not started, in the order in which they were queued."""
         return list(self._waiting.values())
 
     def cancel(self, number: int) -> bool:
-        """Remove an item that has not started. Returns whether there was one."""
+        """Remove an item if it has not started. Returns whether it was removed."""
         held = self._in_flight.get(number)
         if held is not None and held.is_held:
             del self._in_flight[number]
@@ -240,7 +243,8 @@ class TransferLink:
         return True
 
     def close(self, request: str) -> None:
-        """Remove the request's place in the queue when its queued items have started."""
+        """Declare that a request queues no more items for now. It gives up its place in the queue once all
+        its items have started."""
         of = self._requests.get(request)
         if of is not None:
             of.is_closed = True
@@ -261,13 +265,13 @@ class TransferLink:
         return len(self._requests)
 
     def queued_bytes(self, now: float) -> int:
-        """Number of bytes queued or in flight."""
+        """Return the number of bytes queued or in flight."""
         return self._waiting_bytes + sum(
             item.nbytes - self._done(item, now) for item in self._in_flight.values()
         )
 
     def queued_s(self, now: float) -> float | None:
-        """Seconds until a new item would start; ``None``: items are queued and the speed is unknown."""
+        """Return the estimated seconds until a new item would start; ``None``: the speed is unknown."""
         queued = self.queued_bytes(now)
         if not queued:
             return 0.0
@@ -276,15 +280,15 @@ class TransferLink:
         return self.seconds_for(queued)
 
     def hung_s(self, now: float, patience_s: float) -> float:
-        """Seconds for which late I/O has blocked the link: the whole delay if every thread hangs, at least
-        ``patience_s`` if some do; 0: no item is late."""
+        """Return for how many seconds late I/O has blocked the link: the longest delay if all ``width`` items
+        in flight hang, ``patience_s`` if only some do, 0 if none does."""
         stuck = self.stuck(now, patience_s)
         if len(stuck) < self._width:
             return patience_s if stuck else 0.0
         return max(self._hangs_s(item, now) for item in stuck)
 
     def seconds_for(self, nbytes: int) -> float | None:
-        """Seconds to transfer ``nbytes``, by the rate or the newest items; ``None``: unknown."""
+        """Return the seconds to transfer ``nbytes``, by the rate or the newest items; ``None``: unknown."""
         if self.rate is not None:
             return nbytes / self.rate
         if self._newest_s <= 0 or not self._newest_bytes:
@@ -292,8 +296,8 @@ class TransferLink:
         return nbytes * self._newest_s / self._newest_bytes
 
     def moved(self, now: float) -> int:
-        """Bytes transferred so far. For items in flight the part is estimated from the rate, so that a long
-        item shows progress; late items add nothing."""
+        """Return the bytes transferred so far. The part of an item in flight is estimated from the rate, so
+        that a long item shows progress and a late one does not."""
         return self.moved_bytes + sum(self._done(item, now) for item in self._in_flight.values())
 
     def _done(self, item: LinkItem, now: float) -> int:
@@ -314,7 +318,7 @@ class TransferLink:
         return item
 
     def _head(self, traffic_class: TrafficClass) -> LinkItem | None:
-        """The first item of a class for whose peer another item may be in flight."""
+        """Return the first item of a class whose peer may get another item now; ``None``: there is none."""
         found: tuple[int, LinkItem] | None = None
         for line in [line for line in self._queues if line[0] is traffic_class]:
             first = self._first(line)
@@ -325,7 +329,7 @@ class TransferLink:
         return found[1] if found is not None else None
 
     def _first(self, line: _QueueKey) -> tuple[int, LinkItem] | None:
-        """The first item of a queue, with the place of its request; removes the queue if it is empty."""
+        """Return the first item of a queue and the place of its request. Removes the queue if it is empty."""
         heap = self._queues[line]
         while heap:
             number, request = heap[0]
@@ -337,7 +341,7 @@ class TransferLink:
         return None
 
     def _under_way(self, now: float) -> int:
-        """Number of items in flight that are not late."""
+        """Return the number of items in flight that are not late."""
         return sum(
             item.is_over or self._hangs_s(item, now) < self._late_s for item in self._in_flight.values()
         )
@@ -347,7 +351,7 @@ class TransferLink:
 
     @staticmethod
     def _hangs_s(item: LinkItem, now: float) -> float:
-        """Seconds by which an item is late."""
+        """Return the seconds by which an item is late."""
         return now - max(item.began_s, item.until_s)
 
     def _leave_line(self, item: LinkItem) -> None:

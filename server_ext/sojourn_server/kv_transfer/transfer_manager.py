@@ -1,7 +1,7 @@
-"""The transfer manager of one engine: the core, a thread with an event loop for sockets, and store threads.
+"""Runs one engine's KV transfers with a ``TransferCore``, an event loop for sockets, and store threads.
 
-It carries out the core's actions and reports their results to the core; the rules are in the core. Engine
-threads call the core directly, under one lock that is never held during a wait.
+The manager carries out the core's actions and reports their results to the core, which makes all decisions.
+Engine threads call the core directly, under one lock that is never held during a wait.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from .transfer_wire import HEAD_BYTES, DataMessage, PeerWireError, decode, decod
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 CLOSE_GRACE_S = 1.0
-"""Seconds for sending the last messages when the engine closes."""
+"""Maximum seconds for sending the last messages when the engine closes."""
 MAX_HANDSHAKE_BYTES = 64 << 10
-"""Maximum size of a message from a peer that is not identified yet; such a peer may send no payload."""
+"""Maximum bytes of a message from a peer that is not identified yet. Such a peer may send no payload."""
 MIN_PAYLOAD_BYTES = 1 << 20
-"""Payloads of this size are always accepted from an identified peer, even if this engine's own are
-smaller."""
+"""Payloads up to this size, in bytes, are accepted from every identified peer, even if this engine sends
+smaller ones."""
 MAX_CONNECTIONS = 256
 MAX_UNIDENTIFIED_PEERS = 64
-"""Maximum number of connections whose peer is not identified yet."""
+"""Maximum number of connections whose peer has not identified itself."""
 _CONNECTION_ERRORS = (OSError, EOFError)
-"""Errors of a connection that the other side has closed."""
+"""Exceptions of a connection that has failed or that the other side has closed."""
 
 
 class TransferManager:
-    """Links, buffers and transfers of one engine. Use it as a context manager."""
+    """Runs the KV transfers of one engine, over its links and buffers. Use it as a context manager."""
 
     def __init__(
         self,
@@ -78,15 +78,16 @@ class TransferManager:
         on_stored: Callable[[BlockStoreEnded], None] = lambda stored: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The caller keeps ownership of ``store``. ``listen``: addresses; port 0 selects a free port.
+        """Start the threads, and listen on the addresses ``listen``; port 0 selects a free port.
 
-        ``on_stored`` is called with the outcome of each write, from any thread. Raises ``ValueError``,
-        ``UnknownTransport``, and ``OSError`` if it cannot listen; no thread is left running then.
+        The caller keeps ownership of ``store``. ``on_stored`` gets the outcome of each write, from any
+        thread. Raises ``ValueError`` or ``UnknownTransport`` for a bad address, ``OSError`` if it cannot
+        listen.
         """
         self.epoch = secrets.token_hex(8)
         self.name = name
         self.addresses: list[str] = []
-        """Addresses that peers dial."""
+        """Addresses at which peers reach this engine."""
         self.core = TransferCore(store.identity, limits, rates or LinkRates(), name=name, epoch=self.epoch)
         self.changed = threading.Condition(threading.Lock())
         self._patience_s = limits.patience_s
@@ -138,7 +139,8 @@ class TransferManager:
         peer: ReadingPeer | None = None,
         traffic_class: TrafficClass = TrafficClass.KV,
     ) -> LoadHandle:
-        """Load blocks from storage, or through a ``peer`` that reads them. Raises ``ValueError``."""
+        """Start to load blocks from storage, or through a ``peer`` that reads them. Raises ``ValueError`` for
+        an id in use, no keys, a duplicate key, or this engine's own address as peer."""
         if peer is not None and peer.address in self.addresses:
             raise ValueError(
                 f"{peer.address} is this engine's own address: the engine cannot be its own peer"
@@ -158,7 +160,8 @@ class TransferManager:
         epoch: str | None = None,
         traffic_class: TrafficClass = TrafficClass.KV,
     ) -> PushHandle:
-        """Start a push; the handle's ``give`` adds its layers. Raises ``ValueError``."""
+        """Start to push a prompt to the peer at ``address``; the handle's ``give`` adds the layers. Raises
+        ``ValueError`` for an open transfer, no keys, or a duplicate key."""
         handle = PushHandle(self, transfer)
         self._begin(
             handle, self.core.offer, transfer, address, keys, epoch=epoch, traffic_class=traffic_class
@@ -166,8 +169,8 @@ class TransferManager:
         return handle
 
     def expect(self, transfer: str, *, epoch: str | None = None) -> PromptHandle:
-        """Wait for a prompt that is pushed to this engine. Raises ``ValueError`` if it is expected
-        already."""
+        """Announce that the engine needs a prompt that a peer pushes to it, and return a handle to wait for
+        it. Raises ``ValueError`` if the prompt is expected already."""
         handle = PromptHandle(self, transfer)
         if not self._begin(handle, self.core.expect, transfer, epoch=epoch):
             handle.outcome = PromptTransferEnded(
@@ -177,28 +180,29 @@ class TransferManager:
         return handle
 
     def want(self, transfers: Sequence[str]) -> None:
-        """Announce transfers that queued requests will expect, in queue order; repeat within ``lease_s``
-        until each is expected."""
+        """Announce transfers that queued requests will ``expect`` later, in queue order, so that their
+        prompts stay in the buffers. Repeat within ``lease_s`` seconds until each is expected."""
         self.do(self.core.want, transfers)
 
     def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
-        """Write a block to the store; its content must not change until ``on_stored``. Returns false if too
-        many writes are queued. Raises ``ValueError``."""
+        """Queue a write of a block to the store. ``content`` must not change until ``on_stored`` is called.
+        Returns false if too many writes wait or the store hangs. Raises ``ValueError`` for a wrong size."""
         taken: bool = self.do(self.core.store, request, key, parent, content)
         return taken
 
     def links(self) -> Mapping[str, LinkState]:
-        """State of each link, by name."""
+        """Return the state of each link, by name."""
         found: Mapping[str, LinkState] = self.do(self.core.links)
         return found
 
     def stats(self) -> dict[str, Any]:
-        """Buffers, links and counters, for operators."""
+        """Return the use of buffers, the state of links, and counters, for operators."""
         found: dict[str, Any] = self.do(self.core.stats)
         return found
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """End all transfers. Returns whether all threads have ended; a thread in a hanging store has not."""
+        """End all transfers and threads. Returns false if a thread still runs, for example in a hanging
+        store."""
         with self.changed:
             if self._closing:
                 return not self._thread.is_alive()
@@ -214,7 +218,7 @@ class TransferManager:
     # -- for handles ----------------------------------------------------------------
 
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a method of the core and carry out the resulting actions."""
+        """Call ``what``, a method of the core, carry out the resulting actions, and return its result."""
         stored: list[BlockStoreEnded] = []
         try:
             with self.changed:
@@ -236,7 +240,7 @@ class TransferManager:
     def _begin(
         self, handle: TransferHandle[Any], what: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Any:
-        """Call ``do`` with a new handle that gets all events, including those of this call."""
+        """Call ``what`` like ``do``; from this call on, ``handle`` gets the events of its transfer."""
         name = handle.kind, handle.name
 
         def begin(now: float) -> Any:
@@ -249,7 +253,8 @@ class TransferManager:
         return self.do(begin)
 
     def _take_out(self) -> list[BlockStoreEnded]:
-        """Deliver events to handles, and queue actions, while the lock is held. Returns the ended writes."""
+        """Deliver the core's events to handles and queue its actions. The caller holds the lock. Returns the
+        ended writes, which the caller reports after releasing the lock."""
         stored = []
         for event in self.core.take_events():
             if isinstance(event, BlockStoreEnded):
@@ -349,8 +354,8 @@ class TransferManager:
                 self._loop.call_later(self._patience_s, self._drop, action.conn, "closed by this side")
 
     def _send(self, action: SendMessage) -> bool:
-        """Queue a message on its connection. Returns false, and closes the connection, if its queue is
-        full."""
+        """Queue a message on its connection. Returns false if the connection is gone, or was closed just now
+        because its queue is full or the message is too long."""
         conn = self._conns.get(action.conn)
         if conn is None:
             return False
@@ -475,7 +480,7 @@ def _event_target(event: TransferEvent) -> tuple[str, str]:
 
 
 def _raise_in_loop(task: asyncio.Task[None]) -> None:
-    """Raise an unexpected error of a task in the event loop at once, not when the task is collected."""
+    """Report an unexpected error of a task through ``threading.excepthook`` as soon as the task ends."""
     if not task.cancelled() and (error := task.exception()) is not None:
         threading.excepthook(
             threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))

@@ -1,4 +1,4 @@
-"""Plans the KV transfers of each request: the scheduler's side of the connector. No I/O.
+"""Plans the KV transfers of each request, on the scheduler's side of the vLLM connector. No I/O.
 
     prefill, or whole                          decode
     ────────────────                           ──────
@@ -10,11 +10,10 @@
     last chunk of the prompt ── Push ──▶       each Full Block once full ── Save ──▶
     finished: held until the push is over      finished: the rest ── Save ──▶ held until saved
 
-vLLM asks again for each waiting request in every step. The worker answers every ask, so that no request waits
-forever. KV of failed transfers is computed.
-
-After a preemption vLLM asks for the request again: it then starts over, and can use the blocks that it has
-stored.
+An *ask* is one attempt to get a request's KV. vLLM asks again for each waiting request in every step. The
+worker reports a result for every ask, so that no request waits forever. The engine computes the KV of failed
+transfers. After a preemption vLLM asks for the request again: the request then starts over, and can use the
+blocks that it has stored.
 """
 
 from __future__ import annotations
@@ -48,21 +47,21 @@ from .transfer_request import (
 )
 
 MAX_FETCHES = 3
-"""Maximum number of consecutive fetches for one request. A second fetch is needed if the device evicted the
-blocks before the fetched ones in the meantime."""
+"""Maximum number of consecutive fetches for one request. A second fetch is needed if the device evicts blocks
+before the fetched ones while the first fetch runs."""
 
 NULL_BLOCK = 0
-"""Number of vLLM's placeholder block, for blocks that it does not keep, for example outside a sliding
-window."""
+"""Id of vLLM's placeholder for a block that it does not keep, for example one outside a sliding window."""
 
 
 class ExternalMatch(NamedTuple):
-    """Tokens that the connector can supply."""
+    """Number of tokens whose KV the connector can supply, and how it loads the KV."""
 
     tokens: int | None
     """Number of tokens; ``None``: not known yet."""
     is_async: bool = False
-    """Whether the tokens are loaded while other requests compute, not in the step that runs the request."""
+    """Whether the KV is loaded before the request runs, while other requests compute; false: the KV is loaded
+    layer by layer in the step that runs the request."""
 
 
 NO_MATCH = ExternalMatch(0)
@@ -70,10 +69,10 @@ MATCH_PENDING = ExternalMatch(None)
 
 
 class FinishOutcome(NamedTuple):
-    """How the blocks of a finished request are handled."""
+    """What happens to a finished request's blocks, and the ``kv_transfer_params`` for its decode engine."""
 
     hold: bool
-    """Whether the blocks must be kept for now."""
+    """Whether vLLM must keep the blocks for now, because they are still being pushed or saved."""
     answer: dict[str, Any] | None
 
 
@@ -86,14 +85,14 @@ class ScheduledRequest(NamedTuple):
 
 
 class TransferPlanner:
-    """The planner of one engine. Not thread-safe."""
+    """Plans the KV transfers of one engine's requests. Not thread-safe."""
 
     def __init__(
         self, *, block_tokens: int, blocks_per_full: int, saves: bool = True, max_saves: int = 32
     ) -> None:
-        """``block_tokens``: tokens of an engine block. ``blocks_per_full``: engine blocks of a Full Block.
-        ``max_saves``: Full Blocks of one request that a step stores at most. ``saves`` False: nothing is
-        stored."""
+        """``block_tokens``: tokens per engine block. ``blocks_per_full``: engine blocks per Full Block.
+        ``saves``: whether blocks are stored. ``max_saves``: maximum number of Full Blocks that one step
+        stores for one request."""
         self.counts: Counter[str] = Counter()
         self._block_tokens = block_tokens
         self._per_full = blocks_per_full
@@ -102,10 +101,10 @@ class TransferPlanner:
         self._max_saves = max_saves
         self._entries: dict[str, TransferRequest] = {}
         self._asks: dict[int, str] = {}
-        """Open asks → request."""
+        """Number of an open ask → request id."""
         self._last_ask = 0
         self._wants: Counter[str] = Counter()
-        """Number of queued requests that will ask for each context."""
+        """Context → number of queued requests that will ask for it."""
         self._orders = TransferJobs()
 
     def __len__(self) -> int:
@@ -113,7 +112,7 @@ class TransferPlanner:
 
     @property
     def open_fetches(self) -> int:
-        """Number of asks that have neither ended nor been passed to the worker."""
+        """Number of open asks (attempts to get a request's KV): not ended, and no blocks filled yet."""
         return sum(entry.ask != 0 for entry in self._entries.values())
 
     @property
@@ -123,8 +122,8 @@ class TransferPlanner:
     # -- what vLLM asks ---------------------------------------------------------------
 
     def arrived(self, view: RequestView) -> str | None:
-        """Add a new request. If its ``kv_transfer_params`` are invalid, returns why; the request is then
-        computed here."""
+        """Add a new request. Returns ``None``, or the reason why its ``kv_transfer_params`` are invalid; an
+        invalid request is computed entirely by this engine."""
         self._forget(view.request_id)
         try:
             params, wrong = parse_transfer_params(view.kv_transfer_params), None
@@ -149,8 +148,8 @@ class TransferPlanner:
         return wrong
 
     def ask(self, request_id: str, computed: int) -> ExternalMatch:
-        """Tokens that can be supplied after ``computed`` tokens on the device, a whole number of engine
-        blocks."""
+        """Return how many tokens of KV can be supplied after the first ``computed`` tokens, whose KV the
+        device has. ``computed`` is a multiple of the engine's block size."""
         entry = self._entries.get(request_id)
         if entry is None:
             return NO_MATCH
@@ -171,8 +170,9 @@ class TransferPlanner:
         return self._fetch(entry, computed)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Record that the request has blocks for the device's tokens, for ``external_tokens`` after them, and
-        for those to compute."""
+        """Plan the job that fills a request's new blocks. ``block_ids``: all blocks that vLLM has allocated
+        to the request. In order, they are for the tokens that the device has, for ``external_tokens`` to be
+        filled, and for the tokens to compute."""
         entry = self._entries.get(request_id)
         if entry is None or entry.phase is not TransferPhase.READY:
             if external_tokens:  # a mistake of the caller: report the blocks as not filled
@@ -207,8 +207,8 @@ class TransferPlanner:
             self._orders.not_filled += block_ids
 
     def scheduled(self, step: Sequence[ScheduledRequest], block_ids: Callable[[str], Sequence[int]]) -> None:
-        """Plan the jobs of a step that the engine has scheduled. ``block_ids`` returns the blocks of a
-        request."""
+        """Plan the pushes and saves of a step that vLLM has scheduled. ``block_ids`` returns the block ids of
+        a request."""
         for request_id, tokens_after in step:
             entry = self._entries.get(request_id)
             if entry is None:
@@ -250,8 +250,8 @@ class TransferPlanner:
                 self.counts["saves_put_off"] += 1
 
     def finished(self, request_id: str, well: bool, block_ids: Sequence[int] = ()) -> FinishOutcome:
-        """Handle a finished request. ``well``: whether it has an answer; then its unsaved blocks are stored
-        from ``block_ids``."""
+        """Handle a finished request. ``well``: whether it completed normally; if so, those of its blocks that
+        are not saved yet are stored from ``block_ids``."""
         entry = self._entries.get(request_id)
         if entry is None:
             return FinishOutcome(False, None)
@@ -269,7 +269,8 @@ class TransferPlanner:
         return FinishOutcome(True, transfer_answer_params(entry.params, entry.context, entry.stored))
 
     def abandon(self) -> None:
-        """Start nothing more after an error of sojourn's own. Promised and kept blocks stay as they are."""
+        """Cancel transfers that requests wait for, and start no new ones, after an error of sojourn or a
+        cache reset. KV that has been promised to vLLM is still filled in, and held blocks stay held."""
         for entry in self._entries.values():
             if entry.phase in WAITING_PHASES:
                 self._end(entry)
@@ -310,8 +311,8 @@ class TransferPlanner:
     def _expect(self, entry: TransferRequest, computed: int) -> ExternalMatch:
         if entry.has_context_mismatch:
             entry.waits_for_prompt = False
-            # The name shows that the context was made of other tokens. Another request may wait for it, for
-            # example if several prompts were sent as one; if not, its lease expires.
+            # The name shows that the context has other tokens. Another request may wait for it, for example
+            # if a call had several prompts; if not, the context's lease expires.
             self.counts["prompts_foreign"] += 1
             return self._fetch(entry, computed)
         if entry.view.num_prompt_tokens <= computed:
@@ -378,7 +379,7 @@ class TransferPlanner:
             entry.saved = place + 1
 
     def _late(self, entry: TransferRequest, ids: Sequence[int]) -> list[SaveJob]:
-        """Jobs that save the blocks of a finished request that are not known to be stored."""
+        """Return the jobs that save a finished request's blocks, except blocks known to be stored."""
         first = max(min(entry.saved_before_step, entry.saved), entry.stored)
         end = min(self._full(entry), len(ids) // self._per_full)
         saves = [self._save_of(entry, place, ids, []) for place in range(first, end)]
@@ -424,7 +425,7 @@ class TransferPlanner:
         entry.phase = TransferPhase.NEW
 
     def _take_back(self, ask: int) -> bool:
-        """Cancel a job that the worker has not received. Returns whether there was one."""
+        """Cancel the ask's job if the worker has not received it yet. Returns whether that was so."""
         orders = self._orders
         for fetch in orders.fetches:
             if fetch.ask == ask:
@@ -449,7 +450,7 @@ class TransferPlanner:
         self._drop(entry)
 
     def _drop(self, entry: TransferRequest) -> None:
-        """Release a context that the request will not ask for."""
+        """Release a context that a peer pushes here and that the request will not ask for."""
         if entry.waits_for_prompt:
             self._wants_no_more(entry)
             self._order_drop(ExpectJob(0, entry.params.context, entry.params.epoch))

@@ -1,18 +1,18 @@
-"""A request's ``kv_transfer_params``, written by the router, and the planner's state of a request.
+"""A request's ``kv_transfer_params``, which the router writes, and the transfer planner's state of a request.
 
-To the prefill engine::
+Parameters for the prefill engine::
 
     {"do_remote_decode": true, "transfer": ID, "peer": ADDRESS, "decode_share": 0.0, "epoch": EPOCH}
 
-``peer`` is the address of the decode engine's transfer manager, ``epoch`` (optional) identifies the run of
-that engine. ``decode_share`` is the share of the stored blocks that the decode engine reads: 0, the prefill
-engine reads all; 1, the decode engine does. The prefill engine's answer is sent to the decode engine::
+``peer`` is the address of the decode engine's transfer manager. ``epoch`` (optional) identifies one run of
+that engine's process. ``decode_share`` is the share of the stored blocks that the decode engine reads; the
+prefill engine reads the others. The prefill engine answers with the parameters for the decode engine::
 
     {"do_remote_prefill": true, "transfer": ID, "context": NAME, "epoch": EPOCH, "stored": 12}
 
-``context`` identifies the transfer *and* its tokens, so that KV of other tokens is never used. ``stored``:
-leading Full Blocks that the store already has. Unknown keys are ignored, because vLLM adds some. vLLM itself
-reads ``do_remote_prefill`` and ``do_remote_decode``.
+``context`` identifies the transfer *and* its tokens, so that KV of other tokens is never used. ``stored`` is
+the number of leading Full Blocks (64 tokens each) that the store already has. Unknown keys are ignored,
+because vLLM adds some. vLLM itself also reads ``do_remote_prefill`` and ``do_remote_decode``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from enum import Enum
 from typing import Any, Protocol
 
 MAX_TRANSFER_BYTES = 200
-"""Maximum bytes of a transfer's id: the wire's limit for names, less the part that ``context_name`` adds."""
+"""Maximum bytes of a transfer's id. ``context_name`` adds 33 bytes, and the wire allows 256 in all."""
 MAX_CONTEXT_BYTES = MAX_TRANSFER_BYTES + 33
 
 
 class TransferRole(Enum):
-    """This engine's part of a request."""
+    """The part of a request that this engine computes."""
 
     WHOLE = "whole"
     """The whole request: no other engine takes part."""
@@ -39,7 +39,7 @@ class TransferRole(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferParams:
-    """Validated ``kv_transfer_params``."""
+    """Validated ``kv_transfer_params`` of a request. The module's docstring explains the fields."""
 
     role: TransferRole = TransferRole.WHOLE
     transfer: str = ""
@@ -54,7 +54,8 @@ WHOLE_REQUEST = TransferParams()
 
 
 def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
-    """Validate ``kv_transfer_params``. Raises ``ValueError`` with what was expected."""
+    """Validate ``kv_transfer_params`` and return them; ``WHOLE_REQUEST`` if no other engine takes part.
+    Raises ``ValueError`` with what was expected."""
     given = given or {}
     prefill, decode = given.get("do_remote_decode"), given.get("do_remote_prefill")
     for name, value in (("do_remote_decode", prefill), ("do_remote_prefill", decode)):
@@ -86,7 +87,8 @@ def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
 
 
 def transfer_answer_params(params: TransferParams, context: str, stored: int) -> dict[str, Any]:
-    """The prefill engine's answer."""
+    """Return the prefill engine's answer: the ``kv_transfer_params`` for the decode engine. ``stored``:
+    number of leading Full Blocks (64 tokens each) that the store has."""
     answer: dict[str, Any] = {
         "do_remote_prefill": True,
         "transfer": params.transfer,
@@ -99,17 +101,19 @@ def transfer_answer_params(params: TransferParams, context: str, stored: int) ->
 
 
 def context_name(transfer: str, last_key: bytes, tail: Sequence[int], tokens: int) -> str:
-    """Name of a prompt between engines; different prompts have different names.
+    """Return the name under which two engines transfer a prompt. Prompts with different tokens get different
+    names.
 
-    ``last_key`` is the chain hash of its last whole engine block, which identifies all tokens up to there;
-    ``tail`` are the tokens after it.
+    ``last_key``: chain hash of the prompt's last whole engine block, which identifies all tokens up to its
+    end. ``tail``: the tokens after that block. ``tokens``: length of the prompt.
     """
     text = f"{last_key.hex()} {','.join(map(str, tail))} {tokens}"
     return f"{transfer}.{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 def tail_key(context: str) -> bytes:
-    """Key of a prompt's last, partial Full Block. It is unique to the transfer, and never stored."""
+    """Return the key of the last Full Block of a prompt if that block is only partly full. The key is unique
+    to the transfer, and the block is never stored."""
     return hashlib.blake2b(f"tail of {context}".encode(), digest_size=32).digest()
 
 
@@ -131,7 +135,7 @@ class RequestView(Protocol):
     def request_id(self) -> str: ...
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output so far."""
+        """Number of tokens of the prompt and of the output so far."""
         ...
 
     @property
@@ -140,7 +144,7 @@ class RequestView(Protocol):
     def prompt_token_ids(self) -> Sequence[int] | None: ...
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Chain hashes of its full engine blocks."""
+        """Chain hashes of the request's full engine blocks, in order."""
         ...
 
     @property
@@ -148,13 +152,13 @@ class RequestView(Protocol):
 
 
 class TransferPhase(Enum):
-    """State of a request."""
+    """Stage of a request's KV transfer."""
 
     NEW = "new"
     FETCHING = "fetching"
     EXPECTING = "expecting"
     READY = "ready"
-    """The request's KV has arrived, and it waits for engine blocks."""
+    """The request's KV has arrived, and the request waits for engine blocks."""
     TAKING = "taking"
     """The request's blocks are being filled while other requests compute."""
     RUNNING = "running"
@@ -172,28 +176,28 @@ class TransferRequest:
     context: str = ""
     phase: TransferPhase = TransferPhase.NEW
     ask: int = 0
-    """Number of the open ask; 0: none."""
+    """Number of the open ask (an attempt to get KV from storage or a peer); 0: none."""
     first: int = 0
-    """Index of the first Full Block that was fetched."""
+    """Index in the prompt of the first Full Block that was fetched."""
     blocks: int = 0
     """Number of Full Blocks that are ready."""
     is_prompt: bool = False
-    """Whether the ready blocks were pushed to this engine, not fetched."""
+    """Whether the ready blocks were pushed to this engine by a peer; false: this engine fetched them."""
     fetches: int = 0
     """Number of consecutive fetches so far."""
     waits_for_prompt: bool = False
-    """Whether its context is pushed to this engine and it has not asked for the context yet."""
+    """Whether a peer pushes the prompt's KV to this engine and the request has not asked for it yet."""
     pushed: bool = False
     saved: int = 0
     """Number of leading Full Blocks that need no further save."""
     stored: int = 0
     """Number of leading Full Blocks that are known to be stored."""
     saved_before_step: int = 0
-    """Value of ``saved`` before the last step, whose saves the store may still refuse."""
+    """Value of ``saved`` before the last step. The store may still refuse the saves of that step."""
     computed: int = 0
     """Number of tokens with KV in the request's blocks after the last planned step."""
 
     @property
     def has_context_mismatch(self) -> bool:
-        """Whether the pushed context is of other tokens than the request's."""
+        """Whether the pushed KV belongs to other tokens than the request's prompt, as its name shows."""
         return self.context != self.params.context

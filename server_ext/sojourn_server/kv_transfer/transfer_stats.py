@@ -1,8 +1,8 @@
-"""How an engine's KV transfers perform: times of its steps, status of its manager, and a local stats server.
+"""Statistics of an engine's KV transfers: times of steps, status of the manager, and a local stats server.
 
-vLLM's worker processes spin for a second after each call from the engine, so polling a worker through vLLM
-every second would keep a core busy. So a worker is called once, for the address of its ``StatsServer``; from
-then on its stats are read from that server.
+The engine calls a worker once, for the address of its ``StatsServer``, and then reads the worker's stats from
+that server. vLLM's worker processes spin for a second after each call from the engine, so polling them every
+second would keep a core busy.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class TransferStepTimes:
     """Seconds between the arrival of a load's first and last layer, summed over loads. Blocks read from local
     storage arrive whole and add nothing."""
     gathered_s: float = 0.0
-    """Seconds of copying layers out of blocks for pushes, beside the forward pass."""
+    """Seconds of copying layers out of blocks for pushes, in parallel with the forward pass."""
     push_waited_s: float = 0.0
-    """Seconds that steps waited at their end for these copies."""
+    """Seconds that steps waited at their end for the copies counted in ``gathered_s``."""
 
     def add(self, other: TransferStepTimes) -> None:
         for field in fields(self):
@@ -54,12 +54,12 @@ class TransferStepTimes:
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 1.0
-"""Seconds after which an answer times out, on both sides."""
+"""Timeout of one answer in seconds, for the server and for its client."""
 _MAX_ANSWER_BYTES = 1 << 20
 
 
 class StatsUnavailable(OSError):
-    """The server does not answer, or its answer is no JSON object."""
+    """Raised if the server does not answer, or if its answer is not a JSON object."""
 
 
 class StatsServer:
@@ -71,8 +71,8 @@ class StatsServer:
     def __init__(
         self, told: Callable[[], dict[str, Any] | None], *, answer_s: float = ANSWER_TIMEOUT_S
     ) -> None:
-        """``told`` is called by the thread and returns the document. Raises ``OSError`` if no socket can be
-        opened."""
+        """Open the socket and start the thread. The thread calls ``told`` for the document of each answer.
+        Raises ``OSError`` if no socket can be opened."""
         self._told = told
         self._answer_s = answer_s
         self._folder = tempfile.mkdtemp(prefix="sojourn-paths-")
@@ -91,7 +91,7 @@ class StatsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop the thread and remove the socket."""
         self._over = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept()
@@ -116,7 +116,7 @@ class StatsServer:
 
 
 def fetch_stats(address: str) -> dict[str, Any] | None:
-    """Read a server's document. Raises ``StatsUnavailable``."""
+    """Return the document of the ``StatsServer`` at ``address``. Raises ``StatsUnavailable``."""
     told = bytearray()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
@@ -134,7 +134,7 @@ def fetch_stats(address: str) -> dict[str, Any] | None:
 
 
 def read_stats(told: bytes, address: str) -> dict[str, Any] | None:
-    """The document in a server's answer. Raises ``StatsUnavailable``."""
+    """Return the document in the answer ``told``. ``address``: for messages. Raises ``StatsUnavailable``."""
     try:
         document = json.loads(told)
     except (ValueError, RecursionError) as error:
@@ -145,16 +145,17 @@ def read_stats(told: bytes, address: str) -> dict[str, Any] | None:
 
 
 UNKNOWN_BLOCK_S = 0.0
-"""Value of ``block_s`` for a link without a rate that has transferred nothing yet."""
+"""Value of ``block_s`` while the speed of storage reads is unknown."""
 
 
 def transfer_manager_stats(traffic: TransferManager, counts: Mapping[str, int]) -> dict[str, Any]:
-    """Status of an engine's transfers. ``counts``: the worker's counters, added to the manager's.
+    """Return the status of an engine's transfers. ``counts``: the worker's counters, which are merged with
+    the manager's.
 
-    ``addresses`` and ``epoch`` are for peers. ``links``, by name: ``queued_bytes``, ``queued_s`` and
-    ``moved_bytes``; ``queued_s`` is ``None`` if there is a queue and no speed is known. ``received_bytes``:
-    from peers. ``block_s``: seconds to read a Full Block from storage. ``kv``: equal for engines that can
-    exchange KV.
+    ``addresses`` and ``epoch`` are for peers. ``links`` has ``queued_bytes``, ``queued_s`` and
+    ``moved_bytes`` of each link by name; ``queued_s`` is ``None`` while the speed is unknown and items are
+    queued. ``received_bytes``: bytes from peers. ``block_s``: seconds to read a Full Block from storage.
+    ``kv``: a digest that is equal for engines that can exchange KV.
     """
     told: dict[str, Any] = traffic.do(lambda now: _numbers(traffic, now))
     told["counts"] = dict(sorted({**told["counts"], **counts}.items()))

@@ -1,6 +1,6 @@
-"""Messages between peers, their frames and the wire's version.
+"""Messages between engines (peers), the frames that carry them, and the version of the wire format.
 
-A frame is a head of 12 bytes, little-endian, a message, and a payload:
+A frame is a head of 12 bytes (little-endian), then a message, then a payload. The head:
 
       0   2  "SJ"
       2   1  version of the wire
@@ -8,18 +8,18 @@ A frame is a head of 12 bytes, little-endian, a message, and a payload:
       4   4  length of the message
       8   4  length of the payload
 
-A message is a msgpack array that begins with the message's name. Most messages concern a transfer, whose id
-both sides and the router know:
+A message is a msgpack array that begins with the message's name. Most messages have the id of a transfer,
+which both sides and the router know:
 
-    dialled                      answered
-    Hello                        Welcome; or Refused, then the end
-    Read    read these blocks    Data, Data, …; or Failed from some block on
-    Offer   I have these         Need: I lack these
-    Data, Data, …                Complete
-    Progress                     Progress: a progress counter, for a peer that waits
-    Abort                        Abort: the transfer has ended
+    side that connects                  side that accepts
+    Hello     my name and kind of KV    Welcome; or Refused, and the connection ends
+    Read      read these blocks         Data, Data, …; or Failed from some block on
+    Offer     I have these blocks       Need: I lack these blocks
+    Data, Data, …                       Complete
+    Progress  a progress counter        Progress: the same, for a peer that waits
+    Abort     the transfer has ended    Abort: the same
 
-``docs/kv-transfer.md`` describes the exchange. Any change of the messages is a new version.
+``docs/kv-transfer.md`` describes the exchange. Any change to the messages needs a new version.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .transfer_link import TrafficClass
 WIRE_VERSION = 1
 HEAD_BYTES = 12
 MAX_MESSAGE_BYTES = 8 << 20
-"""Maximum size of a message, enough for more than 100,000 keys of 64 bytes."""
+"""Maximum size of a message, in bytes: enough for more than 100,000 keys of 64 bytes."""
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_ID_BYTES = 256
 MAX_KEYS = 1 << 17
@@ -45,7 +45,7 @@ _MAGIC = b"SJ"
 
 
 class PeerWireError(InputError):
-    """The bytes are not a valid frame or message; the text says what was expected."""
+    """Raised for a frame or message that is invalid or too large. The text says what was expected."""
 
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -53,40 +53,40 @@ class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_onl
 
 
 class HelloMessage(WireMessage, frozen=True, tag="hello"):
-    """The dialling side's first message: its name and its KV."""
+    """The first message of the side that connects: its name and the kind of its KV."""
 
     name: str
     epoch: str
-    """Identifies one run of the process: buffers are empty after a restart."""
+    """Identifies one run of the sender's process. A restarted process has another epoch and empty buffers."""
     kv: dict[str, str | int]
-    """All fields of the sender's ``KvIdentity``."""
+    """All fields of the sender's ``KvIdentity``, by name."""
 
 
 class WelcomeMessage(WireMessage, frozen=True, tag="welcome"):
-    """The answer to a ``HelloMessage`` from a peer with KV of the same kind."""
+    """Accepts a ``HelloMessage``: both sides have the same kind of KV."""
 
     name: str
     epoch: str
 
 
 class RefusedMessage(WireMessage, frozen=True, tag="refused"):
-    """The answer to a ``HelloMessage`` from a peer with KV of another kind; the connection is then closed."""
+    """Rejects a ``HelloMessage``: the two sides' KV differs in kind. The sender closes the connection."""
 
     reason: str
 
 
 class ReadMessage(WireMessage, frozen=True, tag="read"):
-    """Read these blocks from storage, keep them for the transfer, and send their layers."""
+    """Asks the peer to read these blocks from storage, keep them for the transfer, and send their layers."""
 
     transfer: str
     keys: list[bytes]
     total: int
-    """Number of blocks of the whole transfer, for which the peer reserves buffers."""
+    """Number of blocks of the whole transfer. The peer reserves buffers for all of them."""
     traffic_class: TrafficClass
 
 
 class OfferMessage(WireMessage, frozen=True, tag="offer"):
-    """Keys of the transfer's blocks, in order; the answer names those that the peer needs."""
+    """Offers a transfer's blocks, named by their keys in order. The peer answers with a ``NeedMessage``."""
 
     transfer: str
     keys: list[bytes]
@@ -94,25 +94,26 @@ class OfferMessage(WireMessage, frozen=True, tag="offer"):
 
 
 class NeedMessage(WireMessage, frozen=True, tag="need"):
-    """Send these of the offered blocks. May be sent again if a block that was expected from another source
-    does not arrive."""
+    """Asks for the offered blocks that the sender lacks. The sender repeats it if a block that it expected
+    from another source does not arrive."""
 
     transfer: str
     indices: list[int]
 
 
 class DataMessage(WireMessage, frozen=True, tag="data"):
-    """One layer of some blocks; the payload is the sequence of their Layer Blocks. Layers arrive in order."""
+    """One layer of the blocks ``indices``. The payload is that layer of each block. Layers are sent in
+    order."""
 
     transfer: str
     layer: int
     indices: list[int]
-    """Indices into the keys of the ``ReadMessage`` or ``OfferMessage`` to which the data belong."""
+    """Positions of the blocks in the ``keys`` of the transfer's ``ReadMessage`` or ``OfferMessage``."""
     traffic_class: TrafficClass
 
 
 class FailedMessage(WireMessage, frozen=True, tag="failed"):
-    """The blocks of a ``ReadMessage`` from ``index`` on will not arrive."""
+    """Reports that the blocks of a ``ReadMessage`` from position ``index`` on will not be sent."""
 
     transfer: str
     index: int
@@ -120,21 +121,21 @@ class FailedMessage(WireMessage, frozen=True, tag="failed"):
 
 
 class CompleteMessage(WireMessage, frozen=True, tag="complete"):
-    """All offered blocks have arrived."""
+    """Reports that all offered blocks have arrived."""
 
     transfer: str
 
 
 class AbortMessage(WireMessage, frozen=True, tag="abort"):
-    """The transfer has ended: nothing more is sent or accepted."""
+    """Ends the transfer: the sender sends and accepts no more data of it."""
 
     transfer: str
     reason: str
 
 
 class ProgressMessage(WireMessage, frozen=True, tag="progress"):
-    """Transfers that are still open. ``done`` grows with any progress of the sender: while it grows, the peer
-    keeps waiting."""
+    """Lists the open transfers that the sender shares with the peer. ``done`` is the sender's progress
+    counter: the peer keeps waiting while the counter grows."""
 
     transfers: list[str]
     done: int
@@ -172,15 +173,15 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyWireMessage)
 
 
 class FrameHead(NamedTuple):
-    """The lengths of the message and the payload that follow."""
+    """Decoded head of a frame: lengths in bytes of the message and the payload that follow."""
 
     message_bytes: int
     payload_bytes: int
 
 
 def encode(message: WireMessage, payload_bytes: int = 0) -> bytes:
-    """Head and message of a frame with ``payload_bytes`` of payload. Raises ``PeerWireError`` if a part is
-    too large."""
+    """Return the head and the message of a frame that is followed by ``payload_bytes`` bytes of payload.
+    Raises ``PeerWireError`` if a part is too large."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise PeerWireError(
@@ -190,7 +191,8 @@ def encode(message: WireMessage, payload_bytes: int = 0) -> bytes:
 
 
 def decode_head(data: bytes) -> FrameHead:
-    """Decode the head of a frame. Raises ``PeerWireError``."""
+    """Return the lengths in the head of a frame. Raises ``PeerWireError`` for an invalid head, another wire
+    version, or lengths above the limits."""
     if len(data) != HEAD_BYTES:
         raise PeerWireError(f"a head of {len(data)} bytes; expected {HEAD_BYTES}")
     magic, version, _, message_bytes, payload_bytes = _HEAD.unpack(data)
@@ -206,7 +208,7 @@ def decode_head(data: bytes) -> FrameHead:
 
 
 def decode(data: bytes) -> AnyWireMessage:
-    """Decode one message. Raises ``PeerWireError``."""
+    """Decode one message and return it. Raises ``PeerWireError`` if it is invalid or exceeds a limit."""
     try:
         message: AnyWireMessage = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Carries out the jobs of each step with the transfer manager: the worker side of the connector.
+"""Carries out each step's transfer jobs, on the worker's side of the vLLM connector.
 
     begin_step       begins this step's jobs: reads and pushes
     wait_for_layer   returns once this step's streams have filled a layer
@@ -7,8 +7,8 @@
     take_*           results
 
 The thread that runs the model calls every method. Other threads look up blocks in the store, gather layers
-for pushes, and fill blocks of requests that are not running yet. No method raises unless ``strict``: after an
-error the affected KV is computed.
+for pushes, and fill blocks of requests that are not running yet. Unless ``strict`` is set, no method raises:
+after an error the engine computes the affected KV.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from .transfer_manager import TransferManager
 
 MANAGER_TIMEOUT_S = 30.0
-"""Seconds without an answer after which the transfer manager counts as dead; it reports failures much
-sooner."""
+"""Seconds without an answer after which the transfer manager counts as dead. A live manager reports failures
+much sooner."""
 
 WANT_INTERVAL_S = 0.5
-"""Seconds between two announcements of the contexts of queued requests, well within a lease."""
+"""Seconds between announcements of the contexts that queued requests will ask for. Leases last much
+longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +59,7 @@ class _ActivePush:
     handle: PushHandle | None
     lock: threading.Lock = field(default_factory=threading.Lock)
     invalid: bool = False
-    """Whether the prompt depends on blocks that were not filled."""
+    """Whether the push was cancelled, for example because a block of the prompt was not filled."""
     given: int = 0
     """Number of layers handed to the sending thread."""
 
@@ -75,7 +76,7 @@ class _ActivePush:
 
 
 class TransferWorker:
-    """The KV transfers of one worker."""
+    """Carries out the KV transfers of one vLLM worker."""
 
     def __init__(
         self,
@@ -90,11 +91,11 @@ class TransferWorker:
         patience_s: float = MANAGER_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``leading`` returns how many leading blocks the store has; it may block. ``slots``: number of Full
+        """``leading`` returns how many leading keys the store has; it may block. ``slots``: number of Full
         Blocks that fit the buffers. ``log`` receives sojourn's own errors; ``strict`` raises them, for tests.
-        ``layerwise`` False makes a request wait for all its layers, to measure the benefit of layerwise
-        loading; it may change at any time. ``patience_s``: how long the store may take to look up a few
-        blocks, and how long it may accept no block of a finished request."""
+        ``layerwise``: whether a request may run before all its layers have arrived; may change at any time
+        (false: to measure the benefit). ``patience_s``: maximum seconds for one lookup in the store, and for
+        the store to accept no block of finished requests."""
         self.counts: Counter[str] = Counter()
         self.times = TransferStepTimes()
         """Times summed over all steps."""
@@ -110,7 +111,7 @@ class TransferWorker:
         """Guards ``_fetchings``, ``_lookups``, ``_lookup_began_s``, ``_store_hangs``, ``_taken`` and
         ``_not_filled``, which other threads change."""
         self._lookups: dict[int, float] = {}
-        """Deadlines of asks that wait for a store lookup."""
+        """Ask → deadline of its store lookup."""
         self._lookup_began_s: float | None = None
         """Start of the running lookup; ``None``: no lookup runs."""
         self._store_hangs = False
@@ -120,7 +121,7 @@ class TransferWorker:
         """Asks whose fetch has no result yet."""
         self._prompts: dict[int, PromptHandle] = {}
         self._open_expects: set[int] = set()
-        """Asks that wait for a context."""
+        """Asks that wait for a context that a peer pushes."""
         self._wanted: dict[str, None] = {}
         """Contexts that queued requests will ask for, in queue order."""
         self._wants_said_s = float("-inf")
@@ -148,7 +149,7 @@ class TransferWorker:
     # -- a step -----------------------------------------------------------------------
 
     def begin_step(self, step: TransferJobs) -> None:
-        """Begin a step's jobs, before its forward pass if it has one."""
+        """Begin a step's jobs, before its forward pass (some steps have none)."""
         self._bad = set()
         self._streams, self._step_pushes = [], []
         self._takes = step.takes
@@ -190,7 +191,7 @@ class TransferWorker:
         self._held.update(step.holds)
 
     def wait_for_layer(self, name: str) -> None:
-        """Wait at a layer of the forward pass until this step's streams have filled the layer."""
+        """Wait at a layer of the forward pass until this step's streams have filled the layer's KV."""
         if not self._streams and not self._bad:
             return
         layer = self._kv.index.get(name)
@@ -212,7 +213,7 @@ class TransferWorker:
                     self._do("end a push", push.invalidate)
 
     def save_layer(self, name: str) -> None:
-        """Handle a layer that the forward pass has computed: send it to the pushes' peers."""
+        """Send a layer that the forward pass has just computed to the peers of this step's pushes."""
         layer = self._kv.index.get(name)
         if layer is None:
             return
@@ -222,7 +223,7 @@ class TransferWorker:
                 self._give_lane.submit(lambda push=push, layer=layer: self._give(push, layer))  # type: ignore[misc]
 
     def end_step(self) -> None:
-        """End the step, with or without a forward pass. Its blocks may be reused when this returns."""
+        """End the step, with or without a forward pass. After that, the step's blocks may be reused."""
         if self._step_pushes:
             began_s = time.perf_counter()
             self._wait_for_lane(self._give_lane)
@@ -244,10 +245,10 @@ class TransferWorker:
             self.times.add(times)
             self._new_times.add(times)
 
-    # -- what has come of it ------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------
 
     def take_sent(self) -> set[str]:
-        """Requests whose blocks need not be held any more."""
+        """Return finished requests whose blocks vLLM may free now: their pushes and saves are over."""
         sent = {
             request
             for request in self._held
@@ -259,13 +260,14 @@ class TransferWorker:
         return sent
 
     def take_received(self) -> set[str]:
-        """Requests whose blocks were filled while other requests computed, or never will be."""
+        """Return requests whose fill jobs have ended. ``take_not_filled`` returns the blocks that failed."""
         with self._lock:
             taken, self._taken = self._taken, set()
         return taken
 
     def take_not_filled(self) -> set[int]:
-        """Blocks that were not filled, of this step's requests and of those in ``take_received``."""
+        """Return blocks that could not be filled, of this step's requests and of those in
+        ``take_received``."""
         with self._lock:
             found, self._not_filled = self._not_filled, set()
         found |= self._bad
@@ -274,7 +276,7 @@ class TransferWorker:
         return found
 
     def take_results(self) -> TransferResults:
-        """Results for the planner."""
+        """Return the results since the last call, for the planner."""
         with self._lock:
             looked = [(ask, self._fetchings[ask]) for ask in self._open_fetches if ask in self._fetchings]
             now_s = self._clock()
@@ -302,13 +304,13 @@ class TransferWorker:
         return reports
 
     def take_times(self) -> TransferStepTimes:
-        """Times of the steps since the last call."""
+        """Return the times of the steps since the last call."""
         times, self._new_times = self._new_times, TransferStepTimes()
         return times
 
     @property
     def open_operations(self) -> int:
-        """Number of open asks, pushes and finished requests whose blocks are kept."""
+        """Number of open asks, announced contexts, pushes, and finished requests whose blocks are kept."""
         with self._lock:
             found = len(self._lookups) + len(self._fetchings) + len(self._taken)
         found += len(self._wanted)
@@ -349,7 +351,7 @@ class TransferWorker:
         return 0
 
     def _stored(self, fetch: transfer_jobs.FetchJob) -> int:
-        """Number of leading blocks that the store has, limited by the buffers."""
+        """Return how many leading blocks of the fetch the store has, at most as many as fit the buffers."""
         stored = 0
         keys = fetch.keys[: self._slots]
         for at in range(0, len(keys), LOOKUP_BATCH_KEYS):
@@ -365,7 +367,8 @@ class TransferWorker:
         return stored
 
     def _send_wants(self, more: bool) -> None:
-        """Announce the contexts of queued requests while the engine takes steps."""
+        """Announce the contexts that queued requests will ask for: every ``WANT_INTERVAL_S``, or now if
+        ``more``."""
         now_s = self._clock()
         if self._wanted and (more or now_s - self._wants_said_s >= WANT_INTERVAL_S):
             self._wants_said_s = now_s
@@ -379,8 +382,8 @@ class TransferWorker:
             self.counts["prompts_twice"] += 1
 
     def _gathered(self, ask: int) -> int | None:
-        """Number of Full Blocks of a context that is complete; 0: it will never be complete; ``None``:
-        wait."""
+        """Return the number of Full Blocks of a complete context; 0: the context will never be complete;
+        ``None``: wait."""
         prompt = self._prompts.get(ask)
         if prompt is None:
             return 0
@@ -421,7 +424,8 @@ class TransferWorker:
         return filled
 
     def _take(self, take: transfer_jobs.FillJob, prompt: PromptHandle | None) -> int:
-        """Fill a request's blocks with a complete context. Runs in its own thread."""
+        """Fill a request's blocks with a complete context; returns the bytes copied. Runs in
+        ``_take_lane``."""
         filled: list[int] = []
         try:
             if prompt is not None:
@@ -449,7 +453,8 @@ class TransferWorker:
             self.counts["pushes_refused"] += 1
 
     def _give(self, push: _ActivePush, layer: int) -> int:
-        """Copy a layer of a push's blocks and send the copy. Runs in the thread of ``_give_lane``."""
+        """Copy a layer of a push's blocks and send the copy; returns the bytes copied. Runs in
+        ``_give_lane``."""
         try:
             began_s = time.perf_counter()
             blocks = self._kv.gather(layer, push.order.block_ids)

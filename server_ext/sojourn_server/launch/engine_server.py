@@ -1,7 +1,7 @@
-"""Runs ``sojourn serve`` in a process group of its own, on a free port.
+"""Runs ``sojourn serve`` in a process group of its own, by default on a free port.
 
-The demo, the replay and the tests use it: start, wait until the server answers, stop it with all its child
-processes.
+It starts the server, waits until it answers, and stops it with all its child processes. The demo, the replay
+and the tests use it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from types import TracebackType
 import httpx
 
 Progress = Callable[[float, str], None]
-"""Called about once a second while the server starts, with the seconds since the start and the current
-stage."""
+"""Function that is called about once a second while the server starts, with the seconds since the start and
+the current stage."""
 
 _POLL_S = 0.25
 _INTERRUPT_GRACE_S = 10.0
-"""Time for a server to end after SIGINT before its process group is killed."""
+"""Seconds that a server has to end after SIGINT. Then its process group is killed."""
 
 _STARTUP_STAGES = (
     ("Waiting for application startup", "opening the port"),
@@ -39,20 +39,20 @@ _STARTUP_STAGES = (
     ("making the model", "making the model (first use only)"),
     ("policy ", "importing vLLM"),
 )
-"""Texts in the log, latest first, and the stage that each begins. If a release of vLLM lacks a text, the
-stages are coarser."""
+"""Pairs of a text in the log and the stage of the start that begins with it, last stage first. If a vLLM
+release lacks a text, its stage is not shown."""
 
 
 class ServerStartError(RuntimeError):
-    """The server ended or did not answer in time; the text ends with the tail of its log."""
+    """The server ended or did not answer in time. The text ends with the last lines of its log."""
 
 
 class EngineServer:
-    """``sojourn serve MODEL`` as a context manager.
+    """Context manager that runs ``sojourn serve MODEL``.
 
     ``serve_args`` are flags of sojourn and vLLM, passed on unchanged. ``env`` is added to this process's
-    environment. ``log_path`` defaults to a temporary file that is deleted with the server; a named file
-    stays. ``policy=None`` means the default of ``sojourn serve``, ``port=0`` any free port. Entering the
+    environment. The log goes to ``log_path``; by default to a temporary file, which ``stop`` deletes.
+    ``policy=None`` means the default of ``sojourn serve``. ``port=0`` means any free port. Entering the
     ``with`` block waits until the server answers, and raises ``ServerStartError`` after ``ready_timeout_s``.
     """
 
@@ -81,17 +81,17 @@ class EngineServer:
         self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
         self._own_log = log_path is None
-        # A secret alias identifies our child: another server on a reused port does not have it.
+        # A secret model alias identifies this server. Another server on a reused port does not have it.
         self._alias = f"sojourn-{secrets.token_hex(6)}"
 
     @property
     def url(self) -> str:
-        """Root of the server, ``http://127.0.0.1:PORT``, without ``/v1``."""
+        """Root URL of the server, ``http://127.0.0.1:PORT``, without ``/v1``."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """The API server's process id while it runs."""
+        """Process id of the API server; ``None`` if it is not started."""
         return self._process.pid if self._process is not None else None
 
     @property
@@ -108,7 +108,7 @@ class EngineServer:
         self.stop()
 
     def start(self) -> EngineServer:
-        """Start the process and wait until the server answers; returns ``self``."""
+        """Start the process, wait until the server answers, and return ``self``."""
         if self._process is not None:
             raise RuntimeError("this server is already started")
         self.port = self._wanted_port or _free_port()
@@ -155,7 +155,7 @@ class EngineServer:
             self.log_path = None
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last lines of the log, or "" without a log."""
+        """Return the last lines of the log, or "" without a log."""
         if self.log_path is None or not self.log_path.exists():
             return ""
         with self.log_path.open("rb") as log:
@@ -218,7 +218,7 @@ class EngineServer:
         )
 
     def _stage(self) -> str:
-        """Current stage of the start, derived from the log."""
+        """Return the current stage of the start, derived from the log."""
         log = self.log_tail(400)
         return next((stage for sign, stage in _STARTUP_STAGES if sign in log), "starting the process")
 
@@ -230,7 +230,7 @@ def _free_port() -> int:
 
 
 def _kill_group(group: int, timeout_s: float = 10.0) -> None:
-    """Kill what is left of a process group and wait until it is gone."""
+    """Kill the remaining processes of a group, and wait at most ``timeout_s`` until they are gone."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

@@ -1,5 +1,5 @@
-"""Checks the options of host memory and disk before an engine starts, because the engine's own checks come
-minutes later.
+"""Checks the options of host memory and disk before an engine starts. The engine's own checks come minutes
+later.
 
 The engine still checks everything: only it knows the whole identity of a store, and the machine may change.
 """
@@ -43,12 +43,12 @@ def check_kv_offload(
     block_tokens: int | None,
     try_writing: bool = True,
 ) -> list[str]:
-    """One-line notes on what the engine may reject. Raises ``InvalidOption`` for what it will surely reject.
+    """Return one-line notes on options that the engine may reject, or that may cause trouble later.
 
-    ``options`` have passed ``offload_transfer_config``. ``vllm_version``, ``weights`` (``known_weights``) and
-    ``block_tokens`` (the block size option) are the engine's; ``None`` means unknown. The check takes no lock
-    and leaves nothing on the disk. With ``try_writing=False`` it writes nothing and trusts the file
-    permissions.
+    Raises ``InvalidOption`` for an option that the engine will surely reject. ``offload_transfer_config``
+    must have accepted ``options``. ``vllm_version``, ``weights`` (``known_weights``) and ``block_tokens``
+    (the block size option) describe the engine; ``None`` means unknown. The check takes no lock and leaves
+    nothing on the disk. With ``try_writing=False`` it writes nothing and trusts the file permissions.
     """
     notes = []
     if options.host_gib is not None:
@@ -68,8 +68,8 @@ def check_kv_offload(
 
 
 def check_host_memory(host_gib: float, memory: MachineMemory, flag: str = "--kv-host-gib") -> list[str]:
-    """Raise ``InvalidOption`` if ``host_gib`` exceeds the total memory; return a note if it exceeds the
-    available memory."""
+    """Return a note if ``host_gib`` exceeds the available memory, else an empty list. Raises
+    ``InvalidOption`` if it exceeds the total memory."""
     if host_gib * GIB > memory.total_bytes:
         raise InvalidOption(
             f"{flag} is {host_gib:g}; expected at most the {_format_gib(memory.total_bytes)} of "
@@ -93,18 +93,20 @@ def find_usable_stores(
     name: str | None,
     flag: str = DISK_FLAG,
 ) -> list[FoundStore]:
-    """Stores in the directory ``root``, which the user wrote as ``disk``. Raises ``InvalidOption``, which
-    names ``flag``, if the engine would reject the directory."""
-    # Of a KvIdentity the release is known here and, for most directories, the weights. The rest is not:
-    # vLLM may override block_tokens (MLA on the CPU); block_bytes, layers, kv_dtype and the rest of model
-    # come from the model's configuration as vLLM reads it; hash_scheme's default algorithm is vLLM's.
+    """Return the KV stores in the directory ``root``. Raises ``InvalidOption`` if the engine would reject it.
+
+    Errors name the directory as the user wrote it: ``flag`` and ``disk``.
+    """
+    # Two parts of a KvIdentity are known here: the release and, for most directories, the weights. The rest
+    # is unknown: vLLM may override block_tokens (MLA on the CPU); block_bytes, layers, kv_dtype and the rest
+    # of model come from the model's configuration as vLLM reads it; vLLM sets hash_scheme's algorithm.
     known = {} if vllm_version is None else {"vllm_version": vllm_version}
     try:
         return find_stores(root, known, weights, name)
     except (IncompatibleStore, StoreInUse) as error:
         advice = error.advice.replace(f"{DISK_FLAG}-name", f"{flag}-name")
         raise InvalidOption(f"{flag} {disk} cannot be used: {error.what}", advice) from None
-    except NotADirectoryError:  # writable_directory names the part that is no directory
+    except NotADirectoryError:  # writable_directory raises an error that names the wrong part
         return []
     except OSError as error:
         raise InvalidOption(f"{flag} {disk} cannot be read: {error.strerror}", _advice(flag)) from None
@@ -113,11 +115,11 @@ def find_usable_stores(
 def writable_directory(
     disk: str, root: Path, *, allow_full: bool, probe_system: bool, flag: str = DISK_FLAG
 ) -> Path:
-    """The directory ``root``, which the user wrote as ``disk``, or its nearest existing parent. Raises
-    ``InvalidOption``, which names ``flag``, if that is not writable.
+    """Return the directory ``root``, or its nearest existing parent. Raises ``InvalidOption`` if the result
+    is not a writable directory.
 
-    ``allow_full``: a full disk is no error. ``probe_system``: try to write; without it only permissions are
-    read.
+    Errors name the directory as the user wrote it: ``flag`` and ``disk``. ``allow_full``: a full disk is no
+    error. ``probe_system``: try to write; if false, only read the permissions.
     """
     there, mode = _nearest_existing(disk, root, flag)
     failed = f"{flag} {disk} cannot be " + ("written" if there == root else f"made in {there}")
@@ -129,11 +131,11 @@ def writable_directory(
         if not os.access(there, os.W_OK | os.X_OK):
             raise InvalidOption(f"{failed}: {os.strerror(errno.EACCES)}; {expected}", _advice(flag))
         return there
-    # A trial is better than permissions, which mislead for root, remote disks and file systems like proc.
+    # Try to write, because permissions mislead for root, remote disks and file systems like proc.
     try:
         probe = tempfile.mkdtemp(prefix=".sojourn-check-", dir=there)
     except OSError as error:
-        # An existing store is readable, and evicts its own blocks when the disk is full.
+        # An existing store works on a full disk: it can be read, and evicts its own blocks.
         if not (allow_full and error.errno in NO_SPACE):
             raise InvalidOption(f"{failed}: {error.strerror}; {expected}", _advice(flag)) from None
     else:
@@ -161,7 +163,7 @@ def _contents_notes(
     disk: str, root: Path, stores: list[FoundStore], block_tokens: int | None
 ) -> Iterator[str]:
     if not stores:
-        # Not an error: stores have folders of their own, and the top of a disk has a lost+found.
+        # Other files are no error, because each store has its own folder. The top of a disk has a lost+found.
         with contextlib.suppress(OSError):
             names = sorted(set(os.listdir(root)) - {"lost+found"})
             if names:
@@ -179,11 +181,11 @@ def _contents_notes(
 def free_space_notes(
     disk: str, disk_gib: float, there: Path, stores: list[FoundStore], flag: str = DISK_FLAG
 ) -> Iterator[str]:
-    """A note if the disk's free space, together with the blocks already in ``stores``, is less than
+    """Yield a note if the disk's free space plus the blocks already in ``stores`` is less than
     ``disk_gib``."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(there)
-        # Blocks in the store count as free. Of several stores only the engine knows its own.
+        # The store can reuse the space of its blocks. With several stores, only the engine knows its own.
         held = max((block_files_bytes(store.path) for store in stores), default=0)
         if usage.total and usage.free + held < disk_gib * GIB:  # some network file systems report 0 of 0
             has = f", which holds {_format_gib(held)} of blocks already" if held else ""

@@ -1,4 +1,4 @@
-"""Options of KV in host memory and on disk, and the value of vLLM's ``--kv-transfer-config`` for them."""
+"""Options of KV offload to host memory and disk, and vLLM's ``--kv-transfer-config`` for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KvOffloadOptions:
 
     host_gib: float | None = None
     disk: str | None = None
-    """A directory; the engine creates it if it is missing."""
+    """Directory for blocks on disk. The engine creates it if it is missing."""
     disk_gib: float | None = None
     disk_name: str | None = None
     """Name of this engine's store in a directory that several engines share."""
@@ -40,8 +40,10 @@ class KvOffloadOptions:
 
 
 def offload_transfer_config(options: KvOffloadOptions, *, cpu_build: bool, stock: bool) -> dict[str, Any]:
-    """``kv_transfer_config`` for ``options``. ``cpu_build``: the engine is vLLM's CPU build. ``stock``: the
-    policy is ``stock``. Raises ``InvalidOption``."""
+    """Return the value of ``--kv-transfer-config`` for ``options``. Raises ``InvalidOption``.
+
+    ``cpu_build``: whether the engine is vLLM's CPU build. ``stock``: whether the policy is ``stock``.
+    """
     if options.backend not in BACKENDS:
         raise InvalidOption(f"--tier-backend is {options.backend!r}; expected {' or '.join(BACKENDS)}")
     if options.host_gib is None:
@@ -94,19 +96,19 @@ def offload_transfer_config(options: KvOffloadOptions, *, cpu_build: bool, stock
         "kv_connector": OFFLOAD_CONNECTOR,
         "kv_connector_module_path": OFFLOAD_CONNECTOR_MODULE,
         "kv_role": "kv_both",
-        # KV that cannot be loaded is computed; by default the request would fail.
+        # Compute KV that cannot be loaded. By default the request would fail.
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
 
 
 def hash_seed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make block hashes equal in every process, so that stored blocks are found after a
-    restart."""
+    """Return environment variables that make block hashes equal in every process, so that an engine finds
+    stored blocks after a restart. Empty if ``environ`` sets them."""
     return {"PYTHONHASHSEED": "0"} if environ.get("PYTHONHASHSEED") in (None, "random") else {}
 
 
 def check_size(flag: str, gib: float) -> None:
-    """Raise ``InvalidOption``, which names ``flag``, unless ``gib`` is positive and finite."""
+    """Raise ``InvalidOption`` unless ``gib`` is positive and finite. The error names ``flag``."""
     if not 0 < gib < math.inf:
         raise InvalidOption(f"{flag} is {gib}; expected a size in GiB above 0")

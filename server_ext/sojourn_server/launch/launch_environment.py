@@ -12,7 +12,7 @@ from .serve_command import PLUGIN_NAME, LaunchEnvironment
 
 
 def detect_launch_environment() -> LaunchEnvironment:
-    """The facts about this Python interpreter and this machine."""
+    """Return the facts about this Python interpreter and this machine."""
     plugins = {
         entry.name for group in SELECTABLE_PLUGIN_GROUPS for entry in metadata.entry_points(group=group)
     }

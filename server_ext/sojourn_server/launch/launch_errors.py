@@ -6,9 +6,9 @@ from sojourn.errors import InputError
 
 
 class InvalidOption(InputError):
-    """An unusable option; the text says what was expected.
+    """An option cannot be used. The text says what was expected.
 
-    ``next_step`` says what to do; empty if the text already says it.
+    ``next_step`` says what to do. It is empty if the text already says it.
     """
 
     def __init__(self, message: str, next_step: str = "") -> None:

@@ -1,7 +1,6 @@
-"""Memory that an engine may use on this machine: the machine's memory, or the limit of a control group
-(cgroup).
+"""Reads how much memory an engine may use: the machine's memory, or the limit of a control group (cgroup).
 
-It is read from Linux's files, because psutil does not know control groups.
+The numbers come from Linux's files, because psutil does not know control groups.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ _CGROUP = "the control group of this process"
 
 
 class MachineMemory(NamedTuple):
-    """Sizes in bytes, at the time of reading."""
+    """Memory that a process may use, in bytes, at the time of reading."""
 
     total_bytes: int
     """Upper limit for this process and its children."""
     available_bytes: int
     """Memory available now without swapping: free memory and file caches."""
     owner: str
-    """What sets the total, for messages: the machine or a control group."""
+    """Words for the machine or the control group that sets the total, for messages."""
 
 
 class _CgroupFiles(NamedTuple):
-    """File names of one version of control groups."""
+    """Names of the memory files in one version of control groups."""
 
     limit: str
     used: str
@@ -41,14 +40,14 @@ _CGROUP_VERSIONS = {
     "cgroup": _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     "cgroup2": _CgroupFiles("memory.max", "memory.current", "inactive_file"),
 }
-"""Files of cgroup versions 1 and 2, by file system name in the mount table. A machine can have both
-mounted."""
+"""File system name in the mount table → files of cgroup version 1 or 2. A machine can have both mounted."""
 
 
 def read_memory(root: Path = Path("/")) -> MachineMemory:
-    """Memory of this process and its children; never raises. ``root`` is the folder that contains ``proc``.
+    """Return the memory that this process and its children may use. ``root`` contains ``proc``.
 
-    On a system without such files, like macOS, all of the machine's memory counts as available.
+    It never raises. On a system without Linux's files, like macOS, all of the machine's memory counts as
+    available.
     """
     machine, available = _machine(root)
     total, owner = machine, _MACHINE
@@ -56,7 +55,7 @@ def read_memory(root: Path = Path("/")) -> MachineMemory:
         limit = _number(folder / files.limit)
         if limit is None or limit >= machine:  # in version 1 "no limit" is a huge number
             continue
-        # A parent group with a higher limit counts too, because other groups share it.
+        # A parent group with a higher limit also counts, because other groups share its memory.
         available = min(available, _available_bytes(files, folder, limit))
         if limit < total:
             total, owner = limit, _CGROUP
@@ -74,8 +73,7 @@ def _machine(root: Path) -> tuple[int, int]:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[_CgroupFiles, Path]]:
-    """Folders of this process's control groups and their parents; each of them may set a limit that
-    applies."""
+    """Yield the folders of this process's control groups and their parents. Each may set a memory limit."""
     paths: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):  # 4:memory:/a/b in version 1, 0::/a/b in version 2
         number, controllers, path = line.split(":", 2)
@@ -98,9 +96,10 @@ def _cgroups(root: Path) -> Iterator[tuple[_CgroupFiles, Path]]:
 
 
 def _below(path: str, shown: str) -> str:
-    """The path of a control group relative to a mount that shows the group ``shown`` at its top.
+    """Return the path of a control group relative to a mount. ``shown`` is the group at the mount's top.
 
-    In a container, ``path`` can be the host's path while only the container's own group is mounted.
+    In a container, ``path`` can be the host's path although only the container's own group is mounted. The
+    result is then empty.
     """
     shown = shown.rstrip("/")
     inside = path == shown or path.startswith(f"{shown}/")
@@ -117,7 +116,7 @@ def _available_bytes(files: _CgroupFiles, folder: Path, limit: int) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; ``None`` for "max" or a missing file."""
+    """Return the number in a file; ``None`` for "max" or a missing file."""
     text = next(iter(_lines(path)), "")
     return int(text) if text.isdecimal() else None
 
@@ -129,5 +128,5 @@ def _lines(path: Path) -> list[str]:
 
 
 def _unescaped(field: str) -> str:
-    r"""A name from the mount table, with ``\040`` replaced by a space."""
+    r"""Return a name from the mount table with its octal escapes decoded, such as ``\040`` for a space."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)

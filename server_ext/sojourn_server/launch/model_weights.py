@@ -1,4 +1,4 @@
-"""Identity of a model's weights, determined without loading them."""
+"""Identifies a model's weights without loading them."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from pathlib import Path
 from .model_config import read_model_config
 
 HASHED_TAIL_BYTES = 1 << 16
-"""Bytes hashed at the end of each weight file; files of the same shapes begin alike."""
+"""Number of bytes hashed, at the end of each weight file. Files of models of the same shape begin alike."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SUFFIX_PRIORITY = (".safetensors", ".bin", ".pt")
-"""File types by priority. A commit may have its weights in several types, a snapshot one of them; the types
-need not hold equal weights."""
+"""Types of weight files, highest priority first. A commit may have its weights in several types, and a
+snapshot only in one of them. Files of different types may hold different weights."""
 
 
 class UnknownWeights(ValueError):
-    """A model name without fixed weights; the text says what to give instead."""
+    """The model name does not identify fixed weights. The text says what to give instead."""
 
 
 def weights_fingerprint(
     model: str, revision: str | None, *, cache: Path | None = None, since_s: float | None = None
 ) -> str:
-    """Name of the weights, and a text that distinguishes them from other weights of this name.
+    """Return a text that identifies the weights. Raises ``UnknownWeights`` and ``OSError``.
 
-    For a directory or file: its path, and sizes and dates of its files. For a hub id or the path of a
-    snapshot: the commit, so that all copies of a commit are equal. The commit is that of the snapshot in
-    ``cache``, the hub's folder on this machine (``None``: unknown). ``since_s`` is the engine's start in Unix
-    time: if a revision changed later, the engine may have loaded its older state. ``None`` skips this check.
-    Raises ``UnknownWeights`` and ``OSError``.
+    For a directory or file, the text has its path and the sizes and dates of its files. For a hub id or the
+    path of a snapshot, it has the name and the commit, so that all copies of a commit are equal. ``cache`` is
+    the hub's folder on this machine (``None``: unknown); its snapshot gives the commit. ``since_s`` is the
+    engine's start in Unix time (``None``: no check). If the revision changed later, the engine may have
+    loaded the older state, and the weights are unknown.
     """
     path = Path(model)
     if path.is_file():
@@ -52,8 +52,8 @@ def weights_fingerprint(
 
 
 def _loaded_commit(model: str, revision: str | None, cache: Path | None, since_s: float | None) -> str:
-    """The commit of the branch ``revision`` (by default the main one) when the engine loaded the model. The
-    arguments are those of ``weights_fingerprint``. Raises ``UnknownWeights``."""
+    """Return the commit of the branch ``revision`` (``None``: main) that the engine has loaded. The arguments
+    are as in ``weights_fingerprint``. Raises ``UnknownWeights``."""
     advice = "give --revision and a full commit, or the path of a copy"
     name = f"{model} at {revision or 'no revision'}"
     if cache is None:
@@ -78,14 +78,14 @@ def _loaded_commit(model: str, revision: str | None, cache: Path | None, since_s
 
 
 def _hub_folder(cache: Path, model: str) -> Path:
-    """Folder of a model in a hub's cache. In ``model``, what follows a colon selects files and is ignored."""
+    """Return a model's folder in a hub's cache. The part of ``model`` after a colon is ignored."""
     return cache / f"models--{model.partition(':')[0].replace('/', '--')}"
 
 
 def _commit_of(folder: Path) -> str | None:
-    """Name and commit of an unchanged snapshot in a hub's cache; ``None`` for any other folder.
+    """Return the name and commit of an unchanged snapshot in a hub's cache; ``None`` for any other folder.
 
-    In an unchanged snapshot each weight file is a link to a blob.
+    In an unchanged snapshot, each weight file is a link to a blob.
     """
     path = Path(os.path.abspath(folder))
     if path.is_symlink():
@@ -103,7 +103,7 @@ def _commit_of(folder: Path) -> str | None:
 
 
 def _suffix_label(snapshot: Path) -> str:
-    """Label of the type of weight files that an engine would read; empty for safetensors."""
+    """Return a label of the type of weight files that an engine would read; empty for safetensors."""
     kinds = {file.suffix for file in _weight_files(snapshot)}
     return next(
         (f" of {kind}" if at else "" for at, kind in enumerate(_SUFFIX_PRIORITY) if kind in kinds),
@@ -116,10 +116,10 @@ def _sizes_and_dates(files: list[Path]) -> list[tuple[str, int, int]]:
 
 
 def weights_digest(folder: Path) -> str:
-    """Hash of the names, sizes and last ``HASHED_TAIL_BYTES`` of the weight files in a folder, whatever its
-    path.
+    """Return a hash of a folder's weight files: of their names, sizes and last ``HASHED_TAIL_BYTES``.
 
-    Models of the same shapes but different weights have different hashes. Raises ``OSError``.
+    The hash does not depend on the folder's path. It differs between models that have the same shapes and
+    different weights. Raises ``OSError``.
     """
     found = hashlib.sha256()
     for file in _weight_files(folder):
@@ -132,16 +132,16 @@ def weights_digest(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The weight files of a model, without its configuration."""
+    """Return the sorted weight files in a model's folder, without configuration and text files."""
     texts = (".json", ".txt", ".md")
     return sorted(file for file in folder.iterdir() if file.is_file() and file.suffix not in texts)
 
 
 def known_weights(model: str) -> str | None:
-    """The ``weights_fingerprint`` that an engine started on ``model`` will have; ``None`` if it is unknown.
+    """Return the ``weights_fingerprint`` that an engine with this ``model`` will have; ``None`` if unknown.
 
-    It is certain for directories only, since vLLM may replace a hub id by the path of its own copy. If the
-    directory is a draft model, vLLM loads the target model instead.
+    It is known only for directories, because vLLM may replace a hub id with the path of its own copy. It is
+    unknown for a draft model's directory, because vLLM loads the target model instead.
     """
     config = read_model_config(model) if Path(model).is_dir() else None
     if config is None or "speculators_config" in config:

@@ -1,5 +1,5 @@
-"""Checks the options of a prefill or decode engine before it starts, as ``kv_offload_checks`` does for host
-memory and disk."""
+"""Checks the options of a prefill or decode engine before it starts. ``kv_offload_checks`` does the same for
+host memory and disk."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ STORE_FLAG = "--kv-store"
 _MAX_LISTED = 3
 """Maximum number of stores named in a message."""
 _CUSTOM_BLOCK_SIZE_KEYS = ("lora_rank", "compress_ratios", "deepseek_v4")
-"""Keys of a model's configuration that show latent attention (MLA), for which vLLM on the CPU chooses the
-block size."""
+"""Keys of a model's configuration that show latent attention (MLA). For such a model, vLLM on the CPU chooses
+the block size itself."""
 
 
 def check_prefill_decode(
@@ -37,11 +37,12 @@ def check_prefill_decode(
     block_tokens_certain: bool,
     probe_system: bool = True,
 ) -> list[str]:
-    """One-line notes on what the engine may reject. Raises ``InvalidOption`` for what it will surely reject.
+    """Return one-line notes on options that the engine may reject, or that may cause trouble later.
 
-    ``name``: name of the engine's part of the store. ``block_tokens``: value of --block-size.
-    ``block_tokens_certain``: the engine keeps that size (``keeps_block_size``). The other arguments are as in
-    ``check_kv_offload``. With ``probe_system=False`` the check writes nothing and opens no port.
+    Raises ``InvalidOption`` for an option that the engine will surely reject. ``name``: name of the engine's
+    part of the store. ``block_tokens``: value of --block-size. ``block_tokens_certain``: whether the engine
+    surely keeps it (``keeps_block_size``). Other arguments are as in ``check_kv_offload``. With
+    ``probe_system=False`` the check writes nothing and opens no port.
     """
     notes = check_host_memory(
         DEFAULT_BUFFER_GIB if options.buffer_gib is None else options.buffer_gib,
@@ -69,10 +70,10 @@ def check_prefill_decode(
 
 
 def keeps_block_size(model_path: str) -> bool:
-    """Whether an engine surely keeps the block size of its option.
+    """Return whether an engine surely uses the block size given by ``--block-size``.
 
-    vLLM on the CPU overrides it for models with latent attention, which their configuration shows. The
-    configuration of a hub id is not available here, so the answer is ``False``.
+    vLLM on the CPU overrides it for models with latent attention. The model's configuration shows that. For a
+    hub id no configuration is available here, so the answer is false.
     """
     try:
         text = (Path(model_path).expanduser() / "config.json").read_text(encoding="utf-8")
@@ -85,12 +86,11 @@ def keeps_block_size(model_path: str) -> bool:
 def _block_size_notes(
     folder: str, stores: list[FoundStore], block_tokens: int | None, *, certain: bool
 ) -> list[str]:
-    """Notes on stores with another block size. Raises ``InvalidOption`` if the engine would surely reject the
-    option.
+    """Return a note if all stores have another block size than this engine.
 
-    All engines of a store need the same block size, because the names of stored KV depend on it. The engine
-    reports a difference after a minute, without the name of the option. ``certain``: the engine surely uses
-    ``block_tokens``.
+    All engines of a store need the same block size, because the names of stored KV depend on it. ``certain``:
+    whether the engine surely uses ``block_tokens``. If so, it raises ``InvalidOption`` instead, because the
+    engine would report the difference only after a minute, without the name of the option.
     """
     if block_tokens is None:
         return []
@@ -99,7 +99,7 @@ def _block_size_notes(
     for store in stores:
         size = _engine_block_tokens(store)
         if size is None or size == block_tokens:
-            return []  # one store with our block size is enough; the engine checks unknown ones
+            return []  # one store with our block size is enough; the engine checks unknown sizes
         others.append(store)
         sizes.add(size)
     if not others:
@@ -122,14 +122,14 @@ def _block_size_notes(
 
 
 def _engine_block_tokens(store: FoundStore) -> int | None:
-    """Block size of the engine that wrote a store, read from the store's manifest (format of
-    ``hash_identity``); ``None`` if unknown."""
+    """Return the block size of the engine that wrote a store; ``None`` if unknown. The store's manifest has
+    it in the format of ``hash_identity``."""
     size = str(store.manifest.get("hash_scheme")).rpartition("/")[2]
     return int(size) if size.isdecimal() else None
 
 
 def _check_listen_address(address: str) -> None:
-    """Raise ``InvalidOption`` for an unusable address now, not after the model has been loaded."""
+    """Raise ``InvalidOption`` for an unusable address. The engine would fail only after loading the model."""
     scheme, _, rest = address.partition(":")
     if scheme != "tcp":
         folder = Path(rest).absolute().parent

@@ -1,7 +1,7 @@
 """Options of a prefill or decode engine, and the value of vLLM's ``--kv-transfer-config`` for them.
 
-Prefill and decode engines have the same connector and settings; each request says what an engine does for it.
-Only the gateway, which sends the requests, uses the role.
+Prefill and decode engines have the same connector and settings. Each request says what the engine does for
+it. Only the gateway, which sends the requests, uses the engine's role.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PREFILL_DECODE_CONNECTOR = "PathsConnector"
 PREFILL_DECODE_CONNECTOR_MODULE = "sojourn_server.vllm.kv_transfer_connector"
 
 DEFAULT_LISTEN_ADDRESS = "tcp:127.0.0.1:0"
-"""Any free port on loopback: for engines on one machine."""
+"""Default of ``--kv-listen``: any free port on loopback. It serves engines on one machine."""
 DEFAULT_STORE_GIB = 16.0
 DEFAULT_BUFFER_GIB = 1.0
 
@@ -37,11 +37,11 @@ class PrefillDecodeOptions:
     role: str | None = None
     """One of ``ROLES``; the other options need it."""
     store: str | None = None
-    """Existing directory that all prefill and decode engines share. It may have to be a mounted disk."""
+    """Existing directory that all prefill and decode engines share; on several machines, a shared mount."""
     store_gib: float | None = None
     """Capacity of this engine's part of the store."""
     store_name: str | None = None
-    """Name of this engine's part of the store: unique, and the same after a restart."""
+    """Name of this engine's part of the store. It must be unique, and the same after a restart."""
     listen: str | None = None
     """Address on which the engine listens for the other engines."""
     node: str | None = None
@@ -50,7 +50,8 @@ class PrefillDecodeOptions:
     """Size of the host memory for KV in transfer."""
     storage_gbit: float | None = None
     compute_gbit: float | None = None
-    """Limits of the node's storage link and of its compute link, in Gbit/s each way; ``None``: no limit."""
+    """``storage_gbit`` and ``compute_gbit`` limit the node's storage link and compute link, in Gbit/s each
+    way; ``None``: no limit."""
 
     @property
     def any(self) -> bool:
@@ -58,7 +59,7 @@ class PrefillDecodeOptions:
         return self != PrefillDecodeOptions()
 
     def named_store(self, hostname: str, port: int | None) -> str:
-        """Name of the engine's part of the store; by default made of node, role and port."""
+        """Return the name of the engine's part of the store; by default made from node, role and port."""
         if self.store_name is not None:
             return self.store_name
         ending = f"-{self.role}" if port is None else f"-{self.role}-{port}"
@@ -69,11 +70,10 @@ class PrefillDecodeOptions:
 def prefill_decode_transfer_config(
     options: PrefillDecodeOptions, *, cpu_build: bool, hostname: str, port: int | None
 ) -> dict[str, Any]:
-    """``kv_transfer_config`` of a prefill or decode engine. ``cpu_build``: the engine is vLLM's CPU build.
-    Raises ``InvalidOption``.
+    """Return the value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``.
 
-    ``hostname`` is this machine's name. ``port`` is the port of the engine's HTTP server; ``None`` for a Unix
-    socket.
+    ``cpu_build``: whether the engine is vLLM's CPU build. ``hostname``: this machine's name. ``port``: port
+    of the engine's HTTP server; ``None`` for a Unix socket.
     """
     if options.role is None:
         raise InvalidOption(
@@ -129,8 +129,8 @@ def prefill_decode_transfer_config(
 
 
 def check_block_size(block_size: str | None) -> None:
-    """Raise ``InvalidOption`` if a Full Block (the unit of storage) is not a multiple of ``block_size``
-    tokens."""
+    """Raise ``InvalidOption`` if a Full Block (the unit of storage) does not consist of whole engine blocks
+    of ``block_size`` tokens. A missing or non-numeric size passes."""
     if block_size is None or not block_size.isdecimal():
         return
     try:

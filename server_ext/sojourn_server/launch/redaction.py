@@ -1,4 +1,4 @@
-"""Command lines and URLs without their secrets, for logs and files."""
+"""Removes secrets from command lines and URLs, for logs and files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHORTEST = len("--hf-")
 
 
 def redacted(argv: Sequence[str]) -> list[str]:
-    """``argv`` with ``***`` for the value of each secret flag, and for a name and password inside a URL."""
+    """Return ``argv`` with ``***`` for the values of secret flags, and for names and passwords in URLs."""
     shown: list[str] = []
     secret = False
     for arg in argv:
@@ -25,7 +25,7 @@ def redacted(argv: Sequence[str]) -> list[str]:
             secret = _is_secret(flag)
             shown.append(f"{flag}={HIDDEN}" if secret and equals else without_userinfo(arg))
         elif secret and not arg.startswith("-"):
-            shown.append(HIDDEN)  # --api-key takes several values; hide rather one too many
+            shown.append(HIDDEN)  # --api-key takes several values: hide all arguments up to the next flag
         else:
             secret = secret and not arg.startswith("-")
             shown.append(without_userinfo(arg))
@@ -33,7 +33,7 @@ def redacted(argv: Sequence[str]) -> list[str]:
 
 
 def without_userinfo(text: str) -> str:
-    """``text`` with ``***`` for the name and password of each URL in it."""
+    """Return ``text`` with ``***`` for the name and password of each URL in it."""
     return _USERINFO.sub(HIDDEN, text)
 
 

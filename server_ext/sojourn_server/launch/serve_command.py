@@ -1,7 +1,7 @@
-"""Builds the command line and environment of ``sojourn serve``, as a pure function of its options.
+"""Builds the engine's command line and environment for ``sojourn serve``, as a pure function of its options.
 
-Flags of the user take precedence; defaults are added only for missing flags. Imports no vLLM and starts no
-process.
+Flags of the user take precedence. Defaults are added only for missing flags. The module imports no vLLM and
+starts no process.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from .prefill_decode_options import PrefillDecodeOptions, check_block_size, pref
 from .redaction import redacted
 
 STOCK_POLICY = "stock"
-"""The policy of plain vLLM, without any code of sojourn."""
+"""Name of the policy that runs plain vLLM, without sojourn's scheduler."""
 
 PLUGIN_NAME = "sojourn"
-"""Name of our plugin in both entry-point groups and in ``VLLM_PLUGINS``."""
+"""Name of sojourn's plugin in vLLM's entry-point groups and in ``VLLM_PLUGINS``."""
 
 SCHEDULER_CLS = "sojourn_server.vllm.scheduler.make_scheduler"
 WORKER_CLASSES = {
     "cpu": "sojourn_server.vllm.hidden_state_worker_cpu.HiddenStateCPUWorker",
     "cuda": "sojourn_server.vllm.hidden_state_worker_gpu.HiddenStateGPUWorker",
 }
-"""Values of ``--worker-cls`` by device: vLLM's workers, with access to hidden states."""
+"""Device → value of ``--worker-cls``: vLLM's worker with hidden state capture."""
 FORCED_TOKENS = "sojourn_server.vllm.forced_tokens:ForcedTokens"
-"""Value of ``--logits-processors``: a request with ``replay_ids`` generates these tokens."""
+"""Value of ``--logits-processors`` that makes a request generate the tokens in its ``replay_ids``."""
 
 CPU_BLOCK_SIZE = 32
-"""Block size in tokens. vLLM's default on CPUs is 128, but only full blocks are reused; blocks below 32 are
-slow."""
+"""Default block size on CPUs, in tokens. vLLM's own default is 128, but only full blocks are reused. Blocks
+below 32 are slow."""
 
 CPU_BATCHED_TOKENS = 1024
-"""Maximum tokens per step. Events wait for the current step; a small CPU prefills about 500 tokens per
-second."""
+"""Default maximum of tokens per step on CPUs. Events wait for the current step, and a small CPU prefills only
+about 500 tokens per second."""
 
 DEFAULT_PORT = 8000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnvironment:
-    """Facts about the machine that the command depends on; ``launch_environment`` reads them."""
+    """Facts about the machine that the engine's command depends on. ``launch_environment.py`` reads them."""
 
     python: str
     cpu_build: bool
     has_vllm_cli: bool
-    """Whether the command ``vllm serve`` works; in the CPU build its package metadata is missing."""
+    """Whether the command ``vllm serve`` works. It does not in the CPU build, which lacks metadata for it."""
     plugins: tuple[str, ...] = ()
     """Names of the installed general and platform plugins that vLLM loads by default."""
     cpus: tuple[int, ...] = ()
@@ -80,21 +80,21 @@ class ServeOptions:
     lease_budget_fraction: float | None = None
     """Share of the KV cache that leases may hold, 0 to 1."""
     max_ttl_s: float | None = None
-    """Longest lease that a client's hint may ask for."""
+    """Maximum duration in seconds of a lease that a client's hint asks for."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of ``additional_config.sojourn``."""
     tiers: KvOffloadOptions = field(default_factory=KvOffloadOptions)
     pair: PrefillDecodeOptions = field(default_factory=PrefillDecodeOptions)
     chat_template: str | None = None
-    """Set only for the models made here (``tiny``, ``smol``), which also get tool calling and a served
-    name."""
+    """Chat template file. Set only for the models that sojourn makes (``tiny``, ``smol``). They also get tool
+    calling and a served name."""
     engine_args: tuple[str, ...] = ()
     """The user's flags for ``vllm serve``, unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """The command line of an engine, and its changes of the environment."""
+    """The command line of an engine, and its changes to the environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -104,11 +104,11 @@ class EngineCommand:
     """One line for each option that has no effect."""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """``base`` with the changes applied."""
+        """Return the environment ``base`` with the command's changes."""
         return {**{name: value for name, value in base.items() if name not in self.unset}, **self.env}
 
     def as_shell(self) -> str:
-        """The command as a line for a shell, with ``***`` for the values of secret flags."""
+        """Return the command as a line for a shell, with ``***`` for the values of secret flags."""
         unset = [part for name in self.unset for part in ("-u", name)]
         assignments = [f"{name}={value}" for name, value in self.env.items()]
         prefix = ["env", *unset, *assignments] if unset or assignments else []
@@ -118,8 +118,8 @@ class EngineCommand:
 def build_command(
     options: ServeOptions, facts: LaunchEnvironment, environ: Mapping[str, str]
 ) -> EngineCommand:
-    """The engine's command for ``options``, on the machine described by ``facts``. Raises
-    ``InvalidOption``."""
+    """Return the engine's command for ``options``. ``facts`` describe the machine, ``environ`` is the
+    caller's environment. Raises ``InvalidOption``."""
     flags = EngineFlags(options.engine_args)
     env: dict[str, str] = {}
     added: list[str] = []
@@ -176,9 +176,9 @@ def build_command(
         env.update(hash_seed_environment(environ))
     if options.policy != STOCK_POLICY or options.pair.any:
         default("--disable-hybrid-kv-cache-manager")  # sojourn supports one group of KV caches
-    # An engine of a pair reports itself to gateways, with any scheduler.
+    # An engine of a pair needs the plugin with any scheduler, to report its status to gateways.
     env["VLLM_PLUGINS"] = _plugins(options.policy != STOCK_POLICY or options.pair.any, facts, environ)
-    # Changes the answers only: they report the reused part of the prompt.
+    # This changes only the answers: they report how much of the prompt was reused.
     default("--enable-prompt-tokens-details")
 
     if options.chat_template is not None:
@@ -197,14 +197,14 @@ def build_command(
     return EngineCommand(
         argv=tuple(argv),
         env=env,
-        # Without byte code every process of the engine compiles all imports again.
+        # Without byte code files, every process of the engine compiles all imports again.
         unset=("PYTHONDONTWRITEBYTECODE",) if "PYTHONDONTWRITEBYTECODE" in environ else (),
         warnings=_warnings(flags, facts),
     )
 
 
 def listen_address(engine_args: Sequence[str]) -> tuple[str, int] | None:
-    """Host and port of the server; ``None`` for a Unix socket. Raises ``InvalidOption``."""
+    """Return the server's host and port; ``None`` for a Unix socket. Raises ``InvalidOption``."""
     flags = EngineFlags(tuple(engine_args))
     if flags.has("--uds"):
         return None
@@ -216,17 +216,18 @@ def listen_address(engine_args: Sequence[str]) -> tuple[str, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineFlags:
-    """Flags of a command line. As in vLLM, ``--a-b``, ``--a_b`` and ``--a-b=value`` name the same flag."""
+    """The flags of an engine's command line. As in vLLM, ``--a-b``, ``--a_b`` and ``--a-b=value`` name the
+    same flag."""
 
     args: tuple[str, ...]
 
     def has(self, flag: str) -> bool:
-        """Whether the flag, or its ``--no-`` form, is on the command line."""
+        """Return whether the flag, or its ``--no-`` form, is on the command line."""
         negated = "--no-" + flag.removeprefix("--")
         return any(_flag_name(arg) in (flag, negated) for arg in self.args)
 
     def value(self, flag: str) -> str | None:
-        """Value of the last occurrence of the flag; ``None`` if the flag is missing."""
+        """Return the value of the flag's last occurrence; ``None`` if the flag is missing."""
         found = None
         for index, arg in enumerate(self.args):
             if _flag_name(arg) == flag:
@@ -237,7 +238,8 @@ class EngineFlags:
         return found
 
     def kv_connector(self) -> str | None:
-        """Name of the KV connector that the flags install; ``None``: none, or flags that vLLM refuses."""
+        """Return the name of the KV connector that the flags select; ``None`` if they select none or are
+        invalid."""
         if self.value("--kv-offloading-size") is not None:
             backend = self.value("--kv-offloading-backend")
             return "LMCacheConnectorV1" if backend == "lmcache" else "OffloadingConnector"
@@ -248,7 +250,8 @@ class EngineFlags:
         return name if isinstance(name, str) else None
 
     def pop_json(self, flag: str) -> tuple[EngineFlags, dict[str, Any]]:
-        """The flags without ``flag``, and the JSON object that was its value; {} if the flag is missing."""
+        """Return the flags without ``flag``, and its value, a JSON object; {} if the flag is missing. Raises
+        ``InvalidOption``."""
         if any(_flag_name(arg).startswith(f"{flag}.") for arg in self.args):
             raise InvalidOption(f"sojourn adds to {flag}: give it as one JSON object, not as {flag}.key")
         text = self.value(flag)
@@ -273,7 +276,7 @@ class EngineFlags:
 
 
 def _flag_name(arg: str) -> str:
-    """The normal form of a long flag: ``--A_b=c`` → ``--A-b``. Any other argument is unchanged."""
+    """Return the normal form of a long flag: ``--A_b=c`` → ``--A-b``. Other arguments stay unchanged."""
     if not arg.startswith("--"):
         return arg
     return arg.split("=", 1)[0].replace("_", "-")
@@ -298,8 +301,8 @@ def _warnings(flags: EngineFlags, facts: LaunchEnvironment) -> tuple[str, ...]:
 
 
 def _check_network(network_file: str | None) -> None:
-    """Raise ``InvalidOption`` for a weights file that the engine would reject after it has loaded the
-    model."""
+    """Raise ``InvalidOption`` for a length predictor's weights file that the engine would reject, but only
+    after it has loaded the model."""
     if network_file is None:
         return
     from ..predictors.weights_format import WeightsError, read_weights_metadata
@@ -334,7 +337,8 @@ def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
 
 
 def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment) -> dict[str, Any]:
-    """Value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``."""
+    """Return ``--kv-transfer-config`` for a prefill or decode engine, and check the flags beside it. Raises
+    ``InvalidOption``."""
     pair = options.pair
     address = listen_address(options.engine_args)
     port = None if address is None else address[1]
@@ -369,8 +373,8 @@ _EXCLUDED_WITH_PREFILL_DECODE = {
 
 
 def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -> str:
-    """Value of ``VLLM_PLUGINS``. It is an allow-list: with our plugin alone it would turn the user's other
-    plugins off."""
+    """Return the value of ``VLLM_PLUGINS``. It is an allow-list, so it must also name the user's other
+    plugins."""
     listed = environ.get("VLLM_PLUGINS")
     names = facts.plugins if listed is None else tuple(name.strip() for name in listed.split(","))
     kept = [name for name in dict.fromkeys(names) if name and name != PLUGIN_NAME]
@@ -381,8 +385,8 @@ _PARALLELISM_FLAGS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size
 
 
 def _check_parallelism(flags: EngineFlags, what: str) -> None:
-    """Raise ``InvalidOption`` for parallelism that our connectors would reject minutes later. ``what``: the
-    feature, for the message."""
+    """Raise ``InvalidOption`` for tensor or pipeline parallelism, which the connector would reject minutes
+    later. ``what`` names the feature in the error."""
     for flag in _PARALLELISM_FLAGS:
         count = flags.value(flag)
         if count not in (None, "1"):
@@ -394,12 +398,12 @@ def _cpu_environment(
 ) -> dict[str, str]:
     wanted: dict[str, str] = {}
     if not flags.has("--kv-cache-memory-bytes"):
-        # GiB. The default is a share of all memory, even with a fixed number of blocks.
+        # In GiB. vLLM's default is a share of all memory, even with a fixed number of blocks.
         wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
     # vLLM needs a list of cores for each worker.
     several = any(map(flags.has, ("--data-parallel-size", "-dp", *_PARALLELISM_FLAGS)))
     if len(facts.cpus) == 2 and not several:
-        # "auto" keeps one core for the server; on two cores that halves prefill (331 instead of 665 tokens
+        # "auto" keeps one core for the server. On two cores that halves prefill (331 instead of 665 tokens
         # per second at 4k, smol). With both cores, spinning threads starve the server and slow decoding (11
         # instead of 33 tokens per second), so threads sleep while they wait.
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, facts.cpus))

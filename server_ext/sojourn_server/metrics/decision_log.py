@@ -1,4 +1,4 @@
-"""The decision log: a bounded ring buffer of decisions, with time and reason."""
+"""The decision log: an engine's latest scheduling decisions with time and reason, in bounded memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision. ``at_s`` is on the engine's monotonic clock."""
+    """One decision of the program scheduler. ``at_s`` is in seconds on the engine's monotonic clock."""
 
     seq: int
     at_s: float
@@ -48,10 +48,10 @@ class DecisionLog:
         return decision
 
     def since(self, seq: int, limit: int) -> tuple[list[Decision], int]:
-        """Decisions from number ``seq`` on, at most ``limit``, and the number for the next call.
+        """Return at most ``limit`` decisions from number ``seq`` on, oldest first, and the next ``seq``.
 
-        A number beyond the newest decision comes from before a restart of the engine; the answer then starts
-        with this engine's first decisions.
+        The list is empty if ``seq`` is above this engine's newest number, as after a restart of the engine.
+        The next ``seq`` then is the number of this engine's next decision.
         """
         first = self._ring[0].seq if self._ring else self._next
         start = max(0, seq - first)

@@ -1,4 +1,4 @@
-"""Metrics of an engine's links to storage and to other engines: turns the engine's totals into increments."""
+"""Turns the running totals of an engine's links, to storage and to other engines, into metrics."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ RECEIVED = ("compute", "received")
 
 
 class LinkMetrics:
-    """Counts the growth of an engine's link totals in ``recorder``."""
+    """Adds the growth of an engine's link totals to the counters of ``recorder``."""
 
     def __init__(self, recorder: MetricsRecorder) -> None:
         self._recorder = recorder
         self._counted: dict[tuple[str, ...], float] = {}
 
     def take(self, totals: Mapping[str, Any] | None) -> dict[str, list[tuple[dict[str, str], float]]]:
-        """Count the growth since the last call, and return the current gauge rows.
+        """Count the growth of ``totals`` since the last call. Returns the rows of the gauges, by metric name.
 
-        ``totals`` has the form of ``kv_transfer/transfer_stats.py``; ``None``: there are no links, and so no
-        rows.
+        ``totals`` has the form of ``kv_transfer/transfer_stats.py``. For ``None`` (an engine without links)
+        the result is empty.
         """
         if totals is None:
             return {}

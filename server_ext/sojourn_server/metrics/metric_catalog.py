@@ -2,9 +2,9 @@
 counted.
 
 Label values are listed too, because each one is a time series that takes storage. A program, session or call
-id is never a label. Labels with open values are bounded: ``TOOL`` by the recorder (``MAX_TOOLS`` learnt
-names, the rest is ``other``), ``TEXT`` because it occurs only on gauges with one value per process. The API
-server adds the label ``engine``, the engine's index, as vLLM does.
+id is never a label. Labels with open values (``OpenLabel``) are bounded. The recorder learns ``MAX_TOOLS``
+values of ``TOOL`` and counts the rest as ``other``. ``TEXT`` occurs only on gauges with one value per
+process. The API server adds the label ``engine``, the engine's index, as vLLM does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SERIES_BUDGET = 3000
 
 
 class MetricKind(str, Enum):
-    """The three types of metric in use."""
+    """The Prometheus type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -53,7 +53,7 @@ LabelValues = frozenset[str] | OpenLabel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSpec:
-    """One metric."""
+    """Definition of one metric: name, type, help text and allowed labels."""
 
     name: str
     """Name on the ``/metrics`` page; counters end in ``_total``, units are spelled out."""
@@ -64,8 +64,8 @@ class MetricSpec:
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, ascending, without +Inf."""
     shown_at_zero: frozenset[tuple[str, ...]] | None = None
-    """Label values of a counter that are exposed from 0 on, in the order of ``labels``; ``None``: all
-    combinations. Other combinations appear once they are counted."""
+    """Combinations of label values for which a counter is exposed while it is 0, each in the order of
+    ``labels``; ``None``: all. Other combinations appear with their first count."""
 
     def series(self) -> int:
         """Maximum number of sample lines of this metric for one engine."""
@@ -108,7 +108,7 @@ LINK_DIRECTIONS = frozenset({"read", "write", "sent", "received"})
 LINK_LANES = frozenset(
     {("storage", "read"), ("storage", "write"), ("compute", "sent"), ("compute", "received")}
 )
-"""The links, each with a direction."""
+"""Valid pairs of the labels ``link`` and ``direction``."""
 SLOT_STATES = frozenset({"used", "free"})
 PATH_OUTCOMES = frozenset(
     {"loads_whole", "loads_short", "loads_aborted"}
@@ -117,8 +117,8 @@ PATH_OUTCOMES = frozenset(
     | {"write_stored", "write_already", "write_full", "write_disk_full", "write_failed", "write_stalled"}
     | {"writes_refused", "leases_expired", "stalls", "refused", "stale", "too_large", "errors"}
 )
-"""Results of loads, pushes, contexts and blocks between engines (``docs/kv-transfer.md``). ``leases_expired``
-counts leases on transfer buffers; leases of programs are in other metrics."""
+"""Results of KV transfers to and from storage and other engines (``docs/kv-transfer.md``). ``leases_expired``
+counts leases on transfer buffers, not leases of programs."""
 PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
 TURN_OUTCOMES = frozenset({"stopped", "length", "aborted", "error"})
 PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
@@ -129,8 +129,8 @@ PREFETCH_OUTCOMES = frozenset({"in_place", "in_host", "from_disk", "no_tier"})
 PROMPT_RESULTS = frozenset({"device", "host", "new", "tail", "lost"})
 LOST_CAUSES = frozenset(cause.value for cause in LossCause)
 EVICTION_CAUSES = LOST_CAUSES - {LossCause.CHANGED.value, LossCause.PREEMPTED.value}
-"""Why an evicted block had no lease, as causes of the turn ledger. Blocks without a program are not
-counted."""
+"""Why no lease protected an evicted block: a subset of ``LossCause``. Evicted blocks without a program are
+not counted."""
 LEASE_ENDS = frozenset({"ttl", "return", "end", "silent", "pressure", "reset", "superseded", "placed"})
 PLACES = frozenset(tier.value for tier in Tier)
 MOVE_TIMES = frozenset(when.value for when in MoveTiming)
@@ -146,15 +146,15 @@ PLACEMENTS = frozenset(
     for to, when, reason in (
         *((Tier.DEVICE, MoveTiming.NOW, reason) for reason in _UP),
         *((to, MoveTiming.NOW, reason) for to in _BELOW for reason in _DOWN),
-        # For these two reasons, reasoning programs are also marked to leave after their turn.
+        # For these two reasons, a program with a running request is also marked to leave after its turn.
         *((to, MoveTiming.AFTER_TURN, reason) for to in _BELOW for reason in _DOWN[:2]),
         *((to, MoveTiming.NOW, MoveReason.EXCHANGE) for to in (Tier.HOST, Tier.DISK)),
         (Tier.DISK, MoveTiming.NOW, MoveReason.HOST_FULL),
         (Tier.WAITING, MoveTiming.NOW, MoveReason.OVER),
     )
 )
-"""Placements (tier, time, reason) that shipped policies decide: a third of the label combinations. Other
-policies may decide more."""
+"""Placements (tier, time, reason) that the shipped policies can decide: a third of all combinations. Policies
+of users may decide others."""
 GAP_SOURCES = frozenset({"reported", "inferred"})
 EVENT_TYPES = frozenset(
     {"program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end", "unknown"}
@@ -164,22 +164,23 @@ HOOKS = frozenset({"retention", "event"})
 DROP_REASONS = frozenset({"unknown_metric", "wrong_labels", "bad_value"})
 
 GAP_BUCKETS_S = tuple(0.05 * 2**k for k in range(16))
-"""0.05 s to 1,638 s, doubling. Gaps between turns take from milliseconds to half an hour."""
+"""Bounds from 0.05 s to 1,638 s, doubling. Gaps between turns take from milliseconds to half an hour."""
 PROGRAM_BUCKETS_S = tuple(float(2**k) for k in range(16))
-"""1 s to 32,768 s."""
+"""Bounds from 1 s to 32,768 s, doubling."""
 CASCADE_BUCKETS = tuple(float(2**k) for k in range(9))
-"""1 to 256 preemptions."""
+"""Bounds from 1 to 256 preemptions, doubling."""
 RATIO_BUCKETS = tuple(2.0**k for k in range(-6, 7))
-"""1/64 to 64."""
+"""Bounds from 1/64 to 64, doubling."""
 ATTENTION_BUCKETS_S = tuple(1e-3 * 2**k for k in range(13))
-"""1 ms to 4.1 s."""
+"""Bounds from 1 ms to 4.1 s, doubling."""
 QUOTA_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0, 1.1, 1.5, 2.0)
-"""Used attention ÷ quota of a step. Above 1, a step computed one block although it did not fit."""
+"""Bounds for a step's attention time ÷ compute quota. It exceeds 1 if nothing fits: the step then computes
+one block anyway."""
 POLICY_BUCKETS_S = tuple(1e-6 * 4**k for k in range(11))
-"""1 µs to 1.05 s, factor 4."""
+"""Bounds from 1 µs to 1.05 s, each 4 times the one before."""
 
 METRICS_DROPPED = "sojourn_metrics_dropped_total"
-"""Counts measurements of metrics or labels that are not in this catalogue."""
+"""Name of the counter of dropped measurements: their metric or labels are not in this catalogue."""
 
 
 def _counter(

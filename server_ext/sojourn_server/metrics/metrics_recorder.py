@@ -1,13 +1,12 @@
-"""The engine's side of the metrics: increments in bounded memory until they are drained.
+"""Collects an engine's metrics as increments until an API server drains them.
 
-The engine core cannot serve a scrape, and if each of several API servers polled totals, each would count
-them. So the engine keeps increments, and ``drain`` returns each increment once; Prometheus sums over the API
-servers.
+``drain`` returns each increment once, and Prometheus sums over the API servers. (The engine core cannot serve
+a scrape. If it kept totals, each of several API servers would count them.)
 
-``drain`` may never be called. So a histogram keeps bucket counts and no values, and the catalogue bounds the
-number of label combinations.
+Memory stays bounded even if ``drain`` is never called: a histogram keeps bucket counts instead of values, and
+the catalogue bounds the number of label combinations.
 
-Not thread-safe: for the engine core's thread only.
+Not thread-safe: only the engine core's thread may use it.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ class MetricsRecorder:
         self._tools = ToolLabels()
         self._counters: dict[str, dict[tuple[str, ...], _Counter]] = {}
         self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
-        # Call sites repeat, so the arguments map directly to the cell. Only labels that name their own cell
-        # are cached here, so many tool names add nothing.
+        # Cache: arguments of a call → its cell. It holds only calls whose labels are stored unchanged, so
+        # tool names that are counted as "other" do not fill it.
         self._counter_at: dict[tuple[Any, ...], _Counter] = {}
         self._histogram_at: dict[tuple[Any, ...], _Histogram] = {}
 
@@ -101,7 +100,7 @@ class MetricsRecorder:
         cell.count += 1
 
     def drain(self, gauges: GaugeRows | None = None) -> dict[str, Any]:
-        """All increments since the last drain, and the current ``gauges``, as JSON data.
+        """Return and clear all increments since the last drain, with the current ``gauges``, as JSON data.
 
         ``{"counters": {name: [[labels, increment], …]},
         "histograms": {name: [[labels, {"buckets": [count per bucket, not cumulative, +Inf last],
@@ -161,7 +160,8 @@ class MetricsRecorder:
     def _resolve(
         self, name: str, kind: MetricKind, labels: Mapping[str, str]
     ) -> tuple[MetricSpec, dict[str, str]] | None:
-        """The metric, and the label values to store it under, in the catalogue's order."""
+        """The metric and its stored label values, in the catalogue's order; ``None`` for a dropped
+        measurement."""
         spec = METRIC_CATALOG.get(name)
         if spec is None or spec.kind is not kind:
             self._drop("unknown_metric", f"{name} is not a {kind.value} of the catalogue")
@@ -204,12 +204,12 @@ class MetricsRecorder:
 
 
 class ToolLabels:
-    """The tool names that may be label values: at most ``max_names``. A learnt name is kept for ever, so that
-    a series keeps its meaning.
+    """Learns which tool names become label values: at most ``max_names``. A learnt name is kept for ever, so
+    that a series keeps its meaning.
 
-    Half of the places go to the first names seen, so that a small deployment is labelled from its first call
-    on. A name gets one of the other half after ``EARNED_AFTER`` sightings, so that a client with random names
-    cannot take all places. ``MAX_CANDIDATES`` names of at most 64 characters bound the memory.
+    The first ``max_names`` / 2 names are learnt at once, so that a small deployment has labels from its first
+    call on. Later names are learnt after ``EARNED_AFTER`` calls, so that a client with random names cannot
+    take all places. Calls are counted for at most ``MAX_CANDIDATES`` names of at most 64 characters.
     """
 
     EARNED_AFTER = 8

@@ -8,7 +8,7 @@ are well under a second of decoding."""
 
 
 class PreemptionCascades:
-    """The current chain of preemptions, by engine step."""
+    """Tracks the current chain of preemptions by engine step."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -27,8 +27,8 @@ class PreemptionCascades:
         return over
 
     def over(self, step: int) -> int:
-        """End the chain if a preemption at ``step`` or later would be too late to extend it. Returns the
-        length of the ended chain, or 0 if it continues."""
+        """End the chain if a preemption at ``step`` would be too late to extend it. Returns the length of the
+        ended chain, or 0 if none ended."""
         if not self.length or step - self._at_step <= CASCADE_STEPS:
             return 0
         over, self.length = self.length, 0

@@ -1,8 +1,8 @@
-"""The turn ledger: for every turn, where its prompt's KV came from and where its time went.
+"""The turn ledger records where the KV of each turn's prompt came from, and where the turn's time went.
 
-For a prompt of P tokens: P = device + host + new + tail + Σ lost[cause]. For its seconds: wall = queued +
-prefilling + decoding. Both sums are exact. What is not known is recorded as ``unknown``, never guessed. The
-memory is bounded, and nothing is computed only to be shown.
+The tokens of a prompt are device + host + new + tail + Σ lost[cause] (``TokenSplit``). The seconds of a turn
+are queued + prefilling + decoding. Both sums are exact. A loss without a known cause is recorded as
+``unknown``. The memory is bounded.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class EvictedBlock:
     """Program whose request took the block, if known."""
     at_s: float
     score: tuple[float, ...] | None = None
-    """Position of the block's owner in the eviction order at that time, lowest evicted first; ``None``
-    without such an order."""
+    """Eviction score of the block's owner at that time, the lowest evicted first; ``None`` if the eviction
+    policy has no scores."""
 
 
 class EvictionLog:
-    """Evicted blocks by hash, bounded: the oldest entries are dropped, and their cause becomes
+    """The last ``capacity`` evicted blocks, by hash. If an older block is lost, the cause of the loss is
     ``unknown``."""
 
     def __init__(self, capacity: int) -> None:
@@ -86,7 +86,7 @@ class TokenSplit:
     lost: dict[LossCause, int]
     """Tokens computed before and recomputed, by cause."""
     host: int = 0
-    """Tokens reused from host memory, into which they may have been loaded from disk."""
+    """Tokens reused from host memory, including those that were first loaded there from disk."""
 
     def computed(self) -> int:
         """Tokens that the engine had to prefill."""
@@ -100,8 +100,8 @@ class TokenSplit:
 def common_prefix_length(before: Sequence[Any], now: Sequence[Any]) -> int:
     """Length of the common prefix of two chained hash lists, in O(log n).
 
-    A chained hash covers everything before it, so equality at one index means equality before it, and
-    bisection finds the end.
+    A chained hash covers everything before it. Equal hashes at one index therefore mean equal lists up to
+    there, and bisection finds the end.
     """
     low, high = 0, min(len(before), len(now))
     while low < high:
@@ -124,14 +124,14 @@ def split_tokens(
     cause: LossCause,
     dropped_hit_blocks: int = 0,
 ) -> TokenSplit:
-    """Split a prompt of ``prompt`` tokens, ``device`` of which were found in the prefix cache.
+    """Split a prompt of ``prompt`` tokens, of which the prefix cache held ``device``, by source.
 
-    ``before_tokens``: length of the program's context after its previous turn (0 for the first turn), with
-    ``before_full_blocks`` full blocks. ``shared_blocks``: how many of these blocks the new prompt starts
-    with; ``None``: the previous context is unknown, and all of it may be lost by ``cause``. ``cause``: why
-    the first missing shared block is missing. The last prompt token is always computed, so a full hit stops
-    one block short. ``dropped_hit_blocks``: blocks at a hit's end that the engine recomputes on purpose; they
-    count as ``tail``.
+    ``before_tokens``: tokens of the program's context after its previous turn; 0 for the first turn.
+    ``before_full_blocks``: full blocks of that context. ``shared_blocks``: how many of these blocks the new
+    prompt starts with; ``None``: unknown, and all tokens of the context beyond ``device`` count as lost.
+    ``cause``: why the first missing shared block is missing. ``dropped_hit_blocks``: blocks at the end of a
+    hit that the engine recomputes on purpose; they count as ``tail``. The last prompt token is always
+    computed, so a hit never includes its block.
     """
     if shared_blocks is None:
         again = max(0, min(before_tokens, prompt) - device)
@@ -156,7 +156,7 @@ def split_tokens(
 
 @dataclass(slots=True)
 class TurnRecord:
-    """One turn. Times are seconds on the engine's monotonic clock."""
+    """Times, tokens and outcome of one turn. Times are seconds on the engine's monotonic clock."""
 
     program_id: str
     turn: int
@@ -170,10 +170,10 @@ class TurnRecord:
     recomputed_after_preemption: int = 0
     preemptions: int = 0
     evictor: str | None = None
-    """Program whose request took the first missing block."""
+    """Program whose request took the first missing block of this turn's prompt."""
     evicted_score: tuple[float, ...] | None = None
-    """The program's position in the eviction order at that time, lowest evicted first; ``None`` without such
-    an order."""
+    """The program's eviction score when that block was evicted, the lowest evicted first; ``None`` if the
+    eviction policy has no scores."""
     goes_on: float | None = None
     """Probability of another turn, predicted at the end of this one."""
     tier: str | None = None
@@ -186,7 +186,7 @@ class TurnRecord:
     leased: bool = False
     """Whether the program had a lease when the request arrived."""
     client_request_id: str | None = None
-    """The client's id of the logical request, by which the client finds its turn here."""
+    """The client's own id of the request. With it the client finds the turn in the ledger."""
     lease_ttl_s: float | None = None
     """TTL of the lease granted at the end of the turn; ``None``: no lease."""
     outcome: str = "running"

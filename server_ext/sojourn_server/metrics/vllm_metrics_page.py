@@ -1,6 +1,6 @@
 """Reads an engine's ``/metrics`` page: the size of vLLM's KV pool, and the start time of the process.
 
-The page may be of any program, so nothing here raises: a missing or malformed value is ``None``.
+Any program may have written the page. A missing or malformed value is therefore ``None``; nothing raises.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def cache_pools(page: str) -> list[CachePool]:
 
 
 def cache_pool(page: str) -> CachePool:
-    """The KV pool of the first engine on the page. With data parallelism all have the same size. All fields
-    are ``None`` if there is no pool."""
+    """The KV pool of the first engine on the page; all fields are ``None`` if the page has no pool. With data
+    parallelism all pools have the same size."""
     return next(iter(cache_pools(page)), CachePool())
 
 
 def process_start_time(page: str) -> str | None:
-    """The process's start time in seconds, as text without an exponent. Another text means another
-    process."""
+    """The process's start time in seconds, as text without an exponent; ``None`` if the page has none. If the
+    text changes, the process has restarted."""
     found = _STARTED_LINE.search(page)
     if found is None:
         return None

@@ -1,7 +1,7 @@
 """The small models *tiny* (tests) and *smol* (demo), made on first use without a download.
 
-Imports no other package of sojourn. Start reading in ``model_cache``: ``resolve_model`` also accepts paths
-and hub ids.
+This package imports no other package of sojourn. Start reading at ``model_cache.resolve_model``, which also
+accepts paths and hub ids.
 """
 
 from .chat_format import CHAT_TEMPLATE, assistant_text

@@ -1,19 +1,18 @@
-"""Canonical text of an assistant message, whose KV a prefix cache finds again on the next turn.
+"""One text format for assistant messages, so that a prefix cache finds their KV again on the next turn.
 
 A prefix cache compares tokens. On the next turn the client sends the assistant message back as structured
-data and the server renders it again. The cache finds the KV only if the rendered tokens equal the generated
-ones.
-``chat_template.jinja`` and ``assistant_text`` write the same form:
+data, and the server renders it as text again. The cache finds the KV only if the rendered tokens equal the
+generated tokens. ``chat_template.jinja`` and ``assistant_text`` write the same format:
 
     {content}\\n<tool_call>\\n{"name": "bash", "arguments": {"command": "ls"}}\\n</tool_call>
 
-- JSON has the format of ``json.dumps(..., ensure_ascii=False)``: ``", "`` and ``": "``, keys in their order.
-  vLLM's hermes parser and transformers' ``tojson`` write arguments in this format too.
-- The content is unchanged, but ends with a newline before the first tool call: the hermes parser returns
-  everything before ``<tool_call>``, the newline included.
-- Content does not start with white space: the newline after ``assistant`` in the prompt is one token, and
-  white space after it would merge with it into another token.
-- One newline joins several calls. ``<|im_end|>`` ends the message and is not part of the text.
+- JSON has the format of ``json.dumps(..., ensure_ascii=False)``: separators ``", "`` and ``": "``, keys in
+  their given order. vLLM's hermes parser and transformers' ``tojson`` use this format for arguments too.
+- The content is unchanged, except that it ends with a newline before the first tool call. The hermes parser
+  returns everything before ``<tool_call>``, the newline included.
+- The content does not start with white space. The newline after ``assistant`` in the prompt is one token, and
+  white space after that newline would merge with it into a different token.
+- One newline separates calls. ``<|im_end|>`` ends the message and is not part of the text.
 
 Text that contains ``</tool_call>`` or ``<|im_end|>`` cannot round-trip in this format.
 """
@@ -26,18 +25,18 @@ from pathlib import Path
 from typing import Any
 
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-"""Template of both models; ``sojourn serve`` passes it as ``--chat-template``."""
+"""Path of the chat template of both models; ``sojourn serve`` passes it as ``--chat-template``."""
 
 END_OF_MESSAGE = "<|im_end|>"
-"""The token that ends a message; forced token ids end with it, so that the engine stops by itself."""
+"""The token that ends a message. Forced token ids end with this token, so that the engine stops by itself."""
 
 
 def assistant_text(content: str | None, tool_calls: Iterable[Mapping[str, Any]] | None = None) -> str:
-    """Text that a model must generate for this assistant message to be rendered equally later.
+    """Return the text that a model must generate so that the chat template renders this message equally.
 
-    ``tool_calls`` are OpenAI tool calls (``{"function": {"name", "arguments"}}``) or the bare
-    functions; ``arguments`` is a mapping or its JSON text. Leading white space of ``content`` is
-    dropped, see above. Raises ``ValueError`` if the message cannot round-trip.
+    ``tool_calls`` are OpenAI tool calls (``{"function": {"name", "arguments"}}``) or the bare functions;
+    ``arguments`` is a mapping or its JSON text. Leading white space of ``content`` is dropped (see the
+    module). Raises ``ValueError`` if the text would be parsed into a different message.
     """
     text = (content or "").lstrip()
     calls = [_tool_call(call) for call in tool_calls or ()]

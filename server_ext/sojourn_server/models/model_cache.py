@@ -1,4 +1,4 @@
-"""Cache of the models made here: several processes make each model only once."""
+"""A directory that caches the models *tiny* and *smol*: parallel processes make each model only once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if sys.platform != "win32":
     import fcntl
 
 CACHE_VARIABLE = "SOJOURN_CACHE"
-"""Environment variable with the directory of the cache."""
+"""Name of the environment variable with the directory of the cache."""
 
 _REVISIONS = {"tiny": 1, "smol": 1}
-"""Revision of each model's recipe. A changed recipe gets a new number, so that old caches are not used."""
+"""Revision of the code that makes each model. Changed code gets a new number, so old caches are not used."""
 
 LOCAL_MODELS: tuple[str, ...] = tuple(_REVISIONS)
 """Names of the models that ``resolve_model`` makes."""
 
 
 class ModelError(RuntimeError):
-    """A model cannot be made here; ``message`` says what is missing and ``next_step`` how to get it."""
+    """A model cannot be made. ``message`` says what is missing, and ``next_step`` says how to get it."""
 
     def __init__(self, message: str, next_step: str) -> None:
         super().__init__(f"{message}: {next_step}")
@@ -34,10 +34,11 @@ class ModelError(RuntimeError):
 
 
 def resolve_model(name: str, *, progress: bool = True) -> str:
-    """Directory of a model made here; any other ``name``, a path or a hub id, is returned unchanged.
+    """Return the directory of the model ``tiny`` or ``smol``. Make the model if it is not in the cache.
 
-    The first use takes about 5 s for ``tiny`` and 20 s and 260 MB of disk for ``smol``, mostly imports;
-    ``progress`` shows it on stderr. Raises ``ModelError`` if a package for making the model is missing.
+    Any other ``name``, such as a path or a hub id, is returned unchanged. Making ``tiny`` takes about 5 s;
+    ``smol`` takes 20 s and 260 MB of disk. ``progress`` shows a status line on stderr. Raises ``ModelError``
+    if a package for making the model is missing.
     """
     if name not in _REVISIONS:
         return name
@@ -57,18 +58,19 @@ def is_cached(name: str) -> bool:
 
 
 def model_directory(name: str) -> Path:
-    """Directory of the model ``name`` in the cache, present or not; ``KeyError`` for other names."""
+    """Directory of the model ``name`` in the cache, which may not exist yet. Raises ``KeyError`` for names
+    other than ``LOCAL_MODELS``."""
     return cache_directory() / f"{name}-{_REVISIONS[name]}"
 
 
 def cache_directory() -> Path:
-    """``$SOJOURN_CACHE``, or ``~/.cache/sojourn/models``."""
+    """The directory of the cache: ``$SOJOURN_CACHE``, or ``~/.cache/sojourn/models``."""
     override = os.environ.get(CACHE_VARIABLE)
     return Path(override).expanduser() if override else Path.home() / ".cache" / "sojourn" / "models"
 
 
 def _make(name: str, directory: Path, *, progress: bool) -> None:
-    # A rename is only atomic within a file system, so the work is done beside the target.
+    # A rename is atomic only within a file system, so the model is made in a directory beside the target.
     partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=directory.parent))
     try:
         with _status(f"making the model {name!r} in {directory} (first use only)", show=progress) as say:
@@ -85,7 +87,7 @@ def _make(name: str, directory: Path, *, progress: bool) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on ``path`` between processes; waits without a limit."""
+    """Hold an exclusive file lock on ``path``, also against other processes. Waits without a limit."""
     with path.open("w") as file:
         if sys.platform != "win32":
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,7 +1,8 @@
-"""*smol*: SmolLM2-135M-Instruct as bfloat16 safetensors, 260 MB, for the demo.
+"""Makes the model *smol*: SmolLM2-135M-Instruct as bfloat16 safetensors, 260 MB, for the demo.
 
-It is dequantised from 4-bit weights and answers like the 4-bit model. The ``gguf`` package reads the tensors:
-transformers' own reader needs accelerate and keeps the weights in a form that it cannot save.
+The weights are dequantised from 4 bits, so *smol* answers like the 4-bit model. The ``gguf`` package reads
+the tensors. The reader of transformers would need accelerate, and keeps the weights in a form that
+transformers cannot save.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def make(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def _read_weights(gguf: Path, config: Any) -> dict[str, Any]:
-    """All tensors of the file in bfloat16, with the names of transformers' Llama."""
+    """Read all tensors of the file in bfloat16, by their names in transformers' Llama."""
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -70,7 +71,7 @@ def _read_weights(gguf: Path, config: Any) -> dict[str, Any]:
         elif parts[0] in _TOP_NAMES:
             name = f"{_TOP_NAMES[parts[0]]}.weight"
         else:
-            continue  # rope_freqs and the like follow from the config
+            continue  # tensors such as rope_freqs follow from the config
         weights[name] = values.to(torch.bfloat16)
     return weights
 

@@ -1,4 +1,4 @@
-"""A cluster preset: one policy for each question of the gateway, and the preset of its engines."""
+"""Cluster presets: one policy for each question of the gateway, such as routing, and the engines' preset."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "to-urgent": "fairness.tenant_preemption:UrgencyPreemption",
     },
 }
-"""Question → policy name → ``module:class`` in this package; imported only when chosen."""
+"""Question (a key of a preset) → policy name → ``module:class`` here. A class is imported when chosen."""
 
 DEFAULT_POLICIES = {"stealing": "none", "sharing": "in-order", "yielding": "none"}
-"""Question → the policy of presets that name none for it."""
+"""Question (a key of a preset) → name of the policy that applies if a preset lacks the key."""
 
 POLICY_PROTOCOLS: dict[str, type] = {
     "routing": RoutingPolicy,
@@ -46,7 +46,7 @@ POLICY_PROTOCOLS: dict[str, type] = {
     "sharing": SharePolicy,
     "yielding": TenantPreemptionPolicy,
 }
-"""Question → the protocol that its policies implement."""
+"""Question (a key of a preset) → the protocol that the policies for this question implement."""
 
 _REGISTRY = PolicyRegistry(registry=POLICY_CLASSES, protocols=POLICY_PROTOCOLS, unasked=DEFAULT_POLICIES)
 _PRESETS = PresetStore("cluster_presets", "cluster policy")
@@ -54,20 +54,19 @@ _PRESETS = PresetStore("cluster_presets", "cluster policy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPreset:
-    """One policy for each question of the gateway, and two numbers that these policies share."""
+    """The gateway's policies, one for each question such as ``routing``, and two numbers that they share."""
 
     name: str
     paper: str
     """The paper and sections that the preset follows, or its purpose."""
     engine: str
-    """The engine preset for its engines; ``stock`` for plain vLLM."""
+    """Name of the preset that the cluster's engines use; ``stock``: plain vLLM."""
     routing: RoutingPolicy
     stealing: StealingPolicy
     sharing: SharePolicy
     yielding: TenantPreemptionPolicy
     send_below_load: float = math.inf
-    """Requests wait at the gateway while their replica's load is at least this; ``inf``: engines queue
-    them."""
+    """Replica load from which requests wait at the gateway; ``inf``: they wait in the engine's queue."""
     size_quantile: float = 0.5
     """Probability that a program does not outgrow its estimated size, between 0 and 1."""
 
@@ -86,16 +85,16 @@ def read_cluster_preset(path: Path, *, allowed_modules: str = "") -> ClusterPres
     """Read a cluster preset file, which may name policy classes in Python files beside it. Raises
     ``PresetError``.
 
-    ``allowed_modules``: installed packages whose classes it may name too (``custom_class_loader``).
+    ``allowed_modules``: installed packages whose classes the file may name too (see ``custom_class_loader``).
     """
     own = custom_class_loader(path.parent, allowed_modules)
     return parse_cluster_preset(read_preset_text(path), source=str(path), own=own)
 
 
 def parse_cluster_preset(text: str, *, source: str, own: CustomClassLoader | None = None) -> ClusterPreset:
-    """Build a cluster preset from TOML; ``extends = "NAME"`` starts from a shipped preset. ``source`` names
-    the text in errors, ``own`` loads classes named as ``module:Class``.
+    """Build a cluster preset from TOML. ``extends = "NAME"`` starts from a shipped preset.
 
+    ``source`` is the name of the text in error messages. ``own`` loads classes named as ``module:Class``.
     Raises ``PresetError``.
     """
     document = _PRESETS.document(text, source, (field.name for field in fields(ClusterPreset)))

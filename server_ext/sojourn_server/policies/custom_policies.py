@@ -1,8 +1,8 @@
-"""Policies of the operator's own: a preset file may name a class in a Python file next to it.
+"""Loads the operator's own policies: a preset file may name a class in a Python file next to it.
 
 Only a preset file on the operator's machine may name such a class. A preset from another source, such as a
-recording, imports nothing. A module from another folder is imported only if the operator allows it by name,
-and a class is instantiated only if it defines the methods of its protocol: a preset file alone runs no code.
+recording, imports nothing. A module from another folder is imported only if the operator allows it by name. A
+class is instantiated only if it defines the methods of its protocol. So a preset file alone runs no code.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from types import ModuleType
 from typing import Any
 
 CustomClassLoader = Callable[[str], type]
-"""Loads the class of a ``module:Class``; raises ``CustomPolicyError``."""
+"""A function that returns the class for a name ``module:Class``, or raises ``CustomPolicyError``."""
 
 
 class CustomPolicyError(ValueError):
-    """The class does not exist or is unsuitable. The message names what was searched and where."""
+    """A policy class was not found or is unsuitable. The message names the class and the searched file."""
 
 
 def custom_class_loader(folder: Path, allowed: str = "") -> CustomClassLoader:
-    """A loader of ``module:Class`` from ``folder/module.py``, or else from an allowed installed package.
+    """Return a loader of ``module:Class`` from ``folder/module.py``, or else from an allowed package.
 
-    ``allowed`` names packages or modules, separated by commas; a package includes its modules. Modules of the
-    standard library are refused, and nothing is imported to refuse a module.
+    ``allowed`` names installed packages or modules, separated by commas; a package includes its modules.
+    Modules of the standard library are refused. A refused module is never imported.
     """
     packages = tuple(name.strip() for name in allowed.split(",") if name.strip())
 
@@ -50,7 +50,7 @@ def custom_class_loader(folder: Path, allowed: str = "") -> CustomClassLoader:
 def check_defines_methods(policy_class: type, protocol: type, question: str, place: str) -> None:
     """Raise ``CustomPolicyError`` if a class lacks a method of its protocol. Creates no instance.
 
-    ``__init__`` may set the protocol's data attributes; ``check_implements_protocol`` checks them later.
+    Data attributes may be set in ``__init__``, so ``check_implements_protocol`` checks them on the instance.
     """
     methods = [name for name, value in vars(protocol).items() if name[0] != "_" and callable(value)]
     if any(not callable(getattr(policy_class, name, None)) for name in methods):

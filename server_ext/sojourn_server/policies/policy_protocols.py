@@ -1,7 +1,7 @@
-"""One protocol for each question of an engine's preset: a frozen view and ``now`` in, a decision out.
+"""The protocols of an engine's policies: each computes one decision from a frozen view and ``now``.
 
 A policy reads no clock, does no I/O and knows no engine, so the same object runs in vLLM, in the gateway and
-in the simulator. A policy that cannot decide returns the value that its protocol names, and raises nothing.
+in the simulator. A policy that cannot decide raises nothing. It returns the value that its protocol names.
 """
 
 from __future__ import annotations
@@ -80,18 +80,18 @@ class RetentionDecision(NamedTuple):
 
 
 class RetentionPolicy(Protocol):
-    """How long to keep the KV of a turn that has just ended."""
+    """Decides how long to keep the KV of a turn that has just ended."""
 
     def keep(self, turn: FinishedTurnView, now: float) -> RetentionDecision: ...
 
 
 class AdmissionPolicy(Protocol):
-    """Whether a program that holds no KV is admitted now.
+    """Decides whether a program that holds no KV is admitted now.
 
     ``gates`` False: every program is admitted, and the policy is never asked. ``reserves_prompt_blocks``:
     blocks that running requests still need for their prompts do not count as free. ``forecasts``: the
-    scheduler asks for every request of a program, also for preempted requests and for those with a lease, and
-    fills the demand forecast in the view.
+    scheduler adds the demand forecast to the view. It then asks for every request of a program, also if the
+    request was preempted or the program has a lease.
     """
 
     gates: bool
@@ -110,13 +110,13 @@ class QueueOrderPolicy(Protocol):
         """Engine time at which the request moves to the front because it has waited long enough; ``inf``:
         never.
 
-        From then on its key changes, and the time that it waited and ran before no longer counts.
+        From then on the request has a new key. The time that it waited and ran before no longer counts.
         """
         ...
 
 
 class LeaseReclaimPolicy(Protocol):
-    """Which leases end early to free blocks. ``None``: no lease ends, and the request waits."""
+    """Chooses leases to end early, so that blocks become free. ``None``: no lease ends."""
 
     def release(
         self, need: ReclaimRequest, leases: Sequence[LeaseView], now: float
@@ -124,7 +124,7 @@ class LeaseReclaimPolicy(Protocol):
 
 
 class VictimPolicy(Protocol):
-    """Which running request to preempt. ``None`` leaves the choice to the engine."""
+    """Chooses the running request to preempt. ``None`` leaves the choice to the engine."""
 
     def victim(
         self, running: Sequence[RunningRequestView], need: BlockShortage, now: float
@@ -132,11 +132,11 @@ class VictimPolicy(Protocol):
 
 
 class EvictionPolicy(Protocol):
-    """The order in which cached blocks of programs are evicted: ascending ``score``.
+    """Orders the eviction of programs' cached blocks: ascending ``score``.
 
     ``by_program`` False keeps the engine's least-recently-used order. ``standing`` returns the inputs of a
-    program's score; it is computed at the program's events, and stored. ``score`` converts a stored standing
-    to the present scale; all scores are recomputed when the scale changes.
+    program's score. It is called at the program's events, and its result is stored. ``score`` computes the
+    score of a stored standing in the present scale. When the scale changes, all scores are computed again.
     """
 
     by_program: bool
@@ -156,7 +156,7 @@ class WorkflowPredictionPolicy(Protocol):
 
 
 class PrefetchPolicy(Protocol):
-    """When to load a program's prefix back from host memory or disk. ``plans`` False: never."""
+    """Decides when to load a program's prefix back from host memory or disk. ``plans`` False: never."""
 
     plans: bool
 

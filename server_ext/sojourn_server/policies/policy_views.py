@@ -14,12 +14,11 @@ from .placement.placement_views import Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedTurnView:
-    """A turn that has just finished, as the policy of the question ``retention`` sees it: how long is its KV
-    kept?"""
+    """A turn that has just finished, as input of the retention policy: how long to keep its KV."""
 
     program_id: ProgramId
     tool: str | None
-    """History key of the tool that the output calls; ``None``: it calls no tool."""
+    """History key of the tool that the output calls; ``None``: the output calls no tool."""
     context_tokens: int
     kv_blocks: int
     reload_s: float
@@ -33,8 +32,8 @@ class FinishedTurnView:
     hinted_ttl_s: float | None = None
     """The TTL that the client asked for, within its bounds; ``None``: the client did not ask."""
     chunked_reload_s: float = 0.0
-    """Seconds to recompute this context in chunks of one engine step each, summed as if every chunk ran
-    alone: the delay that recomputing causes for other requests."""
+    """Seconds to recompute this context in chunks of one engine step each, as if every chunk ran alone. This
+    is the delay that recomputing causes for other requests."""
     host_reload_s: float | None = None
     """Seconds to copy this context back from host memory; ``None``: no host tier."""
     running_tokens: int = 0
@@ -46,8 +45,7 @@ class FinishedTurnView:
 
 
 class WaitingRequestView(NamedTuple):
-    """A request in the waiting queue, as the policy of the question ``order`` sees it: which request is
-    next?"""
+    """A request in the waiting queue, as input of the queue order policy: which request is next."""
 
     preempted: bool
     leased: bool
@@ -65,14 +63,13 @@ class WaitingRequestView(NamedTuple):
     arrived_s: float = 0.0
     """Engine time at which the request arrived."""
     since_s: float = 0.0
-    """Engine time at which its present wait began; later than the arrival if the request was preempted."""
+    """Engine time at which the request's present wait began; after the arrival if it was preempted."""
     now_s: float = 0.0
     """Engine time of this snapshot."""
 
 
 class LeaseView(NamedTuple):
-    """A lease, as the policy of the question ``room`` sees it: which lease ends early when blocks run
-    short?"""
+    """A lease, as input of the lease reclaim policy: which leases end early when blocks run short."""
 
     program_id: ProgramId
     program_rank: int
@@ -92,14 +89,14 @@ class LeaseView(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReclaimRequest:
-    """A request for blocks."""
+    """A request that needs blocks, as input of the lease reclaim policy."""
 
     program_id: ProgramId | None
     program_rank: int
     blocks: int
     """Number of missing blocks, an upper estimate."""
     running: bool
-    """Whether the request runs already: without these blocks another request is preempted."""
+    """Whether the request runs already. If it gets no blocks, a running request is preempted."""
     anything_running: bool
     """Whether any request runs; if none does, the engine is idle until blocks are freed."""
     idle_s: float = 0.0
@@ -109,8 +106,7 @@ class ReclaimRequest:
 
 
 class RunningRequestView(NamedTuple):
-    """A running request, as the policy of the question ``victim`` and the demand forecast see it: which
-    request is preempted?"""
+    """A running request, as input of the victim policy (which request to preempt) and the demand forecast."""
 
     request_id: str
     program_rank: int
@@ -118,7 +114,7 @@ class RunningRequestView(NamedTuple):
     """Index among the running requests, followed by those whose KV is being loaded; the engine's own choice
     is the last one."""
     blocks: int
-    """Blocks of the request, shared ones included."""
+    """Number of the request's blocks, shared ones included."""
     attained_s: float = 0.0
     """Seconds that the program's requests had run when this request arrived."""
     ran_s: float = 0.0
@@ -132,11 +128,12 @@ class RunningRequestView(NamedTuple):
     remaining: tuple[float, ...] | None = None
     """Equally likely numbers of tokens still to generate, ascending; ``None``: unknown."""
     preemptions: int = 0
-    """Number of its preemptions."""
+    """Number of times that the request was preempted."""
     stayed_tokens: int = 0
-    """Output tokens since its last admission."""
+    """Output tokens since the request's last admission."""
     recover_s: float = 0.0
-    """Seconds to restore its KV after a preemption: the cheaper of recomputing and copying."""
+    """Seconds to restore the request's KV after a preemption, by recomputing or copying, whichever is
+    faster."""
     of_program: bool = False
     """Whether the request belongs to a program, so that hints are possible."""
     freed_blocks: int | None = None
@@ -144,7 +141,7 @@ class RunningRequestView(NamedTuple):
 
     @property
     def shared_blocks(self) -> int:
-        """Number of its blocks that other requests use too: preempting this request does not free them."""
+        """Number of the request's blocks that other requests use too. A preemption does not free them."""
         return 0 if self.freed_blocks is None else self.blocks - self.freed_blocks
 
 
@@ -154,7 +151,7 @@ class BlockShortage(NamedTuple):
     short_blocks: int = 1
     """Blocks missing now."""
     available_blocks: int = 0
-    """Blocks available to all running requests, shared ones counted for each; 0: unknown."""
+    """Blocks available to all running requests; a shared block counts once per request. 0: unknown."""
     block_size: int = 16
     step_s: float = 0.0
     """Seconds per recent engine step; 0: unknown."""
@@ -172,13 +169,13 @@ class ProgramGrowthView(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionView:
-    """A program that holds no KV and waits for admission."""
+    """A program that holds no KV and waits for admission, as input of the admission policy."""
 
     need_blocks: int
-    """Blocks of its prompt, an upper estimate."""
+    """Blocks of the program's prompt, an upper estimate."""
     free_blocks: int
-    """Free blocks, plus blocks leased to later programs, which can be reclaimed; minus the blocks that
-    running requests still need for their prompts if the policy ``reserves_prompt_blocks``."""
+    """Free blocks plus blocks leased to later programs, which can be reclaimed. If the policy
+    ``reserves_prompt_blocks``, minus blocks that running requests still need for their prompts."""
     pool_blocks: int
     block_size: int
     max_context_tokens: int
@@ -201,27 +198,27 @@ class AdmissionView:
     """Demand of the running requests at each of ``kv_demand.STEP_POINTS``; set if the policy
     ``forecasts``."""
     available_blocks: int = 0
-    """Blocks available to all running requests, shared ones counted for each."""
+    """Blocks available to all running requests; a shared block counts once per request."""
 
 
 class EvictionCandidateView(NamedTuple):
-    """A program that owns cached blocks, as the policy of the question ``eviction`` sees it: which blocks are
-    evicted first?"""
+    """A program that owns cached blocks, as input of the eviction policy: which blocks to evict first."""
 
     program_rank: int
     over: bool
     last_turn_s: float
     blocks: int = 0
-    """Number of cached blocks that its last turn used, reused ones included."""
+    """Number of cached blocks that the program's last turn used, reused ones included."""
     wanted: bool = False
     """Whether a request of the program is in the engine."""
     p_reuse: float | None = None
-    """Probability that its next prompt reuses its context, times the reused share; ``None``: unknown."""
+    """Probability that the program's next prompt reuses its context, times the reused share; ``None``:
+    unknown."""
     tier: Tier = Tier.DEVICE
-    """The tier its KV belongs in."""
+    """The tier in which the program's KV is placed."""
     in_abandoned_branch: bool = False
-    """Whether these are blocks that its newest turn did not use; ``last_turn_s`` and ``blocks`` then describe
-    the branch."""
+    """Whether the candidates are blocks that the program's newest turn did not use. Then ``last_turn_s`` and
+    ``blocks`` describe that branch."""
 
 
 class EvictionScoreScale(NamedTuple):
@@ -236,7 +233,7 @@ class EvictionScoreScale(NamedTuple):
 
 
 class AbandonedBranch(NamedTuple):
-    """Free blocks that a program's newest turn did not use: another branch, or an older context."""
+    """Cached free blocks that a program's newest turn did not use: another branch or an older context."""
 
     used_s: float
     """Time at which the program last used the oldest of these blocks."""
@@ -244,15 +241,14 @@ class AbandonedBranch(NamedTuple):
 
 
 class WorkflowStepView(NamedTuple):
-    """A turn that has just ended, as the policy of the question ``foresight`` sees it: what does the program
-    do next?"""
+    """A turn that has just ended, as input of workflow prediction: what the program does next."""
 
     final: bool = False
     """Whether the client said that no request follows."""
     steps_left: float | None = None
     """Number of turns that the client expects to follow; ``None``: not given."""
     declared: tuple[tuple[str, float], ...] = ()
-    """Successors of the current node with their probabilities, from the client's declared graph."""
+    """Successors of the current node with their probabilities, in the graph that the client declared."""
     hints_reliable: bool = True
     """Whether hints for programs of this type have been accurate enough so far."""
     inferred: tuple[tuple[str, float], ...] = ()
@@ -265,8 +261,7 @@ class WorkflowStepView(NamedTuple):
 
 
 class PrefetchView(NamedTuple):
-    """A program whose tool runs, as the policy of the question ``prefetch`` sees it: when is its prefix
-    needed?"""
+    """A program whose tool runs, as input of the prefetch policy: when to load its prefix back."""
 
     successor: str
     """The most likely next step."""

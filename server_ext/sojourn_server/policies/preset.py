@@ -1,4 +1,4 @@
-"""An engine's preset: one policy for each question, from a TOML file."""
+"""Engine presets: a TOML file that names one policy for each question, such as retention or eviction."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "cheaper": "preemption.preemption_recovery:CheaperRecovery",
     },
 }
-"""Question → policy name → ``module:class`` in this package; imported only when chosen."""
+"""Question (a key of a preset) → policy name → ``module:class`` here. A class is imported when chosen."""
 POLICY_PROTOCOLS: dict[str, type] = {
     "retention": RetentionPolicy,
     "entry": AdmissionPolicy,
@@ -106,7 +106,7 @@ POLICY_PROTOCOLS: dict[str, type] = {
     "forecast": ShortageForecastPolicy,
     "recovery": RecoveryPolicy,
 }
-"""Question → the protocol that its policies implement."""
+"""Question (a key of a preset) → the protocol that the policies for this question implement."""
 
 DEFAULT_POLICIES = {
     "foresight": "none",
@@ -116,7 +116,7 @@ DEFAULT_POLICIES = {
     "forecast": "none",
     "recovery": "offload",
 }
-"""Question → the policy of presets that name none for it."""
+"""Question (a key of a preset) → name of the policy that applies if a preset lacks the key."""
 
 _REGISTRY = PolicyRegistry(registry=POLICY_CLASSES, protocols=POLICY_PROTOCOLS, unasked=DEFAULT_POLICIES)
 _PRESETS = PresetStore("presets", "policy")
@@ -124,7 +124,7 @@ _PRESETS = PresetStore("presets", "policy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """One policy for each question of an engine."""
+    """The policies of one engine, one for each question such as ``retention``."""
 
     name: str
     paper: str
@@ -180,8 +180,8 @@ def read_preset(path: Path, *, allowed_modules: str = "") -> Preset:
 def parse_preset(text: str, *, source: str, own: CustomClassLoader | None = None) -> Preset:
     """Build a preset from TOML. ``extends = "NAME"`` starts from a shipped preset.
 
-    ``source`` names the text in errors. ``own`` loads classes named as ``module:Class``; without it, only
-    shipped classes are imported. Raises ``PresetError``.
+    ``source`` is the name of the text in error messages. ``own`` loads classes named as ``module:Class``;
+    without it, only shipped classes are allowed. Raises ``PresetError``.
     """
     document = _PRESETS.document(text, source, (field.name for field in fields(Preset)))
     policies = {question: _REGISTRY.build(question, document, source, own) for question in POLICY_CLASSES}

@@ -1,4 +1,4 @@
-"""Builds policies from a preset's TOML, for engine presets and cluster presets alike."""
+"""Finds and parses preset files, and builds the policies that they name: for engines and for clusters."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class PresetError(InputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRegistry:
-    """The questions of one kind of preset, and the policies that answer them."""
+    """The policies that one kind of preset (engine or cluster) may name, by question, such as routing."""
 
     registry: Mapping[str, Mapping[str, str]]
-    """Question → policy name → ``module:class`` in this package; imported only when chosen."""
+    """Question (a key of a preset) → policy name → ``module:class`` here. A class is imported when chosen."""
     protocols: Mapping[str, type]
-    """Question → the protocol that its policies implement."""
+    """Question (a key of a preset) → the protocol that the policies for this question implement."""
     unasked: Mapping[str, str] = field(default_factory=dict)
-    """Question → the policy of presets that name none for it."""
+    """Question (a key of a preset) → name of the policy that applies if a preset lacks the key."""
 
     def build(
         self, question: str, document: Mapping[str, Any], source: str, own: CustomClassLoader | None
     ) -> Any:
-        """Build the policy that ``document`` names for a question. ``source`` names the document in errors;
-        ``own`` loads ``module:Class``.
+        """Build the policy that ``document`` names for a question.
 
-        Raises ``PresetError``.
+        ``source`` is the name of the document in error messages. ``own`` loads classes named as
+        ``module:Class``. Raises ``PresetError``.
         """
         chosen = document.get(question, self.unasked.get(question))
         if isinstance(chosen, str):
@@ -85,7 +85,7 @@ class PresetStore:
 
     folder: str
     what: str
-    """Name of the kind in error messages."""
+    """Name of this kind of preset in error messages."""
 
     def names(self) -> list[str]:
         """The names of the presets, sorted."""
@@ -104,10 +104,9 @@ class PresetStore:
         return (files(__package__) / self.folder / f"{name}.toml").read_text(encoding="utf-8")
 
     def document(self, text: str, source: str, known: Iterable[str]) -> dict[str, Any]:
-        """Parse a TOML text in which only the keys ``known`` are allowed; ``extends = "NAME"`` starts from a
-        shipped preset.
+        """Parse the TOML text of a preset. ``extends = "NAME"`` starts from a shipped preset.
 
-        Raises ``PresetError``.
+        Raises ``PresetError`` for invalid TOML or a key that is not in ``known``.
         """
         try:
             document = load_toml(text)
@@ -133,7 +132,7 @@ class PresetStore:
 
 
 def read_preset_text(path: Path) -> str:
-    """Read a preset file. Raises ``PresetError``."""
+    """Read a preset file as text. Raises ``PresetError`` if that fails."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -141,13 +140,13 @@ def read_preset_text(path: Path) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: ``; did you mean 'NAME'?``, or "" without a similar name."""
+    """Return the end of an error message, ``; did you mean 'NAME'?``, or "" if no known name is similar."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def number_option(document: Mapping[str, Any], key: str, default: float, source: str) -> float:
-    """The number at ``key`` of a document. Raises ``PresetError`` for any other type."""
+    """Return the number at ``key``, or ``default`` without one. Raises ``PresetError`` for other types."""
     value = document.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise PresetError(f"{source}: {key} is {value!r}; expected a number")

@@ -1,4 +1,4 @@
-"""Reads TOML files of operators, within bounds: presets, profiles, tenants."""
+"""Reads the operator's TOML files (presets, profiles, tenants) with limits on size and complexity."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ else:
     import tomli as tomllib
 
 MAX_TOML_CHARS = 4 << 20
-"""A profile with thousands of measured steps has a tenth of that."""
+"""Maximum length of a TOML text. A profile with thousands of measured steps has a tenth of that."""
 MAX_KEY_PARTS = 1000
-"""Most parts of a dotted key. The parser's work grows with the square of their number."""
+"""Maximum number of parts of a dotted key. The parser's work grows with the square of this number."""
 _MAX_INTEGER = 2**63
 
 
 class TomlError(ValueError):
-    """The text is not TOML, or beyond the bounds; the text says where."""
+    """A text is not TOML or exceeds the limits. The message says where."""
 
 
 def load_toml(text: str) -> dict[str, Any]:
-    """The document of a TOML text. Integers fit into 64 bits, as TOML demands. Raises ``TomlError``."""
+    """Parse a TOML text. Raises ``TomlError``, also for integers that do not fit into 64 bits."""
     if len(text) > MAX_TOML_CHARS:
         raise TomlError(f"{len(text)} characters; expected at most {MAX_TOML_CHARS}")
     for number, line in enumerate(text.split("\n"), start=1):
-        # Rows of numbers have a dot and a comma each.
+        # Commas are subtracted, because a row of numbers has a dot and a comma for each number.
         if line.count(".") - line.count(",") > MAX_KEY_PARTS:
             raise TomlError(f"line {number}: too many dots; expected keys of at most {MAX_KEY_PARTS} parts")
     try:
         document = tomllib.loads(text)
     except RecursionError:
         raise TomlError("not TOML: nested too deeply") from None
-    except ValueError as error:  # also of an integer with thousands of digits, or of a date
+    except ValueError as error:  # also raised for a wrong date or an integer with thousands of digits
         raise TomlError(f"not TOML: {str(error)[:200]}") from None
     _check_integers(document)
     return document

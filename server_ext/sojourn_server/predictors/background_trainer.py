@@ -1,4 +1,4 @@
-"""Runs the length trainer in its own thread, with a bounded share of one core."""
+"""Trains and runs the length network in a thread of its own, with a limited share of one core."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ logger = logging.getLogger("vllm.sojourn")
 CPU_SHARE = 0.01
 """Share of one core that predicting and training may use together."""
 BURST_S = 0.25
-"""Maximum processor seconds that the thread may save up unused, and maximum seconds of debt."""
+"""Maximum processor seconds that the thread may save for later, and also the maximum debt in seconds."""
 CREDIT_S = 0.05
 """Debt in seconds up to which the thread still predicts, since hidden states come in bursts."""
 MAX_QUEUED_NOTES = 64
-"""Maximum queue length: if training is slow, notes are dropped so that memory stays bounded."""
+"""Maximum number of queued messages. If the thread is slow, new messages are dropped, to bound the memory."""
 NICENESS = 10
 SAVE_INTERVAL_S = 300.0
 STOP_TIMEOUT_S = 2.0
@@ -47,14 +47,14 @@ class _HiddenStatesObserved(NamedTuple):
 class _OutputEnded(NamedTuple):
     request_id: str
     tokens: int | None
-    """Final length of the output; ``None``: it was aborted."""
+    """Final length of the output; ``None``: the output was aborted."""
 
 
 class BackgroundTrainer:
-    """The length trainer of one engine in a thread. Only ``stop`` waits for the thread; an error there only
-    ends predictions.
+    """Runs the length trainer of one engine in a thread.
 
-    Raises ``WeightsError`` for a ``file`` of another ``model``.
+    Only ``stop`` waits for the thread. An error in the thread ends the predictions and has no other effect.
+    Raises ``WeightsError`` if ``file`` holds weights for another ``model``.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class BackgroundTrainer:
         self._notes: queue.Queue[_HiddenStatesObserved | _OutputEnded | None] = queue.Queue(MAX_QUEUED_NOTES)
         self._guesses: dict[str, LengthPrediction] = {}
         self._lock = threading.Lock()
-        """Guards the predictions; held only to merge one dictionary into another."""
+        """Guards the predictions. It is held only while one dictionary is merged into another."""
         self.missed = 0
-        """Number of notes dropped for lack of queue space or time."""
+        """Number of messages dropped because the queue was full or the time was used up."""
         self.spent_s = 0.0
-        """Processor seconds used so far."""
+        """Processor seconds that the thread has used so far."""
         self.loss: float | None = None
         self._saved_examples = 0
         self._stopping = False
@@ -89,16 +89,16 @@ class BackgroundTrainer:
     # -- the engine's side ----------------------------------------------------------
 
     def see(self, requests: Sequence[tuple[str, int]], states: torch.Tensor) -> None:
-        """Queue one hidden state for each of ``requests``: pairs of an id and the number of tokens generated
-        so far."""
+        """Queue one hidden state (a row of ``states``) for each of ``requests``, which are pairs of an id and
+        the number of tokens generated so far."""
         self._leave(_HiddenStatesObserved(requests, states))
 
     def ended(self, request_id: str, tokens: int | None) -> None:
-        """Queue the end of an output of ``tokens`` tokens; ``None``: it was aborted."""
+        """Queue the end of an output of ``tokens`` tokens; ``None``: the output was aborted."""
         self._leave(_OutputEnded(request_id, tokens))
 
     def guesses(self) -> dict[str, LengthPrediction]:
-        """The latest new prediction of each request since the last call."""
+        """Return the latest prediction of each request that has a new one since the last call."""
         if not self._guesses:
             return {}
         with self._lock:
@@ -106,7 +106,7 @@ class BackgroundTrainer:
         return taken
 
     def state(self) -> dict[str, float | None]:
-        """Counters, and prediction errors, by name."""
+        """Return the counters and the mean training loss, by name."""
         student = self._student
         return {
             "examples": float(student.examples),
@@ -118,7 +118,7 @@ class BackgroundTrainer:
         }
 
     def stop(self) -> None:
-        """Save the weights and end the thread; waits only briefly."""
+        """End the thread, which saves its weights first. Waits for at most ``STOP_TIMEOUT_S``."""
         self._stopping = True
         with contextlib.suppress(queue.Full):
             self._notes.put_nowait(None)
@@ -137,7 +137,7 @@ class BackgroundTrainer:
     def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # on Linux niceness is per thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        # For this thread, and for threads that first use torch later: one core, not all.
+        # Limits torch to one core in this thread, and in threads that first use torch later.
         torch.set_num_threads(1)
         try:
             self._work()
@@ -150,7 +150,7 @@ class BackgroundTrainer:
             )
             self._stopping = True
         with contextlib.suppress(queue.Empty):
-            while True:  # empty the queue: no note will be read any more
+            while True:  # empty the queue, since no message will be read any more
                 self._notes.get_nowait()
         with self._lock:
             self._guesses = {}
@@ -160,8 +160,8 @@ class BackgroundTrainer:
         woke_s = saved_s = time.monotonic()
         allowed_s = 0.0
         trained = True
-        """Whether the thread has trained since the last hidden states arrived: predicting and
-        training alternate if time is short."""
+        """Whether the thread has trained since its last prediction. If time is short, predicting and training
+        alternate."""
         while not self._stopping:
             trains = student.due and allowed_s > 0.0
             note = self._next(wait_s=0.0 if trains else 0.05 if student.due else 1.0)
@@ -181,7 +181,7 @@ class BackgroundTrainer:
                 trained = True
                 if loss is not None:
                     self.loss = loss if self.loss is None else self.loss + 0.02 * (loss - self.loss)
-            # Processor time, not wall time: other threads may have run meanwhile.
+            # Processor time is charged, not wall time, since other threads may have run meanwhile.
             used_s = time.thread_time() - used_s
             self.spent_s += used_s
             allowed_s = max(allowed_s - used_s, -BURST_S)

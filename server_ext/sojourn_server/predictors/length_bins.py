@@ -6,23 +6,23 @@ import torch
 
 BIN_COUNT = 32
 BINS_PER_DOUBLING = 2
-"""Number of bins per doubling. The last bin is open: it begins at 2^15.5 = 46,341 tokens, and 65,536 is used
-as its end."""
+"""Number of bins per doubling of the length. The last bin begins at 2^15.5 = 46,341 tokens and has no upper
+limit; quantiles use 65,536 as its end."""
 
 BIN_EDGES = tuple(2.0 ** (edge / BINS_PER_DOUBLING) for edge in range(BIN_COUNT + 1))
 """Bin i holds token counts from ``BIN_EDGES[i]`` up to, but not including, ``BIN_EDGES[i + 1]``."""
 
 
 def bin_of(tokens: torch.Tensor) -> torch.Tensor:
-    """The bin of each of ``tokens`` (≥ 1); lengths beyond the last edge are in the last bin."""
+    """Return the bin index of each of ``tokens`` (≥ 1). Lengths beyond the last edge are in the last bin."""
     return torch.bucketize(tokens.float(), torch.tensor(BIN_EDGES[1:-1]), right=True)
 
 
 def quantiles_of_bins(probabilities: torch.Tensor, points: int) -> torch.Tensor:
-    """``points`` equally likely token counts for each row of ``probabilities`` (rows × ``BIN_COUNT``).
+    """Return ``points`` equally likely token counts for each row of ``probabilities`` (rows × ``BIN_COUNT``).
 
-    The counts are the medians of equal shares of the distribution, ascending. Within a bin, the logarithm of
-    the length is uniform.
+    The counts are the medians of ``points`` equal shares of the distribution, ascending. Within a bin, the
+    logarithm of the length is assumed to be uniform.
     """
     rows = probabilities.shape[0]
     reached = probabilities.cumsum(dim=1)

@@ -1,4 +1,4 @@
-"""The length network: from a hidden state to probabilities of the remaining length (Tetris §2.2)."""
+"""The length network: predicts the remaining output length from a hidden state (Tetris §2.2)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from torch import nn
 from .length_bins import BIN_COUNT
 
 PARAMETER_COUNT = 302_000
-"""Number of parameters, as in the paper. With the model's hidden size it determines the width of the hidden
-layer."""
+"""Approximate number of parameters, as in the paper. This number and the model's hidden size determine the
+width of the network's hidden layer."""
 
 MAX_STATE_MAGNITUDE = 1e4
-"""Entries of hidden states are clipped to this magnitude, so that an outlier does not dominate."""
+"""Maximum magnitude of an entry of a hidden state. Larger entries are clipped, so that outliers do not
+dominate."""
 
 
 class LengthNetwork(nn.Module):
-    """Two linear layers over normalised hidden states, whose scale depends on the model.
+    """Predicts remaining output length from a hidden state with two linear layers.
 
-    The number of generated tokens is a second input; the paper's network has to infer it. The initial weights
-    depend on ``seed`` only, because torch's global random state belongs to the engine. Raises ``ValueError``
-    for a hidden size below 1, or too large for the number of parameters.
+    Hidden states are normalised, since their scale depends on the model. The number of generated tokens is a
+    second input, which the paper's network has to infer. The initial weights depend only on ``seed``, because
+    torch's global random state belongs to the engine. Raises ``ValueError`` for a hidden size below 1, or
+    too large for the number of parameters.
     """
 
     def __init__(self, hidden_size: int, *, seed: int = 0) -> None:
@@ -44,9 +46,9 @@ class LengthNetwork(nn.Module):
                 nn.init.uniform_(values, -(layer.in_features**-0.5), layer.in_features**-0.5, generator)
 
     def forward(self, states: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
-        """Scores (rows × ``BIN_COUNT``) whose softmax is the distribution of the remaining length.
+        """Return scores (rows × ``BIN_COUNT``) whose softmax is the distribution of the remaining length.
 
-        ``states``: rows × hidden size; ``written``: tokens written so far, one per row."""
+        ``states``: rows × hidden size. ``written``: number of tokens generated so far, one per row."""
         seen = nn.functional.layer_norm(
             states.clamp(-MAX_STATE_MAGNITUDE, MAX_STATE_MAGNITUDE), (self.hidden_size,)
         )

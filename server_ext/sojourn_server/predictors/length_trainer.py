@@ -1,4 +1,4 @@
-"""The length trainer: learns output lengths from hidden states. No thread and no clock."""
+"""The length trainer: learns output lengths from hidden states. It uses no thread and no clock."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from .length_bins import bin_of, quantiles_of_bins
 from .length_network import LengthNetwork
 
 MAX_STATES_PER_REQUEST = 16
-"""Number of hidden states kept per output, a random sample."""
+"""Maximum number of hidden states kept per output. They are a random sample."""
 
 MAX_REQUESTS = 4096
 MAX_RUNNING_STATES_BYTES = 256 << 20
-"""Maximum number and size of remembered running outputs; the least recently seen are dropped."""
+"""Maximum size in bytes of the hidden states of running outputs (``MAX_REQUESTS`` limits their number). The
+least recently seen outputs are dropped."""
 
 MAX_EXAMPLES = 8192
 MAX_EXAMPLES_BYTES = 64 << 20
-"""Maximum number and size of kept examples, the newest ones. After a change of load, these many examples
-suffice to adapt."""
+"""Maximum size in bytes of the training examples (``MAX_EXAMPLES`` limits their number). The newest are kept,
+which are enough to adapt after a change of load."""
 
 BATCH_SIZE = 64
 MAX_EXAMPLE_USES = 24
-"""Mean number of times an example is trained on; more would overfit."""
+"""Mean number of times that an example is used in training. More would overfit."""
 
 MIN_EXAMPLES = 2 * BATCH_SIZE
 """Minimum number of examples before the first prediction."""
@@ -37,7 +38,7 @@ WEIGHT_DECAY = 1e-2
 
 @dataclass(slots=True)
 class _RunningOutput:
-    """A running output: its hidden states, and the number of generated tokens at each."""
+    """A running output: its kept hidden states, and the number of tokens generated at each."""
 
     seen: int = 0
     states: list[torch.Tensor] = field(default_factory=list)
@@ -45,8 +46,9 @@ class _RunningOutput:
 
 
 class LengthTrainer:
-    """Learns the output lengths of one model. ``network`` ``None``: start with a new network. Not
-    thread-safe."""
+    """Learns and predicts the output lengths of one model. Not thread-safe.
+
+    ``network``: a trained network to start with; ``None``: a new one."""
 
     def __init__(self, hidden_size: int, *, network: LengthNetwork | None = None, seed: int = 0) -> None:
         self.hidden_size = hidden_size
@@ -62,19 +64,19 @@ class LengthTrainer:
             MAX_REQUESTS, max(1, MAX_RUNNING_STATES_BYTES // (4 * hidden_size * MAX_STATES_PER_REQUEST))
         )
         most = max(BATCH_SIZE, min(MAX_EXAMPLES, MAX_EXAMPLES_BYTES // (4 * hidden_size)))
-        # Pages stay unallocated until they are written.
+        # The operating system allocates these pages only when they are written.
         self._states = torch.empty(most, hidden_size)
         self._written = torch.empty(most, dtype=torch.long)
         self._bins = torch.empty(most, dtype=torch.long)
         self.examples = 0
         """Number of examples received so far; the newest are kept."""
         self.prediction_due = network is not None
-        """Whether to predict before the first training: a loaded network is already trained."""
+        """Whether to predict before any training: true for a loaded network, which is already trained."""
         self.batches = 0
         self.skipped = 0
         """Number of hidden states left out because they were not finite."""
         self._due = 0.0
-        """Number of batches still to be trained, as a fraction."""
+        """Number of batches still to be trained; not a whole number."""
 
     @property
     def kept(self) -> int:
@@ -89,11 +91,12 @@ class LengthTrainer:
     def see(
         self, requests: Sequence[tuple[str, int]], states: torch.Tensor, points: int
     ) -> dict[str, tuple[float, ...]]:
-        """Record one hidden state for each of ``requests``: pairs of an id and the number of tokens generated
-        so far. Returns the remaining tokens of each request as ``points`` equally likely numbers. Requests
-        whose state is not finite are left out.
+        """Record one hidden state per request, and predict how many tokens each request will still generate.
 
-        Raises ``ValueError`` unless ``states`` has one row per request, of the model's hidden size.
+        ``requests`` are pairs of an id and the number of tokens generated so far. Returns ``points`` equally
+        likely numbers of remaining tokens per id; empty before enough training. Requests whose state is not
+        finite are left out. Raises ``ValueError`` unless ``states`` has one row per request, of the model's
+        hidden size.
         """
         if states.shape != (len(requests), self.hidden_size):
             raise ValueError(
@@ -136,7 +139,7 @@ class LengthTrainer:
         )
 
     def gone(self, request_id: str) -> None:
-        """Forget an output that was aborted: its length is unknown."""
+        """Drop the states of an output that was aborted, since its length is unknown."""
         self._under_way.pop(request_id, None)
 
     def train(self) -> float | None:
@@ -177,7 +180,7 @@ class LengthTrainer:
             output.states[place], output.written[place] = state.clone(), written
 
     def _reset_network(self) -> None:
-        """Start again with new weights: weights that are not finite never recover."""
+        """Start again with new weights, since weights that are not finite never recover."""
         self.network = LengthNetwork(self.hidden_size, seed=self._seed)
         self._optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY

@@ -1,4 +1,4 @@
-"""The file that stores a trained network between runs of the engine: safetensors with the model's name."""
+"""Saves and loads a trained length network as a safetensors file, between runs of the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .weights_format import FORMAT, VERSION, WeightsError, read_weights_metadata
 
 
 def save_weights(path: Path, network: LengthNetwork, *, model: str, examples: int) -> None:
-    """Write the file atomically. Raises ``OSError``."""
+    """Write the network's weights and metadata to ``path``, atomically. Raises ``OSError``."""
     says = {
         "format": FORMAT,
         "version": VERSION,
@@ -38,8 +38,8 @@ def save_weights(path: Path, network: LengthNetwork, *, model: str, examples: in
 
 
 def load_weights(path: Path, *, model: str, hidden_size: int) -> LengthNetwork | None:
-    """The saved network of ``model``; ``None`` if the file does not exist yet. Raises ``WeightsError`` for a
-    file of another model or format."""
+    """Load the saved network of ``model``; ``None`` if the file does not exist yet. Raises ``WeightsError``
+    for a file of another model or format."""
     says = read_weights_metadata(path)
     if not says:
         return None

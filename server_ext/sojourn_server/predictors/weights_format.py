@@ -1,4 +1,4 @@
-"""The metadata of a weights file, readable without torch."""
+"""Reads the metadata of a weights file without torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ VERSION = "1"
 
 
 class WeightsError(InputError):
-    """A weights file is unusable. The message names the file, its content and the expected one."""
+    """A weights file is unusable. The message says what was found in the file and what was expected."""
 
 
 def read_weights_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a file; empty if it does not exist yet. Raises ``WeightsError`` for a foreign file."""
+    """Return the metadata of a file; empty if the file does not exist yet. Raises ``WeightsError`` for a file
+    of another format."""
     try:
         with safe_open(path, framework="numpy") as file:
             says: dict[str, str] = file.metadata() or {}

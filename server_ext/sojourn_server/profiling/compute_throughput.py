@@ -1,4 +1,4 @@
-"""Throughput of matrix multiplication on this machine, for the closed-form model of prefill."""
+"""Measures this machine's throughput of matrix multiplication, for the closed-form model of prefill."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ CPU_SIDE, CUDA_SIDE = 2048, 8192
 
 
 class ComputeThroughput(NamedTuple):
-    """Operations per second; ``None`` with the ``reason`` if they could not be measured."""
+    """Measured operations per second; ``None``, with a ``reason``, if there is no measurement."""
 
     flops_per_s: float | None
     reason: str = ""
 
 
 def measure_compute() -> ComputeThroughput:
-    """Throughput, measured as the median of a few products of bfloat16 matrices on one device. Never
-    raises."""
+    """Measure throughput as the median of a few products of bfloat16 matrices on one device, and return it.
+    Never raises."""
     if importlib.util.find_spec("torch") is None:
         return ComputeThroughput(None, "torch is not installed here")
     try:
@@ -46,5 +46,5 @@ def _matmul_rate(torch: Any, side: int, device: str) -> float:
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
-    # The first product selects the kernel.
+    # The first product is left out: it also selects the kernel.
     return 2 * side**3 / max(statistics.median(times[1:]), 1e-9)

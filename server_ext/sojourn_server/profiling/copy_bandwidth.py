@@ -1,4 +1,4 @@
-"""Copy bandwidth between device and host on this machine (Continuum §5.2)."""
+"""Measures copy bandwidth between device and host on this machine (Continuum §5.2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPEATS = 5
 
 
 class CopyBandwidth(NamedTuple):
-    """Bytes per second each way; ``None`` with the ``reason`` if it could not be measured."""
+    """Measured bytes per second in each direction; ``None``, with a ``reason``, if not measured."""
 
     device_to_host_bytes_per_s: float | None
     host_to_device_bytes_per_s: float | None
@@ -33,10 +33,10 @@ class KvBlockLayout(NamedTuple):
 
 
 def measure_bandwidth(copy_bytes: int = COPY_BYTES, blocks: KvBlockLayout | None = None) -> CopyBandwidth:
-    """Copy bandwidth, measured as the median of a few large copies. Never raises.
+    """Measure copy bandwidth as the median of a few large copies, and return it. Never raises.
 
-    With CUDA: pinned memory. On a CPU engine: the host tier's own copy routine with ``blocks``, or plain
-    memory copies without ``blocks``.
+    With CUDA it copies from and to pinned memory. Without CUDA it runs the copy routine of a CPU engine's
+    host tier on ``blocks``, or plain memory copies if ``blocks`` is ``None``.
     """
     if importlib.util.find_spec("torch") is None:
         return CopyBandwidth(None, None, "torch is not installed here")
@@ -56,7 +56,7 @@ def measure_bandwidth(copy_bytes: int = COPY_BYTES, blocks: KvBlockLayout | None
 
 
 def describe_hardware() -> str:
-    """The GPUs as CUDA names them, else the processor and its number of usable cores."""
+    """Return the GPUs as CUDA names them, else the processor and its number of usable cores."""
     if importlib.util.find_spec("torch") is not None:
         try:
             import torch
@@ -93,7 +93,7 @@ def _copy_rate(torch: Any, copy_bytes: int, host: Any, device: Any, *, into_host
 
 
 def _host_tier_bandwidth(torch: Any, copy_bytes: int, blocks: KvBlockLayout) -> CopyBandwidth:
-    """Bandwidth of a CPU engine's host tier in a step that saves many blocks, and in one that loads them."""
+    """Measure a CPU engine's host tier: one step that saves many blocks, and one that loads them."""
     from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
     from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs
     from sojourn_server.kv_offload.offload_worker import OffloadWorker
@@ -139,7 +139,7 @@ def _median_copy_seconds(copy: Callable[[], None]) -> float:
         started = time.perf_counter()
         copy()
         times.append(time.perf_counter() - started)
-    # The first copy faults its pages in.
+    # The first copy is left out: it faults its pages in.
     return max(statistics.median(times[1:]), 1e-9)
 
 

@@ -1,4 +1,4 @@
-"""Limits of a live engine, from the sojourn plugin's capabilities and vLLM's own metrics."""
+"""Reads the limits of a live engine from the sojourn plugin's capabilities and vLLM's own metrics."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TIMEOUT_S = 10.0
 
 
 async def read_limits(url: str, served: ServedModel, *, api_key: str | None = None) -> EngineLimits:
-    """All limits that the server reports; never raises.
+    """Return the server's limits; ``None`` for limits that it does not report. Never raises.
 
-    A server with sojourn reports all limits, stock vLLM the size of its KV pool and its maximum context,
-    other servers at most the maximum context.
+    A server with sojourn reports all limits. Stock vLLM reports the size of its KV pool and its maximum
+    context, other servers at most the maximum context.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S) as client:
@@ -38,7 +38,8 @@ async def read_limits(url: str, served: ServedModel, *, api_key: str | None = No
 
 
 async def read_block_size(url: str, *, api_key: str | None = None) -> int | None:
-    """Tokens per KV block from vLLM's metrics, for servers without sojourn; never raises."""
+    """Return the tokens per KV block from vLLM's metrics, or ``None``. For servers without sojourn. Never
+    raises."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S) as client:
         return _limits_from_metrics(await _get(client, url + METRICS_PATH)).block_size

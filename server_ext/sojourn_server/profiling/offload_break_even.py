@@ -1,4 +1,4 @@
-"""The context length from which offloading KV is faster than recomputing it (Tetris §2.1)."""
+"""Computes the context length from which offloading KV is faster than recomputing it (Tetris §2.1)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class ModelDimensions(NamedTuple):
 
 
 class ContextThreshold(NamedTuple):
-    """A context length in tokens, or the statement that there is none."""
+    """The context length, in tokens, from which copying KV is faster than recomputing it."""
 
     tokens: float | None
     """0 or less: copying is always faster; ``inf``: never; ``None``: unknown."""
     why: str = ""
-    """Why it is unknown."""
+    """Why the threshold is unknown."""
 
     def words(self, longest: int) -> str:
-        """The threshold as text; ``longest`` is the longest measured context."""
+        """Return the threshold as text. ``longest``: the longest measured context, in tokens."""
         if self.tokens is None:
             return f"not known, {self.why}"
         if self.tokens <= 0:
@@ -43,8 +43,8 @@ class ContextThreshold(NamedTuple):
         return f"from {math.ceil(self.tokens):,} tokens on{beyond}"
 
     def as_json(self) -> dict[str, Any]:
-        """JSON object whose ``faster`` is ``always``, ``from``, ``never`` or ``not known``; JSON has no
-        infinity."""
+        """Return a JSON object whose ``faster`` is ``always``, ``from``, ``never`` or ``not known``, because
+        JSON has no infinity."""
         if self.tokens is None:
             return {"faster": "not known", "tokens": None, "why": self.why}
         if self.tokens == math.inf:
@@ -53,7 +53,7 @@ class ContextThreshold(NamedTuple):
 
 
 class OffloadBreakEven(NamedTuple):
-    """The break-even context by two methods, with the inputs of both."""
+    """The break-even context length by two methods, with the inputs of both."""
 
     measured: ContextThreshold
     """Break-even from the measured prefill curve and copies."""
@@ -65,7 +65,7 @@ class OffloadBreakEven(NamedTuple):
     dimensions: ModelDimensions | None
 
     def as_json(self) -> dict[str, Any]:
-        """The thresholds and their inputs as JSON data."""
+        """Return the thresholds and their inputs as JSON data."""
         return {
             "measured": self.measured.as_json(),
             "closed_form": self.closed_form.as_json(),
@@ -79,7 +79,8 @@ class OffloadBreakEven(NamedTuple):
 def offload_break_even(
     profile: EngineProfile, dimensions: ModelDimensions | None, compute: ComputeThroughput
 ) -> OffloadBreakEven:
-    """The break-even context, as far as ``profile`` allows; never raises."""
+    """Return the break-even context length of offloading by two methods. A method without its inputs gives an
+    unknown length, with the reason. Never raises."""
     kv_bytes = profile.limits.kv_bytes_per_token
     down, up = profile.device_to_host_bytes_per_s, profile.host_to_device_bytes_per_s
     if not (kv_bytes and down and up):
@@ -109,7 +110,7 @@ def offload_break_even(
 
 
 def read_dimensions(root: str | None) -> ModelDimensions | None:
-    """Dimensions from the ``config.json`` of a local model folder; ``None`` if it cannot be read."""
+    """Return the dimensions in the ``config.json`` of a local model folder; ``None`` if it cannot be read."""
     if root is None:
         return None
     try:

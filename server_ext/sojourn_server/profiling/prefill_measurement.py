@@ -1,8 +1,7 @@
-"""Prefill seconds over context length, measured on a live server (Continuum §5.2).
+"""Measures prefill seconds by prompt length on a live server (Continuum §5.2).
 
-Prompt lengths are 1000, 2000, 4000, … and the server's maximum; for a maximum below 4000, quarters of it. A
-sample is the time to first token of a prompt of new random ids, so that no cache hits occur. Samples run one
-at a time, and the server must be idle otherwise.
+A sample is the time to first token of a prompt of new random ids, so that no cache hits occur. Samples run
+one at a time, and the server must be idle otherwise. ``lengths_up_to`` chooses the prompt lengths.
 """
 
 from __future__ import annotations
@@ -20,21 +19,23 @@ from sojourn_server.traces.prompt_builder import FIRST_ID
 FIRST_LENGTH = 1000
 WARM_UP_TOKENS = 64
 _MIN_CURVE_LENGTHS = 3
-"""Minimum number of lengths: with fewer, the fit cannot show attention, which dominates long prompts."""
+"""Minimum number of measured lengths for an estimate of the remaining time. With fewer, the fit cannot show
+attention, which dominates long prompts."""
 
 
 @dataclass(slots=True)
 class PrefillMeasurement:
-    """Measurements, and notes about those that failed."""
+    """Measured prefill times, and notes about lengths that were left out or are unreliable."""
 
     points: list[tuple[int, float]] = field(default_factory=list)
-    """(tokens, median seconds)"""
+    """(prompt tokens, median seconds) of each measured length."""
     samples: int = 0
     notes: list[str] = field(default_factory=list)
 
 
 def lengths_up_to(max_tokens: int) -> list[int]:
-    """1000, 2000, 4000, … below ``max_tokens``, then ``max_tokens``; quarters for a short maximum.
+    """Return the prompt lengths to measure: 1000, 2000, 4000, … and ``max_tokens``. For a maximum below 4000:
+    a quarter of it, half of it, and all of it.
 
     A quadratic needs lengths that lie apart: 1000, 2000 and 2048 would determine it badly.
     """
@@ -61,12 +62,13 @@ async def measure_prefill(
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> PrefillMeasurement:
-    """Median prefill seconds of ``repeats`` samples at each length, within ``budget_s`` seconds.
+    """Measure the prefill of several prompt lengths: the median seconds of ``repeats`` samples each, within
+    ``budget_s`` seconds.
 
     Lengths that are predicted to exceed the budget are skipped, with a note. ``vocabulary``: upper bound of
     the random ids. ``on_sample`` is called before each sample with its description and the estimated
-    remaining seconds (``None`` before three lengths are known). Results are stored in ``into`` at once, for a
-    caller that interrupts. Raises ``RequestError`` if a request fails.
+    remaining seconds (``None`` before enough lengths are known). Each result is stored in ``into`` at once,
+    so that an interrupted caller keeps the results so far. Raises ``RequestError`` if a request fails.
     """
     # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
     rng = rng or random.Random()
@@ -110,7 +112,7 @@ async def measure_prefill(
 
 
 def _predicted_prefill_s(points: list[tuple[int, float]], tokens: int) -> float:
-    """Predicted seconds for ``tokens``, from the shorter lengths; 0.0 without any."""
+    """Return the predicted prefill seconds of ``tokens`` tokens, from shorter lengths; 0.0 without any."""
     if not points:
         return 0.0
     longest, seconds = points[-1]

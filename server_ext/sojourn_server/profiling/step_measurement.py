@@ -1,16 +1,17 @@
-"""Cost of engine steps, measured on a live server over HTTP and fitted.
+"""Measures the cost of engine steps on a live server over HTTP, as samples for a fit.
 
 Three kinds of samples, one kind at a time on an otherwise idle server:
 
     prefill    the prompts of ``prefill_measurement``: n new tokens, nothing cached
-    extension  a cached prefix of c tokens and n new ones: separates attention pairs from tokens
-    decode     B requests at contexts of c tokens, once for one token and once for 33: the difference is
-               32 steps, and separates KV read and requests from the step itself. The time between two
-               tokens is not used, because a busy server delivers several at once.
+    extension  a cached prefix of c tokens and n new ones: separates the cost of attention pairs from that
+               of tokens
+    decode     B requests at contexts of c tokens, once for one output token and once for 33: the difference
+               is the time of 32 steps. Separates the costs of reading KV and of requests from that of a
+               step. The time between two tokens is not used, because a busy server delivers several at once.
 
 A time to first token is the sum of the steps of its prompt, plus the API server's share. Before a decode
-sample every prompt is sent once, so that nearly all of its tokens are cached when the B requests run
-together. Each request has its own blocks: reading shared blocks would be cheaper than in production.
+sample, every prompt is sent once, so that nearly all of its tokens are cached when the B requests run
+together. Requests share no blocks, because reading shared blocks would be cheaper than in production.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DECODE_REPEATS = 2
 """Number of repeats of a decode sample: few, because each already averages 32 steps."""
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_BATCHED_TOKENS = 2048
-"""vLLM's smallest default, assumed if the server does not report it."""
+"""Maximum tokens of a step if the server does not report it: vLLM's smallest default."""
 POOL_SHARE = 0.8
 """Maximum share of the KV pool that a sample uses; with more, the engine may preempt, which would look like a
 slow step."""
@@ -42,7 +43,7 @@ slow step."""
 
 @dataclass(slots=True)
 class StepMeasurement:
-    """Measurements, and notes about those that failed."""
+    """Measured samples, and notes about samples that failed or were left out."""
 
     samples: list[StepSample] = field(default_factory=list)
     decode_points: list[tuple[int, float]] = field(default_factory=list)
@@ -58,8 +59,8 @@ class DecodePlan(NamedTuple):
 
 
 def prefill_sample(seconds: float, new: int, cached: int, max_num_batched_tokens: int) -> StepSample:
-    """Sample of the steps that prefill one prompt alone: ``new`` tokens after ``cached`` ones, in chunks of
-    at most ``max_num_batched_tokens``."""
+    """Return the sample of a prompt that was prefilled alone in ``seconds``: ``new`` tokens after ``cached``
+    ones, in chunks of at most ``max_num_batched_tokens``."""
     steps, kv_read, done = 0, 0, cached
     while done < cached + new:
         done = min(cached + new, done + max_num_batched_tokens)
@@ -70,14 +71,15 @@ def prefill_sample(seconds: float, new: int, cached: int, max_num_batched_tokens
 
 
 def decode_sample(seconds: float, context: float, concurrency: int) -> StepSample:
-    """Sample of one step in which each of ``concurrency`` requests adds a token to ``context`` tokens."""
+    """Return the sample of one step in which each of ``concurrency`` requests adds a token to ``context``
+    tokens."""
     read = concurrency * context
     return StepSample(seconds, 1, concurrency, read, read, concurrency)
 
 
 def decode_plan(longest: int, limits: EngineLimits, block_size: int = 1) -> list[DecodePlan]:
-    """Plans: several contexts for one request, then batches at a short and at a longer context, within the
-    limits.
+    """Return the decode measurements to make: several contexts with one request, then batches at a short and
+    at a longer context, within the limits.
 
     The largest batch is the engine's limit, at a shorter context if needed. Only large batches show the cost
     per request.
@@ -99,7 +101,7 @@ def decode_plan(longest: int, limits: EngineLimits, block_size: int = 1) -> list
 
 
 def extension_plan(longest: int) -> list[tuple[int, int]]:
-    """Pairs of (cached prefix, new tokens): short and long additions to short and long contexts."""
+    """Return pairs of (cached prefix, new tokens): short and long additions to short and long contexts."""
     pairs = {(longest * part // 8, max(1, longest * new // 64)) for part in (2, 4, 6) for new in (1, 4, 12)}
     return sorted(pairs, key=lambda pair: (pair[0] + pair[1], pair))
 
@@ -120,11 +122,12 @@ async def measure_steps(
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> StepMeasurement:
-    """Measure extensions and decodes within ``budget_s`` seconds, in addition to the prefill ``points``.
+    """Measure extensions and decodes within ``budget_s`` seconds. Returns their samples, and those of the
+    prefill ``points``.
 
     The cheapest samples come first; samples that are predicted to exceed the budget are skipped, with a note.
     ``on_sample`` is called with a description and the estimated remaining seconds. Results are stored in
-    ``into`` at once, for a caller that interrupts. Raises ``RequestError`` if a request fails.
+    ``into`` at once, so that an interrupted caller keeps them. Raises ``RequestError`` if a request fails.
     """
     # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
     rng = rng or random.Random()
@@ -164,7 +167,7 @@ async def measure_steps(
 def expected_steps_s(
     points: list[tuple[int, float]], *, max_tokens: int, limits: EngineLimits, block_size: int, repeats: int
 ) -> float:
-    """Estimated seconds of ``measure_steps``, from its prompts only: decode times are not known yet."""
+    """Return the estimated seconds of ``measure_steps``, for its prompts only: decode times are unknown."""
     jobs = _measurement_jobs(max_tokens, limits, block_size, PrefillCurve.fit(points), repeats)
     return sum(job.prefill_s for job in jobs)
 
@@ -181,7 +184,7 @@ class _MeasurementJob(NamedTuple):
 def _measurement_jobs(
     longest: int, limits: EngineLimits, block_size: int, curve: PrefillCurve, repeats: int
 ) -> list[_MeasurementJob]:
-    """Decode and extension samples, the cheapest first, so that a short budget allows some of both kinds."""
+    """Return decode and extension samples, cheapest first, so that a short budget allows some of both."""
     jobs: list[_MeasurementJob] = []
     for point in decode_plan(longest, limits, block_size):
         if decode_prompt_tokens(point, block_size) + DECODE_TOKENS <= longest + 1:
@@ -199,8 +202,8 @@ def _measurement_jobs(
 
 
 def decode_prompt_tokens(point: DecodePlan, block_size: int) -> int:
-    """Prompt length of a decode sample: whole blocks and one token, so that all but the last token can be
-    cached."""
+    """Return the prompt length of a decode sample: whole blocks and one token, so that all but the last token
+    can be cached."""
     return max(1, point.context // block_size) * block_size + 1
 
 
@@ -282,5 +285,5 @@ class _MeasurementRun:
 
 
 def _median_completion_s(answers: list[Completion]) -> float:
-    """Median over ``answers`` of the seconds until the last token."""
+    """Return the median over ``answers`` of the seconds until the last token."""
     return statistics.median(answer.latency_s for answer in answers)

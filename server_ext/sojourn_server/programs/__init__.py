@@ -1,4 +1,4 @@
 """State of agent programs: status, table, histories, tool-call parsers. No clock, no I/O.
 
-Imports the SDK only. Start with ``program_table.py``.
+This package imports only the SDK. Start reading at ``program_table.py``.
 """

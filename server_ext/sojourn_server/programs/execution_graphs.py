@@ -1,9 +1,9 @@
-"""The graphs that agents declare (Agent Execution Graphs, SAGA §3.2), by hash, in bounded memory.
+"""Stores the graphs that agents declare (Agent Execution Graphs, SAGA §3.2) by hash, in bounded memory.
 
-A client sends a graph in full once and afterwards only its hash. A graph in full is accepted only if it has
-that hash, so no client can replace a known graph by another. For a known hash the graph is not read again:
-building a graph may take ten milliseconds of an engine's step, and every process of an agent sends the same
-graph. Nothing here has a clock or does I/O.
+A client sends a graph in full once, and afterwards only its hash. A full graph is accepted only if its hash
+is the given one, so no client can replace a known graph by another. If the hash is known already, the full
+graph is not read: building a graph may take ten milliseconds of an engine's step, and every process of an
+agent sends the same graph. This module has no clock and does no I/O.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from sojourn.wire_codec import (
 from sojourn.wire_events import AegGraph
 
 TYPES_PER_GRAPH = 4
-"""The number of remembered agent types is at most this times ``max_graphs``: several types can share one
-graph."""
+"""Maximum number of stored agent types per graph of ``max_graphs``. Several types can share one graph."""
 
 
 class GraphError(InputError):
-    """A graph that cannot be accepted; the text says what was found and what was expected."""
+    """A graph cannot be accepted. The message says what was found and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +38,11 @@ class KnownGraph:
 
     aeg: Aeg
     size_bytes: int
-    """Size of the graph as JSON."""
+    """Size of the graph as JSON, in bytes."""
     _following: dict[str, tuple[tuple[str, float], ...]] = field(default_factory=dict, repr=False)
 
     def following(self, node: str) -> tuple[tuple[str, float], ...]:
-        """Successors of ``node``, with probabilities that sum to one. Cached."""
+        """Return the successors of ``node``, with probabilities that sum to one. The result is cached."""
         found = self._following.get(node)
         if found is None:
             found = tuple(self.aeg.following(node).items())
@@ -53,9 +52,9 @@ class KnownGraph:
 
 
 class GraphStore:
-    """Graphs of agents: at most ``max_graphs``, with at most ``max_bytes`` of JSON together.
+    """Stores graphs of agents: at most ``max_graphs``, and at most ``max_bytes`` of JSON together.
 
-    The least recently used graph is forgotten first; ``use`` and ``follow`` count as uses. As Python objects
+    The least recently used graph is removed first; ``use`` and ``follow`` count as uses. As Python objects,
     graphs take about seven times the memory of their JSON.
     """
 
@@ -68,18 +67,17 @@ class GraphStore:
         self.max_graphs = max_graphs
         self.max_bytes = max_bytes
         self.bytes = 0
-        """Size of all stored graphs as JSON."""
+        """Size of all stored graphs as JSON, in bytes."""
         self.forgotten = 0
         self._graphs: OrderedDict[str, KnownGraph] = OrderedDict()
         self._current: OrderedDict[str, str] = OrderedDict()
-        """Agent type → hash of the graph that its latest program follows. That graph may be forgotten by
-        now."""
+        """Agent type → hash of the graph that its latest program follows. The graph may have been removed."""
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def __iter__(self) -> Iterator[KnownGraph]:
-        """All stored graphs, the least recently used first."""
+        """Iterate over all stored graphs, the least recently used first."""
         return iter(self._graphs.values())
 
     def get(self, graph_hash: str) -> KnownGraph | None:
@@ -94,13 +92,14 @@ class GraphStore:
         return known
 
     def current(self, agent_type: str) -> KnownGraph | None:
-        """The graph that the latest program of this agent type follows; ``None`` if it is unknown or
-        forgotten."""
+        """The graph that the latest program of this agent type follows; ``None`` if there is none or if the
+        graph was removed."""
         graph_hash = self._current.get(agent_type)
         return None if graph_hash is None else self._graphs.get(graph_hash)
 
     def types(self) -> dict[str, list[str]]:
-        """Hash of each stored graph → the agent types, sorted, whose latest program follows it."""
+        """Return, for the hash of each followed graph, the sorted agent types whose latest program follows
+        it."""
         types: dict[str, list[str]] = {}
         for agent_type, graph_hash in sorted(self._current.items()):
             if graph_hash in self._graphs:
@@ -108,11 +107,10 @@ class GraphStore:
         return types
 
     def follow(self, graph_hash: str, graph: AegGraph | None, agent_type: str | None = None) -> bool:
-        """Record that a program of ``agent_type`` follows the graph with this hash, and store ``graph`` if it
-        is new.
+        """Record that a program of ``agent_type`` follows the graph with this hash, and store a new graph.
 
-        ``graph`` is ``None`` if the client sent only the hash. False: the graph is neither given nor stored.
-        Raises ``GraphError`` for a graph that cannot be accepted; then nothing has changed.
+        ``graph`` is ``None`` if the client sent only the hash. Returns false if the graph is neither given
+        nor stored. Raises ``GraphError`` for a graph that cannot be accepted; then nothing has changed.
         """
         if graph_hash not in self._graphs:
             if graph is None:
@@ -128,7 +126,7 @@ class GraphStore:
         return True
 
     def _make_room(self) -> None:
-        # The newest is last and fits alone, so it stays.
+        # The newest graph is last. It always fits alone, so it stays.
         while len(self._graphs) > self.max_graphs or self.bytes > self.max_bytes:
             _, oldest = self._graphs.popitem(last=False)
             self.bytes -= oldest.size_bytes
@@ -138,7 +136,7 @@ class GraphStore:
 
 
 def _checked(graph_hash: str, graph: AegGraph) -> KnownGraph:
-    """The graph, if it is valid and has this hash. Raises ``GraphError``."""
+    """Build the graph. Raises ``GraphError`` if it is invalid or has another hash."""
     _check_bounds(graph)  # before anything is built from the graph
     nodes = {node.id: node.tools for node in graph.nodes}
     edges = [(edge.source, edge.target, edge.probability) for edge in graph.edges]
@@ -151,7 +149,7 @@ def _checked(graph_hash: str, graph: AegGraph) -> KnownGraph:
         size_bytes = len(encode(aeg.wire()))
     except ArgumentError as error:
         raise GraphError(str(error)) from None
-    except ValueError as error:  # names that UTF-8 cannot say
+    except ValueError as error:  # names that UTF-8 cannot encode
         raise GraphError(f"not a graph: {error}") from None
     if aeg.hash != graph_hash:
         raise GraphError(f"the hash of this graph is {aeg.hash}, not the one given")

@@ -1,6 +1,6 @@
 """Histories of tools, programs and queues, in bounded memory (Continuum §4.1, §4.2, §5.1).
 
-Plain containers: no clock, no I/O, no lock.
+The classes are plain containers without a clock, I/O or locks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MAX_FLOAT = sys.float_info.max
-"""Integers beyond it, which JSON may have, cannot become floats."""
+"""The largest float. JSON may hold larger integers, which cannot become floats."""
 MAX_TURNS = 2**31
-"""Most turns of a program in a saved history."""
+"""Maximum number of turns of a program in a saved history."""
 MAX_SAMPLES = 20_000
 """Maximum number of durations kept for all tools together."""
 
@@ -27,9 +27,8 @@ class ToolHistory:
     """Durations of tool calls in seconds: S[f] of each tool f, and S of all tools (Continuum §4.2, §5.1).
 
     The history keeps the newest ``max_samples_per_tool`` durations of each of the ``max_tools`` most recently
-    observed tools. S is the newest ``MAX_SAMPLES`` durations of any tool. With a flood of invented tool names
-    each call costs O(log), and displaces no more durations than a real call. Raises ``ValueError`` for limits
-    below 1.
+    observed tools. S is the newest ``MAX_SAMPLES`` durations of any tool. A call of an invented tool costs
+    O(log) and displaces no more durations than a real call. Raises ``ValueError`` for limits below 1.
     """
 
     def __init__(self, max_samples_per_tool: int = 1000, max_tools: int = 512) -> None:
@@ -59,14 +58,14 @@ class ToolHistory:
         self._all.add(duration_s)
 
     def count(self, key: str | None = None) -> int:
-        """Number of durations of tool ``key``, |S[f]|, or for ``None`` of all tools, |S|. 0 for an unknown
-        tool."""
+        """Number of recorded durations: of the tool ``key`` (|S[f]|), or of all tools for ``None`` (|S|). 0
+        for an unknown tool."""
         return len(self.durations(key))
 
     def durations(self, key: str | None = None) -> Sequence[float]:
-        """The durations of ``key`` (``None``: of all tools) in seconds, ascending.
+        """The durations of the tool ``key`` (``None``: of all tools) in seconds, ascending.
 
-        A live view, not a copy: read it at once; do not keep or change it.
+        The result is a live view, not a copy. Read it at once, and do not keep or change it.
         """
         if key is None:
             return self._all.ordered
@@ -74,19 +73,18 @@ class ToolHistory:
         return samples.ordered if samples is not None else ()
 
     def probability_within(self, tau_s: float, key: str | None = None) -> float:
-        """P(τ, f): the share of recorded calls of the tool ``key`` (``None``: of all tools) that took at most
-        ``tau_s`` seconds (Continuum §4.2).
+        """P(τ, f): the share of recorded calls that took at most ``tau_s`` seconds (Continuum §4.2).
 
-        0.0 without recorded calls.
+        ``key``: the tool; ``None``: all tools. 0.0 without recorded calls.
         """
         ordered = self.durations(key)
         return bisect_right(ordered, tau_s) / len(ordered) if ordered else 0.0
 
     def probability_within_given(self, tau_s: float, elapsed_s: float, key: str | None = None) -> float:
-        """P(T ≤ t + τ | T > t): probability that a call of the tool ``key`` that has run for ``elapsed_s``
-        seconds ends within ``tau_s`` more.
+        """P(T ≤ t + τ | T > t): probability that a running tool call ends within ``tau_s`` more seconds.
 
-        0.0 if no recorded call lasted longer than ``elapsed_s``.
+        ``elapsed_s``: seconds for which the call has run. ``key``: the tool; ``None``: all tools. 0.0 if no
+        recorded call lasted longer than ``elapsed_s``.
         """
         ordered = self.durations(key)
         ended = bisect_right(ordered, elapsed_s)
@@ -106,8 +104,8 @@ class ToolHistory:
     def restore(
         cls, document: Mapping[str, Any], max_samples_per_tool: int = 1000, max_tools: int = 512
     ) -> ToolHistory:
-        """Restore a ``snapshot``, cut to these limits; the oldest are dropped. Raises ``ValueError`` for
-        anything else."""
+        """Restore a history from a ``snapshot``. The oldest entries beyond these limits are dropped. Raises
+        ``ValueError`` for other documents."""
         history = cls(max_samples_per_tool, max_tools)
         tools = _checked(document, "tools", dict)
         for key, durations in list(tools.items())[-max_tools:]:
@@ -123,9 +121,9 @@ class ToolHistory:
 
 
 class TurnHistory:
-    """Numbers of turns of finished programs, to measure the memoryfulness of the workload (Continuum §4.1).
+    """Numbers of turns of the newest ``max_programs`` finished programs (Continuum §4.1).
 
-    The newest ``max_programs`` finished programs count.
+    They measure the memoryfulness of the workload: minus the correlation of past and remaining turns.
     """
 
     def __init__(self, max_programs: int = 1000) -> None:
@@ -133,7 +131,7 @@ class TurnHistory:
             raise ValueError(f"max_programs is {max_programs}; expected ≥ 1")
         self._turns: deque[int] = deque()
         self._max_programs = max_programs
-        # Sums over all pairs (x, y) = (k, N - k). Integers, so taking old programs out leaves no residue.
+        # Sums over all pairs (x, y) = (k, N - k). They are integers, so removing old programs is exact.
         self._pairs = self._x = self._y = self._xx = self._yy = self._xy = 0
 
     def observe(self, total_turns: int) -> None:
@@ -151,7 +149,7 @@ class TurnHistory:
         self._add(total_turns, +1)
 
     def count(self) -> int:
-        """Number of remembered programs."""
+        """Number of finished programs in the history."""
         return len(self._turns)
 
     def mean_turns(self) -> float:
@@ -178,7 +176,8 @@ class TurnHistory:
 
     @classmethod
     def restore(cls, document: Mapping[str, Any], max_programs: int = 1000) -> TurnHistory:
-        """Restore a ``snapshot``, cut to ``max_programs``. Raises ``ValueError`` for anything else."""
+        """Restore a history from a ``snapshot``, with at most ``max_programs`` programs. Raises
+        ``ValueError`` for other documents."""
         history = cls(max_programs)
         for turns in _checked(document, "turns", list)[-max_programs:]:
             if not isinstance(turns, int) or isinstance(turns, bool) or turns > MAX_TURNS:
@@ -187,8 +186,8 @@ class TurnHistory:
         return history
 
     def _add(self, n: int, sign: int) -> None:
-        """Add (``sign`` 1) or remove (``sign`` −1) a program of ``n`` turns. Sums over k = 1..n in closed
-        form: O(1)."""
+        """Add (``sign`` 1) or remove (``sign`` −1) a program of ``n`` turns, in O(1): the sums over k = 1..n
+        have closed forms."""
         self._pairs += sign * n
         self._x += sign * (n * (n + 1) // 2)
         self._y += sign * (n * (n - 1) // 2)
@@ -208,7 +207,7 @@ class SlidingMean:
         self._mean: float | None = 0.0
 
     def observe(self, value: float) -> None:
-        """Add a value; it replaces the oldest in a full window. Raises ``ValueError`` unless finite."""
+        """Add a value, and drop the oldest if the window is full. Raises ``ValueError`` unless finite."""
         if not -MAX_FLOAT <= value <= MAX_FLOAT:
             raise ValueError(f"observed {value!r:.80}; expected a finite number")
         self._values.append(value)
@@ -225,7 +224,7 @@ class SlidingMean:
     def mean(self) -> float:
         """The mean, 0.0 when empty (the paper initialises T as zero)."""
         if self._mean is None:
-            # A running sum would keep the rounding error of large values.
+            # The sum is computed anew, since a running sum would keep the rounding errors of large values.
             count = len(self._values)
             try:
                 self._mean = math.fsum(self._values) / count
@@ -237,8 +236,8 @@ class SlidingMean:
 class SlidingMax:
     """Approximate maximum of the newest ``window`` values.
 
-    The reported value changes only when the true maximum leaves ``[value / factor, value]``, so that eviction
-    keys computed with it stay valid. ``changes`` counts these changes.
+    ``value`` changes only when the true maximum leaves the range from ``value / factor`` to ``value``. So
+    eviction keys that were computed with it stay valid for long. ``changes`` counts the changes.
     """
 
     def __init__(self, window: int = 1000, factor: float = 1.5) -> None:
@@ -264,7 +263,7 @@ class SlidingMax:
             self._falling.popleft()
         largest = self._falling[0][1]
         if largest > self.value or largest * self._factor < self.value:
-            # Upward in steps too: a slowly growing maximum would otherwise move every time.
+            # The new value exceeds the maximum, so that a slowly growing maximum rarely changes it.
             self.value = largest * math.sqrt(self._factor)
             self.changes += 1
 
@@ -280,7 +279,7 @@ class SlidingMax:
 
     @classmethod
     def restore(cls, document: Any, window: int = 1000, factor: float = 1.5) -> SlidingMax:
-        """Restore a ``snapshot``. Raises ``ValueError`` for anything else."""
+        """Restore the state from a ``snapshot``. Raises ``ValueError`` for other documents."""
         sliding = cls(window, factor)
         falling = _checked(document, "falling", list)
         sliding._seen, sliding.changes = _checked(document, "seen", int), _checked(document, "changes", int)
@@ -293,18 +292,18 @@ class SlidingMax:
 
 
 class BranchReuseRate:
-    """Share of the blocks of abandoned branches that were reused, not evicted; old outcomes fade.
+    """Estimates the share of blocks in abandoned branches that are used again before they are evicted.
 
-    An evicted block counts as not reused, so a low share stays low until memory is ample for a while.
-    ``share`` changes in steps of at least ``stride``, so that eviction keys computed with it stay valid;
-    ``changes`` counts these changes.
+    Old outcomes lose weight. A low share makes such blocks leave early, so it stays low until memory is ample
+    for a while. ``share`` changes only in steps of at least ``stride``, so that eviction keys computed with
+    it stay valid for long. ``changes`` counts the changes.
     """
 
     def __init__(
         self, *, at_first: float = 0.5, weight: float = 4096.0, window: float = 65536.0, stride: float = 0.05
     ) -> None:
-        """``at_first``: initial share, with the weight of ``weight`` outcomes. Beyond ``window`` outcomes all
-        weights are halved."""
+        """``at_first``: initial share, which counts as much as ``weight`` observed blocks. When the sum of
+        weights exceeds ``window``, all weights are halved."""
         if not (0 <= at_first <= 1 and weight > 0 and window > weight and 0 < stride < 1):
             raise ValueError(
                 f"at_first {at_first}, weight {weight}, window {window}, stride {stride}; "
@@ -345,7 +344,7 @@ class SortedWindow:
         self.ordered: list[Any] = sorted(self.arrivals)
 
     def add(self, value: float) -> None:
-        """Add a value; it replaces the oldest in a full window."""
+        """Add a value, and drop the oldest if the window is full."""
         if len(self.arrivals) == self._most:
             del self.ordered[bisect_right(self.ordered, self.arrivals.popleft()) - 1]
         self.arrivals.append(value)

@@ -1,18 +1,18 @@
-"""How idle a program is: the share of its recent time that it spent in tools (M1; MORI §3.1, §4.2, eq. 1).
+"""Measures a program's idleness: the share of its recent time spent in tools (M1; MORI §3.1, §4.2, eq. 1).
 
     ι = acting / (reasoning + acting),  both summed over the newest k cycles
 
-A cycle is one inference and the tool call after it. The program *reasons* while one of its requests runs and
-*acts* while none is in the engine. While its requests only wait, no time counts: the scheduler causes that
-wait, not the program.
+A cycle is one inference and the tool call after it. The program *reasons* while one of its requests runs, and
+*acts* while it has no request in the engine. While its requests only wait, no time counts, since the
+scheduler causes that wait.
 
     request   arrives  admitted          finishes            arrives   admitted
     counts       |   –   | reasoning ······ | acting ··········· |   –    | reasoning ···
     cycle                 |<----------- one cycle ------------->|         |<-- the next
 
-Parallel tool calls count as one gap, as long as the longest call, since the next request comes when all are
-done. Parallel requests count as one inference: acting begins when the last of them has ended. A sub-agent is
-a program with an idleness of its own, and a tool call of its parent.
+Parallel tool calls count as one gap. The gap is as long as the longest call, since the next request comes
+when all calls are done. Parallel requests count as one inference: acting begins when the last of them has
+ended. A sub-agent is a program with its own idleness. For its parent it is a tool call.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ WINDOW_CYCLES = 5
 """k of eq. 1: number of newest cycles that count; 5 in all of the paper's experiments."""
 
 MAX_INTERVAL_S = 1e9
-"""Maximum length of a counted interval: a clock that jumps to infinity must not make the sums infinite."""
+"""Maximum length of a counted interval in seconds, so that a clock jump cannot make the sums infinite."""
 
 
 class IdlenessPhase(str, Enum):
-    """What time counts as, at a given moment."""
+    """The kind of time that a program spends now; ``NOTHING`` is not counted."""
 
     REASONING = "reasoning"
     ACTING = "acting"
@@ -36,9 +36,9 @@ class IdlenessPhase(str, Enum):
 
 
 class Idleness(NamedTuple):
-    """Sums of a program's reasoning and acting time, and the interval that runs since ``since_s``.
+    """A program's counted reasoning and acting time, and the kind and start of the running interval.
 
-    Only that interval depends on ``now``, so the object stays valid until the program's next event.
+    Only the running interval depends on ``now``, so the object stays valid until the program's next event.
     """
 
     reasoning_s: float = 0.0
@@ -50,10 +50,10 @@ class Idleness(NamedTuple):
     """Time at which the running interval began, in seconds on the same clock as ``now``."""
 
     def at(self, now: float) -> float:
-        """ι in [0, 1] at ``now`` seconds, the running interval included; never NaN, whatever ``now``.
+        """Return the idleness ι in [0, 1] at ``now`` seconds, the running interval included; never NaN.
 
-        0.0 if nothing was counted yet. The paper does not define this case; but a new program is about to
-        reason, and eq. 1 is 0 from its first moment on the device to the end of its first inference.
+        0.0 if nothing was counted yet. The paper does not define this case. But eq. 1 gives 0 during a
+        program's first inference, so a new program also starts at 0.
         """
         reasoning_s, acting_s = self.reasoning_s, self.acting_s
         if self.counting is IdlenessPhase.ACTING:
@@ -71,11 +71,10 @@ INITIAL_IDLENESS = Idleness()
 class IdlenessTracker:
     """Measures a program's idleness from the events of its requests, over the newest ``k`` cycles.
 
-    The current cycle is one of the ``k``. A new cycle begins when its first request runs, not when the
-    request arrives: until then the last ``k`` cycles count, and a request that is aborted before it runs
-    begins no cycle. Events may be repeated, out of order or, at the beginning, missing. If ``now`` is earlier
-    than at the last event, as after a clock jump, no time has passed, and time continues from ``now``. Raises
-    ``ValueError`` for ``k`` below 1.
+    The current cycle is one of the ``k``. A new cycle begins when its first request runs, not when that
+    request arrives. So a request that is aborted before it runs begins no cycle. Events may be repeated, out
+    of order or, at the beginning, missing. If ``now`` is earlier than at the last event (a clock jump), no
+    time has passed, and time continues from ``now``. Raises ``ValueError`` for ``k`` below 1.
     """
 
     __slots__ = (
@@ -103,9 +102,9 @@ class IdlenessTracker:
         self._counting = IdlenessPhase.NOTHING
         self._since_s = 0.0
         self._ran = False
-        """True once a request of the program has run: there is a current cycle."""
+        """Whether a request of the program has ever run, so that there is a current cycle."""
         self._in_gap = False
-        """True once the inference of the current cycle is over."""
+        """Whether the inference of the current cycle is over."""
         self._reasoning_s = self._acting_s = 0.0
         """Reasoning and acting seconds of the current cycle."""
         self._earlier: list[tuple[float, float]] = []
@@ -113,14 +112,14 @@ class IdlenessTracker:
         self._earlier_reasoning_s = self._earlier_acting_s = 0.0
 
     def arrived(self, request_id: str, now: float) -> None:
-        """A request arrived and waits, gated or queued: a running tool call is over."""
+        """Record that a request arrived and waits. A running tool call is over."""
         self._pass_time(now)
         self._live.setdefault(request_id, False)
         self._count()
 
     def admitted(self, request_id: str, now: float) -> None:
-        """A request began to run, or runs again after a preemption. ``arrived`` need not have been called for
-        it."""
+        """Record that a request runs, for the first time or after a preemption. A call of ``arrived`` before
+        is not required."""
         self._pass_time(now)
         if not self._live.get(request_id, False):
             self._live[request_id] = True
@@ -131,7 +130,7 @@ class IdlenessTracker:
         self._count()
 
     def preempted(self, request_id: str, now: float) -> None:
-        """A running request waits again. An unknown request is ignored."""
+        """Record that a running request was preempted and waits again. An unknown request is ignored."""
         self._pass_time(now)
         if self._live.get(request_id, False):
             self._live[request_id] = False
@@ -139,14 +138,14 @@ class IdlenessTracker:
         self._count()
 
     def finished(self, request_id: str, now: float) -> None:
-        """A request was answered or aborted; after its last request the program acts."""
+        """Record that a request was answered or aborted. After its last request the program acts."""
         self._pass_time(now)
         if self._live.pop(request_id, False):
             self._running -= 1
         self._count()
 
     def reading(self) -> Idleness:
-        """A snapshot that gives the idleness at any time up to the next event; O(1)."""
+        """Return a snapshot that gives the idleness at any time until the next event, in O(1)."""
         return Idleness(
             self._earlier_reasoning_s + self._reasoning_s,
             self._earlier_acting_s + self._acting_s,
@@ -155,7 +154,7 @@ class IdlenessTracker:
         )
 
     def idleness(self, now: float) -> float:
-        """ι in [0, 1] at ``now`` seconds, as defined in ``Idleness.at``; O(1)."""
+        """Return the idleness ι in [0, 1] at ``now`` seconds, as ``Idleness.at`` does, in O(1)."""
         return self.reading().at(now)
 
     def _pass_time(self, now: float) -> None:
@@ -177,7 +176,7 @@ class IdlenessTracker:
     def _next_cycle(self) -> None:
         self._earlier.append((self._reasoning_s, self._acting_s))
         del self._earlier[: max(0, len(self._earlier) - (self._k - 1))]
-        # Added up anew: adding the newest and taking off the oldest would gather rounding errors.
+        # Summed anew, because adding the newest and subtracting the oldest would gather rounding errors.
         self._earlier_reasoning_s = sum(reasoning_s for reasoning_s, _ in self._earlier)
         self._earlier_acting_s = sum(acting_s for _, acting_s in self._earlier)
         self._reasoning_s = self._acting_s = 0.0
@@ -185,5 +184,5 @@ class IdlenessTracker:
 
 
 def _elapsed_s(since_s: float, now: float) -> float:
-    """Seconds from ``since_s`` to ``now``, clipped to 0 to ``MAX_INTERVAL_S``; 0.0 if either is NaN."""
+    """Seconds from ``since_s`` to ``now``, limited to 0 to ``MAX_INTERVAL_S``; 0.0 if either is NaN."""
     return min(max(0.0, now - since_s), MAX_INTERVAL_S)

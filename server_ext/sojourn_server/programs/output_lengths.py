@@ -1,6 +1,7 @@
-"""Lengths of agents' outputs, in bounded memory, to predict the next ones (Tetris §2.2).
+"""Histories of output lengths, in bounded memory, from which later lengths are predicted (Tetris §2.2).
 
-Plain containers: no clock, no I/O. A key is the agent's type and the tool whose result the prompt ends with.
+The classes are plain containers without a clock or I/O. A key is the agent type and the tool that ran before
+the output.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ LENGTHS_VERSION = 1
 """Version of the documents that ``snapshot`` writes and ``restore`` reads."""
 
 MAX_OUTPUT_TOKENS = 2**53
-"""Maximum output length: floats are exact up to here."""
+"""Maximum output length in tokens; floats are exact up to this number."""
 
 LengthKey = tuple[str | None, str | None]
 """Agent type, and the tool that was called before the output; ``None``: unknown."""
@@ -24,11 +25,11 @@ ALL_OUTPUTS: LengthKey = (None, None)
 
 
 class OutputLengthHistory:
-    """Lengths of finished outputs in tokens, by key.
+    """Lengths of finished outputs in tokens, by agent type and by the tool that ran before the output.
 
-    Each output counts under its key, under its agent type, and for all outputs. The newest ``max_samples`` of
-    each are kept, for the ``max_keys`` most recently observed keys, so that invented names cost bounded
-    memory. Raises ``ValueError`` for limits below 1.
+    Each output counts under the pair of type and tool, under the type, and for all outputs. The newest
+    ``max_samples`` of each are kept, for the ``max_keys`` most recently observed keys. So invented names cost
+    bounded memory. Raises ``ValueError`` for limits below 1.
     """
 
     def __init__(self, max_samples: int = 500, max_keys: int = 512) -> None:
@@ -45,15 +46,16 @@ class OutputLengthHistory:
         self._all.add(tokens)
         if tool is not None:
             self._window((agent_type, tool)).add(tokens)
-        # The type after the tool, so that it is forgotten later.
+        # The type is observed after the pair, so that the type is dropped later.
         if agent_type is not None:
             self._window((agent_type, None)).add(tokens)
 
     def known(self, agent_type: str | None, tool: str | None, least: int) -> Sequence[int]:
-        """Lengths in tokens, ascending, of this key, else of this agent type, else of all outputs: the first
-        with at least ``least`` lengths. Empty if none has as many.
+        """Return output lengths in tokens, ascending, of the narrowest group with at least ``least`` outputs.
 
-        A live view, not a copy: read it at once; do not keep or change it.
+        The groups are the outputs of this agent type after this tool, of this type, and all outputs. Empty
+        if no group has enough. The result is a live view, not a copy. Read it at once, and do not keep or
+        change it.
         """
         for key in ((agent_type, tool), (agent_type, None)):
             window = self._windows.get(key)
@@ -62,7 +64,7 @@ class OutputLengthHistory:
         return self._all.ordered if len(self._all.ordered) >= least else ()
 
     def count(self) -> int:
-        """Number of remembered outputs."""
+        """Number of outputs in the history of all outputs."""
         return len(self._all.ordered)
 
     def snapshot(self) -> dict[str, Any]:
@@ -75,8 +77,8 @@ class OutputLengthHistory:
 
     @classmethod
     def restore(cls, document: Any, max_samples: int = 500, max_keys: int = 512) -> OutputLengthHistory:
-        """Restore a ``snapshot``, cut to these limits; the oldest are dropped. Raises ``ValueError`` for
-        anything else."""
+        """Restore a history from a ``snapshot``. The oldest entries beyond these limits are dropped. Raises
+        ``ValueError`` for other documents."""
         lengths = cls(max_samples, max_keys)
         if not isinstance(document, Mapping) or document.get("version") != LENGTHS_VERSION:
             raise ValueError(f"output lengths: expected a document of version {LENGTHS_VERSION}")
@@ -109,7 +111,7 @@ class OutputLengthHistory:
 
 
 class HintErrors:
-    """Errors of hinted output lengths, by agent type.
+    """Errors of the output lengths that clients hint, by agent type.
 
     Keeps the newest ``window`` errors of each of the ``max_types`` most recently observed types. Raises
     ``ValueError`` for limits below 1.
@@ -123,8 +125,7 @@ class HintErrors:
         self._types: OrderedDict[str, SlidingMean] = OrderedDict()
 
     def observe(self, agent_type: str, off: float) -> None:
-        """Add an error ``off``, which is |ln(actual ÷ hinted)|. Raises ``ValueError`` unless finite and ≥
-        0."""
+        """Add an error ``off`` = |ln(actual ÷ hinted)|. Raises ``ValueError`` unless finite and ≥ 0."""
         if not off >= 0:
             raise ValueError(f"a hint was off by {off}; expected ≥ 0")
         errors = self._types.get(agent_type)
@@ -147,8 +148,8 @@ class HintErrors:
 
     @classmethod
     def restore(cls, document: Any, window: int = 64, max_types: int = 512) -> HintErrors:
-        """Restore a ``snapshot``, cut to these limits; the oldest are dropped. Raises ``ValueError`` for
-        anything else."""
+        """Restore the errors from a ``snapshot``. The oldest entries beyond these limits are dropped. Raises
+        ``ValueError`` for other documents."""
         restored = cls(window, max_types)
         if not isinstance(document, Mapping):
             raise ValueError(f"hint errors: a {type(document).__name__}; expected an object")

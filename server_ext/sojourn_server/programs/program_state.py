@@ -1,4 +1,4 @@
-"""State of one program. Only ``ProgramTable`` and ``core`` change it."""
+"""``ProgramState``, the state of one program, and its parts. Only ``ProgramTable`` and ``core`` change it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from sojourn.ids import CallId, EmitterId, ProgramId
 from .program_status import ProgramStatus
 
 SEQ_WINDOW = 1024
-"""Sequence numbers that are this far behind the newest one count as seen."""
+"""A sequence number that is this far behind the newest one counts as seen."""
 _FULL_MASK = (1 << SEQ_WINDOW) - 1
 HALF_LIFE = 20.0
-"""Number of later outcomes that halve the weight of an outcome."""
+"""The weight of an outcome is halved after this many later outcomes."""
 MIN_OUTCOMES = 5.0
-"""Minimum weight of the outcomes for a judgement; with less, hints count as reliable."""
+"""Minimum total weight of outcomes before hints can count as unreliable."""
 MAX_ERROR_RATIO = 1.25
 """Maximum ratio of the hints' error to the error of a constant prediction."""
 ERROR_SLACK = 0.05
-"""Absolute slack in the comparison by ``MAX_ERROR_RATIO``, which matters if both errors are small."""
+"""Added to the error that ``MAX_ERROR_RATIO`` allows. It matters if both errors are small."""
 CHANCE_ERROR = 0.25
-"""Mean squared error of predicting by a coin toss."""
+"""Mean squared error of the constant prediction 0.5."""
 
 _DECAY = 0.5 ** (1.0 / HALF_LIFE)
 
@@ -33,7 +33,7 @@ class RunningTool:
     key: str
     """History key, e.g. ``bash:pytest``."""
     started_s: float
-    """Start, on the engine's clock."""
+    """Time at which the call began, in seconds on the engine's clock."""
     expected_s: float | None = None
     name: str = ""
     """The tool's name in the framework, e.g. ``bash``."""
@@ -50,7 +50,7 @@ class SequenceWindow:
     """Bit i is set if ``newest - i`` was seen."""
 
     def admit(self, seq: int) -> bool:
-        """True the first time for each ``seq``; False for repeats and for numbers behind the window."""
+        """Record ``seq``. Returns true if it is new, and false if it was seen or is behind the window."""
         ahead = seq - self.newest
         if ahead > 0:
             kept = (self.mask << ahead) & _FULL_MASK if ahead < SEQ_WINDOW else 0
@@ -64,10 +64,10 @@ class SequenceWindow:
 
 
 class HintReliability:
-    """How well hints predicted whether programs continued after their turns.
+    """Measures how well hints predicted whether programs continued after their turns.
 
-    Holds decayed squared errors of the hinted probabilities, and of a constant prediction, which is the share
-    of turns with a successor.
+    Keeps squared errors of the hinted probabilities and of a baseline. Older errors lose weight. The baseline
+    always predicts the share of turns that were followed by another turn.
     """
 
     __slots__ = ("base_error", "came_back", "declared", "error", "weight")
@@ -76,8 +76,8 @@ class HintReliability:
         self.weight = self.came_back = self.declared = self.error = self.base_error = 0.0
 
     def observe(self, declared: float | None, came_back: bool) -> None:
-        """Record the outcome of a turn. ``came_back``: the program returned; else it ended. ``declared``: the
-        hinted probability of returning."""
+        """Record the outcome of a turn. ``came_back``: whether another turn followed. ``declared``: hinted
+        probability of another turn; ``None``: no hint."""
         outcome = float(came_back)
         if declared is not None:
             share = (self.came_back + 0.5) / (self.weight + 1.0)
@@ -89,22 +89,22 @@ class HintReliability:
 
     @property
     def hints_reliable(self) -> bool:
-        """Whether the hints of many programs are no worse than a constant prediction."""
+        """Whether the hints of many programs are not much worse than the constant baseline."""
         return self.weight < MIN_OUTCOMES or self.error <= self.base_error * MAX_ERROR_RATIO + ERROR_SLACK
 
     @property
     def no_worse_than_chance(self) -> bool:
-        """Whether the hints of one program are no worse than chance. Comparing them with a constant
-        prediction would be too strict: only a program's last turn has no successor."""
+        """Whether the hints of one program are no worse than the constant prediction 0.5. The baseline of
+        ``hints_reliable`` would be too strict here: only a program's last turn has no successor."""
         return self.declared < MIN_OUTCOMES or self.error <= self.declared * CHANCE_ERROR
 
     def numbers(self) -> list[float]:
-        """Return the state as numbers, for ``restored``."""
+        """Return the state as five numbers, from which ``restored`` restores it."""
         return [self.weight, self.came_back, self.declared, self.error, self.base_error]
 
     @classmethod
     def restored(cls, numbers: Sequence[float]) -> HintReliability:
-        """Restore the result of ``numbers``. Raises ``ValueError`` for anything else."""
+        """Restore the state from the result of ``numbers``. Raises ``ValueError`` for other values."""
         if len(numbers) != 5 or not all(isinstance(n, (int, float)) and 0 <= n < 1e9 for n in numbers):
             raise ValueError(f"credit: {list(numbers)[:6]!r}; expected five numbers ≥ 0")
         credit = cls()
@@ -116,11 +116,12 @@ class HintReliability:
 
 @dataclass(slots=True)
 class ProgramState:
-    """One agent run, first to last LLM request. Times are seconds on the engine's monotonic clock."""
+    """One agent run, from its first to its last LLM request. Times are seconds on the engine's monotonic
+    clock."""
 
     id: ProgramId
     rank: int
-    """Order of the program's first arrival; smaller is earlier. It never changes (Continuum §4.3)."""
+    """Order of the program's first request; smaller is earlier. Later turns keep it (Continuum §4.3)."""
     arrived_s: float
     status: ProgramStatus = ProgramStatus.ACTING
     parent_id: ProgramId | None = None
@@ -128,15 +129,15 @@ class ProgramState:
     name: str | None = None
     agent_type: str | None = None
     tenant: str | None = None
-    """The client's declared tenant; not authenticated."""
+    """The tenant that the client declared; not authenticated."""
     node: str | None = None
     graph_hash: str | None = None
-    """Hash of the program's execution graph, which ``GraphStore`` may have forgotten."""
+    """Hash of the program's execution graph. ``GraphStore`` may have removed the graph."""
     prompt_type: str | None = None
     """Hash of the first tokens of the program's first prompt: its agent type if the client names none."""
     steps: list[str] = field(default_factory=list)
-    """Steps of the program's turns, newest last (``WorkflowHistory``), without the turn whose tool still
-    runs."""
+    """Steps (names of the called tools) of the program's turns, newest last. The turn whose tool still runs
+    is left out."""
     steps_begin: bool = True
     """Whether ``steps`` contains the program's first step."""
     reused_share: float = 1.0
@@ -148,7 +149,7 @@ class ProgramState:
     turn_node: str | None = None
     """Graph node named in the request of the last turn."""
     turn_steps_left: float | None = None
-    """Number of further turns that the client expected in the request of the last turn."""
+    """Number of further turns that the request of the last turn announced."""
     turn_final: bool = False
     """Whether the request of the last turn was declared the final one."""
     goes_on: float | None = None
@@ -156,9 +157,9 @@ class ProgramState:
     p_reuse: float | None = None
     """``goes_on`` times the share of the next prompt that the cached context covers; ``None``: unknown."""
     tier: str | None = None
-    """Source of the value ``goes_on``: an observability tier (``policies.workflow``), not a memory tier."""
+    """Source of ``goes_on``, a ``PredictionSource``: hints, inferred or cold. It is not a memory tier."""
     pending_declaration: tuple[str, float] | None = None
-    """Agent type and hinted probability of another turn, until the outcome is known."""
+    """Agent type and hinted probability of another turn, while its outcome is still unknown."""
     credit: HintReliability | None = None
     """Reliability of the program's own hints."""
     prefetch_at_s: float | None = None
@@ -175,26 +176,26 @@ class ProgramState:
     live_requests: set[str] = field(default_factory=set)
     tools: dict[CallId, RunningTool] = field(default_factory=dict)
     pending_tool: str | None = None
-    """History key of the tool call parsed from the last output; its gap began at ``gap_started_s``."""
+    """History key of the tool that runs in this gap, from the last output or the client's report."""
     ranked: bool = False
-    """Whether the program has its rank, which its first request gives it; an event does not."""
+    """Whether the program has its final rank, which its first request determines. Client events do not."""
     gap_leased: bool = False
-    """Whether the program has had a lease in this gap between turns: it gets no second one."""
+    """Whether the program has had a lease in this gap between turns. If so, no second lease is granted."""
     gap_reported: bool = False
-    """Whether the client reported this gap's duration; then the inferred duration is not recorded."""
+    """Whether the client reported a tool's duration in this gap. If so, the gap itself is not learned."""
     gap_started_s: float | None = None
     gap_inferred_s: float | None = None
-    """Time at which a request last ended a gap that the client had not reported: later events of that gap are
-    ignored."""
+    """Time at which a request last ended a gap without a reported tool duration. Later events about that gap
+    do not count."""
     hinted_ttl_s: float | None = None
-    """The client's hinted time-to-live for the last turn, bounded."""
+    """The TTL that the client hinted for the last turn, within its bounds."""
     attained_s: float = 0.0
-    """Seconds that the program's finished requests ran; of parallel ones the longest chain (Autellix,
-    Algorithm 1)."""
+    """Seconds that the program's finished requests ran. Of parallel requests only the longest chain counts
+    (Autellix, Algorithm 1)."""
     waited_s: float = 0.0
     """Seconds that the program's finished requests waited in the engine's queue."""
     turns_at_last_end: int | None = None
-    """``turns`` at the last end that the histories learned from, so that no end is learned twice."""
+    """Value of ``turns`` when the histories last learned the program's end, so that none is learned twice."""
     last_contact_s: float = 0.0
     heartbeats: bool = False
     """Whether the client promised heartbeats."""
@@ -203,8 +204,8 @@ class ProgramState:
     def reset_for_reuse(self) -> None:
         """Reset the state of an ended program whose id is used again.
 
-        What the client declared since the end stays, since it is about the new program. The length of the old
-        context stays too: the ledger compares it with the new prompt.
+        Data that the client declared since the end stays, because it is about the new program. The length of
+        the old context stays too, because the ledger compares it with the new prompt.
         """
         self.turns = self.first_prompt_tokens = self.peak_tokens = self.cached_blocks = 0
         self.turns_at_last_end = self.gap_started_s = self.last_turn_s = self.pending_tool = None
@@ -218,7 +219,7 @@ class ProgramState:
         self.attained_s = self.waited_s = 0.0
 
     def tool_now(self) -> str | None:
-        """History key of the reported tool call that runs longest, else of the parsed one."""
+        """History key of the reported tool call that has run longest, or else ``pending_tool``."""
         if self.tools:
             return min(self.tools.values(), key=lambda tool: tool.started_s).key
         return self.pending_tool

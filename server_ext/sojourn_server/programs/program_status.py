@@ -1,11 +1,12 @@
 """The status of a program, and all transitions between statuses.
 
 A program is one agent run. It is REASONING while one of its LLM requests is in the engine, ACTING between its
-turns, GATED while its request waits until its KV has a place, ENDED after the client reported its end, and
-EXPIRED after a long silence. A new request leaves ENDED and EXPIRED: a client may be late or resumed.
+turns, GATED while its request waits for admission or placement, ENDED after the client reported its end, and
+EXPIRED after a long silence. A new request makes an ENDED or EXPIRED program REASONING again, since clients
+may be late or resumed.
 
-A (status, signal) pair that is not in the table changes nothing and is no error: signals may be repeated,
-late or lost.
+A pair of status and signal that is not in the table changes nothing and is no error, since signals may be
+repeated, late or lost.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class ProgramStatus(str, Enum):
 
 
 class ProgramSignal(str, Enum):
-    """Cause of a transition."""
+    """Cause of a transition between two statuses."""
 
     REQUEST_ARRIVED = "request_arrived"
     TURN_OVER = "turn_over"
@@ -54,7 +55,7 @@ STATUS_TRANSITIONS: dict[tuple[ProgramStatus, ProgramSignal], ProgramStatus] = {
 }
 
 OVER_STATUSES = frozenset({ProgramStatus.ENDED, ProgramStatus.EXPIRED})
-"""Statuses in which a program may be forgotten at once."""
+"""Statuses of programs that are over. Such programs are the first to be removed from the table."""
 
 
 def next_status(status: ProgramStatus, signal: ProgramSignal) -> ProgramStatus:

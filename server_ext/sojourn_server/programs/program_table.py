@@ -1,4 +1,4 @@
-"""All known programs, in bounded memory, and their status changes."""
+"""The table of all known programs, in bounded memory. It also applies their status changes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .program_status import OVER_STATUSES, ProgramSignal, ProgramStatus, next_st
 class ProgramTable:
     """The programs of one engine, at most ``max_programs``.
 
-    Beyond that limit, ended programs are forgotten first, in the order of their ends. Next are programs that
-    never sent a request, oldest first, so that a flood of invented ids displaces no real program. Last is the
-    program without a request in the engine that was silent for longest.
+    Beyond that limit, ended programs are removed first, in the order of their ends. Next are programs that
+    never sent a request, oldest first, so that a flood of invented ids displaces no real program. Last are
+    other programs without a request in the engine, the longest silent first.
     """
 
     def __init__(self, max_programs: int = 20_000) -> None:
@@ -30,8 +30,8 @@ class ProgramTable:
         self._announced_only: OrderedDict[ProgramId, None] = OrderedDict()
         """Programs that sent events but no request yet, the oldest first."""
         self._acting: tuple[OrderedDict[ProgramId, None], ...] = (OrderedDict(), OrderedDict())
-        """Programs between turns, the longest silent first. The first table has those without heartbeats, the
-        second the others."""
+        """Programs between turns, the longest silent first: in the first table programs without heartbeats,
+        in the second programs with heartbeats."""
         self._next_rank = 0
 
     def __len__(self) -> int:
@@ -44,18 +44,18 @@ class ProgramTable:
         return program_id in self._programs
 
     def get(self, program_id: ProgramId) -> ProgramState | None:
-        """The program, or ``None``. Does not count as a contact."""
+        """The program, or ``None``. This lookup does not count as a contact of the client."""
         return self._programs.get(program_id)
 
     def next_rank(self) -> int:
-        """A new arrival rank; requests that belong to no program get one too."""
+        """Return a new arrival rank, for a program or for a request without a program."""
         self._next_rank += 1
         return self._next_rank
 
     def open(self, program_id: ProgramId, now: float) -> tuple[ProgramState, list[ProgramState]]:
-        """Find or create a program and record the contact.
+        """Find or create a program, and record the time of this contact.
 
-        Returns the program, and the programs that were forgotten to make room for it.
+        Returns the program, and the programs that were removed from the full table for it.
         """
         program = self._programs.get(program_id)
         if program is not None:
@@ -94,8 +94,8 @@ class ProgramTable:
         return True
 
     def promise_heartbeats(self, program: ProgramState) -> None:
-        """Record that the program's client will send heartbeats. Call it after ``open``, with the same
-        ``now``."""
+        """Record that the program's client will send heartbeats. Call this method right after ``open``, with
+        the same ``now``: the program is added as the one heard from last."""
         if program.heartbeats:
             return
         was_acting = self._acting[False].pop(program.id, 0) is None
@@ -104,9 +104,9 @@ class ProgramTable:
             self._acting[True][program.id] = None
 
     def silent(self, now: float, *, idle_s: float, promised_s: float) -> ProgramState | None:
-        """A program between turns that has been silent for too long; ``None`` if there is none.
+        """Return a program between turns that has been silent for too long; ``None`` if there is none.
 
-        The limit is ``promised_s`` seconds for a program that promised heartbeats, ``idle_s`` for others.
+        The limit is ``promised_s`` seconds for a program with promised heartbeats, and ``idle_s`` for others.
         """
         for acting, silence_s in zip(self._acting, (idle_s, promised_s), strict=True):
             program_id = next(iter(acting), None)
@@ -117,8 +117,8 @@ class ProgramTable:
         return None
 
     def longest_idle_s(self, now: float) -> float:
-        """Of all programs between turns, the longest time in seconds since a client was heard from; 0 without
-        such a program."""
+        """The longest time in seconds for which a program between turns has been silent; 0 without such a
+        program."""
         oldest = [next(iter(acting)) for acting in self._acting if acting]
         return max((now - self._programs[program_id].last_contact_s for program_id in oldest), default=0.0)
 
@@ -127,7 +127,7 @@ class ProgramTable:
         while len(self._programs) >= self.max_programs:
             victim = self._oldest_forgettable()
             if victim is None:
-                break  # all have requests in the engine, which bounds their number
+                break  # all programs have requests in the engine, which limits their number
             del self._programs[victim.id]
             self._over.pop(victim.id, None)
             self._announced_only.pop(victim.id, None)

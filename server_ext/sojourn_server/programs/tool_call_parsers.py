@@ -1,20 +1,20 @@
 """Finds the tool calls in a finished output (Continuum §5.1, Appendices A and B).
 
-Models write tool calls in many forms. The forms are tried in this order, and the first one that yields a call
-wins, since an output uses a single form:
+Models write tool calls in many forms. The parser tries the forms in this order and uses the first that yields
+a call, since an output uses a single form:
 
     OpenAI JSON      {"type": "function_call", "name": …} and its relatives, "tool_calls": […]
     hermes, Qwen     <tool_call>{"name": …, "arguments": …}</tool_call>
     tagged           <function=name>…, <invoke name="name">…, functions.name:0, to=functions.name
     bare JSON        {"name": …, "arguments" or "parameters": …}      (Llama 3.1, Mistral, Qwen)
-    pythonic         func(a=1), [f(a=1), g()]                        (Llama 3, Gemma), nothing else around
+    pythonic         func(a=1), [f(a=1), g()]                        (Llama 3, Gemma), without other text
     terminal-bench   {"commands": [{"keystrokes": …}]}
     fenced           exactly one ```bash or ```mswea_bash_command block  (mini-swe-agent)
 
 Fenced shell blocks are removed before the other forms are tried, so a ``curl -d '{"name": …}'`` inside a
 block is no function call. The thoughts of a reasoning model (up to the last ``</think>``) are ignored.
 
-Only the last ``MAX_TEXT_CHARS`` characters are read, in linear time; nothing here ever raises.
+The parser reads only the last ``MAX_TEXT_CHARS`` characters, in linear time, and never raises.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ SHELL_TOOLS = frozenset(
     | {"local_shell", "run_bash", "run_command", "run_in_terminal", "run_shell_command"}
     | {"run_terminal_cmd", "sh", "shell", "shell_command", "terminal"}
 )
-"""Tools, in lower case, that run a command line. The command's head says more about the duration than the
-tool's name."""
+"""Names of tools, in lower case, that run a command line. The first word of the command says more about the
+duration than the tool's name."""
 
 _COMMAND_ARGUMENTS = ("command", "cmd", "script", "keystrokes", "code", "input")
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """One tool call found in an output: its name and command head, never its arguments."""
+    """One tool call found in an output: the tool's name and the command head, never the arguments."""
 
     name: str
     """Name as the model wrote it, e.g. ``bash`` or ``get_weather``."""
@@ -60,7 +60,7 @@ class ParsedToolCall:
 
 
 def parse_tool_calls(text: str) -> tuple[ParsedToolCall, ...]:
-    """The tool calls in a model's output, in order; empty if there is none or the output is ambiguous."""
+    """Return the tool calls in a model's output, in order; empty if there is none or it is ambiguous."""
     text = text[-MAX_TEXT_CHARS:]
     text = _without_end_marks(text.rpartition("</think>")[2])
     prose, blocks = _split_fenced_blocks(text)
@@ -75,7 +75,7 @@ def parse_tool_calls(text: str) -> tuple[ParsedToolCall, ...]:
     ):
         if calls:
             return tuple(calls[:MAX_CALLS])
-    # Like mini-swe-agent: two blocks would be two different actions, so neither counts.
+    # As in mini-swe-agent, two blocks would be two different actions, so neither counts.
     return (ParsedToolCall("bash", main_head(blocks[0])),) if len(blocks) == 1 else ()
 
 
@@ -85,7 +85,7 @@ _MAX_MARKS = 8
 
 
 def _without_end_marks(text: str) -> str:
-    """``text`` without special tokens at its end, which it has if the output was decoded with special
+    """Remove special tokens from the end of ``text``. They are there if the output was decoded with special
     tokens."""
     for _ in range(_MAX_MARKS):
         text = text.rstrip()
@@ -105,9 +105,9 @@ _AGENT_FENCE = "```mswea_bash_command"
 
 
 def _split_fenced_blocks(text: str) -> tuple[str, list[str]]:
-    """``text`` without its shell blocks, and the blocks that count as actions.
+    """Split ``text`` into the text without shell blocks, and the shell blocks that count as actions.
 
-    If mini-swe-agent's own marker appears, ordinary ``bash`` blocks are only illustrations.
+    If a block has mini-swe-agent's own marker, ordinary ``bash`` blocks are only illustrations.
     """
     if "```" not in text:
         return text, []
@@ -130,7 +130,7 @@ def _split_fenced_blocks(text: str) -> tuple[str, list[str]]:
         else:
             block.append(line)
     if block is not None:
-        prose += block  # never closed: the output was cut, nothing is run
+        prose += block  # the block was never closed: the output was cut, so nothing is run
     blocks = [one for one in (marked or plain) if one.strip()]
     return "\n".join(prose), blocks
 
@@ -139,14 +139,14 @@ def _split_fenced_blocks(text: str) -> tuple[str, list[str]]:
 
 _JSON_START = re.compile(r'\{\s*"|\[\s*\{')
 _JSON_SCAN_BUDGET = 4 * MAX_TEXT_CHARS
-"""Maximum number of characters that all failed parse attempts may read: without it nested brackets take
-quadratic time."""
+"""Maximum number of characters that all failed parse attempts together may read. Without this limit, nested
+brackets would take quadratic time."""
 _MAX_ATTEMPTS = 256
 _decode = json.JSONDecoder().raw_decode
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    """The outermost JSON objects, and arrays of objects, in ``text``."""
+    """Yield the outermost JSON objects and arrays of objects in ``text``."""
     position, budget = 0, _JSON_SCAN_BUDGET
     for _ in range(_MAX_ATTEMPTS):
         start = _JSON_START.search(text, position)
@@ -159,7 +159,7 @@ def _json_values(text: str) -> Iterator[Any]:
             unterminated = error.msg.startswith("Unterminated")
             budget -= len(text) - position if unterminated else error.pos - position + 1
             position += 1
-        except (ValueError, RecursionError):  # an integer of thousands of digits; absurd nesting
+        except (ValueError, RecursionError):  # an integer of thousands of digits, or very deep nesting
             budget -= len(text) - position
             position += 1
         else:
@@ -171,7 +171,7 @@ def _openai_calls(values: list[Any]) -> list[ParsedToolCall]:
 
 
 def _openai_blocks(value: Any, depth: int) -> Iterator[ParsedToolCall]:
-    """Function calls in the formats of chat completions, responses and Anthropic messages."""
+    """Yield function calls in the formats of chat completions, responses and Anthropic messages."""
     if depth == 0:
         return
     if isinstance(value, list):
@@ -280,7 +280,7 @@ _PYTHON_TAGS = re.compile(r"<\|(?:python_tag|python_start|python_end|eom_id|eot_
 
 
 def _pythonic_calls(text: str) -> list[ParsedToolCall]:
-    """One or more calls ``name(key=value, …)``; empty if the text has anything else, which makes it prose."""
+    """Return one or more calls ``name(key=value, …)``; empty if there is other text, since that is prose."""
     text = _PYTHON_TAGS.sub("", text).strip()
     if not text.endswith((")", ")]")):
         return []
@@ -300,7 +300,7 @@ def _pythonic_calls(text: str) -> list[ParsedToolCall]:
             depth -= 1
             if depth == base:
                 if before not in ("(", ",") and not key:
-                    return []  # positional arguments: as likely prose or code as a call
+                    return []  # a call with positional arguments is as likely prose or code
                 calls += _call(name, {"arguments": arguments})
                 name, key, arguments = "", "", {}
         elif depth <= base:
@@ -321,12 +321,12 @@ def _pythonic_calls(text: str) -> list[ParsedToolCall]:
     return calls if depth == 0 and not name else []
 
 
-# --- what a call is ------------------------------------------------------------------------------
+# --- from a name and arguments to a call ---------------------------------------------------------
 
 
 def _call(name: Any, block: dict[str, Any]) -> list[ParsedToolCall]:
-    """The call of ``name`` with the arguments in ``block``, as a list; empty if ``name`` is not a tool's
-    name."""
+    """Return the call of ``name`` with the arguments in ``block``, as a list; empty if ``name`` cannot be the
+    name of a tool."""
     if not isinstance(name, str) or not 0 < len(name.strip()) <= MAX_NAME_CHARS:
         return []
     name = name.strip()
@@ -341,7 +341,7 @@ def _command_head(block: dict[str, Any]) -> str | None:
         try:
             arguments, _ = _decode(arguments.strip())
         except (ValueError, RecursionError):
-            return main_head(arguments)  # some models hand over the bare command line
+            return main_head(arguments)  # some models write the bare command line
     if not isinstance(arguments, dict):
         return None
     for field in _COMMAND_ARGUMENTS:
@@ -354,7 +354,8 @@ def _command_head(block: dict[str, Any]) -> str | None:
 
 
 def _argv_head(argv: list[str]) -> str | None:
-    """The head of ``["bash", "-lc", "pytest -q"]``, which is ``pytest``, or of ``["pytest", "-q"]``."""
+    """Return the command head of an argument list: ``pytest`` for ``["bash", "-lc", "pytest -q"]`` and for
+    ``["pytest", "-q"]``."""
     if len(argv) > 2 and argv[1].startswith("-") and argv[1].endswith("c"):
         return main_head(argv[2])
     return argv[0].rsplit("/", 1)[-1][:MAX_HEAD_CHARS] or None

@@ -1,9 +1,9 @@
-"""Which steps agents of each type have taken after one another (SAGA §3.2–3.3), in bounded memory.
+"""Histories of the steps that agents of each type take one after another (SAGA §3.2–3.3), in bounded memory.
 
-A *step* is one LLM turn, named by the tool that its output called. A program collects its steps; when it
-ends, the history of its agent type learns them. The type is the client's name for it, or a hash of the first
-tokens of the program's first prompt: agents of one kind share a system prompt. Plain containers: no clock, no
-I/O, no lock.
+A *step* is one LLM turn, named by the tool that the output called. A program collects its steps. When the
+program ends, the history of its agent type learns them. The agent type is the name that the client gives, or
+else a hash of the first tokens of the program's first prompt, since agents of one type share a system prompt.
+The classes are plain containers without a clock, I/O or locks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .program_state import HintReliability, ProgramState
 REPLY_STEP = "(reply)"
 """Step of a turn that called no tool."""
 MAX_STEPS = 256
-"""Maximum number of steps kept of a program; a longer program is learned in pieces."""
+"""Maximum number of steps kept per program. The history learns a longer program in pieces."""
 MAX_UNCONFIRMED_TYPES = 4096
-"""Maximum number of types known by the prompt of a single program. A second program confirms the type."""
+"""Maximum number of agent types seen in only one program's prompt. A second program confirms the type."""
 
 OBSERVATIONS_VERSION = 1
 NEWEST_WEIGHT = 0.2
@@ -35,14 +35,14 @@ Successors = tuple[tuple[str, float], ...]
 
 
 class WorkflowHistory:
-    """Steps that programs of each agent type took, and the reliability of their hints."""
+    """History of the steps of programs of each agent type, and of the reliability of their hints."""
 
     def __init__(self, transitions: Transitions | None = None) -> None:
         self.transitions = transitions if transitions is not None else Transitions()
         self.observations = ToolOutputTokens()
-        """Tokens that a tool's answer adds to the prompt: n̂_obs (SAGA §4.1)."""
+        """Tokens that a tool's output adds to the prompt: n̂_obs (SAGA §4.1)."""
         self.gaps_s = SlidingMax()
-        """τ_max: the longest time between two turns, seconds."""
+        """τ_max: the longest recent time between two turns, in seconds."""
         self.context_blocks = SlidingMax()
         """size_max: the largest number of blocks that a program had in the cache at the end of a turn."""
         self._credits: OrderedDict[str, HintReliability] = OrderedDict()
@@ -51,8 +51,7 @@ class WorkflowHistory:
     # -- what happens ------------------------------------------------------------
 
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
-        """The request after a turn has arrived: learn the turn's step, and the length of the tool's
-        answer."""
+        """Learn from the first request after a turn: the turn's step, and the length of the tool's output."""
         self.gaps_s.observe(gap_s)
         self._judge(program, came_back=True)
         if prompt_tokens >= program.context_tokens:
@@ -63,9 +62,9 @@ class WorkflowHistory:
             program.steps, program.steps_begin = program.steps[-ORDER:], False
 
     def over(self, program: ProgramState, *, ended: bool, turn_open: bool) -> None:
-        """A program is over. ``ended``: the program reached its own end and was not cancelled.
+        """Learn the steps of a program that is over. ``ended``: the program was not cancelled.
 
-        ``turn_open``: no request followed its last turn, so the turn's step is not in ``steps`` yet.
+        ``turn_open``: no request followed the last turn, so that turn's step is not in ``steps`` yet.
         """
         steps = [*program.steps, step_name(program.pending_tool)] if turn_open else program.steps
         if ended:
@@ -73,17 +72,17 @@ class WorkflowHistory:
         program.pending_declaration = None
         if steps:
             self._learn(program, steps, ends=ended)
-        # If the program returns after all, it continues from here.
+        # If the program returns nevertheless, its steps continue from here.
         program.steps, program.steps_begin = steps[-ORDER:], False
 
-    # -- what is asked -------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------
 
     def tasks(self, program: ProgramState) -> int:
         """Number of finished programs of this program's agent type."""
         return self.transitions.finished(agent_type_name(program))
 
     def successors(self, program: ProgramState) -> Successors:
-        """Steps that followed this program's last steps, in programs of its agent type."""
+        """Steps that followed the same last steps in programs of the same agent type, likeliest first."""
         past = [*program.steps[-ORDER:], step_name(program.pending_tool)]
         return tuple(self.transitions.predict(agent_type_name(program), past[-ORDER:]))
 
@@ -97,8 +96,8 @@ class WorkflowHistory:
     def overlap(self, program: ProgramState) -> float:
         """Share of the program's next prompt that its cached context will cover.
 
-        This is SAGA's estimate for a chain, n / (n + n̂_obs), times the share of the context that the next
-        prompt reused so far. That share is below 1 if branches of a parent diverge (§4.1).
+        This is SAGA's estimate n / (n + n̂_obs) for a chain of turns, times the mean share of the context
+        that earlier prompts reused. That share is below 1 if the program's branches diverge (§4.1).
         """
         tokens = float(program.context_tokens)
         if tokens <= 0:
@@ -121,7 +120,7 @@ class WorkflowHistory:
 
     @classmethod
     def restore(cls, document: Any) -> WorkflowHistory:
-        """Restore a ``snapshot``. Raises ``ValueError`` for anything else."""
+        """Restore a history from a ``snapshot``. Raises ``ValueError`` for other documents."""
         if not isinstance(document, dict):
             raise ValueError("workflows: not an object")
         workflows = cls(Transitions.restore(document.get("transitions")))
@@ -140,8 +139,8 @@ class WorkflowHistory:
     # -- inside --------------------------------------------------------------------
 
     def _judge(self, program: ProgramState, *, came_back: bool) -> None:
-        """Compare the hinted probability with the outcome (``came_back``: the program returned), for the
-        agent type that the hint was given for."""
+        """Compare the hinted probability of another turn with the outcome, for the program and for the agent
+        type at the time of the hint. ``came_back``: whether another turn followed."""
         name, declared = (
             program.pending_declaration
             if program.pending_declaration is not None
@@ -166,7 +165,8 @@ class WorkflowHistory:
     def _learn(self, program: ProgramState, steps: Sequence[str], *, ends: bool) -> None:
         name = agent_type_name(program)
         if not program.agent_type and not self.transitions.runs(name) and name not in self._unconfirmed_types:
-            # Each unrelated chat is a type of its own. These must not displace types of many programs.
+            # Each unrelated chat would be a type of its own. Such types must not displace types with many
+            # programs.
             self._unconfirmed_types[name] = None
             if len(self._unconfirmed_types) > MAX_UNCONFIRMED_TYPES:
                 self._unconfirmed_types.popitem(last=False)
@@ -177,7 +177,7 @@ class WorkflowHistory:
 
 
 class ToolOutputTokens:
-    """Tokens that a tool's answer adds to the next prompt: a moving average per tool, and one for all
+    """Moving averages of the tokens that a tool's output adds to the next prompt: per tool, and for all
     tools."""
 
     def __init__(self, max_tools: int = 512) -> None:
@@ -197,8 +197,8 @@ class ToolOutputTokens:
             self._tools.popitem(last=False)
 
     def expected(self, tool: str) -> float:
-        """Tokens that a call of ``tool`` adds; for an unknown tool, the average of all tools; 0.0 without
-        any."""
+        """Expected tokens that a call of ``tool`` adds. For an unknown tool, the average of all tools; 0.0
+        without any observation."""
         return self._tools.get(tool, self._all if self._all is not None else 0.0)
 
     def snapshot(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class ToolOutputTokens:
 
     @classmethod
     def restore(cls, document: Any, max_tools: int = 512) -> ToolOutputTokens:
-        """Restore a ``snapshot``. Raises ``ValueError`` for anything else."""
+        """Restore the averages from a ``snapshot``. Raises ``ValueError`` for other documents."""
         if not isinstance(document, dict) or document.get("version") != OBSERVATIONS_VERSION:
             raise ValueError(f"tokens per tool: not a document of version {OBSERVATIONS_VERSION}")
         tools = document.get("tools")
@@ -222,12 +222,12 @@ class ToolOutputTokens:
 
 
 def agent_type_name(program: ProgramState) -> str:
-    """The agent type of a program: the client's name, else the hash of its prompt, else the empty string."""
+    """The agent type of a program: the name from the client, else the hash of the first prompt, else ""."""
     return program.agent_type or program.prompt_type or ""
 
 
 def step_name(tool: str | None) -> str:
-    """The step of a turn that called ``tool``. Tools with a reserved name get a suffix."""
+    """Name of the step of a turn that called ``tool``. Tools with a reserved name get a suffix."""
     if not tool:
         return REPLY_STEP
     return f"{tool} (tool)" if tool in (START, END, REPLY_STEP) else tool
@@ -236,7 +236,7 @@ def step_name(tool: str | None) -> str:
 def prompt_type(block_hashes: Sequence[Any], block_size: int) -> str | None:
     """Name of the agent type that a prompt implies: the hash of its first 64 tokens, in whole blocks.
 
-    ``None`` for a prompt of less than one block.
+    A shorter prompt counts with all its full blocks. ``None`` for a prompt of less than one block.
     """
     place = min(max(1, 64 // block_size), len(block_hashes)) - 1
     if place < 0:

@@ -1,24 +1,24 @@
 """Recordings of a scheduler's events and answers, so that a replay can be compared with the original.
 
-Imports ``core`` and the packages to its left; no engine. Start with ``recording_scheduler.py``.
+Imports ``core`` and the packages to its left, and no engine. Start with ``recording_scheduler.py``.
 
-Theory of operation ------------------- Decisions are functions of events and times alone.
-``RecordingScheduler`` overrides ``handle`` and the questions and writes one record per call, in order: the
-event or the question, the time, the answer, the decisions logged during the call, and the actions.
+How it works: a scheduler's decisions depend only on its events and their times. ``RecordingScheduler``
+overrides ``handle`` and the query methods (the questions). It writes one record per call: the event or
+question, the time, the answer, the decisions logged during the call, and the actions.
 
 ``simulator.parity_replay`` builds a second ``RecordingScheduler`` from the header, passes it the events at
 their times, and compares its records with the recorded ones. Both schedulers write records with the same
 code, so all recorded data are compared.
 
-Format ------ Lines of JSON, gzipped. The first line is the header (``RecordingHeader``), the last one the end
-record; if that is missing, the engine was killed or the file truncated. The other lines are
+Format: lines of JSON, gzipped. The first line is the header (``RecordingHeader``). The last line is the end
+record. If it is missing, the engine was killed or the file was truncated. The other lines are
 
     [op, now, facts, answer, decisions, orders]
 
-without empty parts at the end; ``now`` is seconds on the engine's clock. ``RECORD_SHAPES`` explains the parts
-for each ``op``; an event's ``op`` is its tag. Requests are numbered by arrival. A float is written with
-enough digits to be read back exactly. Infinity becomes ``null``: no event contains it, and of the answers
-only "never promoted" and the eviction key of an unknown program.
+without empty parts at the end. ``now`` is seconds on the engine's clock, ``facts`` are the inputs of the
+call, and ``orders`` are the actions. ``RECORD_SHAPES`` explains the parts for each ``op``. An event's ``op``
+is its tag. Requests are numbered by arrival. Floats keep all digits, so they are read back exactly. Infinity
+becomes ``null``. It occurs only in two answers: "never promoted" and the eviction key of an unknown program.
 
 A recording contains token counts and the first 8 bytes of each block's chained hash (of a request's chain
 only the part that differs from its program's previous chain). It contains names and command heads of tools,

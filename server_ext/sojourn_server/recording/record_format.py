@@ -1,4 +1,4 @@
-"""Converts facts and answers to plain JSON values, and facts back."""
+"""Converts the inputs (facts) and answers of a scheduler's calls to plain JSON values, and inputs back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..programs.tool_call_parsers import ParsedToolCall
 
 
 class RecordShape(NamedTuple):
-    """Meaning of the parts of one kind of record, by position."""
+    """Meaning of one kind of record, and the names of its facts and answer by position."""
 
     meaning: str
     facts: tuple[str, ...] = ()
@@ -118,14 +118,14 @@ RECORD_SHAPES: dict[str, RecordShape] = {
     "reset": RecordShape("the prefix cache is about to be cleared"),
     "close": RecordShape("the recording ends", ("reason",), ("totals",)),
 }  # fmt: skip
-"""Every kind of record, by ``op``. ``request`` is the request's number, the answer to its ``arrive`` or
-``stranger``."""
+"""``op`` → kind of record. ``request`` is the request's number: the first answer to its ``arrive`` or
+``stranger`` record."""
 
 DECISION_FIELDS = ("at_s", "kind", "program_id", "reason", "numbers")
-"""Field names of the entries in a record's decisions, as in the decision log."""
+"""Names of the fields of each decision in a record, as in the decision log."""
 
 HASH_BYTES = 8
-"""Number of bytes kept of a block hash. Among 10^6 blocks, two are equal with probability 3 in 10^8."""
+"""Number of bytes kept of a block hash. Among 10^6 blocks, a collision has a probability of 3 in 10^8."""
 
 
 # --- facts ---------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def read_arrival(facts: Sequence[Any]) -> RequestArrived:
 
 
 def _context(context: AgenticContext | None) -> Any:
-    """The hint without its events, which have their own records, and with clipped names."""
+    """Return the hint as plain values, with clipped names. Events are left out: they have other records."""
     if context is None:
         return None
     ours = context.sojourn
@@ -175,7 +175,7 @@ def _truncated_name(name: str | None) -> str | None:
 
 
 def event_facts(emitter: str, event: AnyEvent) -> tuple[Any, ...]:
-    """The event without the fields on which no decision depends."""
+    """Return the emitter, and the event without the fields on which no decision depends."""
     if isinstance(event, ProgramStart):
         event = msgspec.structs.replace(event, name=None)
     elif isinstance(event, ToolStop):
@@ -191,7 +191,7 @@ def read_event(document: Any) -> AnyEvent:
 
 
 def running_facts(number: int | str, view: RunningRequestView) -> tuple[Any, ...]:
-    """The fields of a running request's view that the engine sets; ``number``: the request."""
+    """Return a running request's number and the fields of its view that the engine sets."""
     return (
         number, view.program_rank, view.position, view.blocks, view.context_tokens, view.output_tokens,
         view.most_tokens, view.freed_blocks,
@@ -267,14 +267,17 @@ def read_turn_end(request_id: str, facts: Sequence[Any], hashes: Sequence[bytes]
 
 
 def chain_facts(base: Sequence[Any], hashes: Sequence[Any]) -> tuple[int, bytes]:
-    """A chain of block hashes relative to ``base``, a chain known when reading: (number of common leading
-    hashes, the rest)."""
+    """Return a chain of block hashes as its difference from ``base``: (number of common leading hashes, the
+    other hashes as bytes). The reader must know ``base``."""
     shared = common_prefix_length(base, hashes)
     return shared, b"".join(block_hash[:HASH_BYTES] for block_hash in hashes[shared:])
 
 
 def read_chain(base: Sequence[bytes], facts: Sequence[Any]) -> list[bytes]:
-    """Read a chain relative to ``base``. Raises ``ValueError`` if the facts do not fit ``base``."""
+    """Return the chain of block hashes from ``base`` and the facts that ``chain_facts`` returned.
+
+    Raises ``ValueError`` if the facts do not fit ``base``.
+    """
     shared, rest = facts
     if not 0 <= shared <= len(base):
         raise ValueError(f"a chain shares {shared} blocks with one of {len(base)}")
@@ -282,7 +285,7 @@ def read_chain(base: Sequence[bytes], facts: Sequence[Any]) -> list[bytes]:
 
 
 def read_hashes(text: str) -> list[bytes]:
-    """Read block hashes. Raises ``ValueError`` if the last hash is incomplete."""
+    """Return the block hashes in a base64 text. Raises ``ValueError`` if the last hash is incomplete."""
     data = base64.b64decode(text, validate=True)
     if len(data) % HASH_BYTES:
         raise ValueError(f"{len(data)} bytes of block hashes; expected a multiple of {HASH_BYTES}")
@@ -320,7 +323,7 @@ def lease_answer(lease: Lease | None) -> tuple[Any, ...] | None:
 
 
 def orders_answer(actions: Sequence[Action]) -> list[tuple[str, ...]]:
-    """The actions without the ``Answer``."""
+    """Return the actions as plain values, without the action that answers the event."""
     orders: list[tuple[str, ...]] = []
     for action in actions:
         if isinstance(action, EngineAction):

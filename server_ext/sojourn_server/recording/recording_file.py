@@ -1,4 +1,4 @@
-"""A recording's file: its header, the writer, and a reader that checks every line."""
+"""The file of a recording: its header, its writer, and a reader that checks every line."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .record_format import RECORD_SHAPES
 from .recording_scheduler import RecordingScheduler, RecordSink
 
 RECORDING_VERSION = 8
-"""Version of the format. Version 7 began one record per event with the resulting actions. Older recordings
-are replayed by the version of sojourn that wrote them."""
+"""Version of the format. Since version 7 each event has one record, which includes the resulting actions. To
+replay an older recording, use the version of sojourn that wrote it."""
 
 MAX_RECORDING_BYTES = 1 << 30
-"""Maximum size, compressed. The end record may exceed it by a few hundred bytes."""
+"""Maximum compressed size in bytes. The end record may exceed it by a few hundred bytes."""
 
 FLUSH_RECORDS = 256
-"""Number of records written at once (about 20 KiB, 0.2 ms): the maximum that a killed engine loses."""
+"""Number of records written at once (about 20 KiB, 0.2 ms). A killed engine loses fewer records than this."""
 
 _GZIP = 31
 """``wbits`` of zlib for a gzip member with a window of 32 KiB."""
@@ -51,18 +51,18 @@ encode_record = msgspec.json.Encoder().encode
 
 
 class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The inputs from which the recorded scheduler was built, before its first event."""
+    """First line of a recording: the arguments from which the recorded scheduler was built."""
 
     sojourn_tape: int = RECORDING_VERSION
     versions: dict[str, str]
     """Versions of sojourn, the engine and Python."""
     preset_toml: str
     preset_source: str
-    """Source of the TOML, for messages."""
+    """File name of the TOML, for messages."""
     pool: dict[str, Any]
     limits: dict[str, Any]
     curve: tuple[float, float, float] | None
-    """Coefficients of the prefill curve; None: prefill speed was learned while serving."""
+    """Coefficients of the prefill cost curve; ``None``: prefill speed was learned while serving."""
     tools: dict[str, Any]
     turns: dict[str, Any]
     evicted_waits: list[float]
@@ -83,7 +83,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         histories: Histories,
         versions: dict[str, str],
     ) -> RecordingHeader:
-        """The header for a scheduler built from these arguments, with their present content."""
+        """Return the header for a scheduler that is built from these arguments in their present state."""
         return cls(
             versions={"sojourn": version("sojourn"), "python": platform.python_version(), **versions},
             preset_toml=preset_toml,
@@ -101,7 +101,10 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
     def program_scheduler(self, sink: RecordSink) -> RecordingScheduler:
-        """A scheduler like the recorded one. Raises ``ValueError`` or ``TypeError`` for invalid fields."""
+        """Return a scheduler in the recorded scheduler's initial state, which writes its records to ``sink``.
+
+        Raises ``ValueError`` or ``TypeError`` for invalid fields.
+        """
         state = SchedulerState(
             parse_preset(self.preset_toml, source=self.preset_source),
             KVPoolConfig(**self.pool),
@@ -121,7 +124,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RecordingFile:
-    """Writes one recording. A failure raises nothing: it ends the recording and calls ``warn`` once.
+    """Writes one recording. After a failure it ends the recording and calls ``warn`` once; it raises nothing.
 
     An earlier recording of the same path is kept as ``PATH.previous``.
     """
@@ -136,7 +139,7 @@ class RecordingFile:
     ) -> None:
         self.path = Path(path)
         self.full = False
-        """Whether the maximum size is reached: the next record must be the last."""
+        """Whether the maximum size is reached. The next record must then be the last."""
         self.records = 0
         """Number of records, without the header."""
         self._warn = warn
@@ -148,7 +151,7 @@ class RecordingFile:
         try:
             line = encode_record(header)
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.is_file():  # a device is not to be moved
+            if self.path.is_file():  # a device must not be moved
                 os.replace(self.path, self.path.with_name(self.path.name + ".previous"))
             self._file = self.path.open("wb")
             self._lines.append(line)
@@ -162,7 +165,7 @@ class RecordingFile:
         return self._file is not None
 
     def write(self, record: tuple[Any, ...]) -> None:
-        """Write a record. The caller may change its parts afterwards."""
+        """Write a record. The caller may change the record's parts afterwards."""
         if self._file is None:
             return
         try:
@@ -185,7 +188,7 @@ class RecordingFile:
             self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
-        """Warn, and write no more records. The recording can be read, but has no end record."""
+        """Call ``warn`` and write no more records. The file can still be read, but has no end record."""
         file, self._file = self._file, None
         self._lines.clear()
         if file is not None:
@@ -225,17 +228,17 @@ class RecordedCall(NamedTuple):
 
 
 class _HeaderVersion(msgspec.Struct):
-    """The fields that an error message about another version's header needs."""
+    """The header fields that an error message about another format version needs."""
 
     sojourn_tape: Any = None
     versions: dict[str, str] = {}
 
 
 class RecordingReader:
-    """A whole recording. Raises ``RecordingError`` if it is missing, damaged, cut off or of a wrong version.
+    """Reads a recording. Raises ``RecordingError`` if it is missing, damaged, cut off or of a wrong version.
 
-    With ``allow_unfinished`` the end record may be missing: the engine was killed, or the disk was full. Each
-    call of ``records`` reads the file again, so that it is never in memory as a whole.
+    With ``allow_unfinished`` the end record may be missing, because the engine was killed or the disk was
+    full. Each call of ``records`` reads the file again, so that it is never in memory as a whole.
     """
 
     def __init__(self, path: str | Path, *, allow_unfinished: bool = False) -> None:
@@ -244,7 +247,7 @@ class RecordingReader:
         self.finished = False
         """Whether the recording has an end record."""
         self._read = 0
-        """Lines read so far, for messages."""
+        """Number of lines read so far, for messages."""
         last, number = b"", 0
         for number, last in self._lines():
             if number == 1:
@@ -257,7 +260,7 @@ class RecordingReader:
             raise RecordingError(f"{self.path}, line {number}: no end record: {_TRUNCATION_CAUSES}")
 
     def records(self) -> Iterator[RecordedCall]:
-        """All records in order, the end record included. Raises ``RecordingError``."""
+        """Yield all records in order, including the end record. Raises ``RecordingError``."""
         ended = False
         for number, line in self._lines():
             if number == 1:
@@ -363,7 +366,7 @@ class RecordingReader:
 
 
 def canonical_line(line: bytes) -> bytes:
-    """The line as the recorder would write it, for lines edited by hand."""
+    """Return the line as the recorder would write it. Tools use it on lines that were edited by hand."""
     return encode_record(msgspec.json.decode(line))
 
 

@@ -1,4 +1,4 @@
-"""A ``ProgramScheduler`` that records each event with its actions, and the questions that parity compares."""
+"""A ``ProgramScheduler`` that records each event with its actions, and each query that a replay compares."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ MAX_EVICTIONS_PER_RECORD = 256
 
 
 class RecordSink(Protocol):
-    """Receiver of records. No method raises."""
+    """Protocol of an object that stores records. No method raises."""
 
     full: bool
     """Whether the next record must be the last."""
 
     def write(self, record: tuple[Any, ...]) -> None:
-        """Write a record. The caller may change its parts afterwards."""
+        """Write a record. The caller may change the record's parts afterwards."""
 
     def close(self) -> None:
-        """Close the file: no further records follow."""
+        """Close the file. No further records follow."""
 
     def give_up(self, error: Exception) -> None:
         """End the recording, because a record could not be encoded."""
 
 
 class CallRecorder:
-    """Records calls with their results. An error in recording ends the recording, never the call.
+    """Runs calls and records them with their results. An error in recording ends the recording, not the call.
 
-    ``totals`` returns the sums of the end record.
+    ``totals`` returns the statistics for the end record.
     """
 
     def __init__(self, sink: RecordSink, totals: Callable[[], dict[str, Any]]) -> None:
         self.decisions = ObservedDecisionLog()
-        """The scheduler's decision log, from which each record gets the decisions made during its call."""
+        """The scheduler's decision log. Each record gets the decisions that were logged during its call."""
         self._sink: RecordSink | None = sink
         self._totals = totals
         self._run_of: tuple[str | None, int | str | None] = (None, None)
@@ -69,8 +69,8 @@ class CallRecorder:
         orders: Callable[[T], Any] | None = None,
         **more: Any,
     ) -> T:
-        """Make one call and record it. ``answer`` and ``orders`` extract the recorded answer and actions from
-        its result. Raises what the call raises."""
+        """Run ``call``, record it and return its result. ``answer`` and ``orders`` extract the recorded
+        answer and actions from the result. Raises what ``call`` raises."""
         if self._sink is None:
             return call(*args, **more)
         try:
@@ -82,8 +82,8 @@ class CallRecorder:
         return result
 
     def facts(self, make: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
-        """``make(*args)``: the arguments of a call as plain values. Call it before the recorded call, which
-        may change them. Empty without a recording, or if ``make`` fails."""
+        """Return ``make(*args)``: a call's arguments as plain values. Use it before the recorded call, which
+        may change the arguments. Empty if nothing is recorded or ``make`` fails."""
         if self._sink is None:
             return ()
         try:
@@ -93,7 +93,8 @@ class CallRecorder:
             return ()
 
     def evicted(self, block_hash: bytes, owner: str | None, taker: int | str | None, now: float) -> None:
-        """Record a reused block. Consecutive blocks reused for the same request share one record."""
+        """Record an evicted block. Consecutive blocks with the same owner, evicted for the same request
+        (``taker``), share one record."""
         if self._sink is None:
             return
         try:
@@ -171,7 +172,7 @@ class CallRecorder:
 
 
 class ObservedDecisionLog(DecisionLog):
-    """A decision log that also collects new decisions in ``made`` while ``listening``."""
+    """A decision log that also appends each new decision to ``made`` while ``listening`` is true."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,16 +188,16 @@ class ObservedDecisionLog(DecisionLog):
 
 
 class RecordingScheduler(ProgramScheduler):
-    """A ``ProgramScheduler`` that writes ``handle`` and the questions to ``sink``; results and exceptions are
-    unchanged.
+    """A ``ProgramScheduler`` that records its calls in ``sink``. Results and exceptions are unchanged.
 
-    A question whose answer depends on a policy must be overridden here; a test checks that.
+    It records ``handle`` and the query methods with answers that depend on a policy. Each such method must be
+    overridden here; a test checks that.
     """
 
     def __init__(self, sink: RecordSink, state: SchedulerState) -> None:
         self._call_recorder = CallRecorder(sink, self._sums)
         self._chains: dict[str, list[Any]] = {}
-        """Request id → chain of block hashes recorded last for the request."""
+        """Request id → the chain of block hashes that was last recorded for the request."""
         state.decisions = self._call_recorder.decisions
         super().__init__(state)
 
@@ -230,8 +231,8 @@ class RecordingScheduler(ProgramScheduler):
         )
 
     def _facts(self, event: ev.Event) -> tuple[Any, ...]:
-        """The event as plain values: requests by number, block hashes relative to the chain recorded
-        before."""
+        """Return the event as plain values. Requests are given by number, and block hashes as the difference
+        from the chain recorded before."""
         if isinstance(event, ev.RequestArrived):
             return record_format.arrival_facts(event)
         if isinstance(event, ev.ClientEventReceived):
@@ -259,7 +260,7 @@ class RecordingScheduler(ProgramScheduler):
         return record_format.admission_facts(number, event, chain)
 
     def _answer(self, event: ev.Event, actions: list[ev.Action], state: Any) -> Any:
-        """The recorded answer to an event; for some events also the resulting ``state`` of the request."""
+        """Return the answer to record for an event. For some events it contains the request's new state."""
         if isinstance(event, ev.RequestArrived | ev.UntrackedRequestArrived):
             return record_format.request_state_answer(self._requests.states[event.request_id])
         if isinstance(event, ev.RequestAdmitted):
@@ -325,7 +326,7 @@ class RecordingScheduler(ProgramScheduler):
         return answer
 
     def chain_before(self, request_id: str) -> Sequence[Any]:
-        """The chain of block hashes relative to which the request's next chain is recorded."""
+        """Return the base for the request's next chain of block hashes, which is recorded as a difference."""
         chain = self._chains.get(request_id)
         if chain is not None:
             return chain
@@ -335,7 +336,7 @@ class RecordingScheduler(ProgramScheduler):
         return before if before is not None else ()
 
     def request_number(self, request_id: str) -> int | str:
-        """The number of a request in the engine; the id itself for any other request."""
+        """Return the number of a request that is in the engine; return the id of any other request."""
         request_state = self._requests.states.get(request_id)
         return request_state.arrival if request_state is not None else request_id
 

@@ -1,4 +1,4 @@
-"""Client of one OpenAI-compatible server: its models, and timed completions of token ids."""
+"""Client of one OpenAI-compatible server: looks up its models, and times completions of token ids."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 
 
 class ServerError(Exception):
-    """An unusable server; ``next_step`` says what to do."""
+    """The server cannot be used. ``next_step`` says what to do."""
 
     def __init__(self, message: str, next_step: str) -> None:
         super().__init__(message)
@@ -22,7 +22,7 @@ class ServerError(Exception):
 
 
 class RequestError(Exception):
-    """A failed request; ``reason`` is short, so that reasons can be counted."""
+    """A request failed. ``reason`` is one of few short texts, so that reasons can be counted."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -31,7 +31,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A served model."""
+    """A model that the server offers, and facts about the server."""
 
     name: str
     max_context_tokens: int | None
@@ -48,22 +48,22 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One finished request; times in seconds."""
+    """Measurements of one finished request. Times are in seconds."""
 
     ttft_s: float
     """Seconds from sending the request to the first token."""
     latency_s: float
     tpot_s: float | None
-    """Mean seconds per token after the first; ``None`` with fewer than two tokens."""
+    """Mean seconds per output token after the first; ``None`` with fewer than two tokens."""
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int | None
-    """Prompt tokens from the cache; ``None`` if the server does not report them."""
+    """Number of prompt tokens from the prefix cache; ``None`` if the server does not report it."""
     output_ids: tuple[int, ...] | None
 
 
 class CompletionsClient:
-    """An async client for ``/v1/completions``. Use as ``async with``.
+    """An async client for ``/v1/completions``. Use it in an ``async with`` statement.
 
     ``url`` is the server's root, with or without ``/v1``.
     """
@@ -82,7 +82,7 @@ class CompletionsClient:
         self._http = httpx.AsyncClient(
             headers=headers,
             timeout=httpx.Timeout(timeout_s, connect=10.0),
-            # The closed loop limits concurrency; the wait for a pooled connection would count as TTFT.
+            # The replay limits concurrency. A wait for a pooled connection would count as TTFT.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
 
@@ -93,7 +93,7 @@ class CompletionsClient:
         await self._http.aclose()
 
     async def discover(self, model: str | None) -> ServedModel:
-        """The model ``model``, or the server's first one. Raises ``ServerError`` if it is not served."""
+        """Return the served model named ``model``; the first one for ``None``. Raises ``ServerError``."""
         answer = await self._get("/v1/models")
         try:
             served = answer.json()["data"]
@@ -133,10 +133,11 @@ class CompletionsClient:
         headers: Mapping[str, str] | None = None,
         return_token_ids: bool = False,
     ) -> Completion:
-        """Generate ``max_tokens`` tokens after ``prompt``, fewer if ``body`` has stop tokens.
+        """Generate ``max_tokens`` tokens after ``prompt`` and return the measurements.
 
-        ``return_token_ids`` requests the ids of the output. vLLM then also returns the ids of the prompt
-        before the first token, which increases ``ttft_s`` of long prompts. Raises ``RequestError``.
+        Stop tokens in ``body`` can end the output earlier. ``return_token_ids`` asks for the ids of the
+        output. vLLM then also returns the prompt's ids before the first token, which increases ``ttft_s`` of
+        long prompts. Raises ``RequestError``.
         """
         request = {
             "model": model,
@@ -149,7 +150,7 @@ class CompletionsClient:
             **({"return_token_ids": True} if return_token_ids else {}),
             **(body or {}),
         }
-        # Encoded before the clock starts: encoding a long prompt takes milliseconds.
+        # Encode before the clock starts, because encoding a long prompt takes milliseconds.
         content = msgspec.json.encode(request)
         started = self._clock()
         first = last = 0.0
@@ -219,7 +220,8 @@ class CompletionsClient:
         return answer
 
     async def _capabilities(self) -> dict[str, Any]:
-        """Capabilities of the sojourn plugin; empty without the plugin or for another wire version."""
+        """Return the capabilities of the server's sojourn plugin; empty without it or with another wire
+        version."""
         from sojourn.wire_codec import CAPABILITIES_PATH, WIRE_VERSION
 
         try:
@@ -246,7 +248,7 @@ def _block_size(capabilities: dict[str, Any]) -> int | None:
 
 
 def _refusal(status: int, text: str) -> RequestError:
-    """The error of a rejected request, with a reason that can be counted."""
+    """Return the error of a rejected request, with one of few reasons so that they can be counted."""
     lowered = text.lower()
     if "context length" in lowered or "max_model_len" in lowered or "maximum input length" in lowered:
         return RequestError("context too long", text[:300])

@@ -1,4 +1,4 @@
-"""Reports of programs and tools to the server, through the SDK or not at all."""
+"""Reports the replayed programs and tool calls to the server through the SDK, or does not report them."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any, Protocol
 
 
 class ProgramAnnouncer(Protocol):
-    """Context managers for a program and its tools, and the fields that requests carry for them."""
+    """Protocol that reports programs and tool calls to a server, and marks requests with their program."""
 
     def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
-        """Context of one program run."""
+        """Return a context manager for one run of a program."""
         ...
 
     def tool(self, name: str, tool_class: str | None) -> AbstractAsyncContextManager[Any]:
-        """Context of one tool call, inside the context of its program."""
+        """Return a context manager for one tool call. Use it inside the context of its program."""
         ...
 
     def request_parts(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Body fields and headers of the next request in the present program context."""
+        """Return body fields and headers to add to the next request of the current program."""
         ...
 
     def close(self) -> None:
-        """Send all pending reports."""
+        """Send all pending reports and stop."""
         ...
 
 
 class NullAnnouncer:
-    """Reports nothing: the server sees unrelated requests, as from a client without the SDK."""
+    """Reports nothing. The server sees unrelated requests, as from a client without the SDK."""
 
     def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
         return nullcontext()
@@ -43,12 +43,12 @@ class NullAnnouncer:
 
 
 class SdkAnnouncer:
-    """Reports through the SDK, like an instrumented agent."""
+    """Reports programs and tool calls through the SDK, like an agent that uses it."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         import sojourn
 
-        # Without the history of other runs: a replay must not depend on earlier ones.
+        # No history of other runs: a replay must not depend on earlier replays.
         sojourn.init(url, api_key=api_key, dialect="sojourn", history=False)
         self._sojourn = sojourn
 

@@ -1,7 +1,7 @@
-"""Replay of a trace's programs against a live server; tools are replaced by sleeps.
+"""Replays the programs of a trace against a live server. Sleeps replace the tools.
 
-By default a closed loop: ``concurrency`` programs run at a time, and when one ends the next one starts. With
-``arrivals`` each program starts at its recorded time. Sub-agents do not count in ``concurrency``; they start
+By default ``concurrency`` programs run at a time. When one ends, the next one starts (a closed loop). With
+``arrivals``, each program starts at its recorded time. Sub-agents do not count in ``concurrency``. They start
 at their recorded offset after their parent's start. A program ends at its first failed turn, because later
 turns would have other prefixes than in the recording.
 """
@@ -24,9 +24,9 @@ from .program_announcer import ProgramAnnouncer
 from .replay_report import ReplayedProgram, ReplayedTurn, ReplayTally
 
 DEFAULT_BLOCK_SIZE = 16
-"""vLLM's default on CUDA, in tokens."""
+"""vLLM's default block size on CUDA, in tokens."""
 DEFAULT_OUTPUT_BUDGET = 8192
-"""Maximum output in tokens for a server that does not report its maximum context."""
+"""Maximum output in tokens if the server does not report its maximum context."""
 _MAX_WIRE_ID = 200
 
 
@@ -35,25 +35,26 @@ class ReplayOptions:
     """Options of a replay. Raises ``ValueError`` for an invalid value."""
 
     concurrency: int = 8
-    """Top-level programs at the same time; ignored with ``arrivals``."""
+    """Number of top-level programs that run at the same time; ignored with ``arrivals``."""
     stagger_s: float = 0.0
     """Seconds between the starts of the first ``concurrency`` programs."""
     arrivals: bool = False
     """Whether programs start at their recorded times."""
     speed: float = 1.0
-    """Divisor of gaps, arrivals and offsets of sub-agents."""
+    """Number by which gaps, arrival times and sub-agents' start offsets are divided."""
     token_scale: float = 1.0
-    """Factor by which all lengths are multiplied."""
+    """Factor for all lengths in tokens."""
     max_context_tokens: int | None = None
-    """Programs end before their first turn with a longer context."""
+    """Maximum context in tokens. A program ends before its first turn with a longer context."""
     force_tokens: bool = False
-    """Whether the server must generate the planned tokens, so that every prefix equals the trace's."""
+    """Whether requests force the server to generate the planned tokens, so that prefixes are reused as in the
+    trace."""
     hide_lengths: bool = False
-    """Whether requests hide their output length: each may fill the context, and a stop token ends its forced
-    tokens. Only with ``force_tokens``."""
+    """Whether requests hide their output length from the server. ``max_tokens`` then allows the whole
+    context, and a stop token ends the forced tokens. Only with ``force_tokens``."""
     vocabulary: int = DEFAULT_VOCABULARY
     block_size: int | None = None
-    """Tokens per KV block of the server: its cache reuses only whole blocks. ``None``: as the server
+    """Tokens per KV block of the server, whose cache reuses only whole blocks. ``None``: as the server
     reports."""
 
     def __post_init__(self) -> None:
@@ -68,7 +69,7 @@ class ReplayOptions:
 
 
 class Replay:
-    """One replay. Call ``run()`` once; ``tally`` may be read during the run."""
+    """Replays programs against one server. Call ``run()`` once. ``tally`` may be read during the run."""
 
     def __init__(
         self,
@@ -87,11 +88,11 @@ class Replay:
         self._announcer = announcer
         self._options = options
         self.block_size = options.block_size or served.block_size or DEFAULT_BLOCK_SIZE
-        """Block size in tokens: recomputed tokens are counted in whole blocks."""
+        """Block size in tokens. Reusable tokens are counted in whole blocks."""
         self._on_progress = on_progress
         self._clock = clock
         self._started_s = 0.0
-        # A server remembers ended programs; a second replay of the same trace is other runs of them.
+        # A server remembers ended programs, so a second replay of the same trace needs other ids.
         self._run_id = secrets.token_hex(3)
         known = {program.program_id for program in programs}
         self._roots = [p for p in programs if p.parent is None or p.parent not in known]
@@ -101,7 +102,7 @@ class Replay:
                 self._children.setdefault(program.parent, []).append(program)
 
     async def run(self) -> ReplayTally:
-        """Replay all programs; failures are counted, not raised."""
+        """Replay all programs and return the tally. Failed requests are counted, not raised."""
         self._started_s = self._clock()
         if self._options.arrivals:
             await self._open_loop()
@@ -131,7 +132,7 @@ class Replay:
         await asyncio.gather(*(one(program) for program in self._roots))
 
     async def _family(self, program: TraceProgram, parent_id: str | None) -> None:
-        """Run a program and its sub-agents; returns when all have ended."""
+        """Run a program and its sub-agents. Return when all have ended."""
         program_id = f"{program.program_id[:_MAX_WIRE_ID]}@{self._run_id}"
         turns_done = [asyncio.Event() for _ in program.turns]
 
@@ -194,7 +195,7 @@ class Replay:
         )
 
     def _fitting(self, builder: PromptBuilder) -> tuple[int, str]:
-        """Number of leading turns that can be replayed, and the reason why the next turn cannot."""
+        """Return how many turns from the first on can be replayed, and why the next turn cannot be."""
         plans = builder.plans
         limit, clip = self._served.max_context_tokens, self._options.max_context_tokens
         for index, plan in enumerate(plans):
@@ -214,7 +215,7 @@ class Replay:
         forced = builder.planned_output(index) if self._options.force_tokens else None
         most_tokens = plan.output_tokens
         if forced is not None and self._options.hide_lengths:
-            # The last token is never computed and in no block, so the next prompt may have another one.
+            # The last token never gets KV in a block, so the next prompt may have another one there.
             forced = [*forced[:-1], self._options.vocabulary]
             most_tokens = self._max_output_tokens(len(prompt))
             body = {**body, "stop_token_ids": [self._options.vocabulary]}
@@ -227,7 +228,7 @@ class Replay:
             most_tokens,
             body=body,
             headers=headers,
-            # Forced outputs are known; the first turn checks that the server forces them.
+            # Forced outputs are known. The first turn checks that the server forces them.
             return_token_ids=forced is None or index == 0,
         )
         if answer.output_ids is not None:
@@ -248,8 +249,8 @@ class Replay:
         self.tally.add_turn(outcome)
 
     def _max_output_tokens(self, prompt_tokens: int) -> int:
-        """Maximum output in tokens within the server's context; ``DEFAULT_OUTPUT_BUDGET`` if the context is
-        unknown."""
+        """Return the maximum output in tokens that fits the server's context; ``DEFAULT_OUTPUT_BUDGET`` if
+        the context is unknown."""
         limit = self._served.max_context_tokens or prompt_tokens + DEFAULT_OUTPUT_BUDGET
         return max(1, limit - prompt_tokens)
 
@@ -265,7 +266,7 @@ class Replay:
 
 
 def first_programs(programs: Sequence[TraceProgram], count: int | None) -> list[TraceProgram]:
-    """The first ``count`` top-level programs with all their sub-agents; all programs for ``None``."""
+    """Return the first ``count`` top-level programs and all their sub-agents; all programs for ``None``."""
     if count is None:
         return list(programs)
     known = {program.program_id for program in programs}
@@ -281,5 +282,5 @@ def first_programs(programs: Sequence[TraceProgram], count: int | None) -> list[
 
 
 def _agent_type(program: TraceProgram) -> str:
-    """Agent type of a program in reports to the server."""
+    """Return the agent type under which a program is reported to the server."""
     return program.agent_type or program.group or program.source or "replay"

@@ -1,4 +1,4 @@
-"""Measurements of a replay, as a table and as a JSON document."""
+"""Collects the measurements of a replay, and shows them as a table or a JSON document."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ OUTPUTS_UNKNOWN = (
 
 
 _LABEL_WIDTH = 12
-"""Minimum width of the label column; even days in seconds then fit a terminal of 80 columns."""
+"""Minimum width of the label column. It leaves room for large numbers in a terminal of 80 columns."""
 
 
 class ReplayedTurn(NamedTuple):
-    """One answered turn."""
+    """Measurements of one turn that the server answered."""
 
     completion: Completion
     computed_again: int | None
-    """Number of prompt tokens computed again; ``None`` if the server does not report cached tokens."""
+    """Number of prompt tokens that a perfect cache would have saved but the server computed again; ``None``
+    if the server does not report cached tokens."""
     forcing_failed: bool = False
     has_output_ids: bool = True
     program_id: str = ""
@@ -42,16 +43,16 @@ class ReplayedTurn(NamedTuple):
     turn: int = 0
     """Index of the turn, from 0."""
     sent_s: float = 0.0
-    """Time of sending, in seconds after the replay's start."""
+    """Time when the request was sent, in seconds after the replay's start."""
 
 
 class ReplayedProgram(NamedTuple):
-    """One program that ended or was skipped."""
+    """Result of one program that ended or was skipped."""
 
     program_id: str
     finished: bool
     completion_s: float | None
-    """Seconds from the program's start to its last token, tools included."""
+    """Seconds from the program's start to its last token, including tool times; ``None`` if unfinished."""
     reason: str = ""
     """Why the program did not finish."""
     clipped: bool = False
@@ -59,7 +60,7 @@ class ReplayedProgram(NamedTuple):
 
 
 class ReplayTally:
-    """Counts and measurements of one replay."""
+    """Collects the counts and measurements of one replay."""
 
     def __init__(self) -> None:
         self.wall_s = 0.0
@@ -92,7 +93,7 @@ class ReplayTally:
         return Counter(program.reason for program in self.programs if not program.finished)
 
     def notes(self) -> list[str]:
-        """Notes on what limits comparisons of these figures."""
+        """Return notes on what limits comparisons of these figures with others."""
         notes = []
         if any(turn.completion.cached_tokens is None for turn in self.turns):
             notes.append(CACHED_TOKENS_MISSING)
@@ -103,7 +104,7 @@ class ReplayTally:
         return notes
 
     def document(self) -> dict[str, Any]:
-        """All figures as JSON data, in seconds and tokens; null if not measured."""
+        """Return all figures as JSON data, in seconds and tokens; ``None`` for those not measured."""
         completions = [turn.completion for turn in self.turns]
         cached = [c.cached_tokens for c in completions]
         cached_known = bool(cached) and None not in cached
@@ -133,7 +134,7 @@ class ReplayTally:
         }
 
     def table(self) -> Table:
-        """The figures of ``document`` as a table."""
+        """Return the figures of ``document`` as a table."""
         document = self.document()
         table = Table(title="replay", title_justify="left")
         # Long reasons wrap, so that the figures stay on one line.

@@ -1,7 +1,7 @@
-"""A routing core that keeps a program's turns on one replica, its home.
+"""A routing core that sends all turns of a program to one replica, the program's home.
 
-A request is sent, or waits for a replica that was chosen for it, or waits for any replica. The code here
-moves requests between these three states.
+Each request is in one of three states: sent to a replica, waiting for a chosen replica, or waiting for any
+replica. This module moves requests between these states.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .routing_status import ProgramRouteStatus, ReplicaStatus
 from .routing_tables import build_routing_tables
 
 MAX_EXPIRED_PER_TICK = 500
-"""Maximum number of timed-out requests rejected in one tick; the rest follows in the next tick."""
+"""Maximum number of timed-out requests rejected in one tick; later ticks reject the rest."""
 MAX_FAILED_REROUTED = 256
-"""Maximum number of requests that are routed again at once after a failure at a replica that is still
-there."""
+"""Maximum number of requests routed again in one pass after they failed at a replica that is still
+registered."""
 UNROUTED_ROUTE = RoutingDecision("", "policy_failed")
-"""Route of a request that is rejected because the policy failed."""
+"""Placeholder route of a request that is rejected because the routing policy failed."""
 
 
 class AffinityCore(RoutingCore):
-    """Routes by a routing policy, a policy for tenants' shares, work stealing and preemption between
+    """Routing core with four policies: routing, work stealing, tenants' shares, preemption between
     tenants."""
 
     def __init__(
@@ -72,9 +72,10 @@ class AffinityCore(RoutingCore):
         self._number = 0
         """Number of requests so far."""
         self._capacity_changed = False
-        """Some capacity may have become free, or a request has to be routed again."""
+        """True if capacity may have become free, or if a request has to be routed again."""
         self._has_unrouted = False
-        """Some requests that wait for capacity have not been routed yet; the next event routes them."""
+        """True if some requests that wait for capacity have not been routed yet; the next event routes
+        them."""
         self._handlers[routing_events.ReplicaRegistered] = self._registered
         self._handlers[routing_events.KvDropped] = self._kv_dropped
 
@@ -136,7 +137,8 @@ class AffinityCore(RoutingCore):
         return snapshot_routing_state(self.fleet, self.programs, self.expected, self._number, now)
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
-        """Restore a snapshot. Replicas get a new lease from ``now``; homes stay valid meanwhile."""
+        """Restore a snapshot; return the number of programs with a home. Each replica gets a new lease that
+        starts at ``now``."""
         if self._number or len(self.fleet) or len(self.programs):
             raise ValueError("this core has replicas or programs already; expected a new one")
         shift_s = 0.0 if elapsed_s is None else now - state.taken_s - elapsed_s
@@ -147,7 +149,8 @@ class AffinityCore(RoutingCore):
         return sum(program.home is not None for program in self.programs)
 
     def suspect_all(self, now: float) -> None:
-        """Mark all replicas as suspect: a replica gets no new program until it registers again."""
+        """Mark all healthy replicas as suspect. A suspect replica gets no new programs until it registers
+        again."""
         for replica in self.fleet:
             if replica.health is ReplicaHealth.UP:
                 replica.health = ReplicaHealth.SUSPECT
@@ -165,8 +168,8 @@ class AffinityCore(RoutingCore):
         return self.fleet.longest_tokens
 
     def _is_queue_full(self, tenant: str) -> bool:
-        """Whether the queue is full for ``tenant``. If tenants share capacity, a tenant below its equal part
-        may exceed the limit."""
+        """Whether the queue accepts no further request of ``tenant``. If tenants share capacity, a tenant
+        with less than an equal part of the queue may exceed the limit, up to twice the limit in total."""
         most = self.limits.most_waiting
         if self.waiting < most or not self.tenants.take_turns or self.waiting >= 2 * most:
             return self.waiting >= most
@@ -187,7 +190,7 @@ class AffinityCore(RoutingCore):
             request.needs_tokens = route.needs_tokens
             self._capacity_queue.is_closed_to_new |= not route.needs_tokens
             self.requests.enqueue_for_any(request)
-            # The order of the queue also decides whether a replica is reserved against this request.
+            # This request could not use the reserved replica. A new pass may reserve another, or none.
             self._capacity_changed |= reserved is not None
 
     def _close_if_open(self, request_id: str, now: float) -> None:
@@ -234,7 +237,7 @@ class AffinityCore(RoutingCore):
         replica = self.fleet.get(event.replica_id)
         program = request.program
         if program is not None and replica is not None and self.tables.lives(program):
-            # A gateway with an outdated copy of the homes does not change them.
+            # The gateway's copy of the homes may be outdated, so it cannot change an existing home.
             size_tokens = max(request.size_tokens, program.size_tokens)
             if program.home in (None, replica.replica_id):
                 self.homes.settle(program, replica, size_tokens, now)
@@ -272,8 +275,8 @@ class AffinityCore(RoutingCore):
             self._reset_capacity_needs(program)
 
     def _is_at(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
-        """Whether a request is at this replica. A request that was recalled from there, but too late, counts
-        as sent there again."""
+        """Whether a request is at this replica. If the request was recalled from there too late, the method
+        records it as sent there again and returns True."""
         if request.sent_s is not None and request.replica_id == replica_id:
             return True
         if request.recalled_from != replica_id:
@@ -294,8 +297,8 @@ class AffinityCore(RoutingCore):
         if request is None:
             return
         if request.replica_id != event.replica_id or request.sent_s is None:
-            # The request waits or was sent elsewhere since. If the replica is gone, this event tells whether
-            # the replica was computing the request.
+            # The request is waiting, or was sent to another replica meanwhile. If the replica is gone, this
+            # event tells whether it was computing the request.
             if event.computing and request.lost_with == event.replica_id:
                 request.lost_with = None
                 request.failures_computing += 1
@@ -309,7 +312,7 @@ class AffinityCore(RoutingCore):
         self._replay(request, now)
 
     def _replay(self, request: RoutedRequest, now: float) -> None:
-        """Handle a request that its replica did not answer."""
+        """Abort, reject or requeue a request that its replica did not answer."""
         self._capacity_changed = True
         request.failures += 1
         if request.began:
@@ -399,7 +402,7 @@ class AffinityCore(RoutingCore):
         self._capacity_changed = True
 
     def _clear_queue(self, replica: Replica) -> None:
-        """Let the requests that wait for this replica wait for any replica."""
+        """Move the requests that wait for this replica to the queue for any replica."""
         for request in list(self.requests.queues.get(replica.replica_id, ())):
             self.requests.take_out(request)
             self._enqueue_for_any(request)
@@ -428,8 +431,9 @@ class AffinityCore(RoutingCore):
             self.homes.leave(program, now)
 
     def _size(self, program: RoutedProgram | None, context_tokens: int, *, anew: bool = False) -> int:
-        """Tokens that a program is expected to need. ``anew``: estimate again, as after each turn; otherwise
-        only if the program has outgrown its estimate."""
+        """Longest context, in tokens, that a program is expected to reach; without a program,
+        ``context_tokens``. ``anew``: estimate again, as after each turn. Otherwise the last estimate is used
+        until the program outgrows it."""
         fitting = self.fleet.fitting
         if program is None:
             return fitting(context_tokens)
@@ -440,8 +444,8 @@ class AffinityCore(RoutingCore):
         return fitting(self.expected.size_tokens(program, context_tokens, most))
 
     def _reset_capacity_needs(self, program: RoutedProgram) -> None:
-        """Route a program's waiting requests again. The program has a home now, so its requests need no
-        further capacity."""
+        """Mark a program's waiting requests to be routed again. The program has a home now, so its requests
+        need no further capacity."""
         if not program.waiting:
             return
         for request in self.requests.anywhere.of(program):
@@ -449,7 +453,8 @@ class AffinityCore(RoutingCore):
             self._capacity_changed = True
 
     def _release_unanswered_homes(self, now: float) -> None:
-        """Free the capacity of programs whose only request ended without an answer."""
+        """Remove the homes of programs that never got an answer and have no open request. This frees
+        capacity."""
         unanswered = self.requests.unanswered
         while unanswered:
             program = unanswered.pop()
@@ -478,7 +483,8 @@ class AffinityCore(RoutingCore):
     # -- dispatch -----------------------------------------------------------------
 
     def _dispatch(self, now: float, *, epoch: bool) -> None:
-        """Send eligible requests. With ``epoch``, also move requests to idle replicas and preempt some."""
+        """Send eligible requests. With ``epoch``, also run work stealing and preemption between tenants. Work
+        stealing also runs after a replica has become idle."""
         self._release_unanswered_homes(now)
         if self._has_unrouted:
             self._capacity_changed, self._has_unrouted = True, False
@@ -497,14 +503,14 @@ class AffinityCore(RoutingCore):
             self._send_eligible(now)
 
     def _enqueue_for_any(self, request: RoutedRequest) -> None:
-        """Put a request that is in no queue into the queue for any replica, to be routed again."""
+        """Add a request to the queue for any replica, to be routed again. The request must be in no queue."""
         request.needs_tokens = 0
         self.requests.enqueue_for_any(request)
         self._capacity_changed = True
 
     @contextmanager
     def _counted_failures(self) -> Iterator[None]:
-        """Count the failure of a policy inside the block and skip the rest of it; the next epoch tries
+        """Context manager that catches and counts a ``PolicyCallError`` of its block. The next epoch tries
         again."""
         try:
             yield
@@ -512,8 +518,8 @@ class AffinityCore(RoutingCore):
             self.counts.policy_failed(error)
 
     def _send_eligible(self, now: float) -> None:
-        """Send requests that wait for any replica, if one has capacity; then requests whose replica is less
-        loaded."""
+        """Send the requests that wait for any replica while one has capacity. Then send the requests that
+        wait for a replica that has become less loaded."""
         while self._capacity_changed or self.homes.capacity_grew:
             self._capacity_changed = self.homes.capacity_grew = False
             self._send_failed(now)
@@ -537,14 +543,14 @@ class AffinityCore(RoutingCore):
         try:
             return self._placer.place(request, reserved_replica, now)
         except PolicyCallError as error:
-            # Routed again it would fail again, and the requests behind it would wait for it.
+            # Another attempt would fail again and block the requests behind this one.
             self.requests.close(request, now)
             self._reject_unrouted(request.request_id, error)
             return UNROUTED_ROUTE
 
     def _send_failed(self, now: float) -> None:
-        """Route the requests that failed at a replica that is still there. Reject a request if no other
-        replica is left."""
+        """Route again the requests that failed at a replica that is still registered. Reject a request if no
+        replica can retry it."""
         failed = self.requests.failed
         for request in failed.oldest(MAX_FAILED_REROUTED) if failed else ():
             if any(_can_retry_at(replica, request) for replica in self.fleet):
@@ -554,8 +560,8 @@ class AffinityCore(RoutingCore):
 
 
 def _can_retry_at(replica: Replica, request: RoutedRequest) -> bool:
-    """Whether a request may be sent to a replica. Not if the replica drains; and if the request failed there,
-    only to a successor of a replica that may be dead."""
+    """Whether a failed request may still be sent to this replica. False if the replica drains. If the request
+    failed there, True only while the replica is suspect, since a new instance may soon replace it."""
     if replica.replica_id in request.failed_at:
         return replica.health is ReplicaHealth.SUSPECT
     return replica.health is not ReplicaHealth.DRAINING

@@ -1,15 +1,16 @@
-"""The queue of requests that no replica has capacity for, and the order in which they are routed when there
-is some.
+"""The queue of requests that no replica has KV capacity for, and the order in which they are routed later.
 
-A route that says "wait" names the KV capacity that its request needs. Of 10,000 requests only those are
-routed again that fit into the largest free capacity, in order of arrival or of tenants' shares.
+If a request has to wait, its routing decision states the KV capacity that it needs. A pass over the queue
+routes again only requests that fit into the largest free capacity, in order of arrival or of tenants' shares.
+This keeps a pass over 10,000 requests cheap.
 
-A request that needs less may pass one that needs more, but not for ever. When the first request of a tenant's
-queue has waited for ``patience_s``, or ``patience`` others were admitted meanwhile, the replica with the most
-free capacity is reserved: it takes no other program until its capacity is enough or it is empty. One replica
-is reserved at a time, for the tenant whose turn comes first; tenants before it do not wait for it. A reserved
-replica only empties, and another replaces it only if it has more free capacity. So the request is admitted as
-soon as enough programs there have ended.
+A request that needs less may pass one that needs more, within bounds. The first request of a tenant's queue
+is late if it has waited for ``patience_s``, or if ``patience`` others were admitted meanwhile. Then the
+replica with the most free capacity is reserved: it accepts no other program until it has enough capacity for
+the request or is empty. One replica is reserved at a time, for the first tenant in the order with a late
+request. Tenants earlier in the order do not wait for it. The reserved replica's free capacity only grows, and
+another replaces it only if that one has more. So the request is admitted as soon as enough programs there
+have ended.
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ from .routing_queue import RoutedRequest, TenantQueue, WaitingQueue
 from .tenant_accounting import TenantAccounting
 
 MAX_FAILED_ROUTES = 512
-"""Maximum number of routes without a replica in one pass. Only reached if the needs of waiting requests are
-unknown."""
+"""Maximum number of requests in one pass that are routed and still have to wait. Reached only if the needs of
+waiting requests are unknown."""
 TENANT_REORDER_DIVISOR = 32
-"""The order of tenants is computed again after 1/32 of the waiting tenants were served: with up to 63
-tenants, after each request. With more, no tenant is served twice between two computations."""
+"""Tenants are sorted again after 1/32 of the waiting tenants were served. With up to 63 tenants, that is
+after each request. With more, each tenant is served at most once between two sorts."""
 
 PlaceCallback = Callable[[RoutedRequest, "str | None", float], RoutingDecision]
-"""Routes a request and sends it unless it has to wait. The second argument is a reserved replica that it must
-not use."""
+"""Routes a request, and sends or queues it if a replica is found; returns the decision. The arguments are the
+request, the id of a reserved replica that it must not use, and ``now``."""
 
 
 class CapacityQueue:
-    """Routes the requests of a waiting queue when there is capacity. ``reserved_replica``: the reserved
-    replica, if any. ``admitted_count``: requests admitted so far, including those that arrived while others
-    waited."""
+    """Routes the requests of a waiting queue when a replica has capacity.
+
+    ``reserved_replica``: id of the reserved replica, if any. ``admitted_count``: number of requests admitted
+    so far, including new ones that did not wait.
+    """
 
     def __init__(
         self,
@@ -55,8 +58,7 @@ class CapacityQueue:
         self.reserved_replica: str | None = None
         self.admitted_count = 0
         self.is_closed_to_new = False
-        """True if the needs of some waiting request are unknown: then new requests wait too, and are routed
-        in turn."""
+        """True if the capacity that some waiting request needs is unknown. Then new requests wait too."""
 
     def place(self, place: PlaceCallback, now: float) -> bool:
         """Route the waiting requests that may fit, by calling ``place``. Returns False if some requests have
@@ -121,6 +123,6 @@ class CapacityQueue:
 
 
 def _max_fitting_tokens(replica: ReplicaView) -> float:
-    """The largest need for which this replica may have capacity. Requests that need more are not routed
+    """The largest need, in tokens, that may fit on this replica. Requests that need more are not routed
     now."""
     return max(0, replica.room_tokens) if replica.homed else math.inf

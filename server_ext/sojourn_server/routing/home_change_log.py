@@ -1,7 +1,7 @@
-"""Changes of programs' homes (their replicas), in batches. Gateways keep a copy of all homes, and ask the
-core only for new programs.
+"""Changes of programs' homes, in batches. A home is the replica that serves a program's turns.
 
-Changes are flushed together (SAGA §5.3). Each change has a version, by which a copy knows what it lacks.
+Each gateway keeps a copy of all homes, and asks the core only about new programs. The core sends changes in
+batches (SAGA §5.3). Each change has a version, so a gateway can ask for the changes that its copy lacks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from .routed_programs import Key
 FLUSH_S = 0.010
 FLUSH_CHANGES = 100
 MAX_LOGGED_PROGRAMS = 20_000
-"""Maximum number of programs whose latest change is kept. A copy that is older than all of them gets all
+"""Maximum number of programs whose latest change is kept. A copy that lacks a dropped change gets all
 homes."""
 
 Home = tuple[str, str]
-"""Replica id, and the replica's instance."""
+"""Replica id and instance. The instance changes when the replica restarts."""
 
 
 class HomeChange(msgspec.Struct, frozen=True, array_like=True):
-    """A program's new home; no replica means that it has none any more."""
+    """A program's new home. ``replica_id`` is ``None`` if the program no longer has a home."""
 
     tenant: str
     program_id: str
@@ -34,10 +34,10 @@ class HomeChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HomeChanges(msgspec.Struct, frozen=True):
-    """The latest change of each program after version ``since`` up to ``version``, in order.
+    """The latest change of each program in the versions after ``since`` up to ``version``, in order.
 
-    ``full``: these are all homes, and replace the reader's copy. ``life`` identifies the core that numbers
-    the versions: versions of two cores cannot be compared.
+    ``full``: ``changes`` lists all homes and replaces the reader's copy. ``life`` identifies the core that
+    numbers the versions. Versions of two cores cannot be compared.
     """
 
     life: str
@@ -96,11 +96,12 @@ class HomeChangeLog:
         if self._first_s is None:
             return None
         if self.version - self._flushed >= self._flush_changes or now < self._first_s:
-            return 0.0  # earlier than its first change: the clock stepped back
+            return 0.0  # ``now`` is before the first change: the clock stepped back
         return max(0.0, self._first_s + self._flush_s - now)
 
     def flush(self, now: float, everything: Callable[[], Iterable[tuple[Key, Home]]]) -> HomeChanges | None:
-        """The batch if it is due, else ``None``. ``everything`` returns all homes, for a full batch."""
+        """Return the next batch if it is due, else ``None``. ``everything`` returns all homes, for a full
+        batch."""
         if self.due_s(now) != 0.0:
             return None
         changes = self.since(self._flushed, self.life, everything)
@@ -110,8 +111,8 @@ class HomeChangeLog:
     def since(
         self, version: int, life: str, everything: Callable[[], Iterable[tuple[Key, Home]]]
     ) -> HomeChanges:
-        """Changes that a copy with this ``version`` of the core ``life`` lacks, flushed or not; all homes if
-        that is unknown."""
+        """Return the changes that a copy at ``version`` of the core ``life`` lacks, flushed or not. Return
+        all homes if ``life`` is another core or the log does not reach back to ``version``."""
         if life != self.life or not self._forgotten <= version <= self.version:
             homes = tuple(HomeChange(*key, self.version, *home) for key, home in everything())
             return HomeChanges(self.life, 0, self.version, homes, full=True)

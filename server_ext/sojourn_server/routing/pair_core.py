@@ -1,8 +1,8 @@
 """A routing core that chooses a prefill and a decode engine for each request (DualPath §6.1).
 
-The choice is by load alone, in ``policies.prefill_decode``: any engine reads a turn's KV from storage, so
-programs have no home. This module adds what a gateway needs: engines that come and go, failed requests that
-are sent again, the amount of KV that is stored per program, and bounds.
+``policies.prefill_decode`` makes the choice by load alone. Any engine can read a turn's KV from storage, so
+programs have no home. This module adds what a gateway needs: it adds and removes engines, sends failed
+requests again, tracks how much KV of each program is stored, and bounds all state.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from .routing_limits import RoutingLimits
 from .routing_status import PairEngineStatus, ProgramRouteStatus
 
 ROLE_MISSING_TIMEOUT_S = 5.0
-"""Requests wait this long for a role without engines, if no supervisor starts engines. An engine that returns
-within one or two polls costs no request; an engine that loads a model takes longer."""
+"""Seconds that requests wait for a role without engines, if no supervisor starts engines. This covers an
+engine that misses one or two polls, but not one that has to load its model."""
 RETRY_AFTER_S = 5.0
-"""``Retry-After`` of requests that are rejected for a missing role."""
+"""``Retry-After``, in seconds, of requests that are rejected because a role has no engine."""
 MAX_PAIR_PROGRAMS = 200_000
-"""Maximum number of programs whose stored context length is remembered; the longest silent is forgotten
-first."""
+"""Maximum number of programs whose stored context length is remembered. The least recently active program is
+forgotten first."""
 
 
 class PairCore(RoutingCore):
-    """Chooses engines by a pair scheduler.
+    """Routing core in which a pair scheduler chooses the engines.
 
-    ``expects_engines``: a supervisor starts missing engines, so requests wait for them. Otherwise a request
-    that finds a role without engines is rejected at once, and requests that already wait are rejected after
+    ``expects_engines``: a supervisor starts missing engines, so requests wait for them. Otherwise, while a
+    role has no engine, new requests are rejected at once. Requests that already wait are rejected after
     ``ROLE_MISSING_TIMEOUT_S``.
     """
 
@@ -60,13 +60,13 @@ class PairCore(RoutingCore):
         self._nodes: dict[str, int] = {}
         self._numbers = count()
         self.programs: OrderedDict[Key, PairProgram] = OrderedDict()
-        """Programs, the last active one last."""
+        """Programs, least recently active first."""
         self._paired = 0
-        """Number of requests sent to a pair so far."""
+        """Number of open requests that have been sent to a pair."""
         self._roles: tuple[PairRole | None, int] | None = None
-        """The missing role, and the longest context that can be served; ``None``: to be computed again."""
+        """Cached result of ``_fleet``; ``None``: to be computed again."""
         self._engines_changed = False
-        """True if an engine opened or closed since all waiting requests were last queued again."""
+        """True if an engine started or stopped accepting requests since the last ``_requeue``."""
         self._handlers[PairEngineRegistered] = self._registered
         self._handlers[routing_events.NicQueueReported] = self._nic_queue_reported
         self._handlers[routing_events.PrefillFinished] = self._prefilled
@@ -85,8 +85,8 @@ class PairCore(RoutingCore):
         return program.answered_by if program is not None else None
 
     def is_open(self, request_id: str) -> bool:
-        """Whether a request is in progress. Adopted requests do not count: if their gateway took them back,
-        it asks for them again."""
+        """Whether a request is in progress. False for an adopted request, which was sent without this core:
+        its gateway may take it back and submit it again."""
         flight = self.flights.get(request_id)
         return flight is not None and not flight.adopted
 
@@ -104,7 +104,7 @@ class PairCore(RoutingCore):
         return sum(flight.is_at(replica_id) for flight in self.flights.values())
 
     def suspect_all(self, now: float) -> None:
-        """Do nothing: a snapshot of this core has no engines."""
+        """Do nothing: this core has no snapshots, so it has no restored engines."""
 
     def stored_tokens(self, tenant: str, program_id: str) -> int:
         """Tokens of a program's context that are in storage, as far as known."""
@@ -112,7 +112,7 @@ class PairCore(RoutingCore):
         return program.stored_tokens if program is not None else 0
 
     def program_statuses(self) -> list[ProgramRouteStatus]:
-        """Statuses of all programs; the context of each is what is in storage."""
+        """Statuses of all programs, most recently active first. Context lengths count what is in storage."""
         waiting = Counter(
             (flight.asked.tenant, flight.asked.program_id or "")
             for flight in self.flights.values()
@@ -122,7 +122,7 @@ class PairCore(RoutingCore):
         return found[::-1]
 
     def replica_statuses(self) -> list[PairEngineStatus]:
-        """Statuses of all engines, without ``links``, which the core does not know."""
+        """Statuses of all engines. ``links`` is empty, since the core does not know the engines' links."""
         counts: Counter[str] = Counter()
         tokens: Counter[str] = Counter()
         for flight in self.flights.values():
@@ -151,7 +151,7 @@ class PairCore(RoutingCore):
             known = self.engines[event.replica_id] = PairEngine(event, now, draining=drained)
             self._roles = None
         elif (known.seen.node, known.seen.kv_tokens) != (event.node, event.kv_tokens):
-            self._unschedule(known)  # a new engine for the pair scheduler; its requests stay
+            self._unschedule(known)  # the pair scheduler gets it as a new engine; its requests stay
         if known.seen != event:
             self._roles = None
         known.seen, known.heard_s, known.probed_s, known.suspect = event, now, None, False
@@ -181,13 +181,15 @@ class PairCore(RoutingCore):
             self._limit(engine)
 
     def _limit(self, engine: PairEngine) -> None:
-        """Limit the requests of a decode engine to the number that it runs at once."""
+        """Limit a decode engine's requests in the pair scheduler to the number that the engine runs at
+        once."""
         seen = engine.seen
         if seen.role is PairRole.DECODE and engine.number is not None:
             self.pairs.set_decode_request_limit(engine.number, seen.max_running or math.inf)
 
     def _withdraw(self, engine: PairEngine) -> None:
-        """Send an engine no new requests for now. Its current requests still count, since they use memory."""
+        """Stop sending new requests to an engine for now. Its current requests still count, since they use
+        memory."""
         if engine.number is None or not engine.is_open:
             return
         engine.is_open = False
@@ -246,10 +248,11 @@ class PairCore(RoutingCore):
             self.pairs.report(node, event.queue_s, now)
 
     def _fleet(self) -> tuple[PairRole | None, int]:
-        """The role without an engine that accepts requests, if any, and the longest context that both roles
-        can hold.
+        """Return the role without engines, if any, and the longest context, in tokens, that both roles can
+        hold.
 
-        Suspect engines count. Cached, because each request asks and there may be a thousand engines.
+        A draining engine does not count for its role, but a suspect one does. The result is cached, because
+        each request reads it and there may be a thousand engines.
         """
         if self._roles is None:
             present = {engine.seen.role for engine in self.engines.values() if not engine.draining}
@@ -271,7 +274,7 @@ class PairCore(RoutingCore):
     def _received(self, event: routing_events.RequestReceived, now: float) -> None:
         known = self.flights.get(event.request_id)
         if known is not None and known.adopted:
-            self._close(known)  # its gateway knows that it was never sent
+            self._close(known)  # the gateway submits it again, so it was never sent
         super()._received(event, now)
 
     def _reject_early(self, event: routing_events.RequestReceived) -> bool:
@@ -297,8 +300,8 @@ class PairCore(RoutingCore):
             self._close(flight)
 
     def _sent(self, event: routing_events.RequestSent, now: float) -> None:
-        """Adopt a request whose engines were chosen by another core, or by its gateway without a core. Its
-        load on those engines is unknown until it ends or is sent again."""
+        """Adopt a request whose engines another core, or the gateway itself, has chosen. The pair scheduler
+        does not count its load until the request is routed again."""
         flight = self.flights.get(event.request_id)
         where = (event.prefill_id, event.replica_id)
         if flight is not None and where in ((None, flight.decode_id), (flight.prefill_id, flight.decode_id)):
@@ -331,9 +334,8 @@ class PairCore(RoutingCore):
         return program
 
     def _submit(self, flight: PairRequest) -> None:
-        """Queue a request at the pair scheduler. A context size that no engine can hold is reduced: it was an
-        estimate, or the engines that could hold it are gone. An engine that cannot serve the request reports
-        that itself."""
+        """Queue a request at the pair scheduler. If no engine can hold the context size, reduce it: it was an
+        estimate, or the larger engines are gone. An engine itself rejects a request that it cannot serve."""
         asked = flight.asked
         decode_tokens = self.pairs.decode.largest_kv_tokens()
         tokens = max(1, asked.context_tokens)
@@ -406,7 +408,7 @@ class PairCore(RoutingCore):
             program = self._program(asked)
             program.turns += 1
             program.answered_by = event.replica_id
-            # The size on arrival was an estimate; and a context that its client truncated is short again.
+            # The size on arrival was an estimate. The count falls if the client truncated the context.
             program.stored_tokens = (event.prompt_tokens or asked.context_tokens) + event.output_tokens
         self._close(flight)
 
@@ -428,7 +430,7 @@ class PairCore(RoutingCore):
             self._replay(flight, now)
 
     def _replay(self, flight: PairRequest, now: float) -> None:
-        """Start a request again, with other engines if possible."""
+        """Submit a request to the pair scheduler again, to get other engines if possible."""
         self._remove_from_pairs(flight)
         flight.prefill_id = flight.decode_id = flight.sent = None
         flight.prefilled = False

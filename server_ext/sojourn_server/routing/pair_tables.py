@@ -16,7 +16,8 @@ class PairEngine:
     seen: PairEngineRegistered
     heard_s: float
     number: int | None = None
-    """The engine's number in the pair scheduler, a new one after each restart; ``None``: not added yet."""
+    """The engine's number in the pair scheduler, a new one after each restart; ``None``: not in the
+    scheduler."""
     is_open: bool = False
     """Whether requests may be sent to the engine."""
     draining: bool = False
@@ -26,7 +27,7 @@ class PairEngine:
 
     @property
     def replica_id(self) -> str:
-        """The engine's id as a replica."""
+        """Replica id of the engine."""
         return self.seen.replica_id
 
     @property
@@ -45,8 +46,8 @@ class PairEngine:
         return self.draining
 
     def status(self, requests: int, tokens: int) -> PairEngineStatus:
-        """Status of the engine with this many requests and tokens in progress, for operators; without
-        ``links``."""
+        """Status of the engine, for operators; ``links`` is empty. ``requests``: number of requests in
+        progress there. ``tokens``: their total context length."""
         seen = self.seen
         load = tokens / seen.kv_tokens
         if seen.max_running and seen.role is PairRole.DECODE:  # prefill engines have no such bound
@@ -71,7 +72,7 @@ class PairEngine:
 
 @dataclass(slots=True)
 class PairProgram:
-    """A program that has or had requests."""
+    """What the core knows of a program that has or had requests."""
 
     stored_tokens: int = 0
     """Context length known to be in storage: the length at the end of the last answer."""
@@ -83,7 +84,8 @@ class PairProgram:
     """Number of requests in progress."""
 
     def status(self, key: Key, waiting: int) -> ProgramRouteStatus:
-        """Status of the program, for operators. Its context is what is in storage."""
+        """Status of the program, for operators. Its context length counts what is in storage. ``waiting``:
+        number of its requests that wait for a pair."""
         stored, in_flight = self.stored_tokens, self.requests - waiting
         return ProgramRouteStatus(key[1], key[0], None, self.turns, stored, stored, 0, in_flight, waiting)
 
@@ -95,7 +97,7 @@ class PairRequest:
     asked: RequestReceived
     since_s: float
     waiting_since_s: float
-    """Time since which the request has waited for a pair."""
+    """Time at which the request began to wait for a pair."""
     prefill_id: str | None = None
     decode_id: str | None = None
     prefilled: bool = False
@@ -103,8 +105,8 @@ class PairRequest:
     sent: SendRequestToPair | None = None
     """The last pair chosen for the request."""
     adopted: bool = False
-    """Whether another core or a gateway chose the request's engines; the pair scheduler does not count it
-    then."""
+    """True if another core or a gateway chose the request's engines. The pair scheduler does not count such a
+    request."""
     failures: int = 0
     failures_computing: int = 0
 

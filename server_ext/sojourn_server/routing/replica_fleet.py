@@ -1,4 +1,5 @@
-"""The replicas: their health, the programs at home there, and the requests sent to them."""
+"""State of the replicas: their health, the number of programs at home there, and the requests sent to
+them."""
 
 from __future__ import annotations
 
@@ -13,8 +14,7 @@ from .routing_events import ReplicaRegistered
 from .routing_status import ReplicaStatus
 
 MAX_REMEMBERED_DRAINS = 1024
-"""Maximum number of remembered replicas that were draining when they disappeared; they drain again if they
-return."""
+"""Maximum number of remembered replicas that disappeared while draining. They drain again if they return."""
 DEFAULT_MAX_RUNNING = 64
 """Assumed number of requests that a replica runs at once, if it does not report one."""
 
@@ -25,7 +25,8 @@ class ReplicaHealth(str, Enum):
     UP = "up"
     DRAINING = "draining"
     SUSPECT = "suspect"
-    """Silent for too long: the replica is probed, keeps its programs, and gets no new ones."""
+    """Silent for too long, or failed at a request. The replica is probed, keeps its programs, and gets no new
+    ones."""
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class Replica:
     max_context_tokens: int
     heard_s: float
     epoch: int
-    """Number of the replica's registration, counted over all replicas."""
+    """Serial number of the replica's registration, counted over all replicas."""
     health: ReplicaHealth = ReplicaHealth.UP
     homed: int = 0
     homed_tokens: int = 0
@@ -51,12 +52,13 @@ class Replica:
     """Number of requests that wait for the replica at the gateway."""
     queued_tokens: int = 0
     idle_since_s: float | None = None
-    """Time since which the replica could take another request; ``None``: it is full."""
+    """Time at which the replica stopped being full; ``None``: it is full."""
     probed_s: float | None = None
 
     @property
     def sent_load(self) -> float:
-        """Share of the replica that its requests in progress use."""
+        """Load from requests in progress: used share of KV capacity or of request slots, whichever is
+        larger."""
         return self._load(self.in_flight_tokens, len(self.in_flight))
 
     def _load(self, tokens: int, requests: int) -> float:
@@ -65,7 +67,8 @@ class Replica:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The sizes that the replica reported."""
+        """Reported sizes: device KV and host KV in tokens, requests run at once, longest context in
+        tokens."""
         return (self.capacity_tokens, self.host_tokens, self.max_running, self.max_context_tokens)
 
     @property
@@ -110,16 +113,16 @@ class Replica:
 
 
 class ReplicaFleet:
-    """All known replicas, and a current view of each for policies.
+    """All known replicas, with a view of each for policies.
 
-    A view is rebuilt when it is read after a change: one decision changes one of 64 replicas, up to three
+    A view is rebuilt only when it is read after a change, because one decision may change a replica three
     times. ``full_load``: a replica with at least this load gets no more requests.
     """
 
     def __init__(self, full_load: float = math.inf) -> None:
         self._full_load = full_load
         self.capacity_tokens = 0
-        """KV capacity of all devices."""
+        """KV capacity of all replicas on their devices."""
         self.room_tokens = 0
         """KV capacity of all replicas in all tiers."""
         self.longest_tokens = 0
@@ -129,10 +132,10 @@ class ReplicaFleet:
         self.epoch = 0
         """Number of registrations so far."""
         self.newly_idle = False
-        """True if, since this was last set to False, a replica registered or stopped being full."""
+        """True if a replica registered or stopped being full since this was last set to False."""
         self.drained: OrderedDict[str, str] = OrderedDict()
-        """Instances by replica id, for replicas that were draining when they disappeared: a short absence
-        does not end a drain."""
+        """Instance by replica id, for replicas that disappeared while draining. If this instance returns, it
+        drains again."""
         self._replicas: dict[str, Replica] = {}
         self._places: dict[str, int] = {}
         self._views: list[ReplicaView] = []
@@ -174,7 +177,8 @@ class ReplicaFleet:
         return self._full_load < math.inf and replica.sent_load >= self._full_load
 
     def missing(self, replica: Replica) -> tuple[int, int]:
-        """How many tokens and requests in flight have to end before a replica gets another request."""
+        """Numbers of tokens and of requests in flight that have to end before a replica gets another
+        request."""
         if math.isinf(self._full_load):
             return 0, 0
         tokens = replica.in_flight_tokens - math.ceil(self._full_load * replica.capacity_tokens) + 1
@@ -184,8 +188,8 @@ class ReplicaFleet:
         return max(0, tokens), max(0, requests)
 
     def most_room(self, but: str | None = None) -> ReplicaView | None:
-        """The replica with the most free capacity among those that accept new programs, empty ones first.
-        ``but``: id of a replica to leave out."""
+        """The view of the replica with the most free capacity among those that accept new programs, empty
+        ones first. ``None``: there is none. ``but``: id of a replica to leave out."""
         best: ReplicaView | None = None
         for view in self.views:
             if not view.takes_new or view.replica_id == but:
@@ -195,7 +199,7 @@ class ReplicaFleet:
         return best
 
     def views_without(self, replica_ids: Collection[str]) -> Sequence[ReplicaView]:
-        """All views, with the given replicas marked as accepting nothing new."""
+        """All views, with the given replicas marked as not accepting new programs."""
         places = [self._places[one] for one in replica_ids if one in self._places]
         if not places:
             return self.views
@@ -209,10 +213,10 @@ class ReplicaFleet:
         return min(tokens, self.longest_tokens) if self.longest_tokens else tokens
 
     def seen(self, event: ReplicaRegistered, now: float) -> bool:
-        """Process a registration; the caller has removed an earlier instance of the replica. Returns whether
-        waiting requests are affected.
+        """Process a registration; return whether waiting requests have to be routed again. The caller must
+        first remove an earlier instance of the replica.
 
-        Raises ``ValueError`` for a replica without KV memory.
+        Raises ``ValueError`` for invalid sizes, such as no KV memory.
         """
         if (
             event.capacity_tokens < 1
@@ -250,7 +254,7 @@ class ReplicaFleet:
         self.changed(replica, now)
 
     def gone(self, replica: Replica) -> None:
-        """Remove a replica, and remember if it was draining."""
+        """Remove a replica. If it was draining, remember that."""
         if replica.health is ReplicaHealth.DRAINING:
             self.drained[replica.replica_id] = replica.instance
             self.drained.move_to_end(replica.replica_id)
@@ -285,14 +289,15 @@ class ReplicaFleet:
         self.changed(replica, now)
 
     def queued(self, replica: Replica, tokens: int, requests: int) -> None:
-        """Change the total size (``tokens``) and number of the requests that wait for the replica at the
-        gateway."""
+        """Add to the size (``tokens``) and number of the requests that wait for the replica at the gateway.
+        Negative values subtract."""
         replica.queued += requests
         replica.queued_tokens += tokens
         self._stale.add(replica.replica_id)
 
     def homed(self, replica: Replica, tokens: int, programs: int = 0) -> None:
-        """Change the total size (``tokens``) and number of the programs whose home is the replica."""
+        """Add to the size (``tokens``) and number of the programs whose home is the replica. Negative values
+        subtract."""
         replica.homed += programs
         replica.homed_tokens += tokens
         self._stale.add(replica.replica_id)

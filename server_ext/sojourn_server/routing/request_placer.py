@@ -47,8 +47,8 @@ class PrefixIndex:
             known.popitem(last=False)
 
     def matches(self, prefix: Sequence[int], context_tokens: int) -> dict[str, int]:
-        """Tokens of a prompt that each replica has computed; replicas with none are left out. ``prefix``:
-        hashes of the prompt's pieces."""
+        """Number of prompt tokens that each replica has computed, by replica id; replicas with none are left
+        out. ``prefix``: hashes of the prompt's pieces."""
         if not prefix:
             return {}
         found: dict[str, int] = {}
@@ -66,7 +66,7 @@ class PrefixIndex:
 
 
 class RequestPlacer:
-    """Sends requests to replicas, or queues them for one. Appends its actions to ``actions``."""
+    """Sends requests to replicas, or queues them for a replica. Appends its actions to ``actions``."""
 
     def __init__(
         self, routing: RoutingPolicy, tables: RoutingTables, actions: list[AnyRoutingAction]
@@ -80,8 +80,8 @@ class RequestPlacer:
     def route(
         self, request: RoutedRequest, now: float, reserved_replica: str | None = None, *, leaves: bool = False
     ) -> RoutingDecision:
-        """The policy's decision about a request; changes nothing. The request may not move to
-        ``reserved_replica``. ``leaves``: it has to leave its home. Raises ``PolicyCallError``."""
+        """Return the policy's decision about a request, without carrying it out. The request must not move to
+        ``reserved_replica``. ``leaves``: the program has to leave its home. Raises ``PolicyCallError``."""
         program = request.program
         shut = request.failed_at if reserved_replica is None else (*request.failed_at, reserved_replica)
         home = parent_home = None
@@ -123,8 +123,8 @@ class RequestPlacer:
             self._residents.touch(program)
 
     def bring(self, request: RoutedRequest, route: RoutingDecision, now: float) -> bool:
-        """Send a request that is in no queue to its route's replica, or queue it there. False: the route has
-        no replica."""
+        """Send a request to the replica of ``route``, or queue it there; return False if the route has no
+        replica. The request must be in no queue."""
         replica = self._fleet.get(route.replica_id)
         if replica is None:
             return False
@@ -151,14 +151,14 @@ class RequestPlacer:
         return route
 
     def route_away_from(self, request: RoutedRequest, replica_id: str, now: float) -> RoutingDecision | None:
-        """The route of a request if it and its program left a replica; ``None`` if it could not be sent at
-        once."""
+        """The route that a request would get if its program left ``replica_id``; ``None`` if the request
+        would have to wait."""
         route = self.route(request, now, replica_id, leaves=True)
         replica = self._fleet.get(route.replica_id)
         return None if replica is None or self._queues_at(replica) else route
 
     def send(self, request: RoutedRequest, replica: Replica, now: float) -> None:
-        """Send a request that is in no queue to a replica."""
+        """Send a request to a replica. The request must be in no queue."""
         self._requests.send(request, replica.replica_id, now)
         self._tables.counts.sent(request.reason)
         self.actions.append(
@@ -172,8 +172,8 @@ class RequestPlacer:
         )
 
     def settle(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
-        """Make a replica the program's home, where it counts with ``size_tokens``; returns the id of the
-        former home."""
+        """Make a replica the program's home, and count ``size_tokens`` there for the program. Returns the id
+        of the former home; ``None``: the program did not move."""
         before = self._tables.homes.settle(program, replica, size_tokens, now)
         if before is not None:
             self._tables.counts.moves += 1
@@ -187,7 +187,7 @@ class RequestPlacer:
             self._prefixes.forget(replica_id)
 
     def _home_left_reason(self, request: RoutedRequest, program: RoutedProgram) -> str:
-        """Why a program has to leave its home; empty: it may stay."""
+        """Return why a program has to leave its home: ``drain``, ``failed``, or ``""`` if it may stay."""
         at = self._fleet.get(program.home)
         if at is not None and at.health is ReplicaHealth.DRAINING:
             return "drain"
@@ -198,7 +198,7 @@ class RequestPlacer:
 
 
 def _largest_capacity(views: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
-    """The replicas with the most free capacity, whose resident programs are compared."""
+    """The replicas to compare for a new program: those with the most free capacity."""
     if len(views) <= MAX_REPLICAS_COMPARED:
         return views
     return nlargest(
@@ -220,8 +220,8 @@ class RequestStealer:
         self._requests = requests
 
     def each(self, now: float) -> Iterator[tuple[RoutedRequest, str, str]]:
-        """Yield request, new replica and reason of each request to move. The caller moves it before it takes
-        the next one. Raises ``PolicyCallError``; earlier moves stay valid."""
+        """Yield each request to move, with its new replica and the reason. The caller must move it before it
+        asks for the next. Raises ``PolicyCallError``; earlier moves stay valid."""
         if not self._policy.steals or not self._requests.queues:
             return
         if all(self._fleet.full(replica) for replica in self._fleet):
@@ -259,5 +259,5 @@ class RequestStealer:
 
 
 def steal_reason(reason: str) -> str:
-    """The reason in the ``SendRequest`` of a stolen request, made of the policy's ``reason``."""
+    """The ``SendRequest.reason`` of a stolen request, made from the policy's ``reason``."""
     return f"stolen_{reason}"

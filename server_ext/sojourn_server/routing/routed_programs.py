@@ -1,11 +1,12 @@
 """Programs that a gateway routes: their homes, estimates of their size and turns, and the programs at each
 replica.
 
-``ResidentPrograms`` counts, for policies that read them, the programs at home at each replica that run or are
-expected to return. A program without a request counts as expected if its agent type is known, and only for a
-time, since many clients never end their programs. A change only marks a program; the next query counts the
-marked ones again. Programs with the same numbers of turns done and turns left form one group. So the cost of
-a query depends on the number of changes and groups, even with thousands of programs.
+``ResidentPrograms`` counts the programs at each home replica, for policies that read them. It counts programs
+that have a request or are expected to send one. A program without a request counts only if its agent type is
+known, and only for a limited time, since many clients never end their programs. A change only marks a
+program, and the next query counts the marked ones again. Programs with the same numbers of turns done and
+turns left form one group. So the cost of a query depends on the number of changes and groups, even with
+thousands of programs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Key = tuple[str, str]
 """Tenant and program id. Two tenants may use the same id for different programs."""
 
 MIN_FINISHED_PROGRAMS = 16
-"""Minimum number of finished programs of an agent type before their longest contexts are used as an
+"""Minimum number of finished programs of an agent type before their contexts and turns serve as an
 estimate."""
 MEAN_WINDOW = 256
 """Number of latest programs or turns that a mean covers."""
@@ -58,14 +59,14 @@ class RoutedProgram:
     context_tokens: int = 0
     """Longest context of the program so far."""
     size_tokens: int = 0
-    """Estimated size with which the program counts at its home."""
+    """Estimated KV size that is counted for the program at its home."""
     turns: int = 0
     in_flight: int = 0
     waiting: int = 0
     moves: int = 0
     moved_at_turn: int = -1
-    """Value of ``turns`` when the program last changed its home; it does not move again before that turn is
-    over."""
+    """Value of ``turns`` when the program last changed its home. The program does not move again before that
+    turn is over."""
     turns_left: float | None = None
     """Number of turns left, estimated at the last turn if the policy reads it; ``None``: the agent type is
     unknown."""
@@ -91,8 +92,11 @@ class RoutedProgram:
 
 
 class RoutedProgramTable:
-    """Live programs, longest silent first. Beyond ``most`` programs the tenant with the most programs loses
-    its longest silent one, so that no tenant displaces another's programs."""
+    """Live programs, least recently active first.
+
+    Above ``most`` programs, the tenant with the most programs loses its least recently active one. So no
+    tenant displaces another's programs.
+    """
 
     def __init__(self, most: int = 200_000) -> None:
         self._most = most
@@ -113,8 +117,8 @@ class RoutedProgramTable:
     def heard(
         self, key: Key, agent_type: str | None, parent_id: str | None, now: float
     ) -> tuple[RoutedProgram, RoutedProgram | None]:
-        """Find or create the program of a request. Returns the program, and the program that was forgotten
-        for it, if any."""
+        """Find or create the program of a request. Returns the program, and a program that was removed to
+        make room, if any."""
         program = self._programs.get(key)
         if program is not None:
             self.touched(program, now)
@@ -128,8 +132,8 @@ class RoutedProgramTable:
         return program, forgotten
 
     def _oldest_idle(self, but: RoutedProgram) -> RoutedProgram | None:
-        """The longest silent program without requests, of the tenant with the most programs that has such a
-        program. ``but`` is never returned."""
+        """The least recently active program without requests; ``None``: there is none. It belongs to the
+        tenant with the most programs among those that have such a program. ``but`` is never returned."""
         for of_tenant in sorted(self._of.values(), key=len, reverse=True):
             for program in of_tenant.values():
                 if not program.in_flight and not program.waiting and program is not but:
@@ -137,8 +141,8 @@ class RoutedProgramTable:
         return None
 
     def add(self, program: RoutedProgram) -> None:
-        """Add a program restored from another core. Programs must be added in the order of their silence, the
-        longest first."""
+        """Add a program. When a snapshot is restored, the least recently active program must be added
+        first."""
         self._programs[program.key] = program
         self._of.setdefault(program.tenant, OrderedDict())[program.key] = program
 
@@ -149,7 +153,7 @@ class RoutedProgramTable:
             programs.move_to_end(program.key)
 
     def ended(self, key: Key) -> RoutedProgram | None:
-        """Remove a program."""
+        """Remove a program and return it; ``None``: unknown."""
         program = self._programs.pop(key, None)
         if program is not None:
             of_tenant = self._of[key[0]]
@@ -159,7 +163,7 @@ class RoutedProgramTable:
         return program
 
     def silent_since(self, before_s: float) -> list[RoutedProgram]:
-        """Programs without requests whose last event is older than ``before_s``."""
+        """Programs without requests whose last event was before ``before_s``."""
         found = []
         for program in self._programs.values():
             if program.last_s >= before_s:
@@ -205,8 +209,8 @@ class ProgramEstimator:
         return context_tokens + (round(left) if left is not None else 0)
 
     def turns_left(self, program: RoutedProgram) -> float | None:
-        """Expected number of turns left; ``None``: unknown, as for a program without an agent type, whose
-        client may not announce its end either."""
+        """Expected number of turns left; ``None``: unknown. Always ``None`` without an agent type: such a
+        client may not announce a program's end either."""
         if program.agent_type is None:
             return None
         return self._left(self._turns, program.agent_type, program.turns, 10_000)
@@ -278,7 +282,7 @@ def _read_means(entries: Any) -> OrderedDict[str | None, SlidingMean]:
 
 
 class _CountedProgram(NamedTuple):
-    """A program as it was counted at a replica."""
+    """The values with which a program was counted at a replica."""
 
     program: RoutedProgram
     replica_id: str
@@ -299,7 +303,7 @@ class ResidentPrograms:
         self._for_s = for_s
         self.wanted = wanted
         self._touched: dict[int, RoutedProgram] = {}
-        """Programs to be counted again, by ``id()``, because a program id may be used again."""
+        """Programs to be counted again, by Python's ``id()``, because a program id may be used again."""
         self._counted: dict[int, _CountedProgram] = {}
         self._groups: dict[str, dict[tuple[float, int], ResidentProgramGroup]] = {}
         """Groups of each replica, by turns left and turns done."""
@@ -308,7 +312,7 @@ class ResidentPrograms:
         self._lapses: list[tuple[float, int, RoutedProgram]] = []
         """Heap of programs without a request, by the time of their last event."""
         self._lapse_s: dict[int, float] = {}
-        """Time of each program's earliest entry in that heap."""
+        """Time of each program's earliest entry in ``_lapses``."""
 
     def touch(self, program: RoutedProgram) -> None:
         """Mark a program to be counted again. Call this after each change of its home, sizes, turns or number
@@ -412,8 +416,8 @@ def turns_left(program: RoutedProgram) -> float:
 
 
 def build_resident_programs(routing: RoutingPolicy) -> ResidentPrograms:
-    """The resident programs that a routing policy sees. A custom policy class need not declare that it reads
-    them."""
+    """Build the ``ResidentPrograms`` that a routing policy reads. A policy class that does not declare
+    ``reads_residents`` sees none."""
     return ResidentPrograms(
         float(getattr(routing, "resident_for_s", math.inf)),
         wanted=bool(getattr(routing, "reads_residents", False)),

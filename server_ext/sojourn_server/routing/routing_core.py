@@ -1,8 +1,9 @@
-"""The routing core: events and ``now`` in, actions out. No I/O, no clock.
+"""Base class of routing cores. A core takes an event and ``now``, and returns actions. It has no I/O and no
+clock.
 
-The same object runs in a gateway on one machine, in the coordinator on Ray and in the simulator. This module
+The same class runs in a gateway on one machine, in the coordinator on Ray and in the simulator. This module
 has what every core shares: checks on arrival, leases of replicas, rejections, counters, and the queries of
-gateways. ``AffinityCore`` places a request on one replica, ``PairCore`` on a prefill and a decode engine.
+gateways. ``AffinityCore`` chooses one replica per request, ``PairCore`` a prefill and a decode engine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _UNSAVED_EVENTS = (
     routing_events.PairEngineRegistered,
     routing_events.NicQueueReported,
 )
-"""Events that by themselves change no state that a successor needs."""
+"""Events that need no new snapshot for a successor, unless they cause actions."""
 
 
 class LeasedReplica(Protocol):
@@ -45,8 +46,8 @@ class LeasedReplica(Protocol):
 
 
 class FailedRequest(Protocol):
-    """The failures of a request. ``failures``: at how many replicas or pairs it failed.
-    ``failures_computing``: how many of these had accepted it."""
+    """Failure counts of a request. ``failures``: number of replicas or pairs that did not answer it.
+    ``failures_computing``: number of these that had accepted it."""
 
     failures: int
     failures_computing: int
@@ -55,7 +56,8 @@ class FailedRequest(Protocol):
 class RoutingCore(ABC):
     """State machine of one gateway or one coordinator. Not thread-safe.
 
-    ``life`` identifies this core among its predecessors and successors in ``changes_since``.
+    ``life`` identifies this core, so that ``changes_since`` does not mix its versions with those of another
+    core.
     """
 
     def __init__(self, limits: RoutingLimits | None = None, life: str = "") -> None:
@@ -64,9 +66,10 @@ class RoutingCore(ABC):
         self.journal = HomeChangeLog(life)
         """Changes of programs' homes."""
         self.changes = 0
-        """Counter of changes to state that a successor needs."""
+        """Number of changes so far to state that a successor needs."""
         self.drained: MutableMapping[str, str] = {}
-        """Drained instances by replica id: a short absence does not end a drain."""
+        """Instance of each drained replica, by replica id. If this instance returns after a short absence, it
+        drains again."""
         self._actions: list[AnyRoutingAction] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             routing_events.RequestReceived: self._received,
@@ -141,11 +144,11 @@ class RoutingCore(ABC):
         """Number of requests that a replica is working on."""
 
     def drain(self, replica_id: str, instance: str) -> routing_events.ReplicaDrainStarted | None:
-        """The event to pass to ``take`` in order to drain a replica; ``None``: the replica drains already, or
-        will when it registers."""
+        """Return the event to pass to ``take`` in order to drain a replica. ``None``: the replica drains
+        already, or will drain when it registers."""
         replica = self.replica(replica_id)
         if replica is None:
-            # Set before it registers: no request may go there between its registration and its drain.
+            # Note the drain before the replica registers, so that it gets no request in between.
             self.drained[replica_id] = instance
         elif not replica.is_draining:
             return routing_events.ReplicaDrainStarted(replica_id)
@@ -153,7 +156,7 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def program_statuses(self) -> list[ProgramRouteStatus]:
-        """Statuses of all known programs, the latest first."""
+        """Statuses of all known programs, most recently active first."""
 
     @abstractmethod
     def replica_statuses(self) -> Sequence[ReplicaStatus]:
@@ -175,11 +178,13 @@ class RoutingCore(ABC):
         return self.journal.flush(now, self._all_homes)
 
     def changes_since(self, version: int, life: str) -> HomeChanges:
-        """Changed homes that a copy with this ``version`` of the core ``life`` lacks."""
+        """Changed homes that a copy at ``version`` of the core ``life`` lacks; all homes if the log does not
+        reach back to that version."""
         return self.journal.since(version, life, self._all_homes)
 
     def snapshot(self, now: float) -> RoutingState | None:
-        """State for a successor; ``None``: there is none. It has no requests, which their gateways report."""
+        """State for a successor; ``None``: this kind of core has none. It has no requests: gateways report
+        these to the successor."""
         return None
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
@@ -192,7 +197,8 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def suspect_all(self, now: float) -> None:
-        """Send new programs to no replica until that replica registers again. Called after ``restore``."""
+        """Mark all replicas as suspect: each gets no new programs until it registers again. Called after
+        ``restore``."""
 
     def _all_homes(self) -> Iterator[tuple[Key, Home]]:
         yield from ()
@@ -219,14 +225,14 @@ class RoutingCore(ABC):
         try:
             self._open(event, now)
         except Exception as error:
-            # Nothing would look at the request again: it has to be answered now.
+            # No later event handles this request, so it has to be answered now.
             self._close_if_open(request_id, now)
             if not isinstance(error, PolicyCallError):
                 raise  # a bug of ours: the caller rejects the request and logs the traceback
             self._reject_unrouted(request_id, error)
 
     def _reject_early(self, event: routing_events.RequestReceived) -> bool:
-        """Reject a request that this core cannot serve; returns whether it did."""
+        """Reject a request that this core cannot serve; return whether the request was rejected."""
         return False
 
     def _is_queue_full(self, tenant: str) -> bool:
@@ -266,7 +272,7 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def _dispatch(self, now: float, *, epoch: bool) -> None:
-        """Send eligible requests. ``epoch``: True if a tick calls this; then the slower policies run too."""
+        """Send eligible requests. ``epoch`` is True on a tick: then the slower policies run too."""
 
     # -- replicas -----------------------------------------------------------------
 
@@ -287,7 +293,8 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def _suspect(self, replica_id: str, now: float) -> None:
-        """Send no new program to a silent replica, and have the replica probed."""
+        """Mark a silent or failed replica as suspect, and have it probed. A suspect replica gets no new
+        programs."""
 
     @abstractmethod
     def _program_ended(self, event: routing_events.ProgramEnded, now: float) -> None: ...

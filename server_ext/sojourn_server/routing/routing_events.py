@@ -1,6 +1,6 @@
 """Events that a routing core takes, and actions that it returns.
 
-Plain data that gateways and a coordinator exchange: the tags are part of that protocol.
+Gateways and a coordinator exchange these structs, so the tags are part of that protocol.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class PairEngineRegistered(RoutingEvent, frozen=True, tag="EngineSeen"):
     instance: str
     role: PairRole
     node: str
-    """The machine through whose storage NIC the engine reads."""
+    """Name of the machine. The engine reads KV through this machine's storage NIC."""
     kv_tokens: int
     block_s: float
-    """Seconds that the node's storage NIC takes for one Full Block."""
+    """Seconds that the node's storage NIC takes for one Full Block, the unit of KV storage (DualPath
+    §4.1)."""
     peer: str
     """Address of the engine's KV transfer manager, for other engines."""
     max_context_tokens: int = 0
@@ -61,14 +62,14 @@ class PairEngineRegistered(RoutingEvent, frozen=True, tag="EngineSeen"):
 
 
 class NicQueueReported(RoutingEvent, frozen=True, tag="NicTold"):
-    """How many seconds of reads are queued at a node's storage NIC."""
+    """A node reports how many seconds of reads are queued at its storage NIC."""
 
     node: str
     queue_s: float
 
 
 class ReplicaGone(RoutingEvent, frozen=True):
-    """This instance of a replica is dead."""
+    """An instance of a replica is dead."""
 
     replica_id: str
     instance: str
@@ -93,7 +94,7 @@ class RequestReceived(RoutingEvent, frozen=True, tag="Asked"):
 
     request_id: str
     tenant: str
-    """Tenant that the request's API key belongs to; the body has no influence on it."""
+    """Tenant of the request's API key. The request body cannot change it."""
     context_tokens: int
     program_id: str | None = None
     parent_id: str | None = None
@@ -105,13 +106,13 @@ class RequestReceived(RoutingEvent, frozen=True, tag="Asked"):
     prefix: tuple[int, ...] = ()
     """Rolling hashes of the prompt's pieces; empty if the policy does not read them."""
     exact: bool = False
-    """True: ``context_tokens`` is a count. False: it is an estimate, and no request is rejected for its
-    length."""
+    """True: ``context_tokens`` was counted. False: it is an estimate, and the core does not reject the
+    request for its length."""
 
 
 class RequestSent(RoutingEvent, frozen=True, tag="Sent"):
-    """A gateway sent a request without asking this core: to a home that the gateway knew, or before this core
-    started."""
+    """A gateway sent a request without asking this core. The gateway knew the program's home, or the core had
+    not started yet."""
 
     request_id: str
     replica_id: str
@@ -148,7 +149,7 @@ class RequestFinished(RoutingEvent, frozen=True, tag="Ended"):
     request_id: str
     output_tokens: int = 0
     replica_id: str | None = None
-    """The replica that answered; ``None``: the client gave up, wherever the request was."""
+    """The replica that answered; ``None``: the client gave up, whether the request was waiting or sent."""
     answered: bool | None = True
     """Whether the request was answered with status 200, completely or in part. ``None``: unknown; then it was
     answered if its answer had begun."""
@@ -162,7 +163,7 @@ class RequestFailed(RoutingEvent, frozen=True, tag="Failed"):
     request_id: str
     replica_id: str
     computing: bool = False
-    """Whether the replica had accepted the request, which then may itself have caused the failure."""
+    """Whether the replica had accepted the request. If so, the request itself may have caused the failure."""
 
 
 class ProgramEnded(RoutingEvent, frozen=True):
@@ -204,7 +205,7 @@ AnyRoutingEvent = (
 
 
 class RoutingAction(msgspec.Struct, frozen=True, tag=True, tag_field="action", omit_defaults=True):
-    """Base class of actions, which the owner of the connections carries out."""
+    """Base class of actions. The gateway or coordinator that owns the core carries them out."""
 
 
 class SendRequest(RoutingAction, frozen=True, tag="Send"):
@@ -214,7 +215,8 @@ class SendRequest(RoutingAction, frozen=True, tag="Send"):
     replica_id: str
     reason: str
     moved_from: str | None = None
-    """The home that the program leaves with this request; ``None``: it stays."""
+    """The program's former home, if the program moves with this request; ``None``: the program does not
+    move."""
     left_because: str = ""
     """Why the program had to leave its home, one of ``HOME_LEFT_REASONS``; empty: it could have stayed."""
 
@@ -235,8 +237,8 @@ class RecallRequest(RoutingAction, frozen=True, tag="Recall"):
     """Close a request's connection to its replica, to make way for another request. A ``SendRequest`` or
     ``RejectRequest`` for the recalled request follows, now or later.
 
-    A gateway that has passed on the first byte ignores the recall and the next ``SendRequest``, and reports
-    ``FirstByteSent`` or ``RequestFinished`` from that replica.
+    A gateway that has already passed on the first byte ignores the recall and the next ``SendRequest``. It
+    reports ``FirstByteSent`` or ``RequestFinished`` from that replica instead.
     """
 
     request_id: str
@@ -254,15 +256,15 @@ class RejectRequest(RoutingAction, frozen=True, tag="Refuse"):
 
 
 class AbortStream(RoutingAction, frozen=True, tag="Cut"):
-    """A replica is gone after the client got a request's first byte: end the stream with an error inside
-    it."""
+    """End a request's stream with an error inside it. The replica is gone, and the client already has the
+    first byte."""
 
     request_id: str
     replica_id: str
 
 
 class ReleaseProgramKv(RoutingAction, frozen=True, tag="Left"):
-    """A program has moved: its former replica may drop the program's KV."""
+    """Allow a replica to drop a program's KV, because the program has moved to another replica."""
 
     program_id: str
     replica_id: str
@@ -270,7 +272,7 @@ class ReleaseProgramKv(RoutingAction, frozen=True, tag="Left"):
 
 
 class ProbeReplica(RoutingAction, frozen=True, tag="Probe"):
-    """Check whether a replica is alive. It has been silent for too long."""
+    """Check whether a replica is alive, because it was silent for too long or failed at a request."""
 
     replica_id: str
     instance: str

@@ -29,7 +29,7 @@ READ_SIDE_POLICIES: dict[str, type[ReadSidePolicy]] = {
     "split": WaterFillingRead,
     "prefill": PrefillSideRead,
 }
-"""Policies for the side that reads KV from storage, by their names in the configuration."""
+"""Policies that choose which side of a pair reads KV from storage, by their names in the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def build_pair_core(
 
 
 def routing_reasons(preset: RoutingRules) -> tuple[str, ...]:
-    """All known reasons for which a core with these rules sends a request. A custom policy class need not
+    """All known values of ``SendRequest.reason`` for a core with these rules. A custom policy class need not
     list its own."""
     if isinstance(preset, PrefillDecodeRules):
         return PAIR_REASONS

@@ -10,7 +10,7 @@ MAX_ERROR_CHARS = 200
 
 
 class PolicyCallError(RuntimeError):
-    """A policy raised an exception, which is the cause of this one. No other state was changed."""
+    """A policy raised an exception, which is the cause of this one. The failed call changed no state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,22 +21,22 @@ class RoutingLimits:
     """A request waits at the gateway while its replica's load is at least this; ``inf``: requests queue in
     the engines."""
     most_waiting: int = 20_000
-    """Maximum number of waiting requests. If tenants share capacity, a tenant below its equal part of this
-    number may still add requests, until twice as many wait in total."""
+    """Maximum number of waiting requests. If tenants share capacity, a tenant with less than an equal part of
+    them may still add requests, up to twice this number in total."""
     wait_s: float = 600.0
     """A request that waits longer than this is rejected."""
     line_patience_s: float = 30.0
-    """For how long requests that need less capacity may pass one that needs more; then a replica is
-    reserved."""
+    """How long smaller requests may pass a request that waits for more capacity. After that, a replica is
+    reserved for it."""
     line_patience_requests: int = 32
-    """How many requests may pass a tenant's first request in that time."""
+    """How many requests may pass a tenant's first waiting request before a replica is reserved for it."""
     lease_s: float = 10.0
-    """After this long without a report a replica is probed. Only the prober may declare it dead."""
+    """A replica that has not reported for this long is probed. Only the prober may declare it dead."""
     most_failures: int = 3
-    """At how many replicas one request may fail; it is sent to none of them twice."""
+    """Maximum number of replicas at which a request may fail. It is sent to none of them twice."""
     most_failures_computing: int = 2
-    """At how many replicas one request may fail after they had accepted it: the request itself may be the
-    cause."""
+    """Maximum number of replicas at which a request may fail after they had accepted it. The request itself
+    may be the cause of such failures."""
     silent_program_s: float = 1800.0
     """A program without events for this long counts as ended."""
     slo_factor: float = 1.5
@@ -62,7 +62,7 @@ class RoutingCounters:
     """Number of policy calls that raised an exception."""
 
     newest_policy_failure: str = ""
-    """Text of the last such exception. It is kept here because the core writes no log."""
+    """Text of the last exception that a policy raised. It is kept here because the core writes no log."""
 
     def policy_failed(self, error: BaseException) -> None:
         """Count an exception of a policy."""

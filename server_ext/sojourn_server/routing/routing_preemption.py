@@ -1,10 +1,9 @@
-"""Preemption between tenants: requests make way for a request of a more urgent tenant that waits behind them
-(SAGA §6.2).
+"""Preemption between tenants: requests make way for a waiting request of a more urgent tenant (SAGA §6.2).
 
-If the urgent request waits for a full replica, requests that were sent there and have no first byte yet are
-recalled. If it waits for KV capacity, programs leave one of the replicas with the most free capacity. A
-program may leave if its only request waits there or has no first byte yet; if its KV is cached there, another
-replica must have capacity for it.
+If the urgent request waits for a full replica, the core recalls requests that were sent there and have no
+first byte yet. If it waits for KV capacity, programs leave one of the replicas with the most free capacity. A
+program may leave if it has only one request, and this request has no first byte yet. If the program's KV is
+cached there, another replica must have capacity for it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PREEMPTED_REASON = "made_way"
 
 
 class PreemptionPlan(NamedTuple):
-    """A request that is to be served first at a replica, and the requests that make way for it there."""
+    """A waiting request to serve next at a replica, and the other requests that make way for it there."""
 
     blocked: RoutedRequest
     others: list[RoutedRequest]
@@ -47,8 +46,8 @@ class PreemptionPlan(NamedTuple):
 
 
 class RoutingPreemption:
-    """Asks the preemption policy about the longest waiting requests, those of the most urgent tenant
-    first."""
+    """Asks the preemption policy about the first waiting request of each tenant, the most urgent tenants
+    first, and carries out its decisions."""
 
     def __init__(
         self,
@@ -62,14 +61,14 @@ class RoutingPreemption:
         self._placer = placer
 
     def preempt_less_urgent(self, now: float) -> int:
-        """Preempt requests; returns how many were recalled from a replica. Raises ``PolicyCallError``; even
-        then no request is left outside of queues and replicas."""
+        """Preempt requests; return how many were recalled from a replica. Raises ``PolicyCallError``. Even
+        then each open request is in a queue or at a replica."""
         if not self._policy.yields or not self._requests.waiting or len(self._tenants.shares) < 2:
             return 0
         recalled = 0
         for blocked in self._blocked(now):
             if blocked.sent_s is not None:
-                continue  # sent together with an earlier one
+                continue  # an earlier preemption in this loop has sent it
             if blocked.replica_id is None:
                 plan = self._preempt_for_capacity(blocked, now)
             else:
@@ -89,8 +88,8 @@ class RoutingPreemption:
                 self._requests.enqueue_for_any(request)
 
     def _apply_preemption(self, plan: PreemptionPlan, unqueued: list[RoutedRequest], now: float) -> int:
-        """Carry out a plan. ``unqueued`` collects the requests that are in no queue afterwards. Returns how
-        many were recalled."""
+        """Carry out a plan; return how many requests were recalled. ``unqueued`` collects the requests that
+        the caller has to queue again."""
         recalled = 0
         for request in plan.others:
             program = request.program

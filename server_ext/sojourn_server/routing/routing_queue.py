@@ -1,4 +1,4 @@
-"""Requests, and the queues in which they wait for any replica or for one replica."""
+"""Requests, and their waiting queues: for any replica or for one replica."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from operator import attrgetter
 from .routed_programs import Key, RoutedProgram
 
 CHUNK = 128
-"""Number of requests in a chunk. A search examines the requests of one chunk; a queue of 10,000 has 80 to 160
-chunks."""
+"""Maximum number of requests in a chunk. A search examines the requests of one chunk; a queue of 10,000 has
+80 to 160 chunks."""
 
 _NUMBER = attrgetter("number")
 
@@ -39,30 +39,32 @@ class RoutedRequest:
     failures: int = 0
     """Number of replicas that did not answer the request."""
     failures_computing: int = 0
-    """Number of these replicas that had accepted it."""
+    """Number of replicas that accepted the request and did not answer it."""
     failed_at: tuple[str, ...] = ()
-    """Ids of these replicas that still exist: the request is not sent there again."""
+    """Ids of replicas that did not answer and still exist. The request is not sent there again."""
     failed_at_gone: tuple[tuple[str, str], ...] = ()
-    """Ids and instances of these replicas that are gone: an instance may turn out to be alive."""
+    """Ids and instances of replicas that did not answer and are gone. Such an instance may turn out to be
+    alive."""
     lost_with: str | None = None
-    """The last replica that disappeared while it had the request. ``None`` once it is known whether that
-    replica had accepted it."""
+    """Id of the last replica that disappeared while it had the request. ``None`` again once it is known
+    whether the replica had accepted the request."""
     reason: str = ""
     moved_from: str | None = None
     left_because: str = ""
     needs_tokens: int = 0
-    """KV capacity that the request waits for, as its route said; 0: it has to be routed first."""
+    """KV capacity that the request waits for, as stated by its last routing decision; 0: it has to be routed
+    first."""
     recalled_from: str | None = None
-    """The replica from which the request was recalled, until another replica answers it."""
+    """The replica from which the request was recalled; ``None`` again once another replica answers it."""
     recalled: bool = False
-    """Whether the request was recalled once: it is not recalled again."""
+    """Whether the request was recalled before. If so, it is not recalled again."""
     first_since: int | None = None
     """``CapacityQueue.admitted_count`` when the request became the first in its tenant's queue."""
 
 
 def can_move(request: RoutedRequest) -> bool:
-    """Whether a request and its program may go to another replica: between turns, at most once per turn, and
-    not after a failure."""
+    """Whether a request and its program may go to another replica. They may only between turns, once per
+    turn, and not after a failure."""
     program = request.program
     if request.failed_at:
         return False
@@ -82,8 +84,8 @@ class _QueueChunk:
 class TenantQueue:
     """Requests of one tenant, in order of arrival, searchable by the KV capacity they need.
 
-    The queue consists of chunks, each with the smallest need in it: a search reads one number per chunk, and
-    the requests of one chunk.
+    The queue consists of chunks, and each chunk stores the smallest need in it. So a search reads one number
+    per chunk, and the requests of one chunk only.
     """
 
     __slots__ = ("_chunks", "least")
@@ -91,7 +93,7 @@ class TenantQueue:
     def __init__(self) -> None:
         self._chunks: list[_QueueChunk] = []
         self.least: float = math.inf
-        """The smallest need of all requests."""
+        """The smallest ``needs_tokens`` of all requests; ``inf`` if there are none."""
 
     def __bool__(self) -> bool:
         return bool(self._chunks)
@@ -130,7 +132,7 @@ class TenantQueue:
             ]
 
     def remove(self, request: RoutedRequest) -> bool:
-        """Remove a request. False: it is not in this queue."""
+        """Remove a request. Returns False if it is not in this queue."""
         if not self._chunks:
             return False
         at = self._at(request.number)
@@ -153,7 +155,7 @@ class TenantQueue:
 
 class WaitingQueue:
     """Requests that wait for the same replica, or for any replica, in order of arrival. If tenants share
-    capacity, each tenant has a queue."""
+    capacity, each tenant has its own ``TenantQueue`` in it."""
 
     def __init__(self, *, by_tenant: bool) -> None:
         self._by_tenant = by_tenant
@@ -190,7 +192,7 @@ class WaitingQueue:
         self._count += 1
 
     def remove(self, request: RoutedRequest) -> bool:
-        """Remove a request. False: it is not in this queue."""
+        """Remove a request. Returns False if it is not in this queue."""
         name = self._row(request)
         row = self._rows.get(name)
         if row is None or not row.remove(request):
@@ -206,7 +208,7 @@ class WaitingQueue:
         return True
 
     def waits_for(self, request: RoutedRequest, needs_tokens: int) -> None:
-        """Set the KV capacity that a waiting request needs, as its route said."""
+        """Set the KV capacity that a waiting request needs, in tokens."""
         row = self._rows[self._row(request)]
         row.remove(request)
         request.needs_tokens = needs_tokens

@@ -1,7 +1,7 @@
 """Snapshot of a core for its successor: replicas, programs with their homes, and statistics.
 
-It has no requests. Gateways report the requests that they have sent (``RequestSent``), and submit the others
-again.
+It has no requests. Gateways report the requests that they have sent (``RequestSent``) to the successor, and
+submit the waiting ones again.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class RoutingState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of registrations of replicas so far."""
     replicas: tuple[SavedReplica, ...]
     programs: tuple[SavedProgram, ...]
-    """Programs, the longest silent first."""
+    """Programs, least recently active first."""
     expected: dict[str, Any]
     drained: tuple[tuple[str, str], ...] = ()
-    """Ids and instances of replicas that were draining when they disappeared."""
+    """Ids and instances of replicas that disappeared while draining."""
 
 
 def snapshot_routing_state(
@@ -122,8 +122,8 @@ def restore_routing_state(
     now: float,
     shift_s: float,
 ) -> None:
-    """Fill empty tables from a state. ``shift_s`` is added to all times. Raises ``ValueError`` for an invalid
-    state; then the tables may be partly filled."""
+    """Fill empty tables from a snapshot. ``shift_s`` is added to all times. Raises ``ValueError`` for an
+    invalid snapshot; then the tables may be partly filled."""
     if state.version != ROUTING_STATE_VERSION:
         raise ValueError(f"a state of version {state.version}; expected {ROUTING_STATE_VERSION}")
     expected.restore(state.expected)

@@ -1,4 +1,4 @@
-"""What a core knows of programs and replicas, for operators who query a gateway. Plain data."""
+"""Status of programs and replicas as a core knows them, for operators who query a gateway. Plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class LinkStats(msgspec.Struct, frozen=True):
 
     queued_bytes: int
     queued_s: float | None
-    """Seconds that the link's queue takes; ``None``: there is a queue of unknown duration."""
+    """Seconds until the link's queue is empty; ``None``: unknown."""
     moved_bytes: int
 
 
@@ -53,4 +53,4 @@ class PairEngineStatus(ReplicaStatus, frozen=True, kw_only=True):
     node: str
     epoch: str
     links: Mapping[str, LinkStats]
-    """Last report of each link, by name; empty: none."""
+    """Last report of each link, by name; empty: no report."""

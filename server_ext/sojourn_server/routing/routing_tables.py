@@ -1,5 +1,4 @@
-"""The tables of an affinity core: homes of programs, states of requests, and ``RoutingTables`` with all
-tables."""
+"""Tables of an affinity core: programs' homes, states of requests, and ``RoutingTables``, which holds all."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from .tenant_accounting import TenantAccounting
 
 
 class ProgramAffinity:
-    """Changes the homes of programs; no other code does."""
+    """Sets and removes the homes of programs. Only this class changes them."""
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class ProgramAffinity:
         """True if a replica got more free capacity since this was last set to False."""
 
     def leave(self, program: RoutedProgram, now: float) -> None:
-        """Remove a program's home; its KV counts as lost."""
+        """Remove a program's home; the program's KV counts as lost."""
         replica = self._fleet.get(program.home)
         if replica is not None:
             self._fleet.homed(replica, -program.size_tokens, -1)
@@ -52,8 +51,8 @@ class ProgramAffinity:
         program.home, program.cached, program.size_tokens = None, False, 0
 
     def settle(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
-        """Make a replica a program's home, where the program counts with ``size_tokens``. Returns the id of
-        the former home if it was another replica."""
+        """Make a replica a program's home, and count ``size_tokens`` there for it. Returns the id of the
+        former home if it was another replica."""
         before = program.home
         if before == replica.replica_id:
             self.resize(program, size_tokens)
@@ -70,7 +69,7 @@ class ProgramAffinity:
         return before
 
     def resize(self, program: RoutedProgram, size_tokens: int) -> None:
-        """Change the size with which a program counts at its home."""
+        """Change the number of tokens that a program counts with at its home."""
         replica = self._fleet.get(program.home)
         if replica is not None and size_tokens != program.size_tokens:
             self._fleet.homed(replica, size_tokens - program.size_tokens)
@@ -81,7 +80,8 @@ class ProgramAffinity:
 
 
 class RoutedRequestTable:
-    """Moves requests between queues and replicas, and updates the sums of programs, replicas and tenants."""
+    """Moves requests between queues and replicas, and keeps the totals of programs, replicas and tenants up
+    to date."""
 
     def __init__(self, fleet: ReplicaFleet, tenants: TenantAccounting, residents: ResidentPrograms) -> None:
         self._fleet = fleet
@@ -91,20 +91,20 @@ class RoutedRequestTable:
         """All requests in progress."""
         self.anywhere = WaitingQueue(by_tenant=tenants.take_turns)
         self.failed = WaitingQueue(by_tenant=False)
-        """Requests that wait for any replica except those where they failed. They have a queue of their own,
-        since capacity that other requests wait for may be of no use to them, and vice versa."""
+        """Requests that wait for any replica except those where they failed. They have a separate queue,
+        because free capacity that suits other requests may be of no use to them, and vice versa."""
         self.queues: dict[str, WaitingQueue] = {}
         """Non-empty queues by replica."""
         self.waiting = 0
         """Number of requests that have not been sent."""
         self.waiting_of: dict[str, int] = {}
-        """The same number by tenant, without zeros."""
+        """Number of requests that have not been sent, by tenant, without zeros."""
         self.unregistered_requests: dict[str, RoutedRequest] = {}
         """Requests sent to replicas that have not registered with this core."""
         self.freed: set[str] = set()
         """Replicas whose load has fallen since this was last emptied."""
         self.unanswered: list[RoutedProgram] = []
-        """Programs whose only request ended without an answer; the core empties the list and frees their
+        """Programs whose requests all ended without an answer. The core empties the list and frees their
         capacity."""
 
     def open(self, request: RoutedRequest) -> None:
@@ -132,12 +132,12 @@ class RoutedRequestTable:
         self._tenants.over(request.tenant, request.program)
 
     def enqueue_for_any(self, request: RoutedRequest) -> None:
-        """Put a request that is in no queue into the queue for any replica."""
+        """Add a request to the queue for any replica. The request must be in no queue."""
         request.replica_id = None
         (self.failed if request.failed_at else self.anywhere).add(request)
 
     def enqueue_for_replica(self, request: RoutedRequest, replica_id: str) -> None:
-        """Put a request that is in no queue into the queue for one replica."""
+        """Add a request to the queue for one replica. The request must be in no queue."""
         request.replica_id = replica_id
         queue = self.queues.get(replica_id)
         if queue is None:
@@ -162,7 +162,7 @@ class RoutedRequestTable:
         request.replica_id = None
 
     def send(self, request: RoutedRequest, replica_id: str, now: float) -> None:
-        """Record that a request, which is in no queue, is sent to a replica."""
+        """Record that a request is sent to a replica. The request must be in no queue."""
         request.replica_id, request.sent_s = replica_id, now
         self._count(request, -1)
         if request.program is not None:
@@ -176,7 +176,7 @@ class RoutedRequestTable:
             self._fleet.sent(replica, request.request_id, request.context_tokens, now)
 
     def undo_send(self, request: RoutedRequest, now: float) -> None:
-        """Take a request back from its replica; it is in no queue afterwards."""
+        """Take a request back from its replica. Afterwards it is in no queue."""
         replica = self._fleet.get(request.replica_id)
         if replica is not None and request.request_id in replica.in_flight:
             self._fleet.over(replica, request.request_id, now)
@@ -197,8 +197,8 @@ class RoutedRequestTable:
             self._fleet.sent(replica, request.request_id, request.context_tokens, now)
 
     def unregistered_since(self, before_s: float) -> list[RoutedRequest]:
-        """Requests sent before ``before_s`` to replicas that are still unregistered: no event would report
-        that such a replica failed."""
+        """Requests sent before ``before_s`` to replicas that are still unregistered. They need a timeout,
+        since no event reports that such a replica failed."""
         return [
             one
             for one in self.unregistered_requests.values()
@@ -210,8 +210,8 @@ class RoutedRequestTable:
         return [self.anywhere, self.failed, *self.queues.values()]
 
     def replica_gone(self, replica: Replica) -> None:
-        """Allow the requests that failed at a replica to use a new replica with the same id, but not the same
-        instance."""
+        """Allow requests that failed at a lost replica to use a new replica with the same id. The lost
+        instance stays excluded."""
         for request in self.by_id.values():
             if replica.replica_id not in request.failed_at:
                 continue
@@ -223,7 +223,8 @@ class RoutedRequestTable:
                 self.enqueue_for_any(request)
 
     def replica_came(self, replica: Replica) -> None:
-        """If this instance had been declared gone, restore the record of the requests that failed at it."""
+        """If this instance had been declared gone, mark it as failed again for the requests that failed
+        there."""
         came = (replica.replica_id, replica.instance)
         for request in [one for one in self.by_id.values() if came in one.failed_at_gone]:
             waits_anywhere = request.sent_s is None and request.replica_id is None
@@ -244,7 +245,7 @@ class RoutedRequestTable:
 
     def waiting_since(self, before_s: float, most: int) -> list[RoutedRequest]:
         """Up to ``most`` requests that have waited since ``before_s`` or longer. Queues are in order of
-        arrival, so the search of a queue stops at the first younger request."""
+        arrival, so the search of each queue stops at the first younger request."""
         found: list[RoutedRequest] = []
         for line in self.lines():
             for row in line.rows.values():
@@ -274,7 +275,8 @@ class RoutingTables:
     counts: RoutingCounters
 
     def lives(self, program: RoutedProgram) -> bool:
-        """Whether a program is still in the table; its requests may outlive it."""
+        """Whether a program is still in the table. Its requests may stay open after the program is
+        removed."""
         return self.programs.get(program.key) is program
 
 

@@ -1,4 +1,4 @@
-"""Tenants: how much capacity each one uses, what its share is, and whose request is served first."""
+"""Tenants: how much capacity each one uses, its share of the capacity, and whose request is served first."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .routing_limits import RoutingCounters
 from .routing_queue import TenantQueue
 
 MAX_NEW_ESTIMATES = 256
-"""Maximum number of programs with a new request whose remaining work is estimated per epoch; the others keep
+"""Maximum number of programs with a new request whose remaining work is estimated per epoch. The others keep
 their last estimate."""
 MIN_REFRESHED_ESTIMATES = 64
-"""Minimum number of estimates per epoch. With fewer new requests, old estimates are renewed: those of 10,000
-waiting programs every 16 s."""
+"""Minimum number of estimates per epoch. If there are fewer new requests, old estimates are renewed. A full
+round over 10,000 waiting programs takes about 16 s."""
 
 
 class TenantAccounting:
@@ -27,9 +27,9 @@ class TenantAccounting:
     A program without a deadline is due after ``slo_factor`` times the mean duration of its agent type, or
     after ``slo_factor`` times ``usual_life_s`` for a type without finished programs.
 
-    Clients state deadlines, but no program counts as more urgent than is possible: a stated deadline is taken
-    to be at least ``now`` plus the work left. And of a tenant's programs only the first to arrive count, at
-    most as many as all replicas run at once.
+    Two rules limit how urgent a client can make its programs. A stated deadline counts as at least ``now``
+    plus the work left. And only a tenant's oldest programs count, at most as many as all replicas run at
+    once.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class TenantAccounting:
         self._open: dict[str, int] = {}
         """Number of requests in progress, by tenant."""
         self._working: OrderedDict[Key, RoutedProgram] = OrderedDict()
-        """Programs with requests, the one with the oldest estimate first."""
+        """Programs with requests, least recently estimated first."""
         self._needs_estimate: dict[Key, RoutedProgram] = {}
         """Programs of ``_working`` that had a request since their last estimate."""
         self._tasks: dict[str, dict[Key, tuple[RunningTaskView, bool]]] = {}
-        """Work left per program, by tenant. The flag is True if a client stated the deadline."""
+        """Remaining work per program, by tenant. The flag is True if a client stated the deadline."""
         self._shares: Mapping[str, float] = {}
         self._shares_due_s = -math.inf
 
@@ -118,10 +118,10 @@ class TenantAccounting:
     # -- shares -----------------------------------------------------------------
 
     def update_shares(self, now: float) -> None:
-        """Compute the shares, once per epoch, from the work left in each tenant's programs."""
+        """Compute the shares from the work left in each tenant's programs, at most once per epoch."""
         epoch_s = self._policy.epoch_s
         if not self._policy.divides_capacity or 0 < self._shares_due_s - now <= epoch_s:
-            return  # due later than an epoch from now: the clock stepped back
+            return  # not due yet; a due time beyond one epoch means that the clock stepped back
         self._shares_due_s = now + epoch_s
         fresh = list(islice(self._needs_estimate.values(), MAX_NEW_ESTIMATES))
         for program in [
@@ -139,8 +139,9 @@ class TenantAccounting:
             self._counts.policy_failed(error)  # shares stay as they were
 
     def _counting(self, tenant: str, now: float) -> list[RunningTaskView]:
-        """The tenant's programs that count, each with the earliest possible deadline. Depends on ``now``, so
-        it is not part of the estimate."""
+        """The tenant's programs that count for its share. A stated deadline earlier than ``now`` plus the
+        work left is replaced by that time. This depends on ``now``, so it is not part of the stored
+        estimate."""
         tasks = islice(self._tasks.get(tenant, {}).values(), self._fleet.max_running or DEFAULT_MAX_RUNNING)
         return [
             RunningTaskView(task.work_s, now + task.work_s)
@@ -150,8 +151,8 @@ class TenantAccounting:
         ]
 
     def used(self, tenant: str, *, room: bool = False) -> float:
-        """Fraction of all capacity that a tenant's requests use. With ``room``, at least the fraction of all
-        tiers' KV capacity that its programs use."""
+        """Fraction of all capacity that a tenant's requests use. With ``room``, the larger of this and the
+        fraction of KV capacity in all tiers that the tenant's programs use."""
         fleet = self._fleet
         used = self._tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0
         if room and fleet.room_tokens:
@@ -159,8 +160,8 @@ class TenantAccounting:
         return used
 
     def order(self, rows: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
-        """Tenants with waiting requests, in the order of service. ``room``: their requests wait for KV
-        capacity, not for a busy replica."""
+        """Tenants with waiting requests, in the order in which they are served. ``room``: their requests wait
+        for KV capacity, not for a busy replica."""
         if len(rows) == 1:
             return [tenant for tenant, _ in rows]
         turns = [

@@ -1,6 +1,6 @@
 """Hints of a simulated client: the context of each request, and client events.
 
-The server receives no other data of a program: no future length, duration or turn.
+The server receives no other data about a program, and none about its future lengths, durations or turns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AGENT_NODE = "agent"
 
 
 class ClientHistory:
-    """Statistics of finished programs, as the SDK learns them; shared by all clients of a run."""
+    """Numbers of turns of finished programs, learnt as by the SDK. All clients of a run share one history."""
 
     def __init__(self) -> None:
         self._transitions = Transitions()
@@ -44,8 +44,8 @@ class ClientHistory:
 BATCH_LINGER_S = 0.005
 """Seconds that the emitter waits for further events (``linger_s`` of ``sojourn.emitter``)."""
 EVENT_SEND_DELAY_S = POLL_EVERY_S / 2 + BATCH_LINGER_S
-"""Mean delay before an event is sent: half of the emitter's poll interval, plus the linger time. An earlier
-request of the same program carries the event."""
+"""Mean delay before an event is sent: half of the emitter's poll interval, plus the linger time. If the
+program sends a request sooner, the request carries the event."""
 
 
 class ClientHints:
@@ -93,21 +93,21 @@ class ClientHints:
         return [{**event, "age_s": round(now - at_s, 6)} for at_s, event in taken]
 
     def program_start(self) -> dict[str, Any]:
-        """Event: the program begins."""
+        """The event for the start of the program."""
         return self._event("program_start", **self._parent())
 
     def program_end(self) -> dict[str, Any]:
-        """Event: the program is over."""
+        """The event for the end of the program; also adds the program to the client history."""
         if self._history is not None and self._agent_type is not None:
             self._history.observe_end(self._agent_type, self._step)
         return self._event("program_end", status="ok")
 
     def tool_start(self, call_id: str, run: TraceToolRun) -> dict[str, Any]:
-        """Event: a tool call begins."""
+        """The event for the start of a tool call."""
         return self._event("tool_start", call_id=call_id, tool=run.name, tool_class=run.cmd)
 
     def tool_stop(self, call_id: str, duration_s: float) -> dict[str, Any]:
-        """Event: a tool call has ended."""
+        """The event for the end of a tool call."""
         return self._event("tool_stop", call_id=call_id, duration_s=duration_s, status="ok")
 
     def _parent(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class VirtualClock:
 
 
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...], "deque[Event] | None", bool]
-"""(due time in virtual seconds, sequence number, callback, its arguments, FIFO whose first event this is or
+"""(due time in virtual seconds, sequence number, callback, its arguments, FIFO that holds the event or
 ``None``, whether it is a background event)"""
 
 
@@ -52,8 +52,7 @@ class EventQueue:
         self._foreground_events += not background
 
     def in_line(self, line: deque[Event], at_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Schedule ``call(*args)`` for ``at_s`` at the end of the FIFO ``line``; its earlier events are due
-        no later.
+        """Append ``call(*args)``, due at ``at_s``, to the FIFO ``line``, whose events are due no later.
 
         The heap holds only the first event of each FIFO: a small heap stays in the processor's cache.
         """
@@ -86,7 +85,7 @@ class EventQueue:
         return ran
 
     def run_due_events(self, now: float) -> None:
-        """Run all events due by ``now``, including those they schedule, and set the time to ``now``."""
+        """Run all events due by ``now``, including events that these schedule. Set the time to ``now``."""
         self.run_until(now)
         self.now_s = now
 

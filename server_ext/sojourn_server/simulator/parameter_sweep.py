@@ -1,4 +1,4 @@
-"""Parameter sweeps: several values of one number of a run, each under every policy."""
+"""Parameter sweeps: runs with several values of one parameter, each under every policy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SWEEP_PARAMETERS = {
         SweepParameter("replicas", "replicas", "replicas behind a gateway", whole=True),
     )
 }
-"""Fields that can be swept. Larger values cost more, or mean more work."""
+"""Fields that can be swept, by name. A larger value means more hardware or more load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def kv_bytes_per_token(spec: RunSpec) -> int | None:
 
     Raises ``LatencyProfileError``.
     """
-    # Without host memory: here an engine profile need not know its bandwidth.
+    # With cpu_ratio 0 an engine profile needs no copy bandwidth.
     _, shape = device_for_run(spec, cpu_ratio=0.0)
     return shape.kv_bytes_per_token or None
 

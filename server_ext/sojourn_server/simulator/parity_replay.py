@@ -1,7 +1,7 @@
-"""Parity: a scheduler rebuilt from a recording must give the recorded answers to the recorded events.
+"""Replays a recording on a rebuilt scheduler, and compares its decisions and answers with the recorded ones.
 
-Parity makes simulated results valid for the engine: the same policy objects make the same decisions for the
-same input. No module here imports the engine: its answers are in the recording.
+If they are equal (parity), simulated results are valid for the engine: the same policy objects make the same
+decisions for the same input. The replay does not import the engine, since its answers are in the recording.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class ParityDifference:
 def first_difference(
     wanted: RecordedCall, made: bytes, before: Sequence[RecordedCall], raised: Exception | None
 ) -> ParityDifference:
-    """Describe the difference between the replayed record ``made`` and the recorded ``wanted``; ``before``
-    are earlier records of the same program."""
+    """Describe the first difference between the recorded ``wanted`` and its replay ``made``. ``before`` are
+    earlier records of the same program; ``raised`` is the exception of the replay, if any."""
     parts = msgspec.json.decode(made)
     parts += [None] * (6 - len(parts))
     op, now, facts, answer, decisions, orders = parts
@@ -117,7 +117,8 @@ def _decisions(decisions: Sequence[Any]) -> list[Any]:
 
 
 def _first_differing_leaf(where: str, old: Any, new: Any) -> tuple[str, Any, Any] | None:
-    """First place where two JSON values differ, including number type and sign of zero."""
+    """First (place, old, new) where two JSON values differ, also in number type or sign of zero; else
+    ``None``."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(key for key in new if key not in old)]:
             found = _first_differing_leaf(f"{where}.{key}", old.get(key), new.get(key))
@@ -148,7 +149,7 @@ class ParityReport:
     versions: dict[str, str]
     """Versions of sojourn, the engine and Python at recording time."""
     records: int
-    """Number of compared records, the difference included."""
+    """Number of compared records, including the one that differs."""
     span_s: float
     """Seconds of the engine's clock from the first to the last compared record."""
     decisions: dict[str, int]
@@ -315,7 +316,7 @@ class _ParityReplay:
         try:
             call()
         except Exception as error:
-            raised = error  # a recorded call may have raised the same; its answer then shows it
+            raised = error  # the recorded call may have raised it too, which its answer then shows
         if self._sink.failure is not None:
             raise RecordingError(f"{where}: {self._sink.failure!r:.200}") from self._sink.failure
         if self._sink.found is not None:

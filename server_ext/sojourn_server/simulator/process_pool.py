@@ -61,8 +61,8 @@ def run_in_processes(
     on_done: Callable[[int, Any], None] = lambda number, answer: None,
     preload: Sequence[str] = (),
 ) -> list[Any]:
-    """Run ``work(task, report)`` for every task, at most ``processes`` at a time; answers in the order of
-    tasks.
+    """Run ``work(task, report)`` for every task, at most ``processes`` at a time. Returns the answers in the
+    order of tasks.
 
     ``work`` is a module-level function; tasks, reports and answers are pickled. Callbacks run in the caller's
     thread with the task's number; ``on_done`` also gets the answer. Each task has a fresh process: modules
@@ -70,8 +70,8 @@ def run_in_processes(
     fork from a server that has imported only ``preload``; slow imports then happen once for all tasks. The
     first call in a process fixes ``preload``.
 
-    Raises the exception of a task, and ``WorkerDiedError``. All other processes are ended before any
-    exception is raised.
+    Raises the exception of a task, or ``WorkerDiedError`` for a process without an answer. All other
+    processes are ended first.
     """
     context = _process_context(preload)
     answers: list[Any] = [None] * len(tasks)
@@ -141,8 +141,8 @@ def _worker_environment() -> Iterator[None]:
 
 @contextmanager
 def _deferred_sigint() -> Iterator[None]:
-    """Defer Ctrl-C while a process starts. The terminal sends SIGINT to every process; a new process ignores
-    it, and the parent handles it afterwards."""
+    """Context that defers Ctrl-C while a process starts. The terminal sends SIGINT to every process. The new
+    process ignores it, and the parent handles it afterwards."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

@@ -16,7 +16,7 @@ SchedulerCall = Callable[[], Any]
 
 
 class RecordingPlayer:
-    """Converts records into calls of one scheduler. ``call`` returns the call without making it."""
+    """Converts records into calls of one scheduler. Each method returns a call without making it."""
 
     def __init__(self, program_scheduler: RecordingScheduler) -> None:
         self.program_scheduler = program_scheduler
@@ -26,8 +26,8 @@ class RecordingPlayer:
         """Program of each request, by arrival number."""
 
     def call(self, record: RecordedCall) -> SchedulerCall:
-        """The recorded call. Raises ``ValueError``, ``TypeError`` or ``LookupError`` for an invalid
-        record."""
+        """The scheduler call that ``record`` describes, not yet made. Raises ``ValueError``, ``TypeError`` or
+        ``LookupError`` for an invalid record."""
         make: Callable[..., SchedulerCall] = getattr(self, record.op)
         return make(record.now, *record.facts)
 

@@ -1,4 +1,4 @@
-"""Routers in front of simulated engines: which waiting requests enter now."""
+"""Routers in front of simulated engines: interface and views. A router selects which requests enter now."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 UNLIMITED_S = 1e9
-"""Seconds that simulated clients wait before they give up: never, since baselines reject no request
-either."""
+"""Seconds for limits that a simulation must set but never reaches. Baselines have no such limits."""
 
 
 class RoutableRequest(NamedTuple):
@@ -18,7 +17,7 @@ class RoutableRequest(NamedTuple):
     program_id: str
     prompt_tokens: int
     since_s: float
-    """Time of its arrival at the router."""
+    """Time at which the request arrived at the router."""
     turn: int
     """Number of the turn, from 0."""
 
@@ -33,7 +32,7 @@ class RoutedProgramView(NamedTuple):
     context_tokens: int
     """Prompt and output tokens of the program's last finished turn; 0 before the first."""
     since_s: float
-    """Start of this state."""
+    """Time at which ``state`` began."""
     turns: int
     """Number of finished turns."""
     arrived_s: float
@@ -60,7 +59,7 @@ class RequestRouter(Protocol):
     is_open: bool
     """Whether every request enters at once; ``select_requests`` is then not called."""
     tick_s: float
-    """Longest interval between two calls in virtual seconds; ``inf``: only on events."""
+    """Longest interval between two calls, in virtual seconds; ``inf``: events alone cause calls."""
 
     def select_requests(self, view: RequestRouterView, now: float) -> Sequence[str]:
         """Ids of waiting requests that enter now, in this order. Called after every arrival, finished turn,

@@ -1,4 +1,4 @@
-"""Cache of finished runs in a folder: an interrupted suite continues where it stopped."""
+"""Cache of finished runs in a folder, with which an interrupted suite continues where it stopped."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RunCache:
     def _made_of(self, spec: RunSpec) -> str:
         """Digest of the code and of the files that the specification names."""
         digest = hashlib.sha256(self._code.encode())
-        # With replicas the part behind ROUTING/ may be a file too.
+        # With replicas, the part of the policy after ROUTING/ may be a file too.
         engines = spec.policy.partition("/")[2] if spec.replicas is not None else None
         for name in (spec.workload, spec.policy, engines, spec.hardware, spec.model):
             if name and Path(name).is_file():

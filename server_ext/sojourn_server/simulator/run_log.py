@@ -15,11 +15,12 @@ class TurnLog(msgspec.Struct, kw_only=True):
     turn: int
     """Number of the turn, from 0."""
     submitted_s: float
-    """Time at which the client sent it."""
+    """Time at which the client sent the request."""
     entered_s: float | None = None
-    """Time of its arrival at the engine; later than ``submitted_s`` if a router held it back."""
+    """Time at which the request arrived at the engine; later than ``submitted_s`` if a router held it
+    back."""
     admitted_s: float | None = None
-    """Time at which it first got blocks."""
+    """Time at which the request first got blocks."""
     first_token_s: float | None = None
     finished_s: float | None = None
     prompt_tokens: int
@@ -42,14 +43,14 @@ class TurnLog(msgspec.Struct, kw_only=True):
     preempted_after_s: float = 0.0
     """Virtual seconds between preemption and resumption, after the first token."""
     evictor: str | None = None
-    """Program that evicted its first missing block, if the adapter knows it."""
+    """Program that evicted the first missing block of this turn's prompt, if the adapter knows it."""
     evicted_score: tuple[float, ...] | None = None
-    """Eviction score of its program at that time, if the policy has one; the lowest score is evicted
-    first."""
+    """Eviction score of this turn's program when that block was evicted, if the policy has scores; the lowest
+    is evicted first."""
     optimum_tokens: int | None = None
-    """Tokens that Bélády's eviction order would have recomputed for it on this run's accesses. The order
-    minimises the sum over all programs, not each turn. ``None``: accesses were not recorded, or host memory
-    was used."""
+    """Tokens that Bélády's eviction order would have recomputed in this turn, on this run's accesses. The
+    order minimises the sum over all turns, not each turn. ``None``: accesses were not recorded, or host
+    memory was used."""
     goes_on: float | None = None
     """Probability of another turn, as predicted by the policy at the end of this one."""
     tool: str | None = None
@@ -57,9 +58,9 @@ class TurnLog(msgspec.Struct, kw_only=True):
     gap_s: float = 0.0
     """Client-side seconds until the next turn; 0 for the last."""
     replica: str | None = None
-    """The engine that computed it; ``None`` with a single engine, or before it started."""
+    """The engine that computed the turn; ``None`` with a single engine, or before the turn entered one."""
     recalls: int = 0
-    """Number of times a gateway withdrew it from an engine before its first token."""
+    """Number of times that a gateway withdrew the request from an engine before its first token."""
 
     @property
     def request_id(self) -> str:
@@ -102,7 +103,7 @@ class OccupancySample(msgspec.Struct, kw_only=True):
     running: int
     """Blocks of running requests."""
     idle: int
-    """Cached or leased blocks of programs that run a tool."""
+    """Cached or leased blocks of programs whose tool runs."""
     other: int
     """Cached blocks of programs that are over or waiting."""
     free: int

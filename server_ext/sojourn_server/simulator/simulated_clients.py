@@ -1,4 +1,4 @@
-"""Simulated clients: programs, their tools, their client events, and the router in front of the engines.
+"""Simulated clients: they run programs and tools, send client events, and query the router.
 
 Only this module knows the future of a program. A server receives what a real client would send, when it would
 send it.
@@ -25,12 +25,12 @@ GATEWAY_EMITTER = "gateway"
 """Emitter name of events that the gateway sends."""
 
 ACCEPTED_OUTCOMES = ("applied", "deferred")
-"""Outcomes of valid events; ``deferred``: a ``tool_start`` may overtake its request, as on a network."""
+"""Outcomes of valid events. ``deferred``: as on a network, a ``tool_start`` may arrive before its request."""
 
 
 @dataclass(slots=True)
 class ActiveProgram:
-    """A running program."""
+    """A program that has arrived and is not over."""
 
     plan: ProgramPlan
     log: ProgramLog
@@ -38,10 +38,10 @@ class ActiveProgram:
     hints: ClientHints | None
     turn: int = 0
     family: int = 1
-    """Number of running programs in the tree of a root program, itself included."""
+    """For a root program: number of unfinished programs in its tree of sub-agents, itself included."""
     children: list[ProgramPlan] = field(default_factory=list)
     hashes: list[Any] = field(default_factory=list)
-    """Hashes of the blocks of its last turn."""
+    """Block hashes of the program's last turn."""
     state: str = "waiting"
     since_s: float = 0.0
     context_tokens: int = 0
@@ -56,9 +56,9 @@ class RequestInTransit(NamedTuple):
     known: list[Any]
     """Hashes of leading blocks of the prompt, known from the previous turn."""
     events: list[dict[str, Any]]
-    """Events that it carries."""
+    """Client events that the request carries."""
     context: dict[str, Any] | None
-    """Additional fields of its hint."""
+    """Additional fields of the request's ``agentic_context``."""
 
 
 class SimulatedClients:
@@ -102,7 +102,7 @@ class SimulatedClients:
         self._homes: dict[str, str] = {}
         """Engine that received each program's last request."""
         self._moved: set[str] = set()
-        """Programs that changed engines: an engine may not know what their events refer to."""
+        """Programs that changed engines. An engine may receive their events without the requests of these."""
         self._unsent_events: dict[str, list[dict[str, Any]]] = defaultdict(list)
         """Events of programs without an engine; their first request carries them."""
         self._gateway_event_seq = 0
@@ -116,7 +116,7 @@ class SimulatedClients:
             self._tick()
 
     def observe_program(self, plan: ProgramPlan) -> str:
-        """Let the agent type's statistics include a program that ended before the run. Returns its agent
+        """Add a program that ended before the run to the statistics of its agent type. Returns the agent
         type."""
         kind = agent_type_of(plan)
         self._history.observe_end(kind, len(plan.plans))
@@ -125,7 +125,7 @@ class SimulatedClients:
     # -- programs -------------------------------------------------------------------
 
     def _next_arrival(self) -> None:
-        """Schedule the next arrival, and no later one: an endless loop has no last arrival."""
+        """Schedule only the next arrival, since an endless loop has no last one."""
         arrival = next(iter(self._arrivals), None)
         if arrival is not None:
             at_s, plan = arrival
@@ -224,8 +224,7 @@ class SimulatedClients:
         return self._names[number]
 
     def _after_call_delay(self, what: Callable[[], None]) -> None:
-        """Run ``what`` after the API server's delay; requests and events keep the order in which they were
-        sent."""
+        """Run ``what`` after the API server's delay. Requests and events keep their order."""
         if self._call_s:
             self._event_queue.at(self._event_queue.now_s + self._call_s, what)
         else:
@@ -255,7 +254,7 @@ class SimulatedClients:
         turn.request = sim_replica.engine.add(
             request_id,
             prompt,
-            # A client does not know the length of an answer, so the request does not state it.
+            # A client does not know the length of the answer, so the request allows any length.
             max_tokens=sim_replica.engine.options.max_model_len - len(prompt),
             program_id=active.plan.instance_id if active.hints is not None else None,
             context=context,
@@ -265,7 +264,7 @@ class SimulatedClients:
         self.outputs.set_calls(turn.request.output_token_ids, active.plan.tool_runs(log.turn))
 
     def _recall(self, request_id: str) -> None:
-        """Withdraw a request without a first token from its engine; it waits again."""
+        """Withdraw a request that has no token yet from its engine. The request waits for an engine again."""
         sent = self._submitted[request_id]
         attempt = self._attempts[request_id]
         self._attempts[request_id] = attempt + 1
@@ -333,7 +332,7 @@ class SimulatedClients:
         self._end_program(active)
 
     def _end_program(self, active: ActiveProgram) -> None:
-        """End a program, finished or rejected."""
+        """End a program that has finished, or whose request was rejected."""
         now = self._event_queue.now_s
         active.state, active.since_s = "over", now
         del self.active[active.plan.instance_id]
@@ -347,7 +346,7 @@ class SimulatedClients:
                 at_s, plan = following
                 self._event_queue.at(max(now, at_s), lambda: self._begin(plan, None))
         self._query_router(over=active)
-        if active.hints is None:  # otherwise the last event still needs the engine's name
+        if active.hints is None:  # with hints, the last event still needs the engine's name
             self._forget(active.plan.instance_id)
 
     def _forget(self, program_id: str) -> None:
@@ -355,7 +354,7 @@ class SimulatedClients:
         self._unsent_events.pop(program_id, None)
 
     def _queue_events(self, hints: ClientHints, *events: dict[str, Any]) -> None:
-        """Queue client events; they are sent after the emitter's delay."""
+        """Queue client events, and schedule their sending after the emitter's delay."""
         now = self._event_queue.now_s
         if events and hints.queue_events(events, now):
             self._event_queue.at(now + EVENT_SEND_DELAY_S, lambda: self._send(hints))
@@ -439,11 +438,11 @@ class SimulatedClients:
 
 
 def agent_type_of(plan: ProgramPlan, *, is_child: bool = False) -> str:
-    """The agent type in the client's hints. The default for traces without types is "sub-agent" if
-    ``is_child``, else "agent"."""
+    """The agent type that clients send. If the trace has none, it is "sub-agent" for ``is_child``, else
+    "agent"."""
     return plan.agent_type or ("sub-agent" if is_child else "agent")
 
 
 def engine_request_id(request_id: str, attempt: int) -> str:
-    """A request's id in an engine; unique per attempt, since a recalled one may still be leaving."""
+    """A request's id in an engine, unique per attempt: a recalled attempt may still be leaving the engine."""
     return request_id if not attempt else f"{request_id}~{attempt}"

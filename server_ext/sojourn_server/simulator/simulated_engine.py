@@ -1,4 +1,4 @@
-"""vLLM's scheduler and KV manager without a model: schedule a step, generate its tokens, apply its results.
+"""vLLM's scheduler and KV manager without a model: schedules steps, makes up tokens, and applies results.
 
 Used by the simulator, tests and benchmarks. Imports vllm.
 """
@@ -41,7 +41,7 @@ from . import vllm_offload_transfers
 
 DUMMY_TOKEN = 7
 STOP_TOKEN = 2
-"""Ends an output, whatever the ``max_tokens`` of its request."""
+"""Token that ends an output, whatever the ``max_tokens`` of the request."""
 
 TokenSource = Callable[[Request], int]
 """Returns the next output token of a request."""
@@ -63,7 +63,7 @@ _LLAMA_8B = {
     "rope_theta": 500000.0,
     "hidden_act": "silu",
 }
-"""Shape of Llama-3.1-8B. Only the scheduler reads it, for its lengths. The context limit grows as needed."""
+"""Shape of Llama-3.1-8B, which vLLM's configuration needs. The context limit is raised where necessary."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,11 +81,11 @@ class SimulatedEngineOptions:
     host_blocks: int = 0
     """Blocks of host memory for a connector; 0: no connector."""
     own_tiers: bool = False
-    """Use sojourn's connector instead of vLLM's."""
+    """Whether host memory uses sojourn's connector instead of vLLM's."""
     disk_blocks: int = 0
     """Blocks of disk below host memory, for sojourn's connector; 0: no disk."""
     sojourn: dict[str, Any] | None = None
-    """Sojourn's settings. None: vLLM's own scheduler class, and no code of sojourn is loaded."""
+    """Sojourn's settings. ``None``: vLLM's own scheduler class, without any code of sojourn."""
 
 
 @dataclass(slots=True)
@@ -175,7 +175,7 @@ class SimulatedEngine:
         """Apply the results of a step: one token for every request with a complete prompt, and finished
         copies. Returns the ids of finished requests.
 
-        ``sampled``: those requests, needed if the next step has been planned already.
+        ``sampled``: ids of the requests that get a token, needed if the next step has been planned already.
         """
         ids = list(planned.num_scheduled_tokens)
         requests = self.scheduler.requests
@@ -199,7 +199,7 @@ class SimulatedEngine:
         return [o.request_id for b in outputs.values() for o in b.outputs if o.finish_reason is not None]
 
     def step(self) -> EngineStepResult:
-        """Schedule a step and apply its results. What sojourn's connector loads arrives with the step."""
+        """Schedule a step and apply its results. Loads by sojourn's connector are done when the step ends."""
         planned = self.plan()
         has_tiers = self.options.own_tiers and self.options.host_blocks
         loaded = set(planned.kv_connector_metadata.jobs.loads) if has_tiers else set()
@@ -225,12 +225,12 @@ class SimulatedEngine:
         return list(json.loads(self.scheduler.sojourn_call("events", batch))["outcomes"])
 
     def ask(self, operation: str, **arguments: Any) -> Any:
-        """Call one of sojourn's operations."""
+        """Call one of sojourn's operations; returns the decoded answer."""
         return json.loads(self.scheduler.sojourn_call(operation, json.dumps(arguments)))
 
     def hash_blocks(self, request: Request) -> list[BlockHash]:
-        """Chained hashes of the request's new full blocks. Python's hash of a tuple of integers is as
-        repeatable as vLLM's, and ten times faster."""
+        """Chained hashes of the request's new full blocks. They use Python's hash of a tuple of integers,
+        which is as repeatable as vLLM's hash and ten times faster."""
         size = self.options.block_size
         done = len(request.block_hashes)
         added: list[BlockHash] = []
@@ -271,7 +271,7 @@ def _engine_vllm_config(options: SimulatedEngineOptions, page_bytes: int) -> Vll
         cache_config=cache,
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=_transfer_config(options, page_bytes),
-        # A simulation without the host memory that a policy needs runs, and says so.
+        # A simulation also runs without the host memory that its policy needs; validate_specs adds a note.
         additional_config={"sojourn": {"allow_missing_tiers": True, **options.sojourn}}
         if options.sojourn is not None
         else {},

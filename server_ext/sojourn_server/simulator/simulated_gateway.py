@@ -1,4 +1,4 @@
-"""The gateway's routing core in a simulation, and the clients behind it."""
+"""The gateway's routing core in a simulation, and the clients that send requests through it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from .workloads.program_plans import ProgramPlan
 def isolated_completion_s(plan: ProgramPlan, latency: LatencyModel, max_batched_tokens: int) -> float:
     """Seconds from a program's arrival to its last token, alone on an empty engine, tools included.
 
-    Prefill covers what no earlier turn of the program computed, in chunks of ``max_batched_tokens``; decoding
-    adds one token per step. Sub-agents count as programs of their own. Decode time is an integral over three
-    steps (first, middle, last) by Simpson's rule.
+    Prefill computes the tokens that no earlier turn of the program computed, in chunks of
+    ``max_batched_tokens``. Decoding adds one token per step; Simpson's rule gives its time from the first,
+    middle and last step. Sub-agents count as programs of their own.
     """
     total_s = 0.0
     for turn, lengths in enumerate(plan.plans):
@@ -83,17 +83,17 @@ def _step_s(latency: LatencyModel, new: int, context: int, *, samples: bool = Tr
 DEFAULT_TENANT = "lab"
 """Tenant of programs whose workload has no tenants."""
 TICK_INTERVAL_S = 0.1
-"""Interval of ticks for a core that steals requests or divides capacity (SAGA §5.2, §6.2)."""
+"""Interval of ticks, for presets that steal requests or divide capacity (SAGA §5.2, §6.2)."""
 PREFIX_CHUNK_TOKENS = 256
 """Prompt tokens per prefix hash."""
 MAX_WAITING_REQUESTS = 1_000_000
 
 
 class SimulatedGateway:
-    """The gateway's routing core. Like the baselines, it rejects no request for lack of capacity or long
-    waits.
+    """The gateway's routing core, used in place of a ``RequestRouter``. It handles events one by one, without
+    views.
 
-    It is used in place of a router, but handles requests one by one and gets no views.
+    Like the baselines, it rejects no request for lack of capacity or a long wait.
     """
 
     is_open = False
@@ -121,8 +121,8 @@ class SimulatedGateway:
     def observe_program(
         self, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float
     ) -> None:
-        """Record a program that ended before the run: its turns, longest context, duration, and seconds in
-        tools."""
+        """Record a program that ended before the run. Its longest context had ``tokens`` tokens. It took
+        ``took_s`` seconds, ``tools_s`` of them in tools."""
         program = RoutedProgram(
             (DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
         )
@@ -166,7 +166,7 @@ class GatewayClients(SimulatedClients):
         self._take(routing_events.FirstByteSent(turn.log.request_id, turn.log.replica))
 
     def answered(self, turn: InFlightTurn) -> None:
-        # The core first: the client's next request then finds the freed capacity.
+        # The core first, so that the client's next request finds the freed capacity.
         log = turn.log
         replica = self._bound.pop(log.request_id)
         self._take(routing_events.RequestFinished(log.request_id, log.output_tokens, replica))
@@ -233,7 +233,7 @@ class GatewayClients(SimulatedClients):
 
 
 def prefix_hashes(prompt: Sequence[int]) -> tuple[int, ...]:
-    """Chained hashes of a prompt's chunks, without the last incomplete one."""
+    """Chained hashes of a prompt's full chunks of ``PREFIX_CHUNK_TOKENS``."""
     chain = 0
     found = []
     for start in range(0, len(prompt) - PREFIX_CHUNK_TOKENS + 1, PREFIX_CHUNK_TOKENS):

@@ -1,4 +1,4 @@
-"""Outputs of simulated engines, and predictors that know their lengths."""
+"""Tool calls in simulated outputs, and predictors that know the lengths of outputs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from sojourn_server.traces.trace_schema import TraceToolRun
 
 
 class SimulatedOutputs:
-    """Replaces the adapter's ``ToolCallReader``: simulated tokens decode to no text.
-
-    It returns the tool calls of a finished output, not their durations.
+    """Tool calls of simulated outputs, without durations. It replaces the adapter's ``ToolCallReader``,
+    because simulated tokens cannot be decoded to text.
     """
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[ParsedToolCall, ...]] = {}
-        """Calls by identity of the request's list of output tokens, which lives as long as the request."""
+        """Calls by ``id()`` of the request's list of output tokens, which lives as long as the request."""
 
     def set_calls(self, token_ids: Sequence[int], runs: Sequence[TraceToolRun]) -> None:
         """Set the tool calls of an output."""
@@ -45,7 +44,7 @@ TrueLengthLookup = Callable[[str], int]
 """Returns the total output tokens of a request, by its id."""
 
 MEAN_ABSOLUTE_NORMAL = sqrt(2 / pi)
-"""Mean |x| of a normally distributed x, in standard deviations."""
+"""Mean |x| of a normally distributed x with mean 0, in standard deviations."""
 
 _NORMAL_SCORES = tuple(
     NormalDist().inv_cdf((point + 0.5) / QUANTILE_POINTS) for point in range(QUANTILE_POINTS)
@@ -66,13 +65,12 @@ class OraclePredictor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisyPredictor:
-    """Predicts the rest of an output that has begun, with an error: remaining tokens times e^x, x normal with
-    mean 0.
+    """Predicts the remaining tokens of a running output as the true number times e^x, x normal with mean 0.
 
-    It models a predictor that reads hidden states. A waiting request has no hidden states; ``unseen``
-    predicts its length. ``error`` is the mean |ln(actual ÷ predicted)|, as such predictors are measured. The
-    error of a request depends on its id and is drawn again each time its output has doubled: errors at
-    neighbouring tokens are correlated. The predicted quantiles have the same spread, as for a calibrated
+    It models a predictor that reads hidden states. A waiting request has no hidden states, so ``unseen``
+    predicts its length. ``error`` is the mean |ln(actual ÷ predicted)|, the usual measure of such predictors.
+    The error of a request depends on its id, and is drawn again each time the output has doubled, so errors
+    at neighbouring tokens are correlated. The predicted quantiles have the same spread, as for a calibrated
     predictor.
     """
 

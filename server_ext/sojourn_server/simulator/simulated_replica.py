@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NEVER_S = float("inf")
 
 IDLE_POLL_S = 0.05
-"""Retry interval of an engine with requests of which none can run."""
+"""Retry interval, in virtual seconds, of an engine that has requests but can run none."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class ReplicaStepCounts:
     """Wall seconds in the scheduler's own calls."""
     preemption_steps: list[int] = field(default_factory=list)
     blocked_since_s: float | None = None
-    """Time since which it has requests but can run none; ``None`` otherwise."""
+    """Time since which the engine has requests but can run none; ``None`` otherwise."""
 
 
 @dataclass(slots=True)
@@ -46,20 +46,20 @@ class _Step:
     sampled: dict[str, InFlightTurn]
     """Requests that get a token, by id."""
     is_computing: bool
-    """Whether it computes anything, besides copies."""
+    """Whether the step computes tokens; else it only waits for copies."""
     ends_s: float
     is_ahead: bool
-    """Whether it was planned before the results of the step before it."""
+    """Whether the step was planned before the results of the previous step were known."""
 
 
 class SimulatedReplica:
     """An engine, driven by the simulation loop.
 
-    With asynchronous scheduling a step is planned when the step before it begins, before that one's results
-    are known.
+    With asynchronous scheduling, the engine plans each step when the previous step begins, without knowing
+    that step's results.
 
-    ``due_s`` is the time of its next action: the end of its step; if nothing can run, the end of a copy or
-    the next poll (a lease may end); ``inf`` if it is idle.
+    ``due_s`` is the virtual time of the engine's next action: the end of its step, or ``inf`` if it is idle.
+    If it has requests but can run none, it is the end of a copy or the next poll (a lease may have ended).
     """
 
     def __init__(
@@ -95,21 +95,21 @@ class SimulatedReplica:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step is under way."""
+        """Whether a step is in progress."""
         return bool(self._steps)
 
     @property
     def is_computing(self) -> bool:
-        """Whether the current step computes anything, besides copies."""
+        """Whether a step is in progress that computes tokens, and does not only wait for copies."""
         return bool(self._steps) and self._steps[0].is_computing
 
     def submit(self, message: Callable[[], None]) -> None:
-        """Queue a request or an event until the engine is between two steps."""
+        """Queue the delivery of a request or event until the engine is between two steps."""
         self._inbox.append(message)
 
     def cancel(self, request_id: str) -> InFlightTurn | None:
-        """Withdraw a request: it is aborted before the engine's next action. ``None`` if it has not reached
-        the engine."""
+        """Withdraw a request. The engine aborts it before its next action. Returns the turn; ``None`` if the
+        request has not reached the engine."""
         if request_id not in self.account.live:
             return None
         self._recalled_ids.append(request_id)
@@ -121,7 +121,7 @@ class SimulatedReplica:
             self._inbox.popleft()()
 
     def begin_next_step(self) -> None:
-        """Deliver messages, then begin the next step if there is work; called when a step has ended."""
+        """Deliver messages, then begin the next step if there is work. Call it between two steps."""
         self._abort_recalled()
         self.deliver()
         if not self._steps:
@@ -135,7 +135,7 @@ class SimulatedReplica:
         self.due_s = self._steps[0].ends_s
 
     def end_step(self) -> None:
-        """End the step: first tokens, finished requests, finished copies."""
+        """End the current step: handle first tokens, finished requests and finished copies."""
         now = self._clock.now_s
         step = self._steps.popleft()
         self._abort_recalled()
@@ -155,7 +155,7 @@ class SimulatedReplica:
         copies = self.host.finished(now) if self.host is not None else None
         if not step.is_computing and copies is None:
             if step.is_ahead:
-                self.due_s = now  # the results of the step before it may let something run
+                self.due_s = now  # the results of the previous step may let a request run
             else:
                 self._mark_blocked()
             return

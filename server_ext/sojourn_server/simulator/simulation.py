@@ -1,8 +1,8 @@
 """The simulation loop: one virtual clock, one event queue, and N engines that step independently.
 
-The loop runs due client events, then ends the steps that end now, then begins new steps, and moves the clock
-to the next due time. An engine schedules with vLLM's own scheduler; the latency model gives the duration of a
-step. Policies see what a server would: requests when they arrive, events when clients send them.
+The loop runs due client events, ends the steps that end now, begins new steps, and moves the clock to the
+next due time. An engine schedules with vLLM's own scheduler; the latency model gives the duration of a step.
+Policies see what a real server would: requests when they arrive, and events when clients send them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class SimulationOptions:
     samples: int = 200
     """Occupancy samples over the whole run; 0: none."""
     outputs_contain_tool_calls: bool = True
-    """A finished output contains its tool calls, as a real one does. False: servers learn of tools from
-    client events only."""
+    """Whether a finished output contains its tool calls, as a real output does. If false, servers learn of
+    tools from client events only."""
     oracle: bool = False
-    """The policy knows the length of each output."""
+    """Whether the policy knows the length of each output."""
     prediction_error: float | None = None
-    """The policy knows the length of running outputs with this error: mean |ln(actual ÷ predicted)|."""
+    """Error with which the policy knows the length of running outputs: mean |ln(actual ÷ predicted)|."""
     max_virtual_s: float = 30 * 86400.0
     """Limit of a run without ``until_s``; reaching it adds a note."""
 
@@ -55,9 +55,9 @@ class SimulationOptions:
 class Simulation:
     """One policy on one workload. Call ``run()`` once.
 
-    ``engines`` are pairs of an engine and its host memory (or ``None``), all of one shape. ``front`` is the
-    gateway's routing core or a router. ``standalone``: a single engine outside a cluster. Its logs name no
-    replica, and client events during a step run at its end, each with its own time.
+    ``engines`` are pairs of an engine and the transfers of its host memory (or ``None``), all of one shape.
+    ``front`` is the gateway's routing core or a router. ``standalone``: a single engine outside a cluster.
+    Its logs name no replica. Client events during a step run at the end of the step, each with its own time.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Simulation:
 
     def observe_programs(self, programs: Iterable[ProgramPlan]) -> None:
         """Let clients and gateway learn from programs that ended before the run, as if each had run alone.
-        Call it before ``run``."""
+        Call this before ``run``."""
         for plan in programs:
             kind = self._clients.observe_program(plan)
             if isinstance(self._front, SimulatedGateway):
@@ -137,7 +137,7 @@ class Simulation:
     # -- the loop -----------------------------------------------------------------
 
     def run(self) -> RunLog:
-        """Run to the end; fills and returns the log."""
+        """Run to the end. Fills and returns the log."""
         started = shown = time.perf_counter()
         options, clock, event_queue, clients = self._options, self._clock, self._event_queue, self._clients
         end_s = options.until_s if options.until_s is not None else options.max_virtual_s
@@ -165,7 +165,7 @@ class Simulation:
             next_s = self._next_s()
             if not (self._standalone and self._replicas_in_step):
                 next_s = min(event_queue.next_s(), next_s)
-            # A step may end after the end of the run; no other event does.
+            # Only a step may end after the end of the run.
             clock.advance_to(next_s if self._replicas_in_step else min(end_s, next_s))
             passes += 1
             if passes % 256 == 0 and time.perf_counter() - shown > 0.2:
@@ -184,7 +184,7 @@ class Simulation:
         return due[0][0] if due else NEVER_S
 
     def _pop_due_replicas(self) -> list[SimulatedReplica]:
-        """Due engines, in order of their numbers."""
+        """The due engines, in order of their numbers, which leave the heap."""
         numbers = set()
         while self._next_s() <= self._clock.now_s:
             number = heapq.heappop(self._due)[1]
@@ -196,8 +196,9 @@ class Simulation:
             heapq.heappush(self._due, (sim_replica.due_s, self._numbers[sim_replica.replica]))
 
     def _begin_steps(self, over: Sequence[SimulatedReplica]) -> None:
-        """Begin steps on the engines between two steps that have messages, or that are in ``over`` and
-        due. Those in ``over`` that have a step left plan the one after it."""
+        """Begin the next step of every engine that is between two steps, if it has messages, or is in
+        ``over`` (its step has just ended) and due. An engine in ``over`` with a step planned ahead plans one
+        more."""
         now, messages = self._clock.now_s, self._clients.replicas_with_messages
         numbers = {self._numbers[replica] for replica in messages}
         numbers.update(
@@ -206,7 +207,7 @@ class Simulation:
             if sim_replica.due_s <= now or sim_replica.is_stepping
         )
         if len(self._sim_replicas) == 1 and not over:
-            # A single engine that can run nothing retries after every event.
+            # A single engine that can run no request retries after every event.
             numbers.add(0)
         messages.clear()
         for number in sorted(numbers):
@@ -239,7 +240,7 @@ class Simulation:
             return True
         return False
 
-    # -- what engines do ------------------------------------------------------------
+    # -- callbacks of engines -------------------------------------------------------
 
     def _first_token(self, sim_replica: SimulatedReplica, turn: InFlightTurn) -> None:
         self._clients.first_token(turn)
@@ -250,7 +251,7 @@ class Simulation:
             annotate_from_scheduler(turn.log, sim_replica.adapter.program_scheduler)
         self._clients.answered(turn)
 
-    # -- looking --------------------------------------------------------------------
+    # -- occupancy ------------------------------------------------------------------
 
     def _sample_every(self, every_s: float) -> None:
         def sample() -> None:
@@ -260,7 +261,7 @@ class Simulation:
         self._event_queue.at(every_s, sample, background=True)
 
     def _sample(self) -> OccupancySample:
-        """Mean occupancy of a replica: the pool size in the log is per replica."""
+        """Occupancy averaged over the replicas, since the pool size in the log is per replica."""
         active = self._clients.active
         acting = [program for program in active.values() if program.state == "acting"]
         held = 0
@@ -320,14 +321,14 @@ def install_scripted_outputs(
 ) -> None:
     """Make ``engine`` emit the outputs that ``account`` holds for its requests.
 
-    With tool calls in outputs, the adapter (if any) reads them from ``outputs``; an oracle or a prediction
-    error in ``options`` replaces its predictor.
+    The adapter, if any, reads tool calls from ``outputs`` if outputs contain them. An oracle or a prediction
+    error in ``options`` replaces the adapter's predictor.
     """
 
     def next_token(request: Any) -> int:
         output = account.live[request.request_id].output
         index = request.num_output_tokens
-        # The last token is never computed, hence in no block: it may differ from the prompt's.
+        # The last token is never computed and in no block, so it may differ from the next prompt's token.
         return output[index] if index + 1 < len(output) else STOP_TOKEN
 
     def output_tokens(request_id: str) -> int:
@@ -349,8 +350,8 @@ def install_scripted_outputs(
 
 
 HASH_STRIDE = 8
-"""Distance between the looked-up blocks of a context: eviction takes runs of blocks, so a sample is
-enough."""
+"""Every how many blocks of a context one is looked up. A sample is enough, since eviction takes runs of
+blocks."""
 
 
 def sample_occupancy(

@@ -1,4 +1,4 @@
-"""One simulation from a specification: one policy on one workload."""
+"""Builds and runs one simulation from a specification: one policy on one workload."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class RunSpec:
     """One policy on one workload. Plain data that can be pickled."""
 
     policy: str
-    """Name of the policy; with ``replicas``, of a cluster policy: see ``find_cluster_policy``."""
+    """Name for ``find_policy``; with ``replicas``, for ``find_cluster_policy``."""
     workload: str
     """A trace file, or ``synthetic:NAME``."""
     hardware: str = "a100-80gb"
     """Name of a hardware profile, or a file."""
     model: str | None = None
-    """Name of a model, or a file; ``None``: that of the engine profile, else ``DEFAULT_MODEL``."""
+    """Name of a model, or a file; ``None``: the model of the engine profile, else ``DEFAULT_MODEL``."""
     tp: int = 1
     async_scheduling: bool = False
-    """Whether the engine plans each step before the results of the step before it, as on CUDA."""
+    """Whether the engine plans each step before it has the previous step's results, as on CUDA."""
     cpu_ratio: float = 1.0
     """Host memory for KV as a multiple of the device's KV memory, for policies that use it."""
     disk_ratio: float = 0.0
@@ -76,7 +76,7 @@ class RunSpec:
     max_gap_s: float | None = None
     """Upper limit of the idle times between turns, in seconds."""
     human_gaps: bool = True
-    """Whether the response times of people count; false: they take no time."""
+    """Whether gaps include the response times of people; if false, people respond at once."""
     pool_tokens: int | None = None
     """KV tokens on the device; ``None``: the measured number, or as many as fit beside the weights."""
     max_model_len: int | None = None
@@ -86,8 +86,8 @@ class RunSpec:
     """Programs end before a turn with more tokens; ``None``: the engine's longest context."""
     record_accesses: bool = False
     seen: int = 0
-    """Number of programs that ended before the run, made with another seed. Gateway and clients learn from
-    them the turns and context sizes of each agent type. Synthetic workloads with ``replicas`` only."""
+    """Number of programs that ended before the run, made with another seed. From them, gateway and clients
+    learn the turns and context sizes of each agent type. Only for synthetic workloads with ``replicas``."""
 
     @property
     def label(self) -> str:
@@ -131,7 +131,7 @@ def run_simulation(spec: RunSpec, on_progress: OnProgress = lambda label, now, f
         finished = sum(1 for program in log.programs if program.finished_s is not None)
         on_progress(spec.label, now, finished)
 
-    # A sample visits every block of every engine.
+    # A sample visits every block of every engine, so clusters take fewer samples.
     samples = max(UNBOUNDED_OCCUPANCY_SAMPLES, OCCUPANCY_SAMPLES // (replicas or 1))
     simulation = Simulation(
         [(engine, _host_transfers(policy, shape, latency, engine)) for engine in engines],
@@ -200,7 +200,7 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
             )
         key = replace(
             spec,
-            policy="placed" if policy.places_programs else "",  # they need host memory
+            policy="placed" if policy.places_programs else "",  # placed programs need host memory
             cpu_ratio=_cpu_ratio(spec, policy),
             disk_ratio=spec.disk_ratio if uses_disk_ratio(policy) else 0.0,
             replicas=None,
@@ -236,8 +236,8 @@ def workload_program_ids(spec: RunSpec) -> list[str]:
 
 
 def first_program_ids(spec: RunSpec) -> list[str]:
-    """Trace ids of the programs that arrive under every policy: all of an open loop, the first ones of a
-    closed loop. Sub-agents follow their parents. Raises like ``run_simulation``."""
+    """Trace ids of the programs that arrive under every policy: all programs of an open loop, or the first
+    ones of a closed loop. Sub-agents follow their parents. Raises like ``run_simulation``."""
     _, shape = device_for_run(spec, cpu_ratio=0.0)
     coming = [plan for _, plan in _arrival_process(spec, _context_fitting_pool(shape)).initial()][::-1]
     found: dict[str, None] = {}
@@ -284,17 +284,17 @@ def device_for_run(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, Devic
 
 
 def uses_cpu_ratio(policy: SimulatorPolicy) -> bool:
-    """Whether ``RunSpec.cpu_ratio`` has an effect: for policies with limited host memory."""
+    """Whether ``RunSpec.cpu_ratio`` has an effect, as for all policies with limited host memory."""
     return policy.host_cache and policy.limit is not UpperBound.FREE_IO
 
 
 def uses_disk_ratio(policy: SimulatorPolicy) -> bool:
-    """Whether ``RunSpec.disk_ratio`` changes anything."""
+    """Whether ``RunSpec.disk_ratio`` has an effect, as for all policies with sojourn's tiers."""
     return policy.own_tiers
 
 
 def _cpu_ratio(spec: RunSpec, policy: SimulatorPolicy) -> float:
-    """The ratio, or 0 if unused: an engine profile need not have the bandwidths that host memory requires."""
+    """The ratio, or 0 if unused. With 0, an engine profile needs no bandwidths of host memory."""
     return spec.cpu_ratio if uses_cpu_ratio(policy) else 0.0
 
 
@@ -321,7 +321,7 @@ def _check_history(spec: RunSpec) -> None:
 
 
 def _lacks_host_memory(policy: SimulatorPolicy, shape: DeviceShape) -> bool:
-    """Whether the policy places programs in host memory and has none. An engine then starts only with
+    """Whether the policy places programs in host memory, but there is none. An engine then starts only with
     ``allow_missing_tiers``."""
     return uses_cpu_ratio(policy) and shape.host_kv_tokens < shape.block_size and policy.places_programs
 
@@ -344,7 +344,7 @@ def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> 
 
 
 def _context_fitting_pool(shape: DeviceShape) -> DeviceShape:
-    """Limit the context to the pool: the longest runnable request fills the pool alone."""
+    """``shape`` with its context limited to the pool, in which the longest request must fit alone."""
     # vLLM's null block is part of the pool.
     usable = (shape.kv_pool_tokens // shape.block_size - 1) * shape.block_size
     if usable < shape.block_size:
@@ -440,7 +440,7 @@ def _host_transfers(
         host = VllmOffloadTransfers(latency, block_bytes)
     adapter = getattr(engine.scheduler, "sojourn", None)
     if adapter is not None:
-        # An engine takes this from its profile: seconds per token loaded from host memory.
+        # Seconds per token loaded from host memory, which a live engine reads from its profile.
         per_block_s = latency.copy_s(block_bytes, to_host=False)
         adapter.program_scheduler.pool.host_s_per_token = per_block_s / shape.block_size
     return host

@@ -35,8 +35,8 @@ class SuiteResult:
     rows: list[RunRow] = field(default_factory=list)
     logs: list[RunLog] = field(default_factory=list)
     orders: list[dict[str, int]] = field(default_factory=list)
-    """Tokens that each eviction order recomputes, by row, on the accesses of ``stock`` under the same load;
-    empty if these were not recorded."""
+    """For each row: eviction order → tokens that it recomputes on the accesses of the ``stock`` run under the
+    same load; empty if no accesses were recorded."""
 
 
 PRELOAD_MODULES = (
@@ -44,11 +44,11 @@ PRELOAD_MODULES = (
     "sojourn_server.simulator.simulated_engine",
     "sojourn_server.simulator.simulation",
 )
-"""Slow imports of a run: vLLM and torch. Without the adapter, which ``stock`` must not load."""
+"""Modules that import vLLM and torch, which is slow. The adapter is left out: ``stock`` must not load it."""
 
 
 def planned_runs(specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """The runs that ``specs`` need. ``belady`` has no run of its own: it uses the accesses of the ``stock``
+    """The runs that ``specs`` need. ``belady`` has no run of its own, but needs the accesses of the ``stock``
     run.
 
     Raises ``PolicyError``.
@@ -78,11 +78,11 @@ def run_suite(
     on_progress: OnProgress = lambda number, now, finished: None,
     on_done: Callable[[int], None] = lambda number: None,
 ) -> SuiteResult:
-    """Run ``planned_runs(specs)`` in ``processes`` processes (default: one per core); numbers are places in
-    that list.
+    """Run ``planned_runs(specs)`` in ``processes`` processes (default: one per core). Callbacks get the index
+    of a run in that list.
 
     ``kept`` provides finished runs and stores new ones. ``name`` gives the name of a run in errors. Raises
-    like ``run_simulation``, and ``WorkerDiedError``; other runs are then aborted.
+    like ``run_simulation``, or ``WorkerDiedError`` if a process dies; other runs are then aborted.
     """
     planned = planned_runs(specs)
     outcomes: dict[RunSpec, RunOutcome] = {}

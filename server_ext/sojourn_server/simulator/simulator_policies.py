@@ -1,9 +1,9 @@
 """Policies of the simulator by name: baselines, presets, upper bounds, and cluster policies.
 
-Baselines with a preset receive the same client events as Sojourn's policies, and free a program's blocks at
-its end; the systems of their papers also know that end. ``stock``, alone or behind a router or with host
-memory, keeps blocks until they are reused. The preset ``known-ends`` is ``stock`` plus program ends: a
-policy's own gain is what it gains over ``known-ends``.
+Baselines with a preset receive the same client events as Sojourn's policies. They free a program's blocks at
+the program's end, which the systems of their papers know too. ``stock`` (alone, behind a router or with host
+memory) keeps blocks until they are reused. The preset ``known-ends`` is ``stock`` plus program ends: compare
+a policy with ``known-ends`` to see its own gain.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Baseline:
     request_router: type[RequestRouter] | None = None
     """Router in front of the engine; ``None``: none."""
     host_cache: bool = False
-    """vLLM's offloading connector is on: all blocks are written to host memory, LRU."""
+    """Whether vLLM's offloading connector writes all blocks to host memory (LRU)."""
 
 
 _ALL = (
@@ -127,9 +127,9 @@ BASELINES: dict[str, Baseline] = {baseline.name: baseline for baseline in _ALL}
 
 
 class UpperBound(str, Enum):
-    """A bound on policies, not a policy. ``belady`` bounds the tokens that any eviction order recomputes on
-    the accesses of the ``stock`` run; the other two recompute none. Their times are no bounds: they serve in
-    order of arrival, and another order may have a shorter mean TTFT or completion time."""
+    """Bounds on the recomputed tokens of policies. ``belady`` is the minimum of all eviction orders on the
+    accesses of the ``stock`` run. The other two recompute no token. Their times are not bounds: they serve
+    requests in order of arrival, and another order may have a shorter mean TTFT or completion time."""
 
     BELADY = "belady"
     """Offline: the fewest recomputed tokens on the accesses of the ``stock`` run."""
@@ -154,13 +154,13 @@ class SimulatorPolicy:
     """Path of a preset file, instead of ``preset``."""
     request_router: type[RequestRouter] = PassThroughRouter
     host_cache: bool = False
-    """The engine has host memory, through vLLM's connector or sojourn's."""
+    """Whether the engine has host memory, through vLLM's connector or sojourn's."""
     own_tiers: bool = False
     """Whether the engine's lower tiers are those of sojourn's connector, not of vLLM's."""
     oracle: bool = False
-    """The policy knows the length of each output."""
+    """Whether the policy knows the length of each output."""
     prediction_error: float | None = None
-    """The policy knows the length of running outputs with this error: mean |ln(actual ÷ predicted)|."""
+    """Error with which the policy knows the length of running outputs: mean |ln(actual ÷ predicted)|."""
     limit: UpperBound | None = None
     paper: str = ""
     leaves_out: str = ""
@@ -175,8 +175,8 @@ class SimulatorPolicy:
 
     @property
     def eviction_order(self) -> str | None:
-        """Name of the eviction order in ``limits``. ``None`` if it has none there, or if its losses depend on
-        more than the order: admission control, retention, or host memory."""
+        """Name of the policy's eviction order in the package ``limits``. ``None`` if it is not there, or if
+        the policy's losses also depend on admission control, retention or host memory."""
         if self.limit is not None or self.host_cache or not self.request_router.is_open:
             return None
         preset = self._preset()
@@ -186,7 +186,7 @@ class SimulatorPolicy:
 
     @property
     def places_programs(self) -> bool:
-        """Whether it places programs in host memory, without which its engine would not start."""
+        """Whether the policy places programs in host memory. Its engine then needs host memory to start."""
         preset = self._preset()
         return preset is not None and preset.placement.places
 
@@ -204,18 +204,18 @@ UPPER_BOUNDS = {
 
 
 HOST_SUFFIX = "+host"
-"""Suffix of a preset: with sojourn's tiers below the device. Presets with a placement policy have them
-anyway."""
+"""Suffix that adds sojourn's host and disk tiers to a preset. Presets with a placement policy always have
+them."""
 ORACLE_SUFFIX = "+oracle"
-"""Suffix of a preset: it knows the length of each output."""
+"""Suffix that lets a preset know the length of each output."""
 
 
 ERROR_SUFFIX_PATTERN = re.compile(r"\+erring=(\d*\.?\d+)$")
-"""Suffix of a preset: it knows the length of running outputs with this mean error."""
+"""Suffix that lets a preset know the length of running outputs with this mean error."""
 
 
 def policy_names() -> list[str]:
-    """All names of ``find_policy``, baselines first."""
+    """All names that ``find_policy`` accepts, without suffixes, baselines first."""
     return list(dict.fromkeys([*BASELINES, *preset_names(), *(limit.value for limit in UpperBound)]))
 
 
@@ -299,15 +299,15 @@ def _policy_from_file(name: str) -> SimulatorPolicy:
 
 
 DEFAULT_ROUTING = "prefix-affinity"
-"""Routing of an engine policy without one, as in vLLM's and SGLang's routers."""
+"""Routing for an engine policy that is named without one, as in vLLM's and SGLang's routers."""
 
 ROUTERS: dict[str, Callable[[int], ClusterRouter]] = {"thunderagent": ThunderAgentRouter}
-"""Routers instead of the gateway, by name; called with the number of engines."""
+"""Routers that replace the gateway, by name. Each is built with the number of engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPolicy:
-    """How to build the engines and the front of one cluster policy."""
+    """How to build the engines of one cluster policy, and the router or gateway in front of them."""
 
     routing: str
     """A cluster preset, or one of ``ROUTERS``."""
@@ -334,11 +334,11 @@ def routing_names() -> list[str]:
 
 
 def find_cluster_policy(name: str) -> ClusterPolicy:
-    """``ROUTING/ENGINE``, or one of them.
+    """The cluster policy ``name``: ``ROUTING/ENGINE``, or a routing or an engine policy alone.
 
-    A routing alone uses the engine policy of its preset. An engine policy alone, or a TOML file, uses
-    ``DEFAULT_ROUTING`` or its own router. A name that is both is a routing. Raises ``PolicyError`` with the
-    nearest name.
+    A routing alone uses the engine policy of its preset. An engine policy alone, or a TOML file, uses its own
+    router, or else ``DEFAULT_ROUTING``. A name that is both is read as a routing. Raises ``PolicyError`` with
+    the nearest name.
     """
     routing, slash, engine = name.partition("/")
     if routing in routing_names():

@@ -1,27 +1,27 @@
 """ThunderAgent's router: pauses and resumes whole programs so that their contexts fit the device.
 
-Follows the public router (ThunderAgent-org/ThunderAgent at a7eef77 of March 2026: ``scheduler/router.py``,
-``backend/state.py``, ``wiki/Scheduler.md``) with its defaults, for one backend or several. Where paper (arXiv
-2602.13692) and code differ, this follows the code.
+This module follows the public router (ThunderAgent-org/ThunderAgent at a7eef77 of March 2026:
+``scheduler/router.py``, ``backend/state.py``, ``wiki/Scheduler.md``) with its defaults, for one backend or
+several. Where paper (arXiv 2602.13692) and code differ, it follows the code.
 
 - A program is *active* on a backend (it counts against the device, its requests pass at once) or *paused*
   (its requests wait). The full context counts while a program runs a tool.
-- A new program becomes active at once if no program is paused and a backend has capacity for it: the one with
-  the fewest tokens. Otherwise it is paused.
-- Every 5 s: first resume, then pause. Resume selects, up to the capacity of all backends together, programs
-  with a waiting request, then new ones, then those in a tool; the smallest first within each group. The
-  selected programs are placed the largest first, each on the backend with the most capacity left; a program
-  that does not fit stays paused. Pause selects, on each backend until the rest fits, acting programs, the
-  smallest first, then reasoning ones, the smallest first; the latter are marked and pause at the end of their
-  turn.
-- After half an hour a waiting program resumes regardless: on its former backend, or a new one on the backend
-  with the fewest programs.
+- A new program becomes active at once if no program is paused and a backend has capacity for it. It gets the
+  backend with the fewest tokens. Otherwise it is paused.
+- Every 5 s the router first resumes, then pauses programs. It selects programs to resume, up to the capacity
+  of all backends together: those with a waiting request, then new ones, then those in a tool, the smallest
+  first within each group. It places these programs, the largest first, each on the backend with the most
+  capacity left. A program that does not fit stays paused.
+- On each backend the router pauses programs until the rest fits: acting programs, then reasoning programs,
+  the smallest first within each group. Reasoning programs are marked, and pause at the end of their turn.
+- After half an hour a waiting program resumes regardless of capacity: on its former backend or, if it is new,
+  on the backend with the fewest programs.
 
 Left out: tokens that programs share, which the router reads from each backend's metrics; estimating tokens
 from characters, since they are known here; counting output during generation (output counts from the end of a
-turn); ``--use-acting-token-decay``, off by default. At that revision the pause loop does not subtract what it
-has marked, and so marks every reasoning program once no acting one is left. Its documentation and later
-revisions subtract; so does this.
+turn); ``--use-acting-token-decay``, off by default. At that revision the pause loop does not subtract the
+tokens of marked programs. Once no acting program is left, it therefore marks every reasoning one. The
+router's documentation and later revisions subtract these tokens, and so does this module.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from dataclasses import dataclass
 from .request_router import RequestRouterView, RoutableRequest, RoutedProgramView
 
 BUFFER_TOKENS = 100
-"""Kept free for each active program (``BUFFER_PER_PROGRAM``)."""
+"""Tokens kept free for each active program (``BUFFER_PER_PROGRAM``)."""
 
 CHECK_EVERY_S = 5.0
 """Check interval (``--scheduler-interval``)."""
 
 FORCE_RESUME_AFTER_S = 1800.0
-"""Longest wait of a request before it passes without capacity (``_wait_for_resume``)."""
+"""Seconds after which a waiting request passes even without capacity (``_wait_for_resume``)."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class _RoutedProgram:
 
 
 class ThunderAgentRouter:
-    """Router for vLLM engines of the same size. Raises ``ValueError`` for less than one."""
+    """Router for ``backends`` vLLM engines of equal size. Raises ``ValueError`` for fewer than one."""
 
     is_open = False
     tick_s = CHECK_EVERY_S
@@ -102,7 +102,7 @@ class ThunderAgentRouter:
         assert backend is not None
         return backend
 
-    # -- what happened ------------------------------------------------------------
+    # -- events -------------------------------------------------------------------
 
     def _drop_ended_programs(self, view: RequestRouterView) -> None:
         present = {program.program_id for program in view.programs if program.state != "over"}
@@ -127,14 +127,14 @@ class ThunderAgentRouter:
             known = self._programs[request.program_id] = _RoutedProgram(request.program_id)
         if known.request_id == request.request_id:
             return
-        if known.reasoning and not known.paused:  # the end of the turn before has the same time
+        if known.reasoning and not known.paused:  # the previous turn ended at this very time
             self._turn_over(known, known.tokens)
         known.request_id = request.request_id
         known.steps += 1
         known.reasoning = True
         known.tokens = request.prompt_tokens
         if known.steps == 1:
-            # A new program is not active yet: neither it nor its buffer counts against itself.
+            # A new program is not active yet, so its own tokens and buffer do not count as used.
             known.paused = True
             others_paused = any(k.paused for k in self._programs.values() if k is not known)
             if not others_paused:
@@ -149,7 +149,7 @@ class ThunderAgentRouter:
         return capacity_tokens - sum(known.needs_tokens for known in self._active(backend))
 
     def _begin(self, known: _RoutedProgram, capacity_tokens: int) -> None:
-        """Activate a new program on the backend with the fewest tokens of those where it fits."""
+        """Activate a new program on the backend with the fewest tokens among those where it fits, if any."""
         fitting = [b for b in self._backends if self._remaining(capacity_tokens, b) >= known.needs_tokens]
         if fitting:
             known.backend = min(fitting, key=lambda b: sum(other.tokens for other in self._active(b)))
@@ -208,8 +208,8 @@ class ThunderAgentRouter:
 
 
 def _pause_priority(known: _RoutedProgram) -> int:
-    """Rank in which programs are resumed. 0: returned and waiting. 1: new (no second request yet). 2: in a
-    tool."""
+    """Rank of a program when programs are resumed, lowest first. 0: it returned and waits. 1: it is new (no
+    second request yet). 2: it runs a tool."""
     if known.steps == 1:
         return 1
     return 0 if known.reasoning else 2

@@ -1,8 +1,7 @@
-"""Sojourn's tiers with transfers in virtual time: the planner is the engine's, the transfers are simulated.
+"""Sojourn's host and disk tiers in virtual time: the planner is the engine's, the transfers are simulated.
 
-Before a step begins, blocks that it overwrites are saved. A request that loads is in no step until its
-blocks have arrived. Each direction is one FIFO: to and from the device, to and from the disk, which is a set
-of keys.
+Before a step begins, the blocks that it overwrites are saved. A request is in no step until its blocks are
+loaded. Each direction (to and from the device, to and from the disk) is one FIFO. The disk is a set of keys.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from .latency.latency_protocol import LatencyModel
 
 _DISK_BLOCKS = "lab_disk_blocks"
-"""Setting of ``SimulatedTierConnector``."""
+"""Setting of ``SimulatedTierConnector``: number of blocks on the disk."""
 
 
 class _FileTransfer(NamedTuple):
@@ -35,7 +34,7 @@ class _FileTransfer(NamedTuple):
 
 
 class _Load(NamedTuple):
-    """A running load."""
+    """A running load from host memory to the device."""
 
     done_s: float
     request_id: str
@@ -90,7 +89,7 @@ class TierTransfers:
         self.to_device_bytes = 0
 
     def loads(self, orders: StepOrders[OffloadJobs]) -> Iterable[tuple[str, int]]:
-        """Requests with loads in this step, and the number of blocks."""
+        """(request id, number of blocks) of each load that this step starts."""
         return [(request_id, len(copies)) for request_id, copies in orders.jobs.loads.items()]
 
     def begin_step(self, orders: StepOrders[OffloadJobs], now: float) -> float:
@@ -100,7 +99,7 @@ class TierTransfers:
         if jobs.settles and self._loads:
             begins_s = max(begins_s, self._loads[-1].done_s)
         if jobs.saves:
-            # The step does not wait for the whole FIFO: only the forward pass must not write earlier.
+            # Saves do not queue behind stores: they only have to end before the forward pass writes.
             begins_s += self._copy_s(len(jobs.saves), to_host=True)
         for request_id, copies in jobs.loads.items():
             took_s = self._copy_s(len(copies), to_host=False)
@@ -112,7 +111,7 @@ class TierTransfers:
         for job, copies in jobs.stores.items():
             took_s = self._copy_s(len(copies), to_host=True)
             self._stores[job] = self._to_host_free_s = max(begins_s, self._to_host_free_s) + took_s
-        # Deletion takes no time; a spill of this step may have the same key.
+        # Deletion takes no time, and comes before spills, which may have the same key.
         self._on_disk.difference_update(jobs.drops)
         # Blocks that this step saves are in host memory when it begins, and may be spilled.
         self._to_disk.begin(jobs.spills, begins_s)
@@ -120,11 +119,11 @@ class TierTransfers:
         return begins_s
 
     def step_end_s(self, began_s: float, took_s: float) -> float:
-        """End of a step that computes for ``took_s``: requests that load are in no step."""
+        """End of a step that computes for ``took_s``. Loads do not delay it."""
         return began_s + took_s
 
     def finished(self, now: float) -> KVConnectorOutput | None:
-        """Transfers done by ``now`` and not reported before, in the worker's form."""
+        """Worker's report of transfers done by ``now``, each reported once; ``None`` if there are none."""
         for job in [job for job, done_s in self._stores.items() if done_s <= now]:
             del self._stores[job]
             self._results.stored[job] = CopyResult.MOVED
@@ -167,7 +166,7 @@ class TierTransfers:
 
     @property
     def has_unsubmitted(self) -> bool:
-        """Always false: orders wait in the planner."""
+        """Always false: transfers that have not begun wait in the planner."""
         return False
 
     def _copy_s(self, blocks: int, *, to_host: bool) -> float:
@@ -180,21 +179,21 @@ class TierTransfers:
 
 
 class SimulatedTierConnector(SojournConnector):
-    """Scheduler side of the tiers with a disk that only counts blocks. It has no files, so hashes may differ
-    between processes."""
+    """Scheduler side of sojourn's connector, with a disk that only counts blocks. It has no files, so block
+    hashes may differ between processes."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        # Not a user setting: removed before the settings are read.
+        # Removed before the settings are read, since it is not a user setting.
         disk_blocks = vllm_config.kv_transfer_config.kv_connector_extra_config.pop(_DISK_BLOCKS)
         super().__init__(vllm_config, role, kv_cache_config)
         self.planner = OffloadPlanner(replace(self.settings.limits(), disk_blocks=disk_blocks))
 
 
 def tier_transfer_config(host_blocks: int, page_bytes: int, disk_blocks: int = 0) -> KVTransferConfig:
-    """vLLM's configuration for sojourn's tiers with ``host_blocks`` and ``disk_blocks`` blocks; no disk for
-    0."""
+    """vLLM's configuration for sojourn's connector with ``host_blocks`` blocks of host memory and
+    ``disk_blocks`` of disk (0: no disk)."""
     settings: dict[str, Any] = {"host_bytes": host_blocks * page_bytes}
     connector = SojournConnector
     if disk_blocks:

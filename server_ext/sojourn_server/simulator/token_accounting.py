@@ -1,7 +1,7 @@
 """Counts the cached, computed and recomputed tokens of each request from scheduler outputs.
 
-The same rule holds for every policy and for ``stock``: it reads scheduler outputs. Only the cause of a loss
-comes from the adapter.
+The rule is the same for every policy and for ``stock``, since it needs only scheduler outputs. Only the cause
+of a loss comes from sojourn's adapter.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class InFlightTurn:
 
     log: TurnLog
     output: list[int]
-    """Token ids that it generates."""
+    """Token ids that the request will generate."""
     prefill_until: int = 0
-    """Tokens that count as prefill: all tokens at its last admission."""
+    """Number of tokens at the last admission; computing these counts as prefill."""
     admitted: bool = False
     computed: int = 0
     """Number of tokens whose KV the request holds."""
     had: int = 0
-    """Tokens in full blocks that it lost at its last preemption."""
+    """Tokens in full blocks that the request lost at its last preemption."""
     reached: int = 0
-    """Maximum of ``computed``."""
+    """Largest value of ``computed`` so far."""
     preempted_s: float | None = None
-    """Time of its preemption while it waits to resume; else ``None``."""
+    """Time of the preemption while the request waits to resume; else ``None``."""
     loading_tokens: int = 0
-    """Tokens being loaded from host memory, or loaded since its last admission."""
+    """Tokens that are being loaded from host memory, or were loaded since the last admission."""
     hashes: list[bytes] = field(default_factory=list)
-    """Hashes of the full blocks at its end."""
+    """Hashes of the full blocks at the end of the turn."""
     request: Any = None
 
 
@@ -64,7 +64,7 @@ class TokenAccounting:
         self, planned: SchedulerOutput, requests: dict[str, Request], now: float
     ) -> tuple[StepWork, dict[str, InFlightTurn]]:
         """Account for a scheduled step. Returns its work, and the requests that get a token, by id."""
-        # It is a set: sorted for repeatable runs.
+        # The ids are a set: sorted, so that runs are repeatable.
         for request_id in sorted(planned.preempted_req_ids or ()):
             self._preempted(requests[request_id], now)
         for new in planned.scheduled_new_reqs:
@@ -115,9 +115,9 @@ class TokenAccounting:
         from_host = min(turn.loading_tokens, computed)
         turn.loading_tokens = 0
         if turn.admitted:
-            # The request recomputes the tokens that it had and does not find again. Tokens that it had not
-            # reached at its preemption were counted at its first admission; other requests may have computed
-            # some of them since.
+            # The request recomputes the tokens that it had before and does not find now. Tokens that it had
+            # not reached at its preemption were counted at its first admission. Other requests may have
+            # computed some of these since.
             lost = max(0, turn.had - computed)
             if lost:
                 _add_loss(log, "preempted", lost)
@@ -178,8 +178,8 @@ class TokenAccounting:
         return turn
 
     def recalled(self, request_id: str, now: float) -> InFlightTurn:
-        """Account for a request that a gateway withdraws before its first token. Its computed blocks are lost
-        work, but count as computed from now on. The engine aborts the request before its next action."""
+        """Account for a request that a gateway withdraws before its first token. A later request that
+        computes the same blocks counts as recomputing them."""
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         self._note(turn.request.block_hashes[: turn.computed // self._block_size])
@@ -190,7 +190,7 @@ class TokenAccounting:
         return turn
 
     def cut_off(self, now: float) -> None:
-        """End the run. Tokens that requests had not yet recomputed do not count as recomputed."""
+        """End the run. Tokens that unfinished requests have not recomputed yet do not count as recomputed."""
         for turn in self.live.values():
             _end_preemption(turn, now)
             turn.log.generated_tokens = turn.request.num_output_tokens
@@ -199,7 +199,7 @@ class TokenAccounting:
                 _subtract_loss(turn.log, "preempted", turn.had - turn.computed)
 
     def _note(self, hashes: Iterable[bytes]) -> None:
-        """Add computed blocks."""
+        """Record that blocks were computed."""
         hashes = list(hashes)
         self._computed.update(hashes)
         if self._elsewhere is not None:
@@ -207,7 +207,8 @@ class TokenAccounting:
 
     @staticmethod
     def _reduce_losses(log: TurnLog, tokens: int) -> None:
-        """Subtract tokens that the turn did not recompute after all, beginning with its last known tokens."""
+        """Subtract ``tokens`` that the turn did not recompute after all, first from ``moved``, then
+        ``evicted``."""
         moved = min(max(0, tokens), log.regenerated.get(MOVED_CAUSE, 0))
         _subtract_loss(log, MOVED_CAUSE, moved)
         _subtract_loss(log, "evicted", tokens - moved)
@@ -236,8 +237,8 @@ def _subtract_loss(log: TurnLog, cause: str, tokens: int) -> None:
 
 
 def annotate_from_scheduler(log: TurnLog, program_scheduler: Any) -> None:
-    """Add to a finished turn what only sojourn's scheduler knows: the probability of another turn, and causes
-    of losses."""
+    """Add the probability of another turn and the causes of losses to a finished turn. Only sojourn's
+    scheduler knows these."""
     log.goes_on = program_scheduler.continuation_probability(log.program_id)
     if log.regenerated.get("evicted"):
         records = program_scheduler.turns_of(log.program_id)
@@ -246,8 +247,8 @@ def annotate_from_scheduler(log: TurnLog, program_scheduler: Any) -> None:
 
 
 def _split_losses_by_cause(log: TurnLog, record: Any) -> None:
-    """Split a turn's ``evicted`` tokens by the causes in the adapter's ledger, as far as they are known, and
-    note the evicting program."""
+    """Split a turn's ``evicted`` tokens by the causes in the turn ledger's ``record``, as far as it has any,
+    and note the evicting program."""
     log.evictor = getattr(record, "evictor", None)
     score = getattr(record, "evicted_score", None)
     log.evicted_score = None if score is None else tuple(map(float, score))

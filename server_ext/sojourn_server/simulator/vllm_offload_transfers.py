@@ -1,10 +1,10 @@
 """vLLM's offloading connector with transfers in virtual time.
 
-The scheduler side is vLLM's: which blocks are stored, when, where they are found, and what host memory
-evicts (LRU, or with sojourn's scheduler the order of ``ProgramCachePolicy``). Only the worker side, the
-transfers, is simulated, in the worker's order: stores begin with the step after the one that computed them,
-loads with the step that orders them, and a step waits for stores of blocks that it overwrites. Each direction
-is one FIFO, like one DMA engine per direction.
+The scheduler side is vLLM's: it decides which blocks are stored and when, finds them, and evicts them from
+host memory (LRU, or with sojourn's scheduler the order of ``ProgramCachePolicy``). Only the worker side, the
+transfers, is simulated, in the worker's order. Stores begin with the step after the one that computed the
+blocks. Loads begin with the step that orders them. A step waits for stores of blocks that it overwrites. Each
+direction is one FIFO, like one DMA engine per direction.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .latency.latency_protocol import LatencyModel
 
 _ALIGNMENT_BYTES = 4096
-"""The connector rounds a chunk up to this; see ``vllm_offload_transfer_config``."""
+"""The connector rounds the size of a block up to a multiple of this many bytes."""
 
 
 class _Transfer(NamedTuple):
@@ -48,20 +48,19 @@ class VllmOffloadTransfers:
         self._load_lane_free_s = 0.0
         self.to_host_bytes = 0
         self.to_device_bytes = 0
-        self.to_disk_bytes = self.from_disk_bytes = 0  # it has no disk
+        self.to_disk_bytes = self.from_disk_bytes = 0  # there is no disk
 
     def loads(self, metadata: OffloadingConnectorMetadata) -> Iterable[tuple[str, int]]:
-        """Requests with loads in this step, and the number of blocks."""
+        """(request id, number of blocks) of each load that this step starts."""
         return [(job.req_id, len(job.dst_spec.block_ids)) for job in metadata.load_jobs.values()]
 
     def step_end_s(self, began_s: float, took_s: float) -> float:
-        """End of a step that computes for ``took_s``. Loads do not delay it: requests that load are in no
-        step."""
+        """End of a step that computes for ``took_s``. Loads do not delay it."""
         return began_s + took_s
 
     def begin_step(self, metadata: OffloadingConnectorMetadata, now: float) -> float:
-        """Start the transfers of a step. Returns the time at which the step may begin: after stores of blocks
-        that it, or a load, overwrites."""
+        """Start the transfers of a step. Returns the time at which the step may begin: after all stores of
+        blocks that the step or a load overwrites."""
         for job_id in metadata.jobs_to_flush or ():
             job = metadata.store_jobs.pop(job_id, None)
             if job is not None:
@@ -88,7 +87,7 @@ class VllmOffloadTransfers:
         self._stores.append(_Transfer(job_id, job.req_id, self._store_lane_free_s))
 
     def finished(self, now: float) -> KVConnectorOutput | None:
-        """Transfers done by ``now`` and not reported before, in the worker's form."""
+        """Worker's report of transfers done by ``now``, each reported once; ``None`` if there are none."""
         metadata = OffloadingWorkerMetadata()
         for copy in self._take_done(self._stores, now):
             metadata.mark_completed(copy.job_id)

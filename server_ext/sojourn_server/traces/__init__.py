@@ -1,4 +1,4 @@
 """Recorded agent workloads: schema, files, imports, and prompts made from them.
 
-Imports no other package of ``sojourn_server``. Start reading in ``trace_schema``.
+This package imports no other package of ``sojourn_server``. Start reading in ``trace_schema``.
 """

@@ -9,8 +9,8 @@ from pathlib import Path
 def write_atomically(files: Mapping[Path, bytes], *, make_folders: bool = True) -> None:
     """Write all of ``files`` (path → content), or none of them if one cannot be written.
 
-    A path that is no regular file, such as /dev/stdout or a pipe, is written directly and never replaced. If
-    it raises ``OSError``, at most new folders remain.
+    A path that is not a regular file, such as /dev/stdout or a pipe, is written directly and never replaced.
+    Raises ``OSError``; new folders may then remain.
     """
     partials: dict[Path, Path] = {}
     others: dict[Path, bytes] = {}

@@ -1,7 +1,7 @@
 """Prompts recorded as ids of content blocks.
 
-The blocks of a turn are ``ids_i = ids_{i-1}[:hash_lcp] + concat(range(a, a + n) for a, n in hash_runs)``,
-full blocks of ``block_size`` tokens only. Equal ids mean equal text in all sessions of the trace.
+The prompt of turn i has the block ids ``ids_i = ids_{i-1}[:hash_lcp] + concat(range(a, a + n) for a, n in
+hash_runs)``, one id per full block of ``block_size`` tokens. Equal ids mean equal text within ``hash_scope``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ BlockRuns = tuple[tuple[int, int], ...]
 
 
 def has_block_ids(program: TraceProgram) -> bool:
-    """Whether every turn of the program has the block ids of its prompt."""
+    """Return whether every turn of the program has the block ids of its prompt."""
     return program.block_size is not None and all(turn.hash_runs is not None for turn in program.turns)
 
 
 def block_runs(program: TraceProgram) -> list[BlockRuns]:
-    """The block ids of each turn's prompt."""
+    """Return the block ids of each turn's prompt."""
     runs: list[BlockRuns] = []
     for turn in program.turns:
         kept = _first_blocks(runs[-1], turn.hash_lcp or 0) if runs else ()
@@ -29,7 +29,7 @@ def block_runs(program: TraceProgram) -> list[BlockRuns]:
 
 
 def run_ids(runs: BlockRuns, first: int, last: int) -> Iterable[int]:
-    """Ids of the blocks from ``first`` to before ``last``."""
+    """Yield the ids of the blocks at positions ``first`` to ``last - 1``."""
     at = 0
     for start, count in runs:
         if at >= last:
@@ -39,12 +39,12 @@ def run_ids(runs: BlockRuns, first: int, last: int) -> Iterable[int]:
 
 
 def count_blocks(runs: BlockRuns) -> int:
-    """Number of blocks in all runs."""
+    """Return the number of blocks in all runs."""
     return sum(count for _, count in runs)
 
 
 def common_blocks(a: BlockRuns, b: BlockRuns) -> int:
-    """Number of leading blocks that two prompts have in common."""
+    """Return the number of leading blocks that two prompts have in common."""
     same = 0
     for (start_a, count_a), (start_b, count_b) in zip(a, b, strict=False):
         if start_a != start_b:
@@ -57,7 +57,7 @@ def common_blocks(a: BlockRuns, b: BlockRuns) -> int:
 
 
 def system_blocks(programs: Sequence[TraceProgram]) -> frozenset[int]:
-    """Ids of the blocks of all shared prefixes (``shared_prefix_tokens``): system prompts and tools."""
+    """Return the block ids of all shared prefixes (``shared_prefix_tokens``): system prompts and tools."""
     found: set[int] = set()
     for program in programs:
         if program.shared_prefix_tokens and program.block_size and has_block_ids(program):

@@ -6,11 +6,11 @@ A trace has no text. A KV cache depends only on lengths and common prefixes, and
     dropped   previous prompt + rest of the output + fresh ids   (thinking removed)
     reset     the first ``prefix_tokens`` of the previous prompt + fresh ids
     return    the first ``prefix_tokens_any`` of an older prompt + fresh ids   (interleaved conversations;
-              the trace does not name the prompt, so the one with the nearest length is taken)
+              the trace does not name the older prompt, so the one with the nearest length is used)
     shared    the first ``shared_prefix_tokens`` of a first prompt are common to its group, or to its source
               if the program is the only one of its group: for example a system prompt
-    blocks    with recorded block ids prompts are made block by block, so any two prompts share what they
-              shared in the recording; outputs are those that the next prompt contains
+    blocks    if the trace has block ids, prompts are built block by block, so any two prompts share the
+              same prefix as in the recording; an output is the part of the next prompt that repeats it
 
 Ids depend on program, turn and ``copy`` only. So repeated runs send equal prompts, and copies of a program
 share only the prefix of their group.
@@ -45,8 +45,8 @@ __all__ = [
 DEFAULT_VOCABULARY = 8000
 """Upper bound of token ids; common models have larger vocabularies."""
 _PREFIX_SLACK_TOKENS = 64
-"""Maximum difference at which a prompt still continues the previous one: sources round common prefixes down
-to blocks."""
+"""A prompt still continues the previous one if its recorded common prefix is at most this much shorter:
+sources round common prefixes down to whole blocks."""
 _HISTORY_TURNS = 12
 """Number of earlier turns that ``prefix_tokens_any`` covers."""
 
@@ -57,22 +57,22 @@ class TurnPlan(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     reused_tokens: int = 0
-    """Number of leading tokens equal to the prompt and output of turn ``base``, which a cache could
-    provide."""
+    """Number of leading tokens that equal the prompt and output of turn ``base``. A cache could provide
+    them."""
     dropped_tokens: int = 0
     """Number of tokens at the start of the previous output that this prompt omits after ``reused_tokens``."""
     base: int | None = None
-    """Earlier turn whose context this turn continues, usually the previous one; ``None`` for the first
+    """Index of the earlier turn that this turn continues, usually the previous one; ``None`` for the first
     turn."""
 
     @property
     def new_tokens(self) -> int:
-        """Prompt tokens that no earlier turn computed."""
+        """Number of prompt tokens after the reused ones: even a perfect cache lacks them."""
         return self.prompt_tokens - self.reused_tokens
 
 
 def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan]:
-    """Lengths of every turn of ``program`` times ``token_scale``, each at least 1."""
+    """Return the plan of every turn: its recorded lengths times ``token_scale``, each at least 1."""
     plans: list[TurnPlan] = []
     for index, turn in enumerate(program.turns):
         output = _scaled(turn.output_tokens, token_scale)
@@ -100,10 +100,11 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
 
 
 def recomputed_tokens(plans: Sequence[TurnPlan], index: int, cached_tokens: int, block_size: int) -> int:
-    """Prompt tokens of turn ``index`` that the server computed again, given its ``cached_tokens``.
+    """Return the number of prompt tokens of turn ``index`` that the server recomputed.
 
-    A perfect cache provides the whole blocks of the reused prefix, except the prompt's last token, which is
-    always computed, and the last generated token, which never has KV.
+    That is what a perfect cache provides, less ``cached_tokens``, which the server reported. A perfect cache
+    provides the whole blocks of the reused prefix. The prompt's last token is always computed, and the last
+    generated token never has KV, so neither counts as reused.
     """
     plan = plans[index]
     if plan.base is None:
@@ -137,11 +138,11 @@ class PromptPlan:
             if plan.base is not None:
                 last_use[plan.base] = index
         self.last_use = last_use
-        """For each turn, the last turn that continues its context; the turn itself if no turn does."""
+        """For each turn, the index of the last turn that continues it, or its own index if none does."""
 
 
 class PromptBuilder:
-    """The token ids of one program, turn after turn."""
+    """Builds the token ids of one program's prompts and outputs, turn after turn."""
 
     def __init__(
         self,
@@ -156,9 +157,8 @@ class PromptBuilder:
     ) -> None:
         """Raises ``ValueError`` for a vocabulary that is too small or a scale that is not positive.
 
-        Copies of a program differ in ``copy`` and have private tokens; copy 0 is the recorded program.
-        ``system_blocks`` are recorded blocks that all copies share. Many builders may share ``outline`` and
-        ``ids``.
+        Each ``copy`` of a program has its own tokens; copy 0 is the recorded program. ``system_blocks`` are
+        recorded blocks that all copies share. Several builders may share ``outline`` and ``ids``.
         """
         self._outline = outline if outline is not None else PromptPlan(program, token_scale)
         self._ids = ids if ids is not None else TokenIdGenerator(vocabulary)
@@ -173,7 +173,8 @@ class PromptBuilder:
         """(prompt, output) of the turns that later turns continue."""
 
     def prompt(self, index: int) -> list[int]:
-        """Prompt of turn ``index``; call it for the turns in order. The caller owns the list."""
+        """Return the token ids of turn ``index``'s prompt. Call this for the turns in order. The caller may
+        change the list."""
         plan = self.plans[index]
         ids: list[int] = []
         if plan.base is not None:
@@ -186,12 +187,12 @@ class PromptBuilder:
         ids += self._fresh(index, len(ids))
         last_use = self._outline.last_use
         self._contexts = {turn: kept for turn, kept in self._contexts.items() if last_use[turn] > index}
-        # The planned output counts until ``answered`` replaces it.
+        # The planned output is used until ``answered`` replaces it.
         self._contexts[index] = ids, self.planned_output(index)
         return list(ids)
 
     def planned_output(self, index: int) -> list[int]:
-        """Token ids to force as the output of turn ``index``."""
+        """Return the token ids to force as the output of turn ``index``."""
         plan = self.plans[index]
         following = self.plans[index + 1] if index + 1 < len(self.plans) else None
         if self._outline.runs is None or following is None or not _continues(plan, following, index):
@@ -204,8 +205,8 @@ class PromptBuilder:
         return ids + self._draw(f"{self._name}/{index}/unshown", plan.output_tokens - len(ids))
 
     def answered(self, output_ids: Sequence[int]) -> bool:
-        """Continue with the server's real output. Returns false, and changes nothing, if its length is not
-        the planned one."""
+        """Use the server's real output in later prompts. Returns False, and changes nothing, if its length
+        differs from the plan."""
         last = max(self._contexts)
         prompt, output = self._contexts[last]
         if len(output_ids) != len(output):
@@ -214,7 +215,7 @@ class PromptBuilder:
         return True
 
     def _fresh(self, index: int, start: int) -> list[int]:
-        """New ids for the rest of turn ``index``'s prompt, from position ``start``; in no earlier turn."""
+        """Return new ids for turn ``index``'s prompt from position ``start`` to its end."""
         plan = self.plans[index]
         if self._outline.runs is not None:
             return self._from_blocks(index, start, plan.prompt_tokens)
@@ -222,7 +223,7 @@ class PromptBuilder:
         return shared + self._draw(f"{self._name}/{index}", plan.prompt_tokens - start - len(shared))
 
     def _from_blocks(self, index: int, start: int, end: int) -> list[int]:
-        """Ids of turn ``index``'s prompt from ``start`` to before ``end``, from its recorded blocks."""
+        """Return ids ``start`` to ``end - 1`` of turn ``index``'s prompt, made from its recorded blocks."""
         if start >= end:
             return []
         runs, size = self._runs(index), self._program.block_size or 1
@@ -235,8 +236,8 @@ class PromptBuilder:
         return ids[start - first * size : end - first * size]
 
     def _last_block(self, index: int, place: int, size: int) -> list[int]:
-        """The incomplete block ``place`` at the end of turn ``index``'s prompt; a later turn may have its
-        id."""
+        """Return the ids of block ``place``, the incomplete last one of turn ``index``'s prompt. Its block id
+        is taken from a later turn that completes the block, if there is one."""
         while index + 1 < len(self.plans) and _continues(self.plans[index], self.plans[index + 1], index):
             index += 1
             if count_blocks(self._runs(index)) > place:
@@ -262,7 +263,7 @@ class PromptBuilder:
 
 
 def _plan_blocks(program: TraceProgram, runs: list[BlockRuns]) -> list[TurnPlan]:
-    """Like ``plan_turns``, with reused tokens from recorded blocks."""
+    """Return the plan of every turn, with reused tokens determined from recorded blocks."""
     size = program.block_size or 1
     plans: list[TurnPlan] = []
     for index, turn in enumerate(program.turns):
@@ -278,7 +279,7 @@ def _plan_blocks(program: TraceProgram, runs: list[BlockRuns]) -> list[TurnPlan]
             if prompt >= context - dropped:
                 kept = before.prompt_tokens if dropped else context
                 plans.append(TurnPlan(prompt, output, kept, dropped, index - 1))
-            else:  # The prompt has a part of the output only, for a reason that the source does not record.
+            else:  # The prompt has only part of the previous output. The source does not record why.
                 plans.append(TurnPlan(prompt, output, prompt, 0, index - 1))
             continue
         base = index - 1
@@ -291,12 +292,13 @@ def _plan_blocks(program: TraceProgram, runs: list[BlockRuns]) -> list[TurnPlan]
 
 
 def _continues(plan: TurnPlan, following: TurnPlan, index: int) -> bool:
-    """Whether the turn after ``index`` begins with the whole prompt of turn ``index``."""
+    """Return whether the turn after ``index`` begins with the whole prompt of turn ``index``."""
     return following.base == index and following.reused_tokens >= plan.prompt_tokens
 
 
 def _changed_prompt(program: TraceProgram, index: int) -> tuple[int, int] | None:
-    """(continued turn, kept tokens) of a prompt that does not continue the previous one; else ``None``."""
+    """Return (continued turn, kept tokens) if turn ``index`` does not extend the previous prompt, else
+    ``None``."""
     turn, before = program.turns[index], program.turns[index - 1]
     kept = turn.prefix_tokens
     if not turn.reset and (kept is None or kept >= before.prompt_tokens - _PREFIX_SLACK_TOKENS):

@@ -1,4 +1,4 @@
-"""Fast generator of synthetic token ids: slices of one list, with a unique beginning per seed."""
+"""Fast generator of synthetic token ids: slices of one list after a beginning that is unique per seed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _CHUNK = 4096
 
 
 def seed_from_text(text: str) -> int:
-    """64-bit hash of ``text``, equal in every process, unlike ``hash()``."""
+    """Return a 64-bit hash of ``text``. Unlike ``hash()``, it is the same in every process."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def splitmix64(value: int) -> int:
-    """The finalizer of splitmix64: a bijection that spreads neighbouring numbers over 64 bits."""
+    """Return the splitmix64 hash of ``value``: a bijection that spreads neighbouring numbers over 64 bits."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -30,8 +30,8 @@ class TokenIdGenerator:
     """Generator of ids from ``FIRST_ID`` to below ``vocabulary``.
 
     A draw begins with its 64-bit seed, encoded in as few ids as possible, and continues with consecutive ids.
-    KV blocks are identified by the hash of their whole prefix, so this is as good as random ids. A list of
-    50,000 ids takes microseconds; all lists share their ``int`` objects.
+    vLLM identifies a KV block by the hash of its whole prefix, so this is as good as random ids. A list of
+    50,000 ids takes microseconds. All lists share their ``int`` objects.
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -44,7 +44,7 @@ class TokenIdGenerator:
         self._ring = self._ids * (1 + math.ceil(_CHUNK / self._base))
 
     def draw(self, seed: int, count: int) -> list[int]:
-        """``count`` ids that identify ``seed``; a shorter draw is a prefix of a longer one."""
+        """Return ``count`` ids that identify ``seed``. A shorter draw is a prefix of a longer one."""
         if count <= 0:
             return []
         rest = splitmix64(seed & _MASK)

@@ -13,28 +13,29 @@ import msgspec
 from .trace_schema import TraceError, TraceProgram, check_program
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
-"""Maximum length of a line (one program) in bytes. Decoding needs some ten times as much memory."""
+"""Maximum length of a line (one program) in bytes. Decoding needs about ten times as much memory."""
 
 _decoder = msgspec.json.Decoder(TraceProgram)
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceProgram]:
-    """Programs of a ``.jsonl`` or ``.jsonl.gz`` file in order, at most ``limit``.
+    """Yield the programs of a ``.jsonl`` or ``.jsonl.gz`` file in order, at most ``limit``.
 
-    Lines are decoded lazily; empty lines are skipped. Raises ``TraceError`` with file and line for an invalid
-    line, a duplicate id or a file without programs.
+    Lines are decoded lazily. Empty lines are skipped. Raises ``TraceError``, which names file and line, for
+    an invalid line, a duplicate id or a file without programs.
     """
     for _, program in read_numbered(path, limit):
         yield program
 
 
 def line_of(path: str | Path, program_id: str) -> int | None:
-    """Line number of a program in a trace, from 1; ``None`` if it is missing. Raises like ``read_trace``."""
+    """Return the line number of a program in a trace, from 1; ``None`` if the program is missing. Raises
+    ``TraceError``."""
     return next((number for number, program in read_numbered(path) if program.program_id == program_id), None)
 
 
 def read_numbered(path: str | Path, limit: int | None = None) -> Iterator[tuple[int, TraceProgram]]:
-    """Like ``read_trace``, but each program comes with its line number, from 1."""
+    """Yield (line number from 1, program) for the programs of a trace. Raises ``TraceError``."""
     path = Path(path)
     seen: dict[str, int] = {}
     number = 0
@@ -69,7 +70,7 @@ def read_numbered(path: str | Path, limit: int | None = None) -> Iterator[tuple[
 
 
 def _open(path: Path) -> BinaryIO:
-    # By content, not by name: downloads may rename a trace.
+    # Recognise gzip by content, not by name: downloads may rename a trace.
     with path.open("rb") as file:
         gzipped = file.read(2) == b"\x1f\x8b"
     return cast(BinaryIO, gzip.open(path, "rb")) if gzipped else path.open("rb")

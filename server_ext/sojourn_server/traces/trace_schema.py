@@ -11,7 +11,7 @@ from sojourn.errors import InputError
 
 
 class TraceError(InputError):
-    """An unusable trace; the text names the file, the line and the fault."""
+    """Raised for an unusable trace. The text names the file, the line and the fault."""
 
 
 class TraceToolRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -23,7 +23,7 @@ class TraceToolRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     s: float | None = None
     """Duration in seconds; ``None`` if the source does not record it."""
     bg: bool | int = False
-    """Whether the tool ran in the background; the turn then did not wait for it."""
+    """Whether the tool ran in the background, so that the next turn did not wait for it."""
 
 
 class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -64,15 +64,14 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     hash_lcp: int | None = None
     """Number of leading blocks of the previous prompt that this prompt keeps, if block ids were recorded."""
     hash_runs: tuple[tuple[int, int], ...] | None = None
-    """The following full blocks, consecutive ids as (first, count), if block ids were recorded."""
+    """Ids of the full blocks after those, as runs (first id, count), if block ids were recorded."""
 
     @property
     def idle_s(self) -> float:
         """Seconds for which the program's KV is idle after this turn.
 
-        The first recorded value of: ``gap_s``; ``tool_seconds``; ``dt_s - llm_s``; ``dt_s`` minus
-        ``ASSUMED_DECODE_S`` per output token, because ``dt_s`` includes the LLM call; the longest foreground
-        tool; 0.
+        It is the first of these that was recorded: ``gap_s``; ``tool_seconds``; ``dt_s`` less the LLM call,
+        which takes ``llm_s`` or ``ASSUMED_DECODE_S`` per output token; the longest foreground tool; else 0.
         """
         if self.gap_s is not None:
             return self.gap_s
@@ -81,12 +80,13 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.dt_s is not None:
             llm_s = self.llm_s if self.llm_s is not None else self.output_tokens * ASSUMED_DECODE_S
             return max(0.0, self.dt_s - llm_s)
-        # Parallel tools make one gap, as long as the longest (MORI §3.1).
+        # Parallel tools make one gap, as long as the longest of them (MORI §3.1).
         return max((run.s or 0.0 for run in self.tools or () if not run.bg), default=0.0)
 
     @property
     def tool_run(self) -> TraceToolRun | None:
-        """The tool that determines the gap: the longest foreground tool; ``None`` without tools."""
+        """The tool that determines the gap: the longest foreground tool, or the longest background tool if
+        there is no other; ``None`` without tools."""
         runs = [run for run in self.tools or () if not run.bg] or list(self.tools or ())
         if runs:
             return max(runs, key=lambda run: run.s or 0.0)
@@ -135,7 +135,7 @@ _SECONDS = ("tool_seconds", "gap_s", "t", "llm_s", "dt_s")
 MAX_SECONDS = 1e9
 """Longest time in a trace: 31 years. Adding milliseconds to a much longer time would not change it."""
 MAX_TOKENS = 2**31
-"""Most tokens of a prompt or an output. A simulation's memory grows with them."""
+"""Maximum number of tokens of a prompt or an output. A simulation's memory grows with it."""
 _TOKENS = (
     "prompt_tokens",
     "output_tokens",
@@ -149,7 +149,7 @@ _SCOPES = (None, "global", "program")
 
 
 def check_program(program: TraceProgram) -> None:
-    """Check constraints that the types do not express. Raises ``TraceError`` naming turn and field."""
+    """Check constraints that the types do not express. Raises ``TraceError``, which names turn and field."""
     if not program.program_id:
         raise TraceError("program_id is empty")
     if not program.turns:
@@ -177,7 +177,7 @@ def check_program(program: TraceProgram) -> None:
 
 
 def _check_blocks(program: TraceProgram) -> None:
-    """Check that all turns or none have block ids, and as many as their prompts have full blocks."""
+    """Check that either no turn has block ids, or each turn has one id per full block of its prompt."""
     if program.block_size is not None and program.block_size < 1:
         raise TraceError(f"block_size is {program.block_size}; expected at least 1")
     if program.hash_scope not in _SCOPES:

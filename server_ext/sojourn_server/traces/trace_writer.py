@@ -13,9 +13,9 @@ from .trace_schema import TraceError, TraceProgram
 
 
 def write_trace(path: str | Path, programs: Iterable[TraceProgram]) -> int:
-    """Write one program per line, gzipped if the name ends in ``.gz``; returns their number.
+    """Write one program per line, gzipped if the name ends in ``.gz``. Return the number of programs.
 
-    The write is atomic, and equal programs give equal bytes. Raises ``TraceError`` if it fails.
+    The write is atomic. Equal programs give equal bytes. Raises ``TraceError`` if the file cannot be written.
     """
     path = Path(path)
     encoder = msgspec.json.Encoder()

@@ -1,5 +1,5 @@
-"""Shortage of KV blocks: forecast it, end leases when an allocation fails, and choose the request that vLLM
-preempts."""
+"""Handles shortages of KV blocks: forecasts them, ends leases when an allocation fails, and chooses the
+request that vLLM preempts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from .compat import Scheduler
 
 FORECAST_EVERY_STEPS = 32
-"""Steps between two forecasts."""
+"""Minimum number of steps between two forecasts."""
 FORECAST_REQUESTS_PER_STEP = 4
-"""Average number of requests that are forecast per step: with many running requests, forecasts are less
-frequent."""
+"""Maximum average number of requests that are forecast per step. With many running requests, forecasts are
+less frequent."""
 AMPLE_FREE_SHARE = 0.5
-"""No forecast is made if this share of the pool is free and no request waits."""
+"""No forecast is made while more than this share of the pool is free and no request waits."""
 
 
 class DemandMonitor:
-    """Passes running requests to the demand forecaster, and copies the likely victim to host memory in
-    advance."""
+    """Reports running requests to the demand forecaster. Copies the KV of the request that will probably be
+    preempted to host memory in advance."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class DemandMonitor:
         )
 
     def _copy_ahead(self, request: Request, offload: OffloadManager) -> None:
-        """Copy the request's full blocks. The last block still changes."""
+        """Copy the request's full blocks to host memory, without the last block, which still changes."""
         blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
         full = request.num_computed_tokens // self._scheduler.block_size
         # A repeated copy of a long context takes only the new blocks, or all blocks if host memory lost the
@@ -107,10 +107,11 @@ class DemandMonitor:
 
 
 class AllocationFallback:
-    """Wraps ``KVCacheManager.allocate_slots`` of one engine.
+    """Wraps ``KVCacheManager.allocate_slots`` of one engine, to handle failed allocations.
 
-    If blocks are missing, first leases end; then a request is preempted. ``carry_out`` executes the actions
-    of the ``ProgramScheduler``; ``guarded`` runs a call and returns ``None`` if it fails.
+    If blocks are missing, it first ends leases. If that is not enough, it chooses the request that vLLM
+    preempts. ``carry_out`` executes the actions of the ``ProgramScheduler``. ``guarded`` runs a call and
+    returns ``None`` if it fails.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class AllocationFallback:
         self._demand_monitor = demand_monitor
         self._waiting = waiting
         self.allocating: Request | None = None
-        """The request for which blocks are allocated: it causes the evictions."""
+        """The request that blocks are allocated for. Evictions are recorded as caused by it."""
         self._victim: tuple[Request, int] | None = None
         """The request chosen for preemption, and the priority that it had before."""
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
@@ -151,10 +152,10 @@ class AllocationFallback:
         self._step_blocks = 2 * (config.max_num_batched_tokens // scheduler.block_size + 1)
 
     def prepare_step(self) -> None:
-        """Remove the wrapper for a step with ample memory and no waiting request.
+        """Install the wrapper for the next step, or remove it if memory is ample and no request waits.
 
-        Most steps of an engine without pressure are such steps, and calling the wrapper for every running
-        request is most of the adapter's cost. Evictions in these steps have no causing request.
+        The wrapper runs for every running request and is most of the adapter's cost. Most steps of an engine
+        without pressure do not need it. Evictions in steps without it have no causing request.
         """
         scheduler = self._scheduler
         free = scheduler.kv_cache_manager.block_pool.free_block_queue.num_free_blocks
@@ -168,14 +169,14 @@ class AllocationFallback:
         scheduler.kv_cache_manager.allocate_slots = self._allocate if ample else self._allocate_with_fallback
 
     def restore_victim(self) -> None:
-        """Restore the priority of a chosen victim."""
+        """Give the chosen victim, if any, its original priority back."""
         if self._victim is not None:
             victim, priority = self._victim
             victim.priority = priority
             self._victim = None
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., KVCacheBlocks | None]:
-        """Return the wrapper. It is a closure, because every running request calls it in every step."""
+        """Return the wrapper. It is a closure for speed: it runs for every running request in every step."""
 
         def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
             self.allocating = request
@@ -187,7 +188,7 @@ class AllocationFallback:
         return allocate_slots
 
     def _blocks_are_coming(self) -> bool:
-        """Return whether the connector is about to free blocks: vLLM then waits a step before it preempts."""
+        """Return whether the connector is about to free blocks. vLLM then waits a step before it preempts."""
         connector = self._scheduler.connector
         return connector is not None and connector.has_pending_block_frees()
 
@@ -239,10 +240,10 @@ class AllocationFallback:
     def _missing_blocks(
         self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool
     ) -> int:
-        """Return about how many blocks are missing, at least 1.
+        """Return an estimate of how many blocks the allocation lacks, at least 1.
 
-        Blocks that may turn out to be shared count as missing; reservations of transfers do not. If the
-        number is too low, the next round of ending leases requests more.
+        Blocks that may turn out to be shared count as missing. Reservations of transfers do not. If the
+        estimate is too low, the next round of ending leases asks for more.
         """
         block_size = self._scheduler.block_size
         manager = self._scheduler.kv_cache_manager
@@ -258,8 +259,11 @@ class AllocationFallback:
         return max(1, int(needed - manager.block_pool.get_num_free_blocks()))
 
     def _choose_victim(self, request: Request, missing_blocks: Callable[[], int]) -> Request:
-        """Return the policy's victim, or vLLM's own choice; in place of ``request`` itself one that loads.
-        If the victim runs, vLLM's priority branch preempts it next."""
+        """Return the victim: the policy's choice, or vLLM's own choice if the policy makes none.
+
+        If vLLM would choose ``request`` itself, the last candidate takes its place (a loading request, if
+        any). A running victim gets the lowest priority, so that vLLM's priority branch preempts it next.
+        """
         self.restore_victim()
         candidates = [*self._scheduler.running, *self._loading()]
         if self._by_user_priority:
@@ -279,10 +283,10 @@ class AllocationFallback:
         return victim
 
     def _loading(self) -> list[Request]:
-        """Return the requests that hold blocks for KV that is being loaded and can lose them.
+        """Return the requests that load KV into their blocks and can give these blocks up.
 
-        Otherwise a request that runs alone between loading ones would preempt itself step after step. Another
-        connector may write the blocks at any time.
+        If they could not be victims, a request that runs alone beside them would preempt itself in each step.
+        With another connector than sojourn's the list is empty: it may write to the blocks at any time.
         """
         if not isinstance(self._scheduler.connector, SojournConnector):
             return []
@@ -307,7 +311,7 @@ class AllocationFallback:
 
 
 def count_unshared_blocks(blocks: Sequence[KVCacheBlock]) -> int:
-    """Return how many of a request's blocks no other request uses. O(log blocks): prefixes are shared."""
+    """Return how many of a request's blocks only it uses. O(log blocks): only a prefix can be shared."""
     if not blocks or blocks[0].ref_cnt <= 1:
         return len(blocks)
     return len(blocks) - bisect_left(blocks, True, key=lambda block: block.ref_cnt <= 1)

@@ -1,4 +1,4 @@
-"""The programs whose context is in each cached block."""
+"""Table of the programs that own each cached KV block. A program owns the blocks of its context."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from sojourn.ids import ProgramId
 from .compat import KVCacheBlock
 
 Owner = ProgramId | set[ProgramId] | frozenset[ProgramId]
-"""One program; the set of several programs; or ``MANY``."""
+"""Owner of a block: one program, a set of programs, or ``MANY`` (too many to list)."""
 
 MAX_OWNERS = 16
-"""Maximum number of owners that a block records by id. More would cost memory and change no decision."""
+"""Maximum number of owner ids recorded per block. More ids would cost memory and change no decision."""
 
 MANY: frozenset[ProgramId] = frozenset()
-"""Owner of a block with more than ``MAX_OWNERS`` owners. The block stays shared until it is reused or
-reset."""
+"""Owner of a block that has more than ``MAX_OWNERS`` owners. The block counts as shared until the pool
+reuses or resets it."""
 
 
 class BlockOwners:
-    """Owners of the cached blocks of one pool, and the blocks that ended programs left.
+    """Table of the owners (programs) of each cached block in one pool, including ended programs.
 
-    Every operation is O(1) a block for any number of owners.
+    Every operation takes O(1) time per block, for any number of owners.
     """
 
     def __init__(self) -> None:
         self.of: dict[int, Owner] = {}
-        """Block id → owner, for blocks that have one."""
+        """Block id → owner. Blocks without an owner have no entry."""
         self.blocks: dict[ProgramId, dict[int, KVCacheBlock]] = {}
-        """Program → blocks that record it as an owner, in the order of its context."""
+        """Program → block id → block: the blocks that list the program as an owner, in context order."""
         self.orphans: dict[int, ProgramId] = {}
-        """Cached block without an owner → the ended program that used it, if no other request has used the
-        block."""
+        """Block id → ended program, for cached blocks that only requests of this ended program have used."""
         self.common: set[int] = set()
-        """Cached blocks that a second program or another request has used."""
+        """Ids of cached blocks that a second program has used, or that a request reused while they had no
+        owner."""
 
     def __len__(self) -> int:
         """Return the number of blocks with an owner."""
         return len(self.of)
 
     def names(self, block_id: int) -> frozenset[ProgramId]:
-        """Return the owners of the block; empty for ``MANY``."""
+        """Return the owners of the block; an empty set if it has none or too many to list (``MANY``)."""
         owner = self.of.get(block_id, MANY)
         return frozenset((owner,)) if isinstance(owner, str) else frozenset(owner)
 
     def add(self, blocks: Iterable[KVCacheBlock], program_id: ProgramId) -> list[KVCacheBlock]:
-        """Add an owner to blocks. Return those that had exactly one other owner before."""
+        """Add the program as an owner of the blocks. Return the blocks that went from one owner to two."""
         owned = self.blocks.setdefault(program_id, {})
         shared: list[KVCacheBlock] = []
         for block in blocks:
@@ -76,10 +76,10 @@ class BlockOwners:
         return shared
 
     def end(self, program_id: ProgramId) -> list[KVCacheBlock]:
-        """Remove the program from all its blocks.
+        """Remove an ended program as an owner of its blocks.
 
-        Return the blocks that now have one owner or none, in reverse order of the context, without blocks of
-        ``MANY``.
+        Return the blocks that now have one owner or none, the last block of the context first. Blocks of
+        ``MANY`` do not change and are not returned.
         """
         changed: list[KVCacheBlock] = []
         for block_id, block in reversed(self.blocks.pop(program_id, {}).items()):
@@ -98,16 +98,16 @@ class BlockOwners:
 
     def found(self, block_id: int) -> None:
         """Record that a request reuses the content of the block."""
-        # Without known programs no later end of a program depends on it.
+        # The record matters only when a program ends, so it is skipped while no block has an owner.
         if (self.of or self.orphans) and block_id not in self.of:
             self.orphans.pop(block_id, None)
             self.common.add(block_id)
 
     def taken(self, blocks: Iterable[KVCacheBlock]) -> Iterator[tuple[KVCacheBlock, Owner]]:
-        """Forget blocks that are reused for other content. Yield each cached block that had an owner, with
+        """Forget the owners of blocks that get other content. Yield each cached block that had an owner, and
         the owner.
 
-        For a block that only an ended program has used, the owner is that program.
+        If only an ended program has used a block, that program counts as its owner.
         """
         if not (self.of or self.orphans or self.common):
             return

@@ -1,6 +1,6 @@
-"""What sojourn adds to vLLM's block pool: pinned blocks, counts by state, and the policy's eviction order.
+"""Sojourn's additions to vLLM's block pool: pinned blocks, counts by state, and the policy's eviction order.
 
-A pinned block has one reference more than the requests that use it, so the pool never reuses it.
+Each pin adds one reference to a block, so the pool does not reuse a pinned block.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from .eviction_heap import Score, Standing
 from .free_block_queue import BeforeReuse, OnEvicted, ProgramFreeBlockQueue
 
 SMALL_POOL_BLOCKS = 20_000
-"""Pools with fewer blocks are counted at each call of ``count_by_state``, in at most 2 ms."""
+"""Pool size in blocks below which ``count_by_state`` counts all blocks at each call (in at most 2 ms)."""
 
 COUNTING_S_PER_BLOCK = 40e-6
-"""Larger pools are counted at most once in this time per block: 0.2 % of the engine's time."""
+"""Minimum seconds between two counts of a larger pool, per block of the pool. Counting then takes at most
+0.2 % of the engine's time."""
 
 
 class PinnedBlocks:
-    """Blocks pinned for programs between their turns. A block of several programs has one extra reference."""
+    """Blocks pinned for programs between their turns. Each program that pins a block adds one reference."""
 
     def __init__(
         self, pool: BlockPool, queue: ProgramFreeBlockQueue, clock: Callable[[], float] = time.monotonic
@@ -37,7 +38,7 @@ class PinnedBlocks:
         self._clock = clock
         self._pinned: dict[ProgramId, list[KVCacheBlock]] = {}
         self._holders: dict[int, ProgramId | set[ProgramId]] = {}
-        """Pinned block → its only program, or the set of its programs."""
+        """Block id → the program that pins the block, or the set of programs that pin it."""
         self._alone: dict[ProgramId, int] = {}
         """Program → number of blocks that only this program pins."""
         self._counted: dict[str, int] | None = None
@@ -53,7 +54,7 @@ class PinnedBlocks:
     def freed_by(self, program_id: ProgramId) -> int:
         """Return how many blocks become unpinned when the program's blocks are released. O(1).
 
-        That running requests may use them too is not considered.
+        Running requests may still use some of these blocks.
         """
         return self._alone.get(program_id, 0)
 
@@ -62,8 +63,11 @@ class PinnedBlocks:
         return sum(1 for block in blocks if block.block_id not in self._holders)
 
     def hold(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock]) -> None:
-        """Pin these distinct cached blocks, in chain order, in place of the program's earlier ones."""
-        # Before the earlier ones are released: blocks in both must not pass through the free queue.
+        """Pin these blocks for the program, and unpin the blocks that were pinned for it before.
+
+        ``blocks`` are distinct and cached, in chain order.
+        """
+        # Pin first: blocks in both lists must not pass through the free queue.
         self._pool.touch(blocks)
         self.release(program_id)
         self._pinned[program_id] = list(blocks)
@@ -72,7 +76,10 @@ class PinnedBlocks:
             self._add_holder(block.block_id, program_id)
 
     def release(self, program_id: ProgramId) -> bool:
-        """Unpin the program's blocks. They stay cached until the pool reuses them, last block first."""
+        """Unpin the program's blocks. Return whether there were any.
+
+        The blocks stay cached until the pool reuses them, last block first.
+        """
         pinned = self._pinned.pop(program_id, None)
         if pinned is None:
             return False
@@ -83,7 +90,7 @@ class PinnedBlocks:
         return True
 
     def drop(self, program_id: ProgramId) -> None:
-        """Release the blocks of an ended program. Blocks without another owner are evicted first."""
+        """Unpin the blocks of an ended program. Blocks without another owner are then evicted first."""
         self.release(program_id)
         self._queue.remove_owner(program_id)
 
@@ -102,7 +109,11 @@ class PinnedBlocks:
         return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
 
     def count_by_state(self) -> dict[str, int]:
-        """Return the number of blocks by state. ``cached`` blocks are unused and may be reused."""
+        """Return the number of blocks by state: total, running, leased, cached and free.
+
+        ``cached`` blocks have content but no user, and may be reused. A large pool is not counted at each
+        call; its counts may be some seconds old.
+        """
         pool, now = self._pool, self._clock()
         age_s = now - self._counted_at
         is_large = pool.num_gpu_blocks >= SMALL_POOL_BLOCKS
@@ -148,8 +159,8 @@ class PinnedBlocks:
 class EvictionAdapter:
     """Keeps a pool's free queue in the order of the preset's eviction policy.
 
-    ``guarded`` runs a call and returns ``None`` if it fails. ``failed`` gets the error after which the queue
-    keeps vLLM's own order.
+    ``guarded`` runs a call and returns ``None`` if it fails. ``failed`` is called with an error of the queue;
+    from then on the queue keeps vLLM's own order.
     """
 
     def __init__(
@@ -173,23 +184,26 @@ class EvictionAdapter:
         self._scale_changes = 0
 
     def before_step(self) -> None:
-        """Update the scores of programs whose state changed, or all scores if their scale changed."""
+        """Score changed programs again, or all programs if the policy's score scale changed."""
         if self._by_program:
             self._guarded(self._rescore)
 
     def after_step(self) -> None:
-        """Mark abandoned branches: the free blocks of a program whose new turn has its blocks already."""
+        """Mark abandoned branches: blocks of a program's previous turn that its new turn does not use."""
         for program_id, used_s in self._program_scheduler.take_begun_turns().items():
             self.queue.mark_abandoned(program_id, used_s)
 
     def standing(self, program_id: ProgramId, left: tuple[float, int] | None) -> Standing:
-        """Return the standing of a program's newest turn, or of its abandoned branch ``left``."""
+        """Return the standing (the inputs of the eviction score) of a program's newest turn.
+
+        ``left`` = (time of last use, number of blocks) selects an abandoned branch instead.
+        """
         branch = AbandonedBranch(*left) if left is not None else None
         standing: Standing = self._guarded(self._program_scheduler.owner_standing, program_id, branch)
         return standing
 
     def score(self, standing: Standing) -> Score:
-        """Return a standing's eviction score in the scale that the policy uses now."""
+        """Return the eviction score of a standing in the policy's present scale; -inf if the policy fails."""
         return self._guarded(self._program_scheduler.owner_score, standing, self._branches.share) or (
             -math.inf,
         )
@@ -211,7 +225,7 @@ def block_content_hash(block: KVCacheBlock) -> Any:
 
 
 def dependent_blocks(chains: Iterable[Sequence[int]], block_ids: set[int]) -> set[int]:
-    """Return ``block_ids`` and all blocks that follow one of them in a request's chain."""
+    """Return ``block_ids`` and all blocks that follow one of them in a request's chain of block ids."""
     dependent = set(block_ids)
     for blocks in chains:
         first = next((position for position, block_id in enumerate(blocks) if block_id in block_ids), None)

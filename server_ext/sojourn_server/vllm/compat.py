@@ -25,9 +25,9 @@ UNTESTED_VLLM_VARIABLE = "SOJOURN_UNTESTED_VLLM"
 """Set to ``1`` to run on a release outside ``TESTED_VLLM``."""
 
 CLI_MODULE = "vllm.entrypoints.cli.main"
-"""The command line of vLLM; the CPU build does not install it."""
+"""Module of vLLM's command line. The CPU build does not install it."""
 API_SERVER_MODULE = "vllm.entrypoints.openai.api_server"
-"""The API server, in every build; vLLM deprecates it."""
+"""Module that runs the API server. Every build has it, but vLLM has deprecated it."""
 
 GENERAL_PLUGINS = "vllm.general_plugins"
 ENDPOINT_PLUGINS = "vllm.endpoint_plugins"
@@ -97,7 +97,7 @@ for _module, _names in _NAMES.items():
 
 
 def __getattr__(name: str) -> Any:
-    """Import an upstream name. Raises ``ImportError`` with the release found and those expected."""
+    """Import and return an upstream name. Raises ``ImportError``, which names the tested releases."""
     if name not in UPSTREAM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, upstream_name = UPSTREAM[name]

@@ -1,8 +1,7 @@
-"""Sojourn's routes in vLLM's API server, and the reasons of refusals: a ``vllm.endpoint_plugins`` entry
-point.
+"""Adds sojourn's routes to vLLM's API server, and adds the reason to the errors of refused requests.
 
-vLLM loads it only if ``VLLM_PLUGINS`` names ``sojourn``. The engine answers through
-``EngineCore.sojourn_call``, which ``plugin.py`` adds.
+It is a ``vllm.endpoint_plugins`` entry point, which vLLM loads only if ``VLLM_PLUGINS`` names ``sojourn``.
+The engine answers through ``EngineCore.sojourn_call``, which ``plugin.py`` adds.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ UTILITY = "sojourn_call"
 """The method of the engine core that answers all calls: ``(operation, payload) -> str``."""
 
 STREAMS_END_S = 10.0
-"""Seconds for clients to read the end of their answers after the engine has stopped; then connections
-close."""
+"""Seconds that clients have to read the end of their answers after the engine has stopped. Then the server
+closes the connections."""
 
 _NO_METHOD = re.compile(r"has no attribute '_?sojourn")
 _SHUTTING_DOWN = "shutting down"
@@ -57,7 +56,10 @@ class SojournEndpoint:
         self._poller: asyncio.Task[None] | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes, closed until ``init_state``, and the middleware that explains refusals."""
+        """Add the routes and the middleware that explains refusals.
+
+        The routes reject every request until ``init_state`` has run.
+        """
         app.include_router(build_router(self._engine, self._keys))
         # vLLM adds its middleware later, so it is outside this one and checks the API key first.
         app.add_middleware(RefusalMiddleware, engine=self._engine, request_id=_request_id)
@@ -79,8 +81,8 @@ class SojournEndpoint:
 def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
     """Make ``engine_client.shutdown`` end every open request with an error.
 
-    vLLM's own shutdown stops the task that delivers outputs without notifying requests: after SIGTERM clients
-    waited for ever, and the server waited for them (vLLM's pull request 36964 is about that). ``state`` has
+    vLLM's own shutdown stops the task that delivers outputs, but does not notify open requests. After SIGTERM
+    clients would wait for ever, and the server for the clients (vLLM pull request 36964). ``state.server`` is
     the HTTP server once it runs.
     """
     client: Any = engine_client
@@ -90,7 +92,7 @@ def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
         client.output_processor.propagate_error(EngineDeadError())
         server = getattr(state, "server", None)
         if server is not None and server.config.timeout_graceful_shutdown is None:
-            # A client that reads nothing would keep the server, too.
+            # Without a limit, a client that reads nothing would keep the server running.
             server.config.timeout_graceful_shutdown = STREAMS_END_S
 
     def shutdown_and_end_requests(*args: Any, **kwargs: Any) -> None:
@@ -104,19 +106,19 @@ def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
 
 
 def _request_id(scope: Mapping[str, Any]) -> str | None:
-    """Return vLLM's id of the request, which the engine's ids contain."""
+    """Return vLLM's id of an HTTP request. The engine's ids of this request contain it."""
     return getattr(scope["state"].get("request_metadata"), "request_id", None)
 
 
 class VllmEngine:
-    """``EngineRpc`` over vLLM's engine client, which is referenced weakly."""
+    """Implements ``EngineRpc`` with vLLM's engine client, to which it keeps a weak reference."""
 
     def __init__(self) -> None:
         self._client: weakref.ref[Any] | None = None
         self._stock: str | None = None
 
     def connect(self, engine_client: EngineClient) -> None:
-        """Send calls to ``engine_client``."""
+        """Set the engine client that answers calls."""
         self._client = weakref.ref(engine_client)
 
     def engine_ids(self) -> Sequence[str]:
@@ -128,7 +130,7 @@ class VllmEngine:
         return [str(int.from_bytes(address, "little")) for address in addresses]
 
     async def call(self, op: str, payload: str) -> list[str]:
-        """Send a call to every engine; see ``EngineRpc``."""
+        """Call an operation of every engine and return their JSON answers. Raises ``EngineError``."""
         if self._stock is not None:
             # Another call would write another traceback into the engine's log.
             raise StockEngineError(self._stock)

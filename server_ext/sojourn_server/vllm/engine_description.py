@@ -1,4 +1,4 @@
-"""Facts about an engine: sizes, versions, host memory and disk."""
+"""Functions that describe an engine: sizes, versions, KV connector, host memory and disk."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 PAIR_CONNECTORS = frozenset(
     {"NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector"}
 )
-"""vLLM's connectors for pairs of engines; the role ``kv_both`` does not exclude a pair."""
+"""vLLM's KV connectors for prefill/decode pairs. An engine with one is in a pair, even as ``kv_both``."""
 
 
 def host_s_per_token(scheduler: Scheduler, profile: EngineProfile | None) -> float | None:
-    """Return seconds to load a token's KV from host memory, ``None`` if unknown."""
+    """Return the seconds to load one token's KV from host memory; ``None`` if unknown."""
     bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
     size = block_bytes(scheduler)
     connector = scheduler.connector
@@ -31,7 +31,10 @@ def host_s_per_token(scheduler: Scheduler, profile: EngineProfile | None) -> flo
 
 
 def connector_name(scheduler: Scheduler) -> str | None:
-    """Return the name of the engine's KV connector, ``None`` without one; ours also for its subclasses."""
+    """Return the name of the engine's KV connector; ``None`` without one.
+
+    A subclass of ``SojournConnector`` is reported as ``SojournConnector``.
+    """
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None:
         return None
@@ -41,7 +44,7 @@ def connector_name(scheduler: Scheduler) -> str | None:
 
 
 def offload_capacity_blocks(scheduler: Scheduler) -> tuple[int, int]:
-    """Return how many blocks sojourn's host memory and disk can hold."""
+    """Return how many blocks sojourn's host memory and sojourn's disk can hold; 0 for a missing tier."""
     connector = scheduler.connector
     if not isinstance(connector, SojournConnector):
         return 0, 0
@@ -50,7 +53,7 @@ def offload_capacity_blocks(scheduler: Scheduler) -> tuple[int, int]:
 
 
 def offload_description(scheduler: Scheduler) -> dict[str, Any] | None:
-    """Return host memory and disk for the capabilities, ``None`` without them."""
+    """Return host memory and disk as the engine reports them to clients; ``None`` without a connector."""
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, PathsConnector):
         return None
@@ -70,7 +73,7 @@ def offload_description(scheduler: Scheduler) -> dict[str, Any] | None:
 
 
 def kv_transfer_member(scheduler: Scheduler) -> KVTransferMember | None:
-    """Return the member of a prefill/decode pair, ``None`` for another engine."""
+    """Return the status object of an engine in a prefill/decode pair; ``None`` for any other engine."""
     connector = scheduler.connector
     return connector.member if isinstance(connector, PathsConnector) else None
 
@@ -94,7 +97,7 @@ def is_one_of_a_pair(scheduler: Scheduler) -> bool:
 
 
 def block_bytes(scheduler: Scheduler) -> int:
-    """Return the bytes of one block on one worker; 0 without a model."""
+    """Return the size in bytes of one block on one worker; 0 without a model."""
     config = scheduler.kv_cache_config
     tensors = getattr(config, "kv_cache_tensors", None) or []
     blocks = max(1, config.num_blocks)
@@ -102,7 +105,7 @@ def block_bytes(scheduler: Scheduler) -> int:
 
 
 def profile_description(scheduler: Scheduler) -> dict[str, str]:
-    """Return the facts about the engine that an engine profile records."""
+    """Return the engine's properties that an engine profile records: version, sizes and limits."""
     config = scheduler.scheduler_config
     devices = scheduler.vllm_config.parallel_config.tensor_parallel_size
     found = {
@@ -112,7 +115,7 @@ def profile_description(scheduler: Scheduler) -> dict[str, str]:
         "max_num_seqs": str(config.max_num_seqs),
         "max_num_batched_tokens": str(config.max_num_batched_tokens),
     }
-    # Of one worker; a scheduler without a model has no tensors.
+    # ``size`` is for one worker. A scheduler without a model has no tensors.
     if size := block_bytes(scheduler):
         found["kv_bytes_per_token"] = str(size * devices // scheduler.block_size)
     return found

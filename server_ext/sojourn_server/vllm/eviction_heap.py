@@ -1,4 +1,4 @@
-"""The eviction order of buckets of cached blocks: a heap by score."""
+"""Heap of buckets by eviction score. A bucket has the free cached blocks of one turn of a program."""
 
 from __future__ import annotations
 
@@ -11,44 +11,48 @@ from sojourn.ids import ProgramId
 Score = tuple[float, ...]
 NEWEST_TURN = math.inf
 Bucket = tuple[ProgramId, float]
-"""A program, and the time at which it last used the blocks; ``NEWEST_TURN``: its newest turn used them."""
+"""Key of a bucket: the program, and the time of its last use of the blocks (``NEWEST_TURN`` for blocks of its
+newest turn)."""
 Standing = tuple[float, ...] | None
-"""The inputs of a bucket's score, independent of the scale."""
+"""The inputs from which the policy computes a bucket's score. They do not depend on the score's scale."""
 HeapPosition = tuple[Score, bool, int]
-"""Position in the heap. Among equal scores abandoned branches come first, then the bucket added first."""
+"""Sort key in the heap: (score, whether the bucket is a newest turn, insertion number). Among equal scores,
+abandoned branches come first, then the bucket added first."""
 
 SHARED_BUCKET: Bucket = (ProgramId(""), NEWEST_TURN)
-"""Bucket of blocks with several owners, evicted last. The wire does not allow an empty program id."""
+"""Bucket of blocks with several owners, evicted last. No client can send its empty program id."""
 
 
 class BucketScorer(Protocol):
     """Scores the buckets of programs. The lowest score is evicted first."""
 
     def standing(self, program_id: ProgramId, left: tuple[float, int] | None) -> Standing:
-        """Return the standing of a new bucket, or of one whose program has changed.
+        """Return the present standing (inputs of the score) of one of the program's buckets.
 
-        ``left`` is (time of last use, blocks) of an abandoned branch, ``None`` for the newest turn.
+        ``left`` selects an abandoned branch by (time of last use, number of blocks); ``None`` selects the
+        newest turn.
         """
 
     def score(self, standing: Standing) -> Score:
-        """Return the score of a standing. Until the next ``rescale``, equal standings have equal scores."""
+        """Return the score of a standing. Equal standings have equal scores until the scale changes."""
 
 
 class EvictionHeap:
-    """Buckets by score. Adding one takes O(log buckets); a change of the scale costs O(buckets) once."""
+    """Heap of buckets by score, lowest first. Adding a bucket takes O(log buckets). A change of the score
+    scale takes O(buckets) once."""
 
     def __init__(self, order: BucketScorer) -> None:
         self.by = order
         self.standings: dict[Bucket, Standing] = {}
         self.places: dict[Bucket, HeapPosition] = {}
-        """Bucket → its valid heap entry. Other entries are stale."""
+        """Bucket → position in its valid heap entry. Heap entries with another position are stale."""
         self.heap: list[tuple[HeapPosition, Bucket]] = []
         self.rescaled = False
-        """Whether the scale has changed; all scores are computed again when they are next read."""
+        """Whether the score scale has changed. All scores are then computed again at the next read."""
         self._filed = 0
 
     def file(self, name: Bucket, blocks: int) -> None:
-        """Insert a bucket that has ``blocks`` blocks, or compute its score again."""
+        """Insert a bucket, or score it again if it is in the heap. ``blocks``: its number of blocks."""
         self._filed += 1
         program_id, used_s = name
         if name != SHARED_BUCKET:

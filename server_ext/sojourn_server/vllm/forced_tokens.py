@@ -1,4 +1,4 @@
-"""Logits processors that make a request emit given tokens: a recorded trajectory on a real engine.
+"""Logits processors that make a request emit given tokens, to replay a recorded trajectory on a real engine.
 
 A request has ``vllm_xargs={"replay_ids": [...]}``; its n-th output token is then the n-th id, for any
 sampling parameters. After the last id the model samples as usual, so end the ids with the end-of-message
@@ -7,9 +7,9 @@ parsing. Preemption is harmless: the position is the request's number of output 
 keeps.
 
 ``--logits-processors sojourn_server.vllm.forced_tokens:ForcedTokens`` for model runner V1 (the CPU, and CUDA
-with ``VLLM_USE_V2_MODEL_RUNNER=0``); ``:ForcedTokensV2`` for model runner V2, the CUDA default. Neither has
-an entry point: the group is shared and each runner rejects the other's classes. Speculative decoding is not
-supported: drafted tokens would have to be forced too.
+with ``VLLM_USE_V2_MODEL_RUNNER=0``); ``:ForcedTokensV2`` for model runner V2, the CUDA default. Neither is an
+entry point, because both runners load the same entry points and each rejects the other's classes. Speculative
+decoding is not supported: drafted tokens would have to be forced too.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ logger = logging.getLogger("vllm.sojourn.forced_tokens")
 
 ARGUMENT = "replay_ids"
 MAX_REPLAY_IDS = 65_536
-"""Maximum length of the list."""
+"""Maximum number of token ids in a request's ``replay_ids``."""
 
 _vocab_size: int | None = None
-"""Size of the vocabulary; set when a processor is built in this process. The API server validates requests
-without it, so the engine checks again: an id beyond the vocabulary must not stop it."""
+"""Size of the vocabulary; set when a processor is built in this process. The API server does not know it when
+it validates requests. The engine checks again, because an id beyond the vocabulary must not stop it."""
 
 
 def replay_ids(params: SamplingParams) -> list[int] | None:
-    """Return the request's forced tokens, or ``None``. Raises ``ValueError``, answered with status 400."""
+    """Return the request's forced token ids; ``None`` without any.
+
+    Raises ``ValueError`` for an invalid list. The server then answers with status 400.
+    """
     ids: Any = (params.extra_args or {}).get(ARGUMENT)
     if ids is None:
         return None
@@ -58,8 +61,8 @@ def replay_ids(params: SamplingParams) -> list[int] | None:
 
 
 class ForcedTokens(LogitsProcessor):
-    """Forced tokens for model runner V1, keyed by the row of the persistent batch. O(forced rows) per
-    step."""
+    """Forces tokens in model runner V1. State is kept by row of the persistent batch. A step costs
+    O(forced rows)."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -76,7 +79,7 @@ class ForcedTokens(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Apply requests that leave, enter and change rows, in the order that vLLM prescribes."""
+        """Update the rows for requests that leave, enter or move, in the order that vLLM prescribes."""
         if batch_update is None:
             return
         rows = self._rows
@@ -96,8 +99,7 @@ class ForcedTokens(LogitsProcessor):
                 rows[source] = displaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leave only one finite logit in each forced row; ``logits`` is [rows, vocabulary], changed in
-        place."""
+        """Return ``logits`` ([rows, vocabulary], changed in place) with one finite logit per forced row."""
         forced = [
             (row, ids[len(output)]) for row, (ids, output) in self._rows.items() if len(output) < len(ids)
         ]
@@ -107,8 +109,8 @@ class ForcedTokens(LogitsProcessor):
 
 
 class ForcedTokensV2(LogitsProcessorV2):
-    """Forced tokens for model runner V2, keyed by request slot. Its interface is tested; it has not been run
-    on CUDA.
+    """Forces tokens in model runner V2. State is kept by request slot. Its interface is tested, but it has
+    not been run on CUDA.
 
     The device has one table of forced ids per slot, as wide as the longest list so far. A row's number of
     output tokens is its position plus one, minus the prompt's length, so ``apply`` never waits for the
@@ -155,7 +157,10 @@ class ForcedTokensV2(LogitsProcessorV2):
         self._staged.clear()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Leave only one finite logit in each forced row; a row's slot is in ``expanded_idx_mapping``."""
+        """Return ``logits``, changed in place, with one finite logit per forced row.
+
+        ``ctx.expanded_idx_mapping`` maps each row to its slot.
+        """
         if not any(int(slot) in self._lengths for slot in ctx.idx_mapping_np):
             return logits
         slots = ctx.expanded_idx_mapping.long()
@@ -175,7 +180,7 @@ class ForcedTokensV2(LogitsProcessorV2):
 
 
 def _forcible(params: SamplingParams) -> list[int]:
-    """Return the request's ids up to the first one beyond the vocabulary."""
+    """Return the request's forced ids, cut before the first id beyond the vocabulary."""
     ids: list[int] = (params.extra_args or {}).get(ARGUMENT) or []
     bound = _vocab_size
     if bound is not None and ids and max(ids) >= bound:
@@ -192,7 +197,7 @@ def _forcible(params: SamplingParams) -> list[int]:
 
 
 def _force(logits: torch.Tensor, forced: torch.Tensor) -> None:
-    """Force tokens in place. ``forced`` is [n, 2] of (row, token)."""
+    """Force tokens by changing ``logits`` in place. ``forced`` has shape [n, 2]: (row, token id)."""
     rows, tokens = forced[:, 0], forced[:, 1]
     logits[rows] = float("-inf")
     logits[rows, tokens] = 0.0

@@ -2,10 +2,10 @@
 
 ``BlockPool.free_block_queue`` *is* vLLM's eviction order: the pool reuses blocks from its front. This queue
 replaces it. Blocks without a program stay in vLLM's linked list and keep vLLM's order. With an order by
-program, cached blocks of programs are in buckets, evicted by ascending score: one bucket for the blocks of a
-program's newest turn, and one for each earlier turn with the blocks that no later turn used (an abandoned
-branch, a compacted context). Cost: O(1) per block; O(log buckets) for each rescored bucket; O(buckets) once
-after the scale of scores has changed.
+program, cached blocks of programs are in buckets, and the bucket with the lowest score is evicted first. A
+program has one bucket for the blocks of its newest turn. It has another one for each earlier turn with blocks
+that no later turn used (an abandoned branch, a compacted context). Cost: O(1) per block; O(log buckets) for
+each rescored bucket; O(buckets) once after the scale of scores has changed.
 
 Blocks that only an ended program has used stay cached. They are evicted before all blocks with an owner, in
 the order in which the programs ended. Blocks that another request has used too are a common prefix: they are
@@ -35,8 +35,8 @@ P = ParamSpec("P")
 BeforeReuse = Callable[[list[KVCacheBlock], BlockOwners], None]
 """Called with blocks about to be reused, cached or not, and the owners that they still have."""
 OnEvicted = Callable[[KVCacheBlock, Owner, "Score | None"], None]
-"""Called with a block, its owner, and the score by which it was selected; ``None``: selected by vLLM's
-order."""
+"""Called with an evicted block, its owner, and the score by which the queue selected it (``None``: vLLM's
+order selected it)."""
 
 ENDED_BUCKET: Bucket = (ProgramId(""), -math.inf)
 """Bucket of blocks whose only program has ended, evicted before all scores."""
@@ -48,7 +48,7 @@ MAX_ABANDONED_BUCKETS = 16
 def _falls_back(
     method: Callable[Concatenate[ProgramFreeBlockQueue, P], None],
 ) -> Callable[Concatenate[ProgramFreeBlockQueue, P], None]:
-    """Wrap a method so that an error turns the queue into vLLM's own."""
+    """Wrap a method so that, after an error in it, the queue behaves like vLLM's own."""
 
     @wraps(method)
     def guarded(self: ProgramFreeBlockQueue, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -61,12 +61,12 @@ def _falls_back(
 
 
 class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
-    """Free blocks of one pool. All blocks are free when this queue replaces ``replaced``.
+    """Free blocks of one pool in eviction order. All blocks are free when this queue replaces ``replaced``.
 
-    Without a ``scorer`` all blocks keep vLLM's order. ``before_reuse`` gets all blocks that are about to be
-    reused; then ``evicted`` gets each cached one with an owner or an ended owner, while it still has its
-    hash. ``failed`` gets the error after which this queue keeps vLLM's order; what it raises goes to the
-    caller.
+    Without a ``scorer``, blocks keep vLLM's order, except that cached blocks of ended programs go first.
+    ``before_reuse`` gets all blocks that are about to be reused. Then ``evicted`` gets each cached block that
+    an existing or ended program owns, while the block still has its hash. If this queue fails, it calls
+    ``failed`` with the error and keeps vLLM's order from then on. Errors of ``failed`` go to the caller.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._before_reuse = before_reuse
         self._order = EvictionHeap(scorer) if scorer is not None else None
         self._left: dict[ProgramId, dict[float, None]] = {}
-        """Program → times of its buckets, oldest first except for ``NEWEST_TURN``."""
+        """Program → last use times of its buckets, oldest first; ``NEWEST_TURN`` may be at any position."""
         self._buckets: dict[Bucket, OrderedDict[int, KVCacheBlock]] = {}
         """Non-empty buckets."""
         self._bucket_of: dict[int, Bucket] = {}
@@ -110,9 +110,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     def remove_owner(self, program_id: ProgramId) -> list[int]:
         """Remove an ended program from its blocks. Return the ids of blocks that now have no owner.
 
-        Blocks that only this program has used are evicted next, after uncached blocks and those of programs
-        that ended before. Other free blocks in buckets join the blocks without a program: uncached ones at
-        the front, cached ones at the end. Blocks of ``MANY`` are not changed.
+        Blocks that only this program has used are evicted next, after uncached blocks and after blocks of
+        programs that ended before. Other free blocks in buckets join the blocks without a program: uncached
+        blocks at the front, cached blocks at the end. Blocks of ``MANY`` do not change.
         """
         ownerless: list[int] = []
         try:
@@ -145,7 +145,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             self._file((program_id, used_s))
 
     def rescale(self) -> None:
-        """Score all buckets again, because the scale has changed."""
+        """Score all buckets again before the next use, because the scale of scores has changed."""
         if self._order is not None:
             self._order.rescaled = True
 
@@ -153,8 +153,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     def mark_abandoned(self, program_id: ProgramId, used_s: float) -> None:
         """Move the free blocks of the program's previous turn to the bucket of an abandoned branch.
 
-        Call this when the new turn has its blocks already and does not use the free ones. ``used_s`` is the
-        time of their last use.
+        Call this when the new turn has all its blocks: it then does not use the blocks that are still free.
+        ``used_s`` is the time of their last use.
         """
         bucket = self._buckets.get((program_id, NEWEST_TURN))
         if bucket is None:
@@ -163,7 +163,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._add_abandoned((program_id, used_s), bucket)
         before = list(self._left[program_id])
         if len(before) > MAX_ABANDONED_BUCKETS:
-            # The second joins the first, so each block moves at most once.
+            # The second-oldest branch joins the oldest, so each block moves at most once.
             oldest, moved = ((program_id, then) for then in before[:2])
             blocks = self._buckets[moved]
             self._forget_bucket(moved)
@@ -343,7 +343,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._file(name)
 
     def _list_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield the rest of the list; the blocks of ended programs follow the uncached ones."""
+        """Yield the list's blocks after ``cursor`` (``None``: all); ended programs' blocks follow uncached
+        blocks."""
         ended = self._buckets.get(ENDED_BUCKET)
         if ended is None or (cursor is not None and not self._among_first(cursor)):
             yield from super().iter_blocks_after(cursor)
@@ -368,7 +369,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return True
 
     def _orphaned(self, block: KVCacheBlock) -> None:
-        """Move a free block that has just lost its last owner."""
+        """Move a free block that has just lost its last owner to its new position in the queue."""
         block_id = block.block_id
         if block_id in self._bucket_of or (
             block_id in self.owners.orphans and block.next_free_block is not None
@@ -436,8 +437,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     def _break(self, error: Exception) -> None:
         """Fall back to vLLM's own queue with all unused blocks.
 
-        ``ref_cnt`` is reliable after any error here: it is 0 until a block is allocated, and again after it
-        is freed.
+        After any error ``ref_cnt`` still shows which blocks are free: it is 0 before a block is allocated and
+        after it is freed.
         """
         self.broken = True
         self._order = None

@@ -1,8 +1,8 @@
 """Captures hidden states in vLLM's workers, for presets that read them (Tetris §2.2).
 
 The runner passes one row per sampled request to the model's ``compute_logits``: the last layer's hidden
-state, from which the next token is sampled. Every few steps a copy of these rows goes to the scheduler with
-the step's results. The step itself does not change.
+state, from which the next token is sampled. Every few steps the worker sends a copy of these rows to the
+scheduler, with the step's results. The computation does not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .compat import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 logger = logging.getLogger("vllm.sojourn")
 
 OUTPUT_ATTRIBUTE = "sojourn_hidden_states"
-"""Attribute of vLLM's ``ModelRunnerOutput`` that carries the rows; it is pickled with them."""
+"""Name of the attribute that carries the rows on vLLM's ``ModelRunnerOutput``. Pickling keeps it."""
 
 CAPTURE_EVERY_STEPS = 16
 """Number of steps between two captures."""
@@ -36,7 +36,7 @@ class HiddenStateRows(NamedTuple):
 
 
 class HiddenStateCapture:
-    """The capture of one model runner. ``take`` returns the newest copy once it is complete."""
+    """Copies hidden states out of one model runner every few steps. ``take`` returns the newest copy."""
 
     def __init__(self, runner: Any, every_steps: int = CAPTURE_EVERY_STEPS) -> None:
         self._every_steps = every_steps
@@ -52,7 +52,7 @@ class HiddenStateCapture:
         model.compute_logits = self._stand_in
 
     def step(self) -> None:
-        """Start a step. Rows of warm-up runs are not captured."""
+        """Count one step of real requests. Warm-up runs do not call this, so their rows are not captured."""
         self._due_in -= 1
         self._steps_without += 1
         if self._steps_without == WARN_AFTER_STEPS and not self._failed:
@@ -63,7 +63,7 @@ class HiddenStateCapture:
             )
 
     def take(self) -> HiddenStateRows | None:
-        """Return the newest complete copy, each once; ``None`` without a new one."""
+        """Return the newest copy, once it is complete. Return ``None`` if there is no new copy."""
         if self._copied is None:
             return None
         rows, event = self._copied
@@ -73,7 +73,7 @@ class HiddenStateCapture:
         return rows
 
     def _batch_of(self, runner: Any) -> Callable[[], list[str]]:
-        """Return a function that returns the request ids of the batch being sampled."""
+        """Wrap ``runner.sample``. Return a function that gives the request ids of the batch being sampled."""
         original = runner.sample
         ids: list[str] = []
 
@@ -110,12 +110,12 @@ class HiddenStateCapture:
 
 
 def computes_logits() -> bool:
-    """Return whether this worker is the last of its pipeline."""
+    """Return whether this worker is the last pipeline stage, which computes the logits."""
     return bool(get_pp_group().is_last_rank)
 
 
 class HiddenStateWorkerMixin:
-    """Mix-in for vLLM's worker classes, placed before them."""
+    """Mix-in that adds hidden state capture to a vLLM worker class. List it before that class."""
 
     _sojourn_capture: HiddenStateCapture | None = None
 
@@ -147,7 +147,7 @@ class HiddenStateWorkerMixin:
 
 
 class _AsyncOutputWithRows(AsyncModelRunnerOutput):
-    """Results of a step that are not complete yet, to which rows are added."""
+    """vLLM's asynchronous results of a step. Captured rows are added when the results are complete."""
 
     def __init__(self, output: AsyncModelRunnerOutput, capture: HiddenStateCapture) -> None:
         self._output = output
@@ -157,12 +157,12 @@ class _AsyncOutputWithRows(AsyncModelRunnerOutput):
         return _attach_rows(self._output.get_output(), self._capture)
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
-        """The connector's output, which vLLM 0.33 and later requests if ``get_output`` fails."""
+        """Return the KV connector's output. vLLM 0.33 and later calls this if ``get_output`` fails."""
         return self._output.get_kv_connector_output()
 
 
 def _attach_rows(output: Any, capture: HiddenStateCapture) -> Any:
-    # An output without requests may be a constant shared by all of them.
+    # vLLM may share one constant object between all outputs without requests.
     if isinstance(output, ModelRunnerOutput) and output.req_ids:
         rows = capture.take()
         if rows is not None:

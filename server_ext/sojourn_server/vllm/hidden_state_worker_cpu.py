@@ -7,4 +7,4 @@ from .hidden_state_capture import HiddenStateWorkerMixin
 
 
 class HiddenStateCPUWorker(HiddenStateWorkerMixin, CPUWorker):
-    """The CPU worker with capture."""
+    """vLLM's CPU worker with hidden state capture."""

@@ -7,4 +7,4 @@ from .hidden_state_capture import HiddenStateWorkerMixin
 
 
 class HiddenStateGPUWorker(HiddenStateWorkerMixin, GPUWorker):
-    """The CUDA worker with capture."""
+    """vLLM's CUDA worker with hidden state capture."""

@@ -1,4 +1,7 @@
-"""Histories that outlive the engine: one JSON file, replaced atomically."""
+"""Saves learned histories (of tools, turns and workflows) in one JSON file, so that they outlive the engine.
+
+Each save replaces the file atomically.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +43,16 @@ class HistoryFile:
             self._path = Path(path if rank is None else f"{path}.rank{rank}")
         self._saved_at = now
         self._unread = False
-        """Whether the file exists but could not be read: the first save must then not overwrite it."""
+        """Whether the file exists but could not be read. The first save then renames it, to keep it."""
         self._lock = threading.Lock()
         self._snapshots = 0
         self._written = 0
 
     def load(self) -> Histories:
-        """Return the saved histories, or empty ones without a usable file.
+        """Return the saved histories; empty histories if there is no usable file.
 
-        A malformed file is renamed, so that saving does not destroy it. An unreadable one stays until the
-        first save.
+        ``load`` renames a malformed file, so that saving does not destroy it. An unreadable file stays until
+        the first save, which renames it.
         """
         if self._path is None:
             return Histories()
@@ -78,8 +81,8 @@ class HistoryFile:
             return Histories()
 
     def _part(self, document: dict[str, Any], name: str, kind: type[Part]) -> Part:
-        """Return one part of the file. A part may be missing, as in files of earlier releases, or invalid;
-        other parts are still used."""
+        """Return one part of the file; an empty history if the part is invalid or missing, as in files of
+        earlier releases. Other parts are still used."""
         if name not in document:
             return kind()
         try:
@@ -94,7 +97,7 @@ class HistoryFile:
             return kind()
 
     def save_if_due(self, histories: Histories, now: float) -> None:
-        """Save in the background if the last save is long ago. The calling thread only copies the data."""
+        """Save in the background, at most once per ``SAVE_EVERY_S``. The calling thread only copies data."""
         if self._path is None or now - self._saved_at < SAVE_EVERY_S:
             return
         self._saved_at = now
@@ -107,7 +110,7 @@ class HistoryFile:
         ).start()
 
     def save(self, histories: Histories) -> None:
-        """Save now, after a running background save."""
+        """Save now. Wait first for a background save that is running."""
         if self._path is not None:
             self._snapshots += 1
             self._write(_document(histories), self._snapshots)
@@ -134,7 +137,7 @@ class HistoryFile:
                 _remove(partial)
 
     def _set_aside(self, suffix: str) -> str:
-        """Rename the file. Return the result for the log."""
+        """Append ``.suffix`` to the file's name. Return a text for the log that says what happened."""
         assert self._path is not None
         kept = self._path.with_name(f"{self._path.name}.{suffix}")
         try:

@@ -1,4 +1,4 @@
-"""The KV connector, created twice by vLLM: a planner side and a worker side.
+"""Base of sojourn's KV connectors. vLLM creates a connector twice: a planner side and a worker side.
 
     scheduler process                                        worker process
     ─────────────────                                        ──────────────
@@ -6,9 +6,9 @@
     after each step is planned: _plan_step  ── StepOrders ─▶ _begin_step, before the forward pass
     planner: take_results                   ◀─ StepReport ── worker: take_results, after the forward pass
 
-A request whose tokens are supplied asynchronously waits, with its blocks, until ``get_finished`` names it: in
-the step that ordered the load or a later one. Only then is it computed, so a load that fails is known before
-anything is computed from it, also where steps are planned ahead of each other.
+A request with an asynchronous load keeps its blocks and waits until ``get_finished`` returns it, in the step
+that ordered the load or in a later one. The request is computed only then. A failed load is therefore known
+before anything is computed from it, even if steps are planned ahead.
 
 ``SojournConnector`` (host memory and disk) and ``PathsConnector`` (storage and other engines) supply the
 methods with an underscore. vLLM's hooks, error handling and the messages between the two sides are here.
@@ -58,21 +58,21 @@ class StepOrders(KVConnectorMetadata, Generic[JobsT]):
 
     jobs: JobsT
     rejected: dict[str, list[int]] = field(default_factory=dict)
-    """Blocks that no job fills although a request waits for them, by request."""
+    """Request → blocks that it waits for and that no job fills. The worker reports them as not filled."""
     stop: bool = False
     """Whether to close the links to peers, because the engine's weights may have changed."""
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
-    """The results of a step's worker, and of the engine's other workers."""
+    """Results of one step: of one worker, and after ``aggregate`` also of the engine's other workers."""
 
     results: ResultsT
     others: tuple[ResultsT, ...] = ()
 
     @property
     def of_all(self) -> list[ResultsT]:
-        """The results of all workers that had any."""
+        """The results of all workers in this report."""
         return [self.results, *self.others]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -82,7 +82,7 @@ class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
 
 
 class MatchedTokens(NamedTuple):
-    """The last answer to vLLM about a request: the tokens that the connector can supply."""
+    """Tokens of a request that the connector can supply, as last answered to vLLM."""
 
     computed: int = 0
     """Number of tokens on the device; the supplied tokens follow them."""
@@ -100,7 +100,7 @@ class ConnectorWorker(Protocol[ResultsT_co]):
 
 
 class ConnectorSettings(Protocol):
-    """The settings of either connector that this module uses."""
+    """Settings that this module needs from each connector."""
 
     @property
     def blocks(self) -> int: ...
@@ -120,40 +120,44 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self.strict = False
         """Whether sojourn's own errors are raised instead of logged. For tests."""
         self._matches: dict[str, MatchedTokens] = {}
-        """Matches by request, until its blocks are allocated or the step is planned."""
+        """Request → its match, until the request's blocks are allocated or the step is planned."""
         self._worker: ConnectorWorker[ResultsT] | None = None
 
     # -- what each connector supplies -----------------------------------------------
 
     def _is_off(self) -> bool:
-        """Whether look-ups have been turned off."""
+        """Return whether look-ups have been turned off."""
         raise NotImplementedError
 
     def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
-        """Number of tokens that can be supplied after ``computed``, and the match to remember. ``None``
-        tokens: not known yet, vLLM asks again."""
+        """Return how many tokens can be supplied after the first ``computed`` tokens, and the match to
+        remember.
+
+        ``None`` instead of a number: not known yet, vLLM asks again.
+        """
         raise NotImplementedError
 
     def _allocated(
         self, request: Request, block_ids: list[int], match: MatchedTokens, external_tokens: int
     ) -> None:
-        """Handle a request that has blocks; those of ``external_tokens`` tokens are to be filled."""
+        """Handle a request's new blocks. The connector must load ``external_tokens`` tokens into them."""
         raise NotImplementedError
 
     def _reject_fill(self, request: Request, block_ids: list[int], match: MatchedTokens) -> None:
-        """Order the worker to report these blocks as not filled, and the request as answered."""
+        """Make the worker report these blocks as not filled, and the request's load as ended."""
         raise NotImplementedError
 
     def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:
-        """The jobs of the step just planned. Must not raise."""
+        """Return the jobs of the step just planned. Must not raise."""
         raise NotImplementedError
 
     def _take_results(self, results: list[ResultsT]) -> None:
-        """The results of this step's workers."""
+        """Handle the results of this step's workers."""
         raise NotImplementedError
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks must be kept for now, and the ``kv_transfer_params`` of the answer."""
+        """Handle the end of a request. Return whether its blocks must be kept for now, and the
+        ``kv_transfer_params`` of its answer."""
         raise NotImplementedError
 
     def _disable(self, error: Exception) -> None:
@@ -161,7 +165,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         raise NotImplementedError
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> ConnectorWorker[ResultsT]:
-        """Make the worker. ``kv_caches``: the engine's KV tensors by layer, in the order of the forward pass.
+        """Return a new worker. ``kv_caches``: the engine's KV tensors by layer, in forward pass order.
 
         Raises ``UnsupportedKvCaches``.
         """
@@ -170,13 +174,13 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     def _begin_step(self, orders: StepOrders[JobsT]) -> None:
         raise NotImplementedError
 
-    # -- beside the scheduler: an exception here would end the engine ---------------------
+    # -- planner side: an exception here would end the engine -----------------------------
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Number of tokens that can be supplied after those on the device; ``None``: not known yet, ask
-        again."""
+        """Return how many tokens can be supplied after those on the device, and whether they load
+        asynchronously. ``None`` instead of a number: not known yet, vLLM asks again."""
         self._matches.pop(request.request_id, None)
         if request.skip_reading_prefix_cache or self._is_off():
             return 0, False
@@ -193,20 +197,20 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Handle a request that has its blocks; those of the external tokens are to be filled."""
+        """Handle a request's new blocks. The connector must load ``num_external_tokens`` tokens into them."""
         block_ids = list(blocks.get_block_ids()[0])
         match = self._matches.pop(request.request_id, MatchedTokens())
         try:
             self._allocated(request, block_ids, match, num_external_tokens)
         except Exception as error:
-            if num_external_tokens:  # the request counts on them already
+            if num_external_tokens:  # vLLM already expects these tokens to arrive
                 size = self.settings.block_tokens
                 end = -(-(match.computed + num_external_tokens) // size)
                 self._reject_fill(request, block_ids[match.computed // size : end], match)
             self.failed(error)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:
-        """The jobs of the step just planned."""
+        """Return the jobs of the step just planned."""
         self._matches.clear()
         return self._plan_step(scheduler_output)
 
@@ -217,7 +221,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
             self._attempt(self._take_results, report.of_all)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request's blocks must be kept for now, and the ``kv_transfer_params`` of its answer."""
+        """Return whether the request's blocks must be kept for now, and its answer's
+        ``kv_transfer_params``."""
         self._matches.pop(request.request_id, None)
         kept: tuple[bool, dict[str, Any] | None] | None = self._attempt(self._finished, request, block_ids)
         return kept or (False, None)
@@ -225,11 +230,11 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """``request_finished`` for the only group: more groups of KV caches are not supported."""
+        """Call ``request_finished`` for the only KV cache group. More groups are not supported."""
         return self.request_finished(request, block_ids[0])
 
     def failed(self, error: Exception) -> None:
-        """Handle an error of sojourn's own: log it and turn look-ups off. Raises it if ``strict``."""
+        """Log an error of sojourn and turn look-ups off. If ``strict``, raise the error instead."""
         if self.strict:
             raise error
         logger.error(
@@ -239,21 +244,21 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self._disable(error)
 
     def _attempt(self, call: Callable[..., Any], *arguments: object) -> Any:
-        """Make a call and return its value; ``None`` after an error."""
+        """Run ``call`` and return its result. If it raises, report the error and return ``None``."""
         try:
             return call(*arguments)
         except Exception as error:
             self.failed(error)
             return None
 
-    # -- beside the model -------------------------------------------------------------
+    # -- worker side ------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The engine's KV tensors exist: start the worker. Raises ``UnsupportedKvCaches``."""
+        """Start the worker with the engine's KV tensors, by layer. Raises ``UnsupportedKvCaches``."""
         self._worker = self._open_worker(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step's jobs, before the forward pass writes anything."""
+        """Begin a step's jobs. vLLM calls this before the forward pass writes anything."""
         assert isinstance(kv_connector_metadata, StepOrders)
         self._begin_step(kv_connector_metadata)
 
@@ -261,18 +266,18 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         """Do nothing: loads begin in ``handle_preemptions``, after the saves that must precede them."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """The forward pass has reached a layer."""
+        """Do nothing. vLLM calls this when the forward pass reaches a layer."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Handle a layer that the forward pass has computed."""
+        """Do nothing. vLLM calls this after the forward pass has computed a layer."""
 
     def wait_for_save(self) -> None:
-        """Handle the end of the forward pass, or of a step without one."""
+        """Do nothing. vLLM calls this after the forward pass, or after a step without one."""
 
     def build_connector_worker_meta(self) -> StepReport[ResultsT] | None:
-        """The results since the last call; ``None``: no results."""
+        """Return the worker's results since the last call; ``None`` if there are none."""
         results = self._worker.take_results() if self._worker is not None else None
         return StepReport(results) if results else None
 

@@ -25,8 +25,8 @@ read_width, patience_s, lease_s
 waiting_write_bytes  memory for copies of blocks that wait to be stored; default: 256 MiB
 role                 "prefill" or "decode": the engine's part in a gateway's pairs; default: none
 node                 machine whose storage link this engine uses; default: the host's name
-keep_on_reset        true: a reset of vLLM's own prefix cache, as before a measurement, does not mean new
-                     weights; only one that includes connectors (reset_external) ends transfers
+keep_on_reset        true: a reset of vLLM's prefix cache alone, as before a measurement, does not end
+                     transfers; only a reset that includes connectors (reset_external) does
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ _TRANSFER_OPTIONS = (
 
 
 class ConnectorOptions:
-    """``kv_connector_extra_config``, read option by option. Each method raises ``SettingsError`` for a wrong
-    value, with the expected one."""
+    """Reads ``kv_connector_extra_config`` option by option. Each method returns the value of one option, and
+    raises ``SettingsError`` for a wrong value."""
 
     def __init__(self, given: dict[str, Any], known: Collection[str]) -> None:
         self._given = dict(given)
@@ -96,15 +96,15 @@ class ConnectorOptions:
         return value
 
     def whole(self, name: str, default: int | None = None, *, flag: str = "", unit: str = "") -> int:
-        """A whole number of at least 1. ``flag``: the option of ``sojourn serve``, for the message."""
+        """Return a whole number of at least 1. ``flag``: option of ``sojourn serve``, for the error."""
         value = self._given.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(name, f"a whole number{unit}, at least 1", flag)
         return value
 
     def size(self, name: str, at_least: int, what: str, *, flag: str) -> int:
-        """A number of bytes of at least ``at_least``, the size of one block. ``what`` and ``flag`` name the
-        block and the option in errors."""
+        """Return a number of bytes of at least ``at_least``, the size of one block. ``what`` and ``flag``
+        name the block and the option in errors."""
         value = self.whole(name, flag=flag, unit=" of bytes")
         if value < at_least:
             raise self._wrong(name, f"at least {what}, {at_least}", flag)
@@ -137,31 +137,30 @@ class ConnectorOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVConnectorSettings:
-    """Settings that both connectors have: the engine's KV."""
+    """Settings common to both connectors. They describe the engine's KV."""
 
     blocks: int
     """Number of blocks on the device, including vLLM's null block."""
     block_tokens: int
     """Number of tokens per engine block."""
     identity: KvIdentity
-    """Identity of the blocks stored: engine blocks (host memory and disk) or Full Blocks (transfers).
-    """
+    """Identity of the stored blocks: engine blocks (host memory and disk) or Full Blocks (transfers)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVOffloadSettings(KVConnectorSettings):
-    """Settings of ``SojournConnector``. ``identity`` is that of this worker's part of a block."""
+    """Settings of ``SojournConnector``. ``identity`` describes this worker's part of a block."""
 
     ranks: int
     """Number of workers. Each has its part of every block."""
     block_bytes: int
     """Bytes of one block, all layers and all workers."""
     host_slots: int
-    """Blocks of host memory. Each worker has as many slots, of the size of its part."""
+    """Number of blocks that fit in host memory. Each worker has a slot for its part of each block."""
     disk: str | None
     disk_bytes: int
     disk_name: str | None
-    """Name of this engine's store, if other engines' stores beside it are read."""
+    """Name of this engine's store; ``None`` if the engine does not read other engines' stores beside it."""
     max_stage_wait_s: float
 
     @classmethod
@@ -211,13 +210,13 @@ class KVOffloadSettings(KVConnectorSettings):
 
     @property
     def disk_blocks(self) -> int:
-        """Number of blocks whose files, one for each worker, fit ``disk_bytes``."""
+        """Number of blocks that fit in ``disk_bytes``. Each worker writes one file per block."""
         if self.disk is None:
             return 0
         return self.disk_bytes // (self.block_bytes + self.ranks * HEADER_BYTES)
 
     def limits(self) -> TierLimits:
-        """The planner's limits."""
+        """Return the planner's limits."""
         return TierLimits(
             host_slots=self.host_slots,
             disk_blocks=self.disk_blocks,
@@ -226,10 +225,11 @@ class KVOffloadSettings(KVConnectorSettings):
         )
 
     def open_disk(self, block_bytes: int, layers: int) -> tuple[DiskStore | None, SiblingStores | None]:
-        """Open this worker's store on disk and the stores beside it. ``block_bytes`` and ``layers``: of its
-        KV tensors.
+        """Open and return this worker's store on disk, and the stores of other engines beside it; ``None``
+        for each that the settings lack.
 
-        Raises ``OffloadError`` if the store is in use or for another model.
+        ``block_bytes`` and ``layers`` describe the worker's KV tensors. Raises ``OffloadError`` if the store
+        is in use or for another model.
         """
         if self.disk is None:
             return None, None
@@ -256,7 +256,7 @@ class KVTransferSettings(KVConnectorSettings):
     limits: TransferLimits
     rates: LinkRates
     fs_layout: VllmFsLayout | None
-    """Layout of vLLM's folder, if the store has that layout."""
+    """Layout of vLLM's folder if the store has that layout; otherwise ``None``."""
     longest_blocks: int
     """Number of Full Blocks of the longest prompt that the engine accepts."""
     role: str | None
@@ -317,12 +317,12 @@ class KVTransferSettings(KVConnectorSettings):
 
     @property
     def buffers_short_bytes(self) -> int:
-        """Value of ``buffer_bytes`` that the longest prompt needs; 0 if the buffers are large enough."""
+        """The ``buffer_bytes`` that the longest prompt needs; 0 if the buffers are large enough."""
         short = self.limits.slots < self.longest_blocks
         return self.longest_blocks * self.identity.block_bytes if short else 0
 
     def open_store(self) -> BlockStore:
-        """Open the store. Raises ``OffloadError`` if it is in use or for another model."""
+        """Open and return the store. Raises ``OffloadError`` if it is in use or for another model."""
         if self.fs_layout is not None:
             return VllmFsStore(self.store, self.identity, self.fs_layout)
         return SharedStore.open(
@@ -348,10 +348,10 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
 
 
 def _all_ranks_block_bytes(vllm_config: VllmConfig, identity: KvIdentity) -> int:
-    """Return the bytes of one block of all workers, the same number on each of them.
+    """Return the size in bytes of one block over all workers. Every worker returns the same number.
 
-    Tensor-parallel workers have equal parts. Stages of a pipeline have different numbers of layers, and each
-    knows its own only: the model's number of layers is taken then.
+    Tensor-parallel workers have equal parts. A pipeline stage knows only its own number of layers, and stages
+    differ, so the model's number of layers is used.
     """
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size == 1:
@@ -373,8 +373,8 @@ def _check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
         raise SettingsError(f"{workers} workers share this model; transfers support engines with one worker")
     _check_adapters(vllm_config, "transfers do")
     if vllm_config.scheduler_config.async_scheduling:
-        # A layer that fails to arrive would be known only after the next step was planned on top of it, and
-        # vLLM takes back only the step that loads.
+        # The failed load of a layer would be known only after the next step was planned, and vLLM takes back
+        # only the step that loads.
         raise SettingsError(
             "steps are scheduled ahead of each other; transfers need one at a time: --no-async-scheduling"
         )
@@ -393,8 +393,8 @@ def _check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
 
 
 def _check_adapters(vllm_config: VllmConfig, what: str) -> None:
-    """Raise ``SettingsError`` for an engine with adapters if its KV outlives the engine or is shared;
-    ``what`` names that use."""
+    """Raise ``SettingsError`` if LoRA adapters are enabled. Call it for KV that is shared or outlives the
+    engine; ``what`` names that use in the error."""
     if vllm_config.lora_config is not None:
         # The block hashes contain an adapter's name, not its weights: another engine may have other weights.
         raise SettingsError(
@@ -412,8 +412,8 @@ def _check_hash_seed() -> None:
 
 
 def _check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
-    """Compare a size with the machine's memory; the simulator's engines have no tensors and are not
-    checked."""
+    """Raise ``SettingsError`` if a size exceeds the machine's memory. Engines without tensors, as in the
+    simulator, are not checked."""
     memory = read_memory()
     if has_tensors and given_bytes > memory.total_bytes:
         raise SettingsError(
@@ -422,7 +422,7 @@ def _check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
 
 
 def _partial_retention(spec: KVCacheSpec) -> str:
-    """Description of the tokens whose KV a layer keeps; empty if it keeps all."""
+    """Return a description of the tokens that a layer keeps KV of; empty if these are all tokens."""
     from .compat import FullAttentionSpec, MLAAttentionSpec
 
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
@@ -437,7 +437,8 @@ def _partial_retention(spec: KVCacheSpec) -> str:
 def _identity(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full: int, *, sure: bool = True
 ) -> KvIdentity:
-    """The identity of blocks of ``per_full`` engine blocks; ``sure`` as for ``model_identity``."""
+    """Return the identity of stored blocks that are ``per_full`` engine blocks long. ``sure`` is as in
+    ``model_identity``."""
     group = kv_cache_config.kv_cache_groups[0]
     spec, layers = group.kv_cache_spec, len(group.layer_names)
     # The simulator has no tensors, but its spec has their size.
@@ -455,7 +456,7 @@ def _identity(
 
 
 def _fs_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full: int) -> VllmFsLayout:
-    """The layout of vLLM's fs tier for this engine with ``blocks_per_chunk`` of ``per_full``."""
+    """Return the layout that vLLM's fs tier uses for this engine, with ``per_full`` blocks per file."""
     from .compat import build_offloading_config
 
     config = build_offloading_config(vllm_config, kv_cache_config)

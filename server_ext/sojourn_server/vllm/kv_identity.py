@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def model_identity(vllm_config: VllmConfig, *, sure: bool = True) -> str:
-    """Return the identity of weights, shape and load format; for random weights also the seed.
+    """Return a text that identifies the model's weights, shape and load format (and seed, if random).
 
-    ``sure`` is for KV that outlives the engine or is shared: raises ``SettingsError`` if other weights could
-    have the same identity.
+    With ``sure``, it raises ``SettingsError`` if other weights could have the same identity. KV that is
+    shared or outlives the engine needs this.
     """
     model = vllm_config.model_config
     shape = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()[:16]
@@ -47,7 +47,7 @@ def _weights_identity(vllm_config: VllmConfig) -> str:
         raise UnknownWeights(
             f"the weights at {model.model_weights} may change; expected the path of a copy on a disk"
         )
-    # A download by another process after the start is not what this process has read.
+    # Another process may have downloaded other weights since. This process has not read those.
     cache = None if envs.VLLM_USE_MODELSCOPE else Path(folder or constants.HF_HUB_CACHE)
     since_s = psutil.Process().create_time()
     return weights_fingerprint(model.model, model.revision, cache=cache, since_s=since_s)
@@ -57,7 +57,7 @@ def dtype_identity(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
     """Return the cache's data type, and on CPUs its packing, as ``torch.bfloat16/amx``.
 
     vLLM's CPU attention packs a block for the processor's instructions: the same bytes are different KV on
-    another kind of processor. ``spec`` is that of the only group.
+    another kind of processor. ``spec`` is the spec of the only KV cache group.
     """
     cache = vllm_config.cache_config
     dtype = str(cache.cache_dtype if cache.cache_dtype != "auto" else vllm_config.model_config.dtype)
@@ -66,7 +66,7 @@ def dtype_identity(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
 
 
 def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
-    """Return the specs of a group's layers if they differ in size, otherwise the group's own."""
+    """Return the specs of a group's layers if they differ in size, otherwise the group's own spec."""
     return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
 
 
@@ -92,6 +92,6 @@ def _cpu_packing(vllm_config: VllmConfig, spec: KVCacheSpec) -> str | None:
 
 
 def hash_identity(vllm_config: VllmConfig, block_tokens: int) -> str:
-    """Return all settings that block hashes depend on."""
+    """Return a text with all settings that block hashes depend on."""
     algorithm, seed = vllm_config.cache_config.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
     return f"{algorithm}/seed={seed}/{block_tokens}"

@@ -1,7 +1,7 @@
-"""The KV connector for host memory and disk.
+"""vLLM KV connector that saves KV blocks to host memory and disk.
 
-Sojourn's scheduler tells the planner which blocks the device evicts. With vLLM's own scheduler the connector
-saves and finds no blocks.
+It needs sojourn's scheduler, which tells the planner which blocks the device evicts. With vLLM's own
+scheduler the connector saves and finds no blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.sojourn")
 
 
 class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
-    """Host memory and disk below one engine's device."""
+    """KV connector that saves one engine's KV blocks to host memory and disk, and loads them back."""
 
     settings: KVOffloadSettings
     _worker: OffloadWorker | None
@@ -39,53 +39,53 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self.settings = KVOffloadSettings.read(vllm_config, kv_cache_config)
         self._block_size = self.settings.block_tokens
         self._answered: set[str] = set()
-        """Worker side: requests whose loads have ended and have not been reported."""
+        """Worker side: requests with an ended load that is not reported yet."""
         self._not_filled: set[int] = set()
-        """Worker side: their blocks that were not filled."""
+        """Worker side: device blocks that loads of the requests in ``_answered`` did not fill."""
         if role is KVConnectorRole.SCHEDULER:
             self.planner = OffloadPlanner(self.settings.limits())
             self._rank_results = RankResults(self.settings.ranks)
             self._load_errors: set[int] = set()
-            """Blocks of running loads that a worker could not fill. Another worker may still be loading."""
+            """Blocks that at least one worker could not fill. Other workers may still load their parts."""
             self.traffic = OffloadStats()
             self.off = False
             """Whether the connector is off: it saves and finds no more blocks."""
             self.off_because: str | None = None
             self.clock = time.monotonic
             self._ordered: dict[str, list[int]] = {}
-            """Blocks that the step being planned must fill, by request."""
+            """Request → device blocks that the step being planned must fill."""
             self._waiting: set[str] = set()
-            """Requests of this engine whose loads have not been answered."""
+            """Unfinished requests with a load that has no result yet."""
             self._cancelled: set[str] = set()
-            """Requests whose loads were cancelled and have not been answered."""
+            """Requests with a cancelled load that has no result yet."""
             self.loaded_tokens: dict[str, int] = {}
-            """Tokens that have arrived from host memory, by request that has not been admitted since."""
+            """Request → number of tokens that its load has brought. Removed when the request is admitted."""
 
-    # -- beside the scheduler -----------------------------------------------------
+    # -- planner side -------------------------------------------------------------
 
     def _is_off(self) -> bool:
         return self.off
 
     def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
         if request.request_id in self._cancelled:
-            return None, None  # the answer would be taken for the new load's
+            return None, None  # the cancelled load's result would be taken for that of the new load
         first = computed // self._block_size
         # At least one token is computed, for its logits.
         keys = request.block_hashes[first : (request.num_tokens - 1) // self._block_size]
         found = self.planner.lookup(request.request_id, keys, self.clock())
         if found is None:
             return None, None
-        # vLLM takes no promise of no tokens.
+        # vLLM does not accept an asynchronous load of zero tokens.
         return found * self._block_size, MatchedTokens(computed, is_async=found > 0, keys=keys[:found])
 
     def _allocated(
         self, request: Request, block_ids: list[int], match: MatchedTokens, external_tokens: int
     ) -> None:
-        # Called twice for a request that loads: again with no external tokens when it is admitted.
+        # For a request that loads, vLLM calls this again at its admission, with no external tokens.
         first, count = match.computed // self._block_size, external_tokens // self._block_size
         filled = block_ids[first : first + count]
         if count:
-            self._reject_fill(request, filled, match)  # unless the next line orders it
+            self._reject_fill(request, filled, match)  # rejected unless the next line orders the load
         self.planner.load(request.request_id, match.keys[:count], filled)
 
     def _reject_fill(self, request: Request, block_ids: list[int], match: MatchedTokens) -> None:
@@ -98,17 +98,19 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             jobs = self.planner.take_jobs(spill=not self.off)
         except Exception as error:
             self.failed(error)
-            jobs = OffloadJobs(settles=True)  # it may have been asked for
+            jobs = OffloadJobs(settles=True)  # a load may have been cancelled
         for request_id in jobs.loads.keys() - ordered.keys():
-            del jobs.loads[request_id]  # of a step whose planning failed: its blocks may be another's now
-        # A request that no job loads for would wait for ever.
+            # From a step whose planning failed: another request may have these blocks now.
+            del jobs.loads[request_id]
+        # Without a rejection, a request that no job loads for would wait for ever.
         return StepOrders(
             jobs, {request_id: ids for request_id, ids in ordered.items() if request_id not in jobs.loads}
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """The results of earlier orders: loads first, which vLLM may repeat in the next step."""
-        if connector_output.invalid_block_ids:  # vLLM may repeat those of loads that have ended
+        """Handle the results of earlier jobs: first ended loads, because vLLM may repeat them in the next
+        step."""
+        if connector_output.invalid_block_ids:  # vLLM may repeat block ids of loads that have ended
             self._load_errors |= connector_output.invalid_block_ids & self.planner.loading_blocks()
         for request_id in connector_output.finished_recving or ():
             self._attempt(self._take_loaded, request_id)
@@ -123,8 +125,10 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
                 self.loaded_tokens[request_id] = arrived * self._block_size
 
     def cancel_load(self, request_id: str) -> None:
-        """The request's blocks are free from now on, although they may still be written until the next step
-        begins. Its tokens count as not loaded."""
+        """Cancel the request's load. Its tokens count as not loaded.
+
+        The blocks are free at once, although the worker may still write to them until the next step begins.
+        """
         unanswered = request_id in self._waiting
         self._waiting.discard(request_id)
         self.loaded_tokens.pop(request_id, None)
@@ -132,7 +136,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self._cancelled.add(request_id)
 
     def drop_cancelled(self, output: KVConnectorOutput) -> None:
-        """Take the answers of cancelled loads out of ``output``: vLLM does not expect them."""
+        """Remove the results of cancelled loads from ``output``, because vLLM does not expect them."""
         if not self._cancelled:
             return
         # Those blocks are others' now. One worker's copy may fail steps before the last worker has answered.
@@ -153,26 +157,27 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self.planner.take_results(combined)
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        # The blocks are free at once: what is worth saving is saved when they are reused, or by order.
-        # An aborted request's load ends as usual; vLLM frees its blocks then.
+        # vLLM frees the blocks at once. Sojourn saves useful content when they are reused, or earlier.
+        # The load of an aborted request ends as usual, and vLLM frees its blocks then.
         self._waiting.discard(request.request_id)
         self.loaded_tokens.pop(request.request_id, None)
         self.planner.abandon(request.request_id)
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Whether jobs wait for a step although no request does."""
+        """Return whether jobs need a step to run, even if no request needs one."""
         return not self.off and self.planner.has_jobs
 
     def reset_cache(self) -> bool:
-        """Forget all KV computed so far."""
+        """Forget all KV computed so far. Return true."""
         self._attempt(self.planner.forget)
         return True
 
     def turn_off(self, why: str) -> None:
-        """Save and find no more blocks: evictions are not reported, or the reports cannot be trusted.
+        """Turn the connector off: it saves and finds no more blocks.
 
-        A request that waits still loads what was found for it: that was correct.
+        Call it when evictions are no longer reported, or the reports cannot be trusted. A waiting request
+        still loads the blocks found for it earlier, because they are correct. ``why`` is for the log.
         """
         if not self.off:
             self.off, self.off_because = True, why
@@ -181,7 +186,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     def _disable(self, error: Exception) -> None:
         self.turn_off(f"an error of ours, {type(error).__name__}")
 
-    # -- beside the model -------------------------------------------------------------
+    # -- worker side ------------------------------------------------------------------
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> OffloadWorker:
         from ..kv_offload.offload_worker import OffloadWorker
@@ -218,7 +223,10 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self._not_filled.update(block_ids)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose loads have ended. vLLM asks for the blocks that were not filled next."""
+        """Return ``None`` and the requests whose loads have ended.
+
+        vLLM then asks for the blocks that were not filled.
+        """
         answered, self._answered = self._answered, set()
         if self._worker is not None:
             loaded, not_filled = self._worker.take_loaded()
@@ -227,13 +235,13 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return None, answered or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that were not filled, of the requests that ``get_finished`` has just named."""
+        """Return the blocks that were not filled, of the requests that ``get_finished`` just returned."""
         not_filled, self._not_filled = self._not_filled, set()
         return not_filled
 
 
 def open_device_backend(kv_caches: dict[str, torch.Tensor], blocks: int, slots: int) -> DeviceBackend:
-    """Make the backend for the device that has the KV tensors, with ``slots`` blocks of host memory.
+    """Return a backend that copies between the KV tensors' device and ``slots`` blocks of host memory.
 
     Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and ``RuntimeError`` if
     CUDA cannot pin the host memory.
@@ -258,7 +266,7 @@ def open_device_backend(kv_caches: dict[str, torch.Tensor], blocks: int, slots: 
 
 
 def copy_wait_s(output: KVConnectorOutput) -> float:
-    """Seconds for which a step's forward pass waited for copies from host memory."""
+    """Return the seconds that a step's forward pass waited for copies: the maximum over the workers."""
     report = output.kv_connector_worker_meta
     results = report.of_all if isinstance(report, StepReport) else []
     return max((each.waited_s for each in results if isinstance(each, OffloadResults)), default=0.0)

@@ -1,7 +1,7 @@
-"""The KV connector for storage and other engines (DualPath §4).
+"""vLLM KV connector that transfers KV to and from a shared store and other engines (DualPath §4).
 
-One class serves prefill and decode engines: a request's ``kv_transfer_params`` select its transfers
-(``kv_transfer.transfer_request``). The connector works with vLLM's own scheduler too.
+Prefill and decode engines use the same class. A request's ``kv_transfer_params`` select its transfers
+(``kv_transfer.transfer_request``). The connector also works with vLLM's own scheduler.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ logger = logging.getLogger("vllm.sojourn")
 GIB = 1 << 30
 
 CLOSE_S = 10.0
-"""Seconds within which a transfer manager must have closed."""
+"""Maximum seconds that ``shutdown`` waits for the transfer manager to close."""
 
 COMPLETED_STATUSES = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-"""Final statuses of requests with an answer."""
+"""Final statuses of requests that completed their output."""
 
 
 @dataclass
 class KVTransferStats(KVConnectorStats):
-    """Seconds for which steps waited for KV, as vLLM logs them: "KV Transfer metrics: waited_s=…"."""
+    """Seconds that steps waited for KV. vLLM logs them as "KV Transfer metrics: waited_s=…"."""
 
     data: dict[str, float] = field(default_factory=dict)
     """The fields of ``TransferStepTimes``, by name."""
@@ -51,13 +51,13 @@ class KVTransferStats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """These statistics with the other's sums added."""
+        """Add the other's sums to this object and return it."""
         for name, seconds in other.data.items():
             self.data[name] = self.data.get(name, 0.0) + seconds
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The sums for a line of vLLM's log."""
+        """Return the rounded sums for a line of vLLM's log."""
         return {name: round(seconds, 4) for name, seconds in self.data.items()}
 
     def is_empty(self) -> bool:
@@ -86,9 +86,9 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """Whether the connector is off after a reset of the cache: no more look-ups."""
         self._stop_sent = False
         self._pool: BlockPool | None = None
-        """vLLM's block pool, if a reset of the pool alone turns the connector off."""
+        """vLLM's block pool; set only if a reset of the pool alone must turn the connector off."""
         self._cached: object = None
-        """The pool's hash table at the start: vLLM replaces it at a reset."""
+        """The pool's hash table at the start. vLLM replaces it at a reset, so a change shows a reset."""
         if role is KVConnectorRole.SCHEDULER:
             self.planner = TransferPlanner(
                 block_tokens=self.settings.block_tokens,
@@ -99,14 +99,14 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """True: layers are loaded and sent one by one, and a full CUDA graph cannot wait for a layer."""
+        """Return true: layers are loaded and sent one by one, and a full CUDA graph cannot wait for one."""
         return True
 
-    # -- beside the scheduler -----------------------------------------------------
+    # -- planner side -------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Store the scheduler's pool, to notice its resets: vLLM does not tell connectors of a reset of the
-        pool alone."""
+        """Keep vLLM's block pool to detect its resets. vLLM does not report a reset of the pool alone to
+        connectors."""
         if not self.settings.keep_on_reset:
             self._pool, self._cached = gpu_block_pool, gpu_block_pool.cached_block_hash_to_block
 
@@ -145,7 +145,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             if request_id in self._requests
         ]
         if step and state is not None:
-            # A request's block ids are long: the planner reads them only where there is something to save.
+            # A request's list of block ids is long. The planner reads it only if there is KV to save.
             self.planner.scheduled(step, lambda request_id: state.resolve_block_ids(request_id)[0])
 
     def _take_results(self, results: list[TransferResults]) -> None:
@@ -158,12 +158,15 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return self.planner.finished(request.request_id, completed, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Whether jobs wait for a step although no request does."""
+        """Return whether jobs need a step to run, even if no request needs one."""
         return self.planner.has_jobs or (self._is_off() and not self._stop_sent)
 
     def reset_cache(self) -> bool:
-        """Turn the connector off: the weights may have changed, so neither this engine nor others may use KV
-        that it computes from now on. The store also belongs to other engines, and is kept."""
+        """Turn the connector off, because a reset may mean new weights. Return true.
+
+        From now on this engine neither shares its KV nor uses shared KV. The store is kept, because it also
+        belongs to other engines.
+        """
         self._turn_off()
         return True
 
@@ -188,7 +191,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._attempt(self.planner.abandon)
 
     def _final_orders(self) -> StepOrders[TransferJobs]:
-        """Jobs that only release resources and fill blocks that were already promised."""
+        """Return the last jobs: they release resources and fill blocks that were already promised."""
         jobs = self.planner.take_jobs()
         jobs.wants, jobs.fetches, jobs.expects = [], [], []
         jobs.pushes, jobs.saves = [], []
@@ -198,7 +201,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     def _disable(self, error: Exception) -> None:
         self.planner.abandon()
 
-    # -- beside the model -------------------------------------------------------------
+    # -- worker side ------------------------------------------------------------------
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> TransferWorker:
         from ..kv_offload.cpu_device_backend import KvBlockArrays, block_rows
@@ -257,32 +260,32 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self._worker.begin_step(orders.jobs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """The forward pass has reached a layer: wait until its KV is loaded."""
+        """Wait until a layer's KV is loaded. vLLM calls this when the forward pass reaches the layer."""
         if self._worker is not None:
             self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Handle a layer that the forward pass has computed."""
+        """Send a computed layer to the peers that wait for it. vLLM calls this after each layer."""
         if self._worker is not None:
             self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Handle the end of the forward pass, or of a step without one."""
+        """End the step's transfers, after the forward pass or in a step without one."""
         if self._worker is not None:
             self._worker.end_step()
             if self._traffic is not None and not self._warned_context_too_large:
                 self._warn_context_too_large(self._traffic.core.ctx.counts["too_large"])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose blocks need not be kept any more, and requests whose KV has arrived."""
+        """Return the requests whose blocks are no longer needed, and the requests whose KV has arrived."""
         if self._worker is None:
             return None, None
         return self._worker.take_sent(), self._worker.take_received()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that were not filled."""
+        """Return the blocks that were not filled."""
         return self._worker.take_not_filled() if self._worker is not None else set()
 
     def get_kv_connector_stats(self) -> KVTransferStats | None:
@@ -303,11 +306,11 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTransferStats:
-        """The statistics of another process."""
+        """Return the statistics with ``data`` from another process."""
         return KVTransferStats(data=data or {})
 
     def status(self) -> dict[str, Any] | None:
-        """Status of the transfer manager; ``None`` before its start and after its end."""
+        """Return the transfer manager's status; ``None`` before it starts and after it ends."""
         from ..kv_transfer.transfer_stats import transfer_manager_stats
 
         traffic, worker = self._traffic, self._worker
@@ -317,7 +320,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return {**told, "addresses": [reachable_address(address) for address in told["addresses"]]}
 
     def stats_address(self) -> str | None:
-        """Address at which other local processes get ``status``; ``None``: no socket could be opened."""
+        """Return the address at which other local processes get ``status``; ``None`` if no socket could be
+        opened. The first call starts the server."""
         from ..kv_transfer.transfer_stats import StatsServer
 
         if self._stats_server is None:
@@ -331,7 +335,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return self._stats_server.address
 
     def shutdown(self) -> None:
-        """Close the worker."""
+        """Close the worker, the transfer manager, the store and the status server."""
         if self._stats_server is not None:
             self._stats_server.close()
         super().shutdown()

@@ -1,9 +1,9 @@
 """What an engine of a prefill/decode pair reports to a gateway: role, address for peers, and link status.
 
-The transfer manager runs in the worker's process; HTTP requests are answered in the scheduler's. So the
-scheduler asks the worker on demand, between two steps; no data are collected while no client asks. A worker
-in another process is asked through vLLM once, then at its own socket (``transfer_stats``). Messages sent with
-steps would not be enough: an engine that only reads for others takes no steps.
+The transfer manager runs in the worker's process, but the scheduler's process answers HTTP requests. The
+scheduler therefore asks the worker when a client asks, between two steps. It asks a worker in another process
+through vLLM once, and then at the worker's own socket (``transfer_stats``). Reports sent with steps would not
+be enough, because an engine that only reads for others runs no steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WILDCARDS = ("0.0.0.0", "[::]", "::")
 
 
 class KVTransferMember:
-    """The connector's status on the planner side: the ``KVTransferStatus`` of the HTTP service."""
+    """Reports the status of an engine in a pair to the HTTP service, as a ``KVTransferStatus``."""
 
     def __init__(self, settings: KVTransferSettings, requests: Counter[str]) -> None:
         """``requests``: the planner's counts of this engine's requests."""
@@ -47,7 +47,7 @@ class KVTransferMember:
         self.is_over = False
         """Whether the engine has left the pair."""
         self.alone: StockEngineService | None = None
-        """The service that answers if the scheduler is vLLM's own; made at the first request."""
+        """The service that answers calls if the scheduler is vLLM's own. The first call makes it."""
 
     def ask(self, executor: Any) -> None:
         """Refresh the worker's status. If the worker does not answer, the last status stays."""
@@ -70,8 +70,8 @@ class KVTransferMember:
             self._stats_address = status.get("teller") if status is not None else None
 
     def capabilities(self) -> dict[str, Any] | None:
-        """What the engine offers to a pair; ``None``: the worker has not reported yet, or the engine has no
-        role in a pair."""
+        """Return what the engine offers to a pair; ``None`` if the worker has not reported yet, or if the
+        engine has no role in a pair or has left it."""
         settings, status = self._settings, self._status
         if status is None or settings.role is None or self.is_over:
             return None
@@ -87,7 +87,8 @@ class KVTransferMember:
         }
 
     def stats(self) -> dict[str, Any] | None:
-        """The worker's statistics; ``None``: it has not reported yet."""
+        """Return the worker's statistics and the request counts; ``None`` if the worker has not reported
+        yet."""
         if self._status is None:
             return None
         numbers = {name: status for name, status in self._status.items() if name not in NON_NUMERIC_KEYS}
@@ -103,10 +104,10 @@ class StatusSource(Protocol):
 
 
 def worker_status(worker: Any, requesting_process: int) -> dict[str, Any] | None:
-    """The worker's status. Runs in the worker's process, in the thread of its steps.
+    """Return the worker's status; ``None`` without transfers. Runs in the worker's process, between steps.
 
-    If ``requesting_process`` is another process, the answer includes the address at which it can ask next
-    time.
+    ``requesting_process``: process id of the caller. If it is another process, the status includes the
+    address at which the caller can ask next time.
     """
     from .compat import get_kv_transfer_group, has_kv_transfer_group
 
@@ -120,7 +121,7 @@ def worker_status(worker: Any, requesting_process: int) -> dict[str, Any] | None
 
 
 def reachable_address(address: str) -> str:
-    """An address of this engine that peers can dial: a wildcard is replaced by the machine's own host."""
+    """Return the address with a host that peers can dial: the machine's own host replaces a wildcard."""
     scheme, _, rest = address.partition(":")
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or host not in WILDCARDS:

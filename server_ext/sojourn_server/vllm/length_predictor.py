@@ -1,5 +1,5 @@
-"""Predicts output lengths from hidden states: passes them to the trainer, and predictions to the
-``ProgramScheduler``."""
+"""Predicts output lengths from hidden states. Hidden states go to a background trainer, and its predictions
+go to the ``ProgramScheduler``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.sojourn")
 
 _COMPLETE_STATUSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-"""End states of complete outputs, whose length is learned."""
+"""Final statuses of requests with a complete output. Only these output lengths are learned."""
 
 
 class LengthPredictor:
-    """The length predictor of one engine. Raises ``WeightsError`` if ``network_file`` is of another model."""
+    """Predicts the output lengths of one engine's requests from hidden states.
+
+    Raises ``WeightsError`` if ``network_file`` belongs to another model.
+    """
 
     def __init__(
         self,
@@ -46,10 +49,10 @@ class LengthPredictor:
         )
 
     def observe(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
-        """Handle the rows of a ``planned`` step, before the scheduler handles its tokens.
+        """Pass a step's hidden states to the trainer. Call it before the scheduler handles the step's tokens.
 
-        The next step may be planned already, so the step's own computed tokens are used, not the requests'
-        present ones.
+        ``planned`` is vLLM's plan of this step. Token counts come from it, because the requests' own counts
+        may already include the next step.
         """
         computed = computed_tokens_after(planned)
         seen, places = [], []
@@ -64,7 +67,7 @@ class LengthPredictor:
             self._background.see(seen, states)
 
     def request_ended(self, request: Request) -> None:
-        """Forget a request that has left the engine; learn its length if its output is complete."""
+        """Forget a finished request. Learn its output length if the output is complete."""
         whole = request.status in _COMPLETE_STATUSES and request.num_output_tokens > 0
         self._background.ended(request.request_id, request.num_output_tokens if whole else None)
 
@@ -77,7 +80,7 @@ class LengthPredictor:
                 self._handle(OutputLengthPredicted(request_id, guess.at_tokens, guess.remaining, most), now)
 
     def state(self) -> dict[str, float | None]:
-        """Return the state of the trainer."""
+        """Return the trainer's counters and losses by name."""
         return self._background.state()
 
     def stop(self) -> None:
@@ -111,11 +114,11 @@ def are_read(config: VllmConfig) -> bool:
 
 
 def _rank_file(network_file: str, rank: int | None) -> Path:
-    """Return the file of one data-parallel engine."""
+    """Return the network file of one engine. A data-parallel engine appends ``.rank`` and its rank."""
     return Path(network_file if rank is None else f"{network_file}.rank{rank}")
 
 
 def model_name(model: str) -> str:
-    """Return the name that a network file records: for a folder its basename and a digest of its weights."""
+    """Return the model name that a network file records. For a folder: its basename and a weights digest."""
     folder = Path(model)
     return f"{folder.resolve().name} {weights_digest(folder)}" if folder.is_dir() else model

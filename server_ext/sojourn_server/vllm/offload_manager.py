@@ -1,5 +1,7 @@
-"""Host memory and disk of one engine: saves blocks before their reuse, moves placed programs, loads blocks
-back."""
+"""Moves KV blocks of one engine between device, host memory and disk.
+
+It saves blocks before the device reuses them, moves programs between tiers, and loads blocks back.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,16 @@ from .free_block_queue import ProgramFreeBlockQueue
 from .kv_offload_connector import SojournConnector
 
 STORE_AHEAD_STEPS = 2
-"""Number of steps of maximum size for which blocks are stored in advance."""
+"""Number of steps of maximum size for which blocks are copied to host memory in advance."""
 STORE_AHEAD_DEVICE_SHARE = 0.25
-"""Maximum share of the device's blocks that is stored in advance."""
+"""Maximum share of the device's blocks that is copied to host memory in advance."""
 STORE_AHEAD_HOST_SHARE = 0.125
-"""Maximum share of host memory for blocks stored in advance: a copy that host memory drops before the device
-reuses the block is wasted."""
+"""Maximum share of host memory for copies made in advance. With a larger share, host memory would drop copies
+before the device reuses their blocks."""
 MAX_RECOMPUTE_KEYS = 1 << 16
-"""Maximum number of remembered keys of blocks that need not be saved."""
+"""Maximum number of remembered keys of blocks that are recomputed instead of saved."""
 STORE_AHEAD_REFILL_SHARE = 0.25
-"""Share of the blocks stored in advance that must have been reused before more are stored."""
+"""More blocks are copied in advance after the device has reused this share of the blocks copied before."""
 
 _PLAIN = RetentionRank.PLAIN  # a local name: reading an enum member for each block is slow
 
@@ -55,7 +57,7 @@ T = TypeVar("T")
 def _turns_off(
     method: Callable[Concatenate[OffloadManager, P], None],
 ) -> Callable[Concatenate[OffloadManager, P], None]:
-    """Wrap a method of ``OffloadManager``: an error in it turns the tiers off."""
+    """Wrap a method of ``OffloadManager`` so that an error in it turns host memory and disk off."""
 
     @wraps(method)
     def guarded(self: OffloadManager, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -65,7 +67,10 @@ def _turns_off(
 
 
 class OffloadManager:
-    """Moves KV between the device and the tiers below it. An error turns these tiers off, not the engine."""
+    """Moves KV blocks between the device and the lower tiers (host memory and disk).
+
+    An error turns the lower tiers off. The engine continues.
+    """
 
     def __init__(self, connector: SojournConnector, program_scheduler: ProgramScheduler) -> None:
         self._connector = connector
@@ -74,11 +79,11 @@ class OffloadManager:
         self._recompute_keys: dict[BlockKey, None] = {}
         """Blocks of preempted requests that are faster to recompute than to copy, oldest first."""
         self._preempted_contexts: dict[ProgramId, list[Sequence[BlockKey]]] = {}
-        """Program → keys that each of its preempted requests will load."""
+        """Program → one list of block keys for each of its preempted requests, which will load them."""
         self._wanted: Counter[BlockKey] = Counter()
         """Key → number of occurrences in ``_preempted_contexts``."""
         self._coming: set[ProgramId] = set()
-        """Programs that are placed on the device and not yet admitted."""
+        """Programs that placement has moved to the device and that have no admitted request yet."""
         pool = program_scheduler.pool
         most_taken = STORE_AHEAD_STEPS * -(-pool.step_tokens // pool.block_size)
         self._store_ahead_blocks = min(
@@ -86,16 +91,16 @@ class OffloadManager:
             int(STORE_AHEAD_DEVICE_SHARE * pool.blocks),
             int(STORE_AHEAD_HOST_SHARE * pool.host_blocks),
         )
-        """Number of blocks, next in eviction order, that are stored in advance."""
+        """Number of blocks copied in advance: the ones that are next in eviction order."""
         self._taken = self._store_ahead_blocks
-        """Number of blocks reused since blocks were last stored in advance."""
+        """Number of blocks that the device has reused since the last copies in advance."""
         self._under_pressure = False
-        """Whether the device has evicted a cached block or a program was moved to a lower tier: only then are
-        spare copies useful."""
+        """Whether the device has evicted a cached block, or a program has moved to a lower tier. Before that,
+        finished turns are not copied."""
 
     @_turns_off
     def save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
-        """Save blocks that are about to be reused. The first call enables spare copies."""
+        """Copy cached blocks to host memory before the device reuses them. Cold blocks also go to disk."""
         ranks: dict[ProgramId | None, RetentionRank] = {}
         planner, cold = self._connector.planner, RetentionRank.COLD
         self._taken += len(blocks)
@@ -103,7 +108,7 @@ class OffloadManager:
             if block.block_hash is not None:
                 self._under_pressure = True
                 key = block_content_hash(block)
-                # A copy in host memory may still be under way; then its block must wait.
+                # A copy to host memory may still be running: ``planner.evicted`` then makes the step wait.
                 if key in self._recompute_keys and planner.host.get(key) is None:
                     del self._recompute_keys[key]
                     continue
@@ -113,7 +118,7 @@ class OffloadManager:
 
     @_turns_off
     def store_ahead(self, queue: ProgramFreeBlockQueue) -> None:
-        """Copy the blocks that will be evicted next, while steps compute. Call before a step is planned."""
+        """Copy the blocks that are next in eviction order, while steps compute. Call it before each step."""
         if self._taken <= STORE_AHEAD_REFILL_SHARE * self._store_ahead_blocks:
             return
         self._taken = 0
@@ -130,14 +135,14 @@ class OffloadManager:
                     rank = self._rank_of(key, block.block_id, queue.owners, ranks)
                     by_rank.setdefault(rank, []).append((key, block.block_id))
         for rank, blocks in by_rank.items():
-            # In the order of the context: eviction takes its end first.
+            # Eviction takes the end of a context first; copies are made in the order of the context.
             planner.store(reversed(blocks), rank.until_written)
             if rank == RetentionRank.COLD:
                 planner.write_to_disk([key for key, _ in reversed(blocks)], rank)
 
     @_turns_off
     def turn_finished(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock]) -> None:
-        """Copy the whole context of a turn that has ended, if there is space."""
+        """Copy the context of a finished turn to host memory, as far as there is unused space."""
         if not self._under_pressure or self._program_scheduler.label(program_id) is BlockLabel.INACTIVE:
             return
         self._connector.planner.store_if_room(
@@ -146,11 +151,11 @@ class OffloadManager:
 
     @_turns_off
     def place(self, program_id: ProgramId, tier: Tier, held: PinnedBlocks) -> None:
-        """Move a program's KV to ``tier``. ``held``: the pinned blocks of the device."""
+        """Move a program's KV to ``tier``. ``held`` finds the program's cached blocks on the device."""
         planner = self._connector.planner
         rank = host_eviction_rank(self._program_scheduler.label(program_id))
         keys = self._program_scheduler.context(program_id)
-        if keys is None:  # the program has ended: its placed keys are known
+        if keys is None:  # the program has ended: use the keys of its last placement
             keys = self._placed.keys_of(program_id)
         before, alike = self._placed.keys_of(program_id), self._placed.alike(program_id, keys)
         if alike < len(before):
@@ -160,7 +165,8 @@ class OffloadManager:
         shared = self._placed.put(program_id, keys, rank)
         if tier is Tier.DEVICE:
             if not self._runs(program_id):
-                # Otherwise programs that leave in the same step replace it in host memory before it is read.
+                # Without this rank, programs that leave the device in the same step would replace these
+                # blocks in host memory before they are read.
                 planner.set_rank(keys, RetentionRank.WANTED)
                 self._coming.add(program_id)
                 # Without blocks on disk the look-up of thousands of keys is skipped.
@@ -173,7 +179,7 @@ class OffloadManager:
             self._placed.forget(program_id)
             return
         if tier is not Tier.WAITING:
-            # Ahead of need: reuse does not wait for a block that is stored already.
+            # Copy now, so that the device need not wait for a copy when it reuses a block.
             blocks = [(block_content_hash(block), block.block_id) for block in held.cached_prefix(keys)]
             planner.store(blocks, rank.until_written)
             self._under_pressure = True
@@ -182,10 +188,10 @@ class OffloadManager:
 
     @_turns_off
     def program_ended(self, program_id: ProgramId, owners: BlockOwners) -> None:
-        """Give spare copies of blocks that only an ended program has used the rank WORTHLESS.
+        """Set host copies of blocks that only this ended program has used to the rank ``WORTHLESS``.
 
-        Call this before the program's owners are removed. For placed programs ``place`` does this for their
-        whole context.
+        Only copies of rank ``SPARE`` change. Call it while the program is still recorded as an owner. For
+        placed programs ``place`` does the same for the whole context.
         """
         if not self._under_pressure:
             return
@@ -195,16 +201,16 @@ class OffloadManager:
             for block_id, block in owners.blocks.get(program_id, {}).items()
             if owner_of[block_id] == program_id and block_id not in common and block.block_hash is not None
         ]
-        # Copies of other ranks stay: a program whose block the device has evicted does not count as an owner.
+        # Copies of other ranks stay. Another program may need them: eviction removed it as an owner.
         # A second device block with the same content is copied again when it is evicted.
         self._connector.planner.set_rank(alone, RetentionRank.WORTHLESS, only=RetentionRank.SPARE)
 
     @_turns_off
     def admitted(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
-        """Lower the ranks of the blocks of a program whose request was admitted.
+        """Lower the ranks of a program's blocks in host memory, after one of its requests was admitted.
 
-        ``hashes`` are those of the request, whose blocks are on the device; empty if the request left without
-        admission.
+        ``hashes``: block hashes of the request, whose blocks the device now has; empty if the request left
+        without admission.
         """
         if program_id not in self._coming:
             return
@@ -218,13 +224,13 @@ class OffloadManager:
         planner.set_rank(keys[:shared], RetentionRank.IDLE, only=RetentionRank.WANTED)
 
     def fetch(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
-        """Load blocks from disk to host memory. Return the number being loaded, and the number that no tier
-        has."""
+        """Start to read blocks from disk into host memory. Return the number of blocks being read, and the
+        number of blocks that neither tier has."""
         found = self._guarded(self._fetch, keys)
         return found if found is not None else (0, len(keys))
 
     def persist(self, keys: Sequence[BlockKey], held: PinnedBlocks) -> dict[str, Any]:
-        """Write a context to disk. Return the answer of ``EngineService``'s operation."""
+        """Write a program's context to disk. Return block counts, or a ``reason`` why nothing is written."""
         connector = self._connector
         if connector.off:
             return {"reason": f"the tiers below the device are off: {connector.off_because}"}
@@ -244,23 +250,26 @@ class OffloadManager:
         }
 
     def loaded_tokens(self, request_id: str) -> int:
-        """Return the tokens that a newly admitted request loaded from host memory or disk; each request
-        once."""
+        """Return how many tokens an admitted request loaded from host memory or disk. A second call for the
+        same request returns 0."""
         return self._connector.loaded_tokens.pop(request_id, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return blocks by tier and state, and under ``moves`` and ``traffic`` the totals of copies, the
-        copies in progress, and the blocks of host memory that a request or a copy pins."""
+        """Return block counts by tier and state, and statistics of copies.
+
+        ``moves`` counts blocks by outcome. ``traffic`` has totals of copies, the number of jobs in progress,
+        and the number of host blocks that a request or a copy pins.
+        """
         planner, traffic = self._connector.planner, self._connector.traffic
         under_way = {"jobs": planner.under_way, "pinned_host_blocks": planner.pinned_host_blocks}
         return {**planner.state(), "traffic": {**traffic.totals(), **under_way}}
 
     def link(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
-        """Return recent copy times: seconds per token to host memory and back, and seconds of the queued
-        copies.
+        """Return recent copy times: seconds per token to host memory, seconds per token back, and seconds
+        that the queued copies take.
 
-        The times are ``None`` before the first copy. The first is ``NO_OFFLOAD_S_PER_TOKEN`` if host memory
-        has no space for ``blocks`` more blocks of a preempted request.
+        A time per token is ``None`` before the first copy in its direction. The first time is
+        ``NO_OFFLOAD_S_PER_TOKEN`` if host memory lacks space for ``blocks`` blocks of preempted requests.
         """
         traffic, settings = self._connector.traffic, self._connector.settings
         token_bytes = settings.block_bytes / settings.block_tokens
@@ -275,13 +284,13 @@ class OffloadManager:
         )
 
     def count_leading_copied(self, keys: Iterable[BlockKey]) -> int:
-        """Return how many of the leading ``keys`` are in host memory or being copied there."""
+        """Return how many of the first ``keys``, up to a gap, are in host memory or being copied there."""
         host = self._connector.planner.host
         return sum(1 for _ in takewhile(lambda key: host.get(key) is not None, keys))
 
     def copy_ahead(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Copy the blocks of a running request that will probably be preempted, in the order of its
-        context."""
+        """Copy blocks of a running request to host memory, because it will probably be preempted. ``blocks``
+        are in the order of its context."""
         self._guarded(
             self._connector.planner.store,
             [(block_content_hash(block), block.block_id) for block in blocks],
@@ -295,7 +304,7 @@ class OffloadManager:
     def skip_saving(
         self, blocks: Iterable[KVCacheBlock], program_id: ProgramId | None, owners: BlockOwners
     ) -> None:
-        """Do not save these blocks of a preempted request, because recomputing them is faster.
+        """Exclude a preempted request's blocks from saving, because recomputing them is faster.
 
         Blocks that other requests use or have used, such as a common prefix, are saved as usual.
         """
@@ -312,9 +321,9 @@ class OffloadManager:
         self._guarded(self._keep_preempted, program_id, [block_content_hash(block) for block in blocks])
 
     def release_preempted(self, program_id: ProgramId | None, hashes: Sequence[BlockKey]) -> None:
-        """End ``keep_preempted`` and ``skip_saving`` for a request that was admitted or has left the engine.
+        """Undo ``keep_preempted`` and ``skip_saving`` for a request that was admitted or has left the engine.
 
-        Empty ``hashes``: end them for all requests of the program.
+        With empty ``hashes``, undo ``keep_preempted`` for all requests of the program.
         """
         if self._recompute_keys:
             for key in hashes:
@@ -332,11 +341,11 @@ class OffloadManager:
         self._connector.reset_cache()
 
     def turn_off(self, why: str) -> None:
-        """Turn the tiers off: no more blocks are saved or found."""
+        """Turn host memory and disk off: no more blocks are saved or found. ``why`` is for the log."""
         self._connector.turn_off(why)
 
     def _room(self) -> int:
-        """Return the number of blocks of preempted requests for which host memory has space."""
+        """Return how many more blocks of preempted requests host memory can take."""
         planner = self._connector.planner
         if self._connector.off:
             return 0
@@ -381,7 +390,8 @@ class OffloadManager:
     def _rank_of(
         self, key: BlockKey, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, RetentionRank]
     ) -> RetentionRank:
-        """Return a block's rank: ``WANTED`` for a preempted request's, else the highest of its owners."""
+        """Return a block's rank: ``WANTED`` if a preempted request will load it, otherwise the highest rank
+        of its owners."""
         if key in self._wanted:
             return RetentionRank.WANTED
         if block_id in owners.orphans:
@@ -400,7 +410,7 @@ class OffloadManager:
         return rank
 
     def _runs(self, program_id: ProgramId) -> bool:
-        """Return whether a request of the program has been admitted, so that it will load nothing."""
+        """Return whether a request of the program has been admitted. The program then loads no more KV."""
         scheduler = self._program_scheduler
         live = map(scheduler.request, scheduler.live_requests(program_id))
         return any(known is not None and known.admitted for known in live)
@@ -425,11 +435,11 @@ class OffloadManager:
             return None
         try:
             return call(*args, **kwargs)
-        except Exception as error:  # fails the tiers, not the engine or the eviction order
+        except Exception as error:  # turns the tiers off, not the engine or the eviction order
             self._connector.failed(error)
             return None
 
 
 def host_eviction_rank(label: BlockLabel) -> RetentionRank:
-    """Return the rank in host memory of a block with this label; see ``RetentionRank.until_written``."""
+    """Return the rank in host memory of a block with this label, once any write to disk is done."""
     return _RANKS[label]

@@ -1,7 +1,8 @@
 """The ``vllm.general_plugins`` entry point: adds ``EngineCore.sojourn_call``, which the API server calls.
 
 vLLM dispatches utility calls by name to ``EngineCore`` (v1/engine/core.py), so one added method is enough and
-nothing is replaced. An engine of a pair answers some operations with vLLM's own scheduler too.
+nothing is replaced. An engine of a prefill/decode pair answers some operations even without sojourn's
+scheduler.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ METHOD = "sojourn_call"
 
 
 def register() -> None:
-    """Add the method. vLLM calls this in every process; a second call does nothing."""
+    """Add ``sojourn_call`` to ``EngineCore``. vLLM calls this in every process. Further calls do nothing."""
     from .compat import EngineCore
 
     if not hasattr(EngineCore, METHOD):
@@ -42,7 +43,10 @@ def _sojourn_call(self: Any, operation: str, payload: str) -> str:
 
 
 def _single_member(scheduler: Any, member: KVTransferMember) -> StockEngineService:
-    """Return the engine's only service, which has the state of its metrics."""
+    """Return the service of a pair's engine that runs vLLM's own scheduler.
+
+    The first call makes it. Later calls return the same object, because it keeps the state of metrics.
+    """
     found: StockEngineService | None = member.alone
     if found is None:
         from ..core.engine_service import StockEngineService

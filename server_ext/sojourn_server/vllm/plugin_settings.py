@@ -55,18 +55,18 @@ class PluginSettings:
     profile_file: str | None = None
     """Path of an engine profile written by ``sojourn profile``."""
     tape_file: str | None = None
-    """File in which all events and decisions are recorded, for replay in the simulator."""
+    """File in which sojourn records all events and decisions, for replay in the simulator."""
     lease_budget_fraction: float = _LIMITS.lease_budget_fraction
     max_hinted_ttl_s: float = _LIMITS.max_hinted_ttl_s
     return_grace_s: float = _LIMITS.return_grace_s
     gate_timeout_s: float = _LIMITS.gate_timeout_s
     """Seconds after which a request is refused with an error if its program is not placed on the device."""
     line_patience_s: float = _LIMITS.line_patience_s
-    """Seconds of waiting after which a request without a program passes later requests and may end any
+    """Seconds after which a waiting request without a program goes before later requests and may end any
     lease."""
     max_programs: int = _LIMITS.max_programs
     compute_quota_s: float = 0.0
-    """Maximum seconds of attention per step, according to the profile; 0: no limit."""
+    """Maximum seconds of attention computation per step, estimated from the profile; 0: no limit."""
     allow_missing_tiers: bool = False
     """Whether a preset that places programs may run without host memory managed by sojourn."""
     strict: bool = False
@@ -98,7 +98,7 @@ class PluginSettings:
         return settings
 
     def preset(self) -> Preset:
-        """Return the preset. Raises ``PresetError`` or ``SettingsError``."""
+        """Return the parsed preset. Raises ``PresetError`` or ``SettingsError``."""
         text, source = self.preset_toml()
         own = None
         if self.policy_file is not None:
@@ -106,7 +106,7 @@ class PluginSettings:
         return parse_preset(text, source=source, own=own)
 
     def preset_toml(self) -> tuple[str, str]:
-        """Return the preset's TOML and its source. Raises ``PresetError`` or ``SettingsError``."""
+        """Return the preset's TOML text and its file name. Raises ``PresetError`` or ``SettingsError``."""
         if self.policy_file is None:
             return preset_text(self.policy), f"{self.policy}.toml"
         path = Path(self.policy_file)
@@ -118,7 +118,7 @@ class PluginSettings:
         return text, str(path)
 
     def profile(self) -> EngineProfile | None:
-        """Return the engine profile, ``None`` without ``profile_file``. Raises ``SettingsError``."""
+        """Return the engine profile; ``None`` without ``profile_file``. Raises ``SettingsError``."""
         if self.profile_file is None:
             return None
         try:
@@ -167,8 +167,8 @@ class PluginSettings:
 def build_program_scheduler(
     settings: PluginSettings, preset: Preset, pool: KVPoolConfig, histories: Histories, rank: int | None
 ) -> ProgramScheduler:
-    """Return the engine's ``ProgramScheduler``; with a ``tape_file``, one that records. ``rank``:
-    data-parallel rank, if any."""
+    """Return the engine's ``ProgramScheduler``. If ``tape_file`` is set, it records its events and decisions.
+    ``rank``: data-parallel rank, if any."""
     from ..core.program_scheduler import ProgramScheduler
 
     profile = settings.profile()
@@ -208,10 +208,10 @@ def check_scheduling(preset: Preset, scheduling_policy: str) -> None:
 
 
 class MissingTiers(msgspec.Struct, frozen=True):
-    """What a preset lacks in an engine whose host memory sojourn does not manage."""
+    """The mechanisms of a preset that are off, because sojourn does not manage the engine's host memory."""
 
     mechanisms: list[str]
-    """Names of its mechanisms that are off."""
+    """Names of the mechanisms."""
     because: str
 
     def __str__(self) -> str:
@@ -219,8 +219,10 @@ class MissingTiers(msgspec.Struct, frozen=True):
 
 
 def missing_tiers(preset: Preset, connector: str | None, *, allowed: bool) -> MissingTiers | None:
-    """Return the mechanisms that are off beside ``connector``, the name in vLLM's ``--kv-transfer-config``
-    (``None``: there is none). Raises ``SettingsError`` for a preset that places programs, unless ``allowed``.
+    """Return the preset's mechanisms that are off with this ``connector``; ``None`` if none is off.
+
+    ``connector``: the name in vLLM's ``--kv-transfer-config``; ``None`` without one. Raises ``SettingsError``
+    if the preset places programs in tiers and mechanisms are off, unless ``allowed``.
     """
     mechanisms = preset.tier_mechanisms()
     if not mechanisms or connector == OFFLOAD_CONNECTOR:

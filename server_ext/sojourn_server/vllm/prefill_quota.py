@@ -1,11 +1,11 @@
-"""The compute quota in vLLM's scheduler: how many tokens of a prompt a step computes (DuetServe, D7).
+"""Limits how many prompt tokens a step of vLLM's scheduler computes, by a compute quota (DuetServe, D7).
 
-``Scheduler.schedule`` sets the tokens of running and waiting requests in ``_reserve_prefill_lookahead``:
-after the look-ups in prefix cache and connector, and before blocks are allocated. The step computes the
-number that this method returns; 0 means "not in this step". The quota wraps the method, and so decides about
-the requests that the scheduler really considers. (A token budget set before the step would have to predict
-admission, hits, loads and preemptions.) With a connector the scheduler still looks at the requests behind a
-cut prompt, so that their loads begin.
+``Scheduler.schedule`` calls ``_reserve_prefill_lookahead`` for each request, after the look-ups in prefix
+cache and connector and before it allocates blocks. The method returns how many tokens the step computes; 0
+means "not in this step". The quota wraps this method, so it decides about exactly the requests that the
+scheduler considers. (A token budget set before the step would have to predict admission, hits, loads and
+preemptions.) With a connector, the scheduler still looks at the requests behind a cut prompt, so that their
+loads begin.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ logger = logging.getLogger("vllm.sojourn")
 class PrefillQuota:
     """Keeps one scheduler's steps within a compute quota.
 
-    ``guarded`` runs a call and returns ``None`` if it fails: the prompt then gets the tokens that vLLM would
-    give.
+    ``guarded`` runs a call and returns ``None`` if it fails. The prompt then gets as many tokens as in vLLM.
     """
 
     def __init__(
@@ -57,7 +56,10 @@ class PrefillQuota:
         program_scheduler: ProgramScheduler,
         guarded: Callable[..., Any],
     ) -> PrefillQuota | None:
-        """Return the quota of the settings, ``None`` without one. Raises ``SettingsError``."""
+        """Install the quota of the settings in the scheduler and return it; ``None`` if they have none.
+
+        Raises ``SettingsError``.
+        """
         costs = settings.attention_costs(chunked=scheduler.scheduler_config.enable_chunked_prefill)
         if costs is None:
             return None
@@ -76,11 +78,11 @@ class PrefillQuota:
         return cls(scheduler, quota, program_scheduler, guarded)
 
     def open_step(self) -> None:
-        """Start a step, before the scheduler plans it."""
+        """Reset the quota for a new step. Call it before the scheduler plans the step."""
         self.step = None
 
     def preempted(self, request: Request) -> None:
-        """Return the tokens of a preempted request to the step's quota."""
+        """Give the step's quota back what a preempted request has taken from it."""
         if self.step is not None:
             self.step.leave(request.request_id)
 
@@ -101,8 +103,8 @@ class PrefillQuota:
             self._recorder.count("sojourn_quota_cuts_total")
 
     def _settle(self, request: Request, computed: int, new: int) -> int:
-        """Return how many of ``new`` tokens after ``computed`` ones the step computes. Replaces vLLM's
-        method."""
+        """Return how many of the request's ``new`` tokens the step computes, after its ``computed`` tokens.
+        This replaces vLLM's ``_reserve_prefill_lookahead``."""
         running = request.status == RequestStatus.RUNNING
         if running and new <= self._decode_tokens and not request.is_prefill_chunk:
             return self._settled(request, computed, new)
@@ -119,12 +121,12 @@ class PrefillQuota:
             request.request_id,
             computed,
             new,
-            # Images may have to be computed whole. More tokens than the prompt has left include speculative
-            # ones, which the engine schedules all or none.
+            # Images may have to be computed whole. Tokens beyond the prompt include speculative tokens, which
+            # the engine schedules all or none.
             chunkable=not request.has_encoder_inputs and computed + new <= request.num_tokens,
         )
         if self.step.closed and self._scheduler.connector is None:
-            # Without loads to begin, looking up the requests behind is wasted.
+            # Without a connector there are no loads to begin, so later requests need no look-up.
             self._scheduler.waiting.fill_step()
         return chunk
 
@@ -133,7 +135,7 @@ class PrefillQuota:
             self.step.take(request.request_id, computed, chunk)
 
     def _decodes_s(self) -> float:
-        """Return the attention seconds of decoding requests. Only steps with a prompt call it."""
+        """Return the seconds of attention that decoding requests take. Called only in steps with a prompt."""
         seconds = self.quota.costs.seconds
         return sum(
             seconds(request.num_computed_tokens, 1 + len(request.spec_token_ids))

@@ -1,7 +1,7 @@
-"""The parts of vLLM's classes that sojourn uses, read from the source of a release without importing it.
+"""Lists the parts of vLLM that sojourn uses (the surface), from a release's source, without importing it.
 
-``release_surfaces.json`` has this surface for each release that sojourn knows. ``sojourn doctor`` compares
-the installed release with the newest of them; ``scripts/vllm_release.py`` checks a wheel and adds a release.
+``release_surfaces.json`` has the surface of each release that sojourn knows. ``sojourn doctor`` compares the
+installed release with the newest one. ``scripts/vllm_release.py`` checks a wheel and adds a release.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     "LRUCachePolicy": ("get",),
     "ReqContext": ("get_state", "set_state"),
 }  # fmt: skip
-"""Class → methods that sojourn calls or wraps. Their parameters matter."""
+"""Class → methods that sojourn calls or wraps. Only their parameters matter."""
 
 READ: Mapping[str, tuple[str, ...]] = {
     "Scheduler": (
@@ -101,7 +101,7 @@ READ: Mapping[str, tuple[str, ...]] = {
 
 
 def directory_source(site_packages: Path) -> ReadSource:
-    """Return a reader of an installed package: ``site_packages`` contains ``vllm``."""
+    """Return a function that reads source files of an installed vLLM. ``site_packages`` contains ``vllm``."""
 
     def read(path: str) -> str | None:
         try:
@@ -113,17 +113,17 @@ def directory_source(site_packages: Path) -> ReadSource:
 
 
 def wheel_source(wheel: Path) -> ReadSource:
-    """Return a reader of a wheel's files. Raises ``zipfile.BadZipFile``."""
+    """Return a function that reads source files in a wheel. Raises ``zipfile.BadZipFile``."""
     archive = ZipFile(wheel)
     names = set(archive.namelist())
     return lambda path: archive.read(path).decode("utf-8") if path in names else None
 
 
 def read_surface(read: ReadSource) -> dict[str, str]:
-    """Return the parts that sojourn uses and the release has: upstream name → description.
+    """Return the release's surface, the parts that sojourn uses: upstream name → description.
 
-    A method's description is its parameters, and for an overridden one a digest of its body. Raises
-    ``SyntaxError`` for a source that this Python cannot parse.
+    Missing parts are left out. A method's description is its parameters; an overridden method's also has a
+    digest of its body. Raises ``SyntaxError`` for a source that this Python cannot parse.
     """
     surface: dict[str, str] = {}
     parse = cache(lambda module: _parse(read, module))
@@ -181,7 +181,7 @@ def _parse(read: ReadSource, module: str) -> ast.Module | None:
 
 
 def _defined(parse: Callable[[str], ast.Module | None], module: str) -> set[str]:
-    """Return the names that a module defines or imports, and those that its ``__getattr__`` may provide."""
+    """Return the names that a module defines or imports, and names that its ``__getattr__`` may provide."""
     names: set[str] = set()
     tree = parse(module)
     for node in ast.walk(tree) if tree is not None else ():

@@ -1,8 +1,8 @@
-"""``--scheduler-cls sojourn_server.vllm.scheduler.make_scheduler``.
+"""vLLM's scheduler with sojourn: ``--scheduler-cls sojourn_server.vllm.scheduler.make_scheduler``.
 
-A factory, not a class: it mixes sojourn into the scheduler that the engine would use without it
-(``AsyncScheduler`` on CUDA, ``Scheduler`` on CPU). The mix-in calls the adapter; an error of sojourn in any
-hook leaves vLLM's behaviour.
+``make_scheduler`` is a factory, not a class. It adds a mix-in to the scheduler class that the engine would
+use without sojourn (``AsyncScheduler`` on CUDA, ``Scheduler`` on CPU). The mix-in calls the
+``SchedulerAdapter``. If sojourn fails in a hook, vLLM's own behaviour remains.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .scheduler_adapter import SchedulerAdapter
 
 
 class UnsupportedModel(RuntimeError):
-    """The model's KV cache has several groups, which is not supported."""
+    """The model's KV cache has several groups, or none. Sojourn supports exactly one."""
 
 
 def _append_refusal(outputs: dict[int, EngineCoreOutputs], request: Request) -> None:
@@ -42,14 +42,14 @@ def _append_refusal(outputs: dict[int, EngineCoreOutputs], request: Request) -> 
 
 
 class SojournMixin:
-    """Reports a vLLM scheduler's events to a ``SchedulerAdapter``. A mix-in, placed before the scheduler
+    """Mix-in that reports a vLLM scheduler's events to a ``SchedulerAdapter``. List it before the scheduler
     class."""
 
     sojourn: SchedulerAdapter
     sojourn_quota: PrefillQuota | None
-    """Set if the settings have a compute quota."""
+    """The prefill quota; ``None`` if the settings have no compute quota."""
     sojourn_clock = staticmethod(time.monotonic)
-    """Monotonic seconds. The simulator replaces it by its virtual clock."""
+    """Clock in monotonic seconds. The simulator replaces it with its virtual clock."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -125,7 +125,7 @@ class SojournMixin:
         super().shutdown()  # type: ignore[misc]
 
     def sojourn_call(self, operation: str, payload: str) -> str:
-        """Answer a call of the API server, which gets any error."""
+        """Answer a call from the API server. Errors are raised and go back to the API server."""
         return self.sojourn.call(operation, payload)
 
 

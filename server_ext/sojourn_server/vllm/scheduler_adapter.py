@@ -76,7 +76,7 @@ _OUTCOMES = {
 
 
 class SchedulerAdapter:
-    """All additions of sojourn to one engine's scheduler."""
+    """Connects one vLLM scheduler to the ``ProgramScheduler``: reports events and carries out actions."""
 
     def __init__(
         self, scheduler: Scheduler, settings: PluginSettings, *, clock: Callable[[], float] = time.monotonic
@@ -87,7 +87,7 @@ class SchedulerAdapter:
         self._actions: list[EngineAction] = []
         """Actions that are not carried out yet, oldest first."""
         self._refused: list[str] = []
-        """Requests that the scheduler refused and that have not been ended yet."""
+        """Ids of requests that the ``ProgramScheduler`` refused and that have not been ended yet."""
         self.failures = 0
         """Number of sojourn's errors that were logged instead of raised."""
         manager = scheduler.kv_cache_manager
@@ -98,7 +98,7 @@ class SchedulerAdapter:
         preset = settings.preset()
         missing = missing_tiers(preset, connector_name(scheduler), allowed=settings.allow_missing_tiers)
         if missing is not None:
-            # Without another connector nothing suggests that there is host memory.
+            # Without a connector the user expects no host memory, so this is no warning.
             level = logging.INFO if scheduler.connector is None else logging.WARNING
             logger.log(level, "sojourn: policy %s: %s", preset.name, missing)
         host_blocks, disk_blocks = offload_capacity_blocks(scheduler)
@@ -186,8 +186,10 @@ class SchedulerAdapter:
     # -- events -----------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Pass an event to the ``ProgramScheduler``. Its actions wait for ``_carry_out``; the answer, if any,
-        is the last action of the returned list."""
+        """Pass an event to the ``ProgramScheduler`` and return the resulting actions.
+
+        The last action is the answer, if the event needs one. ``_carry_out`` carries out the others later.
+        """
         actions = self.program_scheduler.handle(event, now)
         for action in actions:
             if type(action) is EngineAction:
@@ -219,8 +221,8 @@ class SchedulerAdapter:
         try:
             self._open_step()
         finally:
-            # After any failure too: otherwise the fallback could stay removed and leases would never give
-            # way.
+            # Also after a failure: otherwise the fallback could stay removed, and leases would never end
+            # early.
             self._allocation_fallback.prepare_step()
 
     def _open_step(self) -> None:
@@ -256,8 +258,8 @@ class SchedulerAdapter:
         self._eviction.after_step()
 
     def before_results(self, output: SchedulerOutput, waited_s: float = 0.0) -> None:
-        """Record the step's duration, before vLLM handles its results. ``waited_s`` is the wait for
-        copies."""
+        """Record the step's duration, before vLLM handles its results. ``waited_s``: seconds that the step
+        waited for copies."""
         if self._scheduled_at is not None:
             # Policies compare the cost of computing with that of copying, so the wait does not count.
             took_s = max(0.0, self._clock() - self._scheduled_at - waited_s)
@@ -273,12 +275,12 @@ class SchedulerAdapter:
             self._length_predictor.observe(rows, planned)
 
     def refused(self) -> list[str]:
-        """Return the requests that the scheduler has refused and that have not been ended yet."""
+        """Return and clear the ids of requests that were refused and have not been ended yet."""
         refused, self._refused = self._refused, []
         return refused
 
     def refuse(self, request_id: str, tell: Callable[[Request], None]) -> None:
-        """End a request with an error; ``tell`` sends the error to the client."""
+        """End a refused request with an error, if it is still parked. ``tell`` sends the client the error."""
         request = self._scheduler.requests.get(request_id)
         if request is None or not self._waiting.is_parked(request):
             return
@@ -306,7 +308,7 @@ class SchedulerAdapter:
                 self.handle(FirstToken(request_id), now)
 
     def finished(self, request: Request) -> None:
-        """Handle the end of a request, before vLLM frees its blocks. A lease pins them."""
+        """Handle the end of a request, before vLLM frees its blocks. A lease, if granted, pins them."""
         self._waiting.left(request.request_id)
         if self._length_predictor is not None:
             self._length_predictor.request_ended(request)
@@ -361,7 +363,7 @@ class SchedulerAdapter:
         cached = self._cached_blocks(request)
         if program_id is not None:
             self._queue.own(cached, program_id)
-        # Blocks behind one without a hash cannot be found again.
+        # Blocks behind a block without a hash cannot be found again.
         contiguous = self._cached_blocks(request, contiguous=True)
         copied = self._offload.copied(contiguous) if self._offload is not None else 0
         out_s, back_s, queued_s = (
@@ -399,8 +401,8 @@ class SchedulerAdapter:
         """Forget blocks whose load failed and all blocks computed from them, before vLLM handles the
         failure.
 
-        Only a connector that loads within a step leaves such blocks: nothing was computed from a request that
-        waits for its load.
+        Only a connector that loads KV within a step leaves blocks computed from a failed load. A request with
+        an asynchronous load waits, and nothing is computed from it.
         """
         manager = self._scheduler.kv_cache_manager
         chains = [manager.get_block_ids(request.request_id)[0] for request in self._scheduler.running]
@@ -413,13 +415,13 @@ class SchedulerAdapter:
         self._carry_out(now)
 
     def requeue_loading(self) -> None:
-        """Free the blocks of requests that load KV, before vLLM preempts the running ones for a reset."""
+        """Free the blocks of requests that load KV, and queue them again. Used for a reset that preempts."""
         connector = self._scheduler.connector
         if isinstance(connector, SojournConnector):  # another connector may write them at any time
             self._waiting.requeue_loading(connector)
 
     def drop_cancelled(self, copies: KVConnectorOutput) -> None:
-        """Remove what vLLM does not expect from a step's results, before vLLM handles them."""
+        """Remove the results of cancelled loads from a step's results, before vLLM handles them."""
         if isinstance(self._scheduler.connector, SojournConnector):
             self._scheduler.connector.drop_cancelled(copies)
 
@@ -461,7 +463,7 @@ class SchedulerAdapter:
         while self._actions:
             actions, self._actions = self._actions, []
             for action in actions:
-                # Guarded separately: the leases of the others have ended already.
+                # Guarded separately: the other actions must be carried out, their leases have ended already.
                 self.guarded(self._carry_out_one, action, now)
 
     def _carry_out_one(self, action: EngineAction, now: float) -> None:
@@ -553,8 +555,8 @@ class SchedulerAdapter:
         )
 
     def _cached_blocks(self, request: Request, *, contiguous: bool = False) -> list[KVCacheBlock]:
-        """Return the request's blocks with a hash; if ``contiguous``, only those before the first without
-        one."""
+        """Return the request's blocks that have a hash. If ``contiguous``, return only those before the first
+        block without a hash."""
         groups = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
         choose = takewhile if contiguous else filter
         return [block for group in groups for block in choose(_has_hash, group)]

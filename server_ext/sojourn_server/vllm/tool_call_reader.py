@@ -1,7 +1,7 @@
 """Reads tool calls from a finished request's tokens, inside the engine core.
 
-The scheduler has token ids only. The end of the text is decoded once per finished turn of a program, and not
-for other requests.
+The scheduler has token ids only. The adapter therefore decodes the end of the output, once per finished turn.
+It does not decode outputs of requests without a program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from ..programs.tool_call_parsers import ParsedToolCall, parse_tool_calls
 
 MAX_TOKENS = 8192
-"""Maximum number of tokens decoded, from the end of the output, where tool calls are."""
+"""Maximum number of tokens decoded. They are taken from the end of the output, where tool calls are."""
 
 logger = logging.getLogger("vllm.sojourn")
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 QueueKey = tuple[Any, ...]
 
 SHARED_LOOKUP_EVERY_STEPS = 16
-"""Steps between two look-ups of the blocks that a gated request could share."""
+"""Steps between two look-ups of the blocks that a request waiting for admission could share."""
 
 
 class _RequestHeap:
-    """Requests by key, lowest first. Keys may change, and requests may leave from any position."""
+    """Heap of requests by key, lowest first. Keys may change, and any request may be removed."""
 
     def __init__(self, key: Callable[[Request], QueueKey]) -> None:
         self._key = key
@@ -42,7 +42,7 @@ class _RequestHeap:
         return request in self._entry
 
     def push(self, request: Request) -> None:
-        """Add the request, or move it to the place of its present key. O(log n)."""
+        """Add the request, or move it to the position of its present key. O(log n)."""
         self._pushes += 1
         self._entry[request] = self._pushes
         heapq.heappush(self._heap, (self._key(request), self._pushes, request))
@@ -51,11 +51,11 @@ class _RequestHeap:
             heapq.heapify(self._heap)
 
     def discard(self, request: Request) -> None:
-        """Remove the request. ``head`` skips its stale heap entry."""
+        """Remove the request. Its stale heap entry stays until ``head`` skips it."""
         self._entry.pop(request, None)
 
     def head(self) -> tuple[QueueKey, int, Request] | None:
-        """Return the lowest entry."""
+        """Return the entry with the lowest key; ``None`` if the heap is empty."""
         while self._heap and self._entry.get(self._heap[0][2]) != self._heap[0][1]:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
@@ -66,20 +66,19 @@ class _RequestHeap:
 
 
 class PolicyRequestQueue(RequestQueue):
-    """A priority queue by ``key(request)``, lowest first.
+    """vLLM's waiting queue as a priority queue by ``key(request)``, lowest first, with admission control.
 
-    Requests for which ``gated(request)`` is true need admission. If ``may_be_admitted`` rejects the first of
-    them, all gated requests wait in order and other requests pass, until ``blocks_queue`` of the first
-    returns true. Admission is requested once per step (``open_step``). ``parked`` requests are not returned;
-    ``rekey`` checks again whether they are parked.
+    A request with ``gated(request)`` needs admission. If ``may_be_admitted`` rejects the first gated request,
+    all gated requests wait until the next step (``open_step``). Other requests pass them, unless
+    ``blocks_queue`` of the first one returns true: then no request is returned. A ``parked`` request is not
+    returned until ``rekey`` finds that it is no longer parked.
 
-    Once the oldest ``untracked`` request is ``overdue``, it is served before the requests that it ``passes``.
+    If the oldest ``untracked`` request is ``overdue``, it is returned before the requests that it ``passes``.
 
-    Gated and parked requests count in ``len`` but not in ``bool``: the scheduler finds no request to admit,
-    while the engine knows that it has work left.
+    ``bool`` is true if a request can be admitted now. ``len`` counts all requests, so that the engine knows
+    that it has work left.
 
-    The scheduler peeks, then may change keys, then pops and expects the request it peeked at: ``pop_request``
-    returns that request.
+    vLLM's scheduler peeks, may change keys, and then expects ``pop_request`` to return the same request.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class PolicyRequestQueue(RequestQueue):
         self._is_overdue = overdue
         self._passes = passes
         self._untracked = _RequestHeap(lambda request: (arrival(request),))
-        """Open requests that have no program, by arrival."""
+        """Waiting requests that have no program, by arrival."""
         self._admission_closed = False
         self._step_is_full = False
         self._peeked: Request | None = None
@@ -118,7 +117,7 @@ class PolicyRequestQueue(RequestQueue):
         self._peeked = None
 
     def fill_step(self) -> None:
-        """Return no further request in this step."""
+        """Make the queue return no further request in this step."""
         self._step_is_full = True
 
     def add_request(self, request: Request) -> None:
@@ -191,8 +190,8 @@ class PolicyRequestQueue(RequestQueue):
         if overdue is None:
             free, gated = self._open.head(), self._gated.head()
         else:
-            # It passes the requests that arrived after it. Both classes are then served by arrival, so that
-            # neither starves the other.
+            # The overdue request passes the requests that arrived after it. Requests with and without a
+            # program are then served by arrival, so that neither class starves the other.
             free = self._first_before(overdue, self._open)
             gated = self._first_before(overdue, self._gated)
         if self._admission_closed:
@@ -217,7 +216,7 @@ class PolicyRequestQueue(RequestQueue):
 
 
 class WaitingQueueAdapter:
-    """Replaces a scheduler's waiting queues by queues that ask the ``ProgramScheduler``.
+    """Replaces a scheduler's waiting queues with queues that the ``ProgramScheduler`` orders.
 
     ``guarded`` runs a call and returns ``None`` if it fails.
     """
@@ -240,8 +239,8 @@ class WaitingQueueAdapter:
         self._in_pair = is_one_of_a_pair(scheduler)
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
         preset = program_scheduler.preset
-        # With user priorities, admission by program would let an unimportant early program delay an important
-        # one.
+        # With user priorities, admission by program would let an early program of low priority delay an
+        # important one.
         gates = preset.entry.gates and not self._by_user_priority
         scheduler.waiting = self._queue = PolicyRequestQueue(
             self._queue_key,
@@ -249,7 +248,7 @@ class WaitingQueueAdapter:
             gated=(lambda request: guarded(self._needs_admission, request) is True) if gates else None,
             may_be_admitted=lambda request: guarded(self._may_be_admitted, request) is not False,
             blocks_queue=lambda request: guarded(self._blocks_queue, request) is True,
-            # With user priorities an unimportant request may wait for ever, as in stock vLLM.
+            # With user priorities, a request of low priority may wait for ever, as in stock vLLM.
             untracked=None if self._by_user_priority else self._is_untracked,
             arrival=lambda request: program_scheduler.arrival(request.request_id),
             overdue=lambda request: guarded(self._is_overdue, request) is True,
@@ -258,14 +257,14 @@ class WaitingQueueAdapter:
         scheduler.kv_holding_waiting = PolicyRequestQueue(self._queue_key)
         self._steps = 0
         self._admits_nobody_until = 0
-        """Number of the last step that admits nobody."""
+        """Number of the last step in which no request is admitted."""
         self._promotions: list[tuple[float, str]] = []
-        """Heap of (time at which a request's key changes only because it has waited, request id)."""
+        """Heap of (time, request id): at this time the request's key changes, because it has waited."""
         self._shared: dict[str, tuple[int, int]] = {}
-        """Gated request → (step of the last look-up, number of its prompt's blocks that other requests
-        hold)."""
+        """Id of a gated request → (step of the last look-up, number of its prompt's blocks that other
+        requests hold)."""
         self._last_rejected: tuple[str, int] | None = None
-        """The request that admission rejected last, and the number of forecast changes at that time."""
+        """Id of the request that admission rejected last, and the number of forecast changes by then."""
 
     def open_step(self) -> None:
         """Start a step, before the scheduler plans it."""
@@ -283,8 +282,8 @@ class WaitingQueueAdapter:
         self._shared.pop(request_id, None)
 
     def loading(self) -> list[Request]:
-        """Return the requests that hold blocks for KV which is being loaded, or was and they do not run yet,
-        in the queue's order. While vLLM looks at waiting requests, it has taken them out of the queue."""
+        """Return the waiting requests with blocks for KV that is being loaded or has been loaded, in the
+        queue's order. Requests that vLLM has taken out of the queue to look at them are missing."""
         return [
             request
             for request in self._scheduler.kv_holding_waiting
@@ -292,8 +291,8 @@ class WaitingQueueAdapter:
         ]
 
     def give_up_load(self, request: Request, connector: SojournConnector) -> None:
-        """Free the blocks of one of ``loading`` and queue it again. vLLM does so with running requests
-        only."""
+        """Cancel the load of a request from ``loading()``, free its blocks and queue it again. vLLM itself
+        preempts running requests only."""
         scheduler = self._scheduler
         connector.cancel_load(request.request_id)
         for ids in (scheduler.finished_recving_kv_req_ids, scheduler.failed_recving_kv_req_ids):
@@ -307,25 +306,25 @@ class WaitingQueueAdapter:
         scheduler.waiting.add_request(request)
 
     def admit_nobody(self) -> None:
-        """Admit nobody in this step, as vLLM does after a preemption.
+        """Admit no further request in this step, as vLLM does after a preemption.
 
-        A request that gave up its load waits until the worker has answered. Its blocks must not go to later
-        requests before that. With asynchronous scheduling the answer comes one step later."""
+        Call it after a request gave up its load: its blocks must not go to later requests before the worker
+        has answered. With asynchronous scheduling the answer comes one step later."""
         self._admits_nobody_until = self._steps + bool(self._scheduler.scheduler_config.async_scheduling)
         self._queue.fill_step()
 
     def requeue_loading(self, connector: SojournConnector) -> None:
-        """Before a cache reset: cancel all loads, free their blocks, and queue unfinished requests again."""
+        """Cancel all loads before a cache reset, free their blocks, and queue unfinished requests again."""
         scheduler = self._scheduler
         for request in tuple(scheduler.requests.values()):
-            if request.is_finished():  # aborted; its blocks waited for the load
+            if request.is_finished():  # aborted; vLLM would free its blocks after the load
                 connector.cancel_load(request.request_id)
                 scheduler._free_blocks(request)
         for request in self.loading():
             self.give_up_load(request, connector)
 
     def promote(self, now: float) -> None:
-        """Move the requests whose key has changed only because they have waited."""
+        """Move the requests in the queue whose keys have changed because they have waited."""
         while self._promotions and self._promotions[0][0] <= now:
             _, request_id = heapq.heappop(self._promotions)
             request = self._scheduler.requests.get(request_id)
@@ -369,8 +368,10 @@ class WaitingQueueAdapter:
         return self._program_scheduler.is_parked(request.request_id)
 
     def _is_transfer(self, request: Request) -> bool:
-        """Return whether the other half of a pair's request waits at the other engine. In an engine without a
-        pair, a client's ``kv_transfer_params`` must not let the request pass others."""
+        """Return whether the other engine of a pair works on the same request and waits for this part.
+
+        Without a pair it returns false: a client's ``kv_transfer_params`` must not let a request pass others.
+        """
         return self._in_pair and isinstance(request.kv_transfer_params, Mapping)
 
     def _needs_admission(self, request: Request) -> bool:
@@ -428,7 +429,7 @@ class WaitingQueueAdapter:
         return [request for request in in_flight if request.status != RequestStatus.RUNNING]
 
     def _shared_blocks(self, request: Request) -> int:
-        """Return how many blocks of the prompt other requests hold, looked up every few steps."""
+        """Return how many blocks of the prompt other requests hold. The number may be some steps old."""
         known = self._shared.get(request.request_id)
         if known is None or self._steps - known[0] >= SHARED_LOOKUP_EVERY_STEPS:
             hits = self._scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks

@@ -1,4 +1,5 @@
-"""A ``with`` block that can be ended early for any reason, as ``asyncio.timeout`` ends one after a time."""
+"""A ``with`` block that can be ended early for any reason, as ``asyncio.timeout`` ends its block after a
+time."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from types import TracebackType
 class CancelScope:
     """``with CancelScope() as scope``: ``scope.now()`` and ``scope.after(seconds)`` end the block early.
 
-    It needs no task of its own, unlike ``asyncio.wait`` and ``asyncio.wait_for`` (before Python 3.12): a task
-    per request would cost as much as all routing decisions. Python 3.10 does not say which code cancelled a
-    task: there a cancellation from outside in the same iteration of the event loop is taken for the scope's
-    own.
+    It starts no task, unlike ``asyncio.wait`` and ``asyncio.wait_for`` (before Python 3.12): one task per
+    request would cost as much as all routing decisions. Python 3.10 does not tell which code cancelled a
+    task. There, if an outside cancellation comes in the same iteration of the event loop, the scope mistakes
+    it for its own.
     """
 
     def __init__(self) -> None:
@@ -32,9 +33,8 @@ class CancelScope:
         return self
 
     def now(self) -> None:
-        """End the block at its current ``await``. Repeating this, or calling it after the block, does
-        nothing."""
-        # Through the loop, when the task waits: cancelled while running it would end at a later await.
+        """End the block at its current ``await``. Further calls, and calls after the block, do nothing."""
+        # The loop runs this while the task waits. A running task would be cancelled at a later await.
         if self._task is not None and not self.left:
             self._set(self._loop.call_soon(self._cancel))
 

@@ -1,4 +1,4 @@
-"""The client APIs that the gateway serves, and its own error answers in the format of each."""
+"""The client APIs that the gateway serves, and the gateway's own error answers in the format of each."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ GATEWAY_ERROR_CODES = (
     "gateway_full",
     "slow_body",
 )
-"""Error codes of requests that are rejected before they reach the core."""
+"""Error codes of requests that the gateway rejects before they reach the core."""
 GATEWAY_FAILED = "gateway_failed"
 GATEWAY_STOPPING = "gateway_stopping"
 REPLICA_LOST = "replica_lost"
@@ -106,7 +106,7 @@ class RequestRejected(Exception):
 
 async def send_internal_error(send: AsgiSend, api: ClientApi) -> None:
     """Log the current exception and answer with an internal error. Call this in an ``except`` block, before
-    anything was answered."""
+    any part of an answer was sent."""
     logger.exception("the gateway failed at a request; please report this")
     await send_rejection(send, api, RequestRejected(500, GATEWAY_FAILED, "the gateway failed; see its log"))
 

@@ -1,4 +1,4 @@
-"""Sends one request to one engine, and returns the answer from its first byte on."""
+"""Sends one request to one engine, and returns the engine's answer once its first byte is there."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .replica_addresses import ReplicaAddress
 
 CONNECT_TIMEOUT_S = 5.0
 IDLE_CONNECTION_S = 3.0
-"""Longest idle time of a reused connection. vLLM closes connections after five idle seconds, and writing to
-one that is closing costs a retry."""
+"""Longest idle time of a reused connection. vLLM closes connections after five idle seconds, and a write to a
+closing connection costs a retry."""
 STALE_CONNECTION_S = 1.0
-"""Idle seconds that decide why a reused connection broke: after them, the engine probably closed it without
-reading the request; before, the engine read the request and died of it."""
+"""Idle seconds that decide why a reused connection broke. If it was idle for longer, the engine probably
+closed it without reading the request. If it was idle for less, the engine read the request and died of it."""
 _ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
-"""Error texts of an API server whose engine core is dead; the server runs on for a moment."""
+"""Error texts of an API server whose engine core is dead. The server itself keeps running for a moment."""
 
 
 class ReplicaRequestError(Exception):
@@ -41,7 +41,7 @@ class ReplicaRequestError(Exception):
         super().__init__(how)
         self.computing = computing
         self.replica_id: str | None = None
-        """The replica that failed; ``None``: the replica to which the request was sent."""
+        """The replica that failed; ``None``: the one to which the request was sent."""
 
 
 @dataclass(slots=True)
@@ -74,10 +74,10 @@ class EngineReply(NamedTuple):
 
 
 def break_off(response: aiohttp.ClientResponse) -> None:
-    """Close an answer that may be being read; the reader gets an exception of its own.
+    """Close an engine's answer that a task may be reading. That reader gets an exception of its own.
 
-    aiohttp raises one exception object, kept in a module, at the readers of all closed answers. Its traceback
-    keeps the frames of each of them, and so their whole requests, for ever.
+    Otherwise aiohttp raises one shared exception object in the readers of all closed answers. The traceback
+    of that object keeps the frames of every reader, and so their whole requests, for ever.
     """
     if response.content.exception() is None:
         response.content.set_exception(aiohttp.ClientConnectionError("the answer was broken off"))
@@ -110,7 +110,8 @@ def bearer(key: str | None, authorization: str | None = None) -> str | None:
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A pool of connections to engines, without a limit: the core bounds the number of requests."""
+    """Open a pool of connections to engines. It has no limit, because the core bounds the number of
+    requests."""
     return aiohttp.ClientSession(
         connector=_TrackedConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -124,10 +125,10 @@ def open_session() -> aiohttp.ClientSession:
 
 @dataclass(slots=True)
 class _SendAttempt:
-    """State of one attempt to send a request, to judge its failure."""
+    """State of one attempt to send a request. It tells whether a failed attempt may be repeated."""
 
     idle_s: float = 0.0
-    """How long the connection was idle. After a long time the engine may have just closed it."""
+    """How long the connection was idle before. After a long time, the engine may have closed it just now."""
     answering: bool = False
     """Whether the status line and headers of an answer have arrived."""
 
@@ -136,7 +137,7 @@ _current_attempt: ContextVar[_SendAttempt] = ContextVar("send_attempt")
 
 
 class _TrackedConnector(aiohttp.TCPConnector):
-    """Records when each connection became idle."""
+    """Connector that records when each connection became idle."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -166,9 +167,9 @@ async def send_to_engine(
 ) -> EngineAnswer:
     """Send a request and wait for the first byte of its answer. Raises ``ReplicaRequestError``.
 
-    The request is sent a second time only if the engine has not seen it: it could not be written, or its
-    connection had been idle for ``STALE_CONNECTION_S`` and was closed before an answer. The latter is only a
-    likely sign, so a later failure counts as ``computing``.
+    The request is sent a second time only if the engine has probably not seen it: it could not be written, or
+    its connection had been idle for ``STALE_CONNECTION_S`` and was closed before an answer. The second sign
+    is not certain, so a failure of the repeated request counts as ``computing``.
     """
     attempt = _SendAttempt()
     is_written = True
@@ -234,8 +235,8 @@ async def _send_once(
 
 
 def is_engine_failure(answer: EngineAnswer) -> bool:
-    """Whether an answer shows that the engine failed. Errors that the engine finds in a request do not count,
-    nor does 501 (not implemented)."""
+    """Whether an answer shows that the engine failed. A status 501 (not implemented) does not count, nor does
+    an error that is the request's own fault."""
     status = answer.response.status
     if status != 200:
         return status >= 500 and status != 501
@@ -258,7 +259,7 @@ def _url(text: str) -> URL:
 
 
 def _error_event(first: bytes) -> bytes | None:
-    """The data of a stream's first event if that is an error, else ``None``. An answer's text cannot look
+    """The data of a stream's first event if it is an error event, else ``None``. Generated text cannot look
     like an error event."""
     if not first.startswith((b'data: {"error"', b"event: error")):
         return None
@@ -269,8 +270,8 @@ def _error_event(first: bytes) -> bytes | None:
 
 
 def _is_engine_dead_error(document: bytes) -> bool:
-    """Whether the message of an error says that the engine core is dead. Other text of the document does not
-    count."""
+    """Whether the message of a JSON error says that the engine core is dead. Only the message field is
+    searched."""
     try:
         read = msgspec.json.decode(document)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

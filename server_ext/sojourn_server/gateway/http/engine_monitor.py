@@ -1,4 +1,4 @@
-"""Polls engines: whether they are alive, what their limits are, and whether they were restarted."""
+"""Polls engines for their health, their limits, and restarts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MonitoredEngine:
     probe: EngineProbe
     polls: int = 0
     noted: bool = False
-    """Whether the log already says that no engine answers here, or that a key is missing."""
+    """Whether a warning was logged that no engine answers here, or that the engine asks for a key."""
     probes_lost: int = 0
     places: list[ReplicaAddress] = field(default_factory=list)
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -53,14 +53,14 @@ class MonitoredEngine:
 
 
 class EngineMonitorProtocol(Protocol):
-    """Monitor of a gateway's engines. If no addresses are configured, no engine is missing or refused."""
+    """Monitor of a gateway's engines. By default, no engine is missing or refused."""
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
         """Check now whether a replica is alive."""
         ...
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
-        """The last description of a replica's engine."""
+        """The last description of a replica's engine; ``None``: unknown."""
         ...
 
     def missing(self) -> list[str]:
@@ -86,7 +86,7 @@ class EngineMonitor(EngineMonitorProtocol):
         poll_s: float = POLL_S,
         read: Callable[..., EngineDescription] = describe_engine,
     ) -> None:
-        """``read`` builds an engine's description, as in ``EngineProbe``."""
+        """``read`` builds an engine's description from its answers, as in ``EngineProbe``."""
         self._watched = {
             url: MonitoredEngine(EngineProbe(url, session, key=engine_key, read=read)) for url in urls
         }
@@ -118,7 +118,7 @@ class EngineMonitor(EngineMonitorProtocol):
             task.add_done_callback(self._tasks.discard)
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
-        """The last description of a replica's engine."""
+        """The last description of a replica's engine; ``None``: unknown."""
         address = self._replicas.get(replica_id)
         watched = self._watched.get(address.url) if address is not None else None
         return watched.description if watched is not None else None
@@ -160,7 +160,7 @@ class EngineMonitor(EngineMonitorProtocol):
             alive = await watched.probe.lives(PROBE_TIMEOUT_S)
             if alive:
                 watched.probes_lost = 0
-                # It may have been restarted at the same address.
+                # Another engine may have been started at the same address.
                 await self._describe(watched)
                 self._seen(watched)
                 return
@@ -222,7 +222,7 @@ class EngineMonitor(EngineMonitorProtocol):
         watched.polls = watched.probes_lost = 0
 
     def _without(self, watched: MonitoredEngine) -> str:
-        """Text for the log: what the loss of this engine means for the gateway."""
+        """Text for the log: the effect of this engine's loss on waiting requests and programs."""
         unused = all(other is watched or other.description is None for other in self._watched.values())
         return "no engine is left, requests wait for one" if unused else "its programs go on elsewhere"
 

@@ -20,10 +20,10 @@ from .engine_reports import (
 
 ANSWER_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 10.0
-"""Time within which a slow but living engine has to answer."""
+"""Seconds that a probe waits for an answer, long enough for a slow but living engine."""
 MAX_ERROR_POLLS = 2
 MAX_PARTIAL_DESCRIPTIONS = 3
-"""After this many incomplete descriptions an engine is accepted with what it reported."""
+"""After this many incomplete descriptions, an engine is accepted with what it has reported."""
 _DESCRIPTION_PATHS = (CAPABILITIES_PATH, "/metrics", "/v1/models")
 
 
@@ -41,11 +41,11 @@ class EngineProbe:
         max_error_polls: int = MAX_ERROR_POLLS,
     ) -> None:
         """``read`` builds a description from the engine's answers. ``accepts(paths)``: whether answers to
-        these paths are enough for the first description. ``max_error_polls``: number of consecutive health
-        checks answered with an error after which the engine counts as dead."""
+        these paths suffice for the first description. ``max_error_polls``: after this many consecutive health
+        checks that return an error, the engine counts as dead."""
         self.url = url
         self.described: EngineDescription | None = None
-        """The last description, as kept by the probe's owner."""
+        """The engine's last accepted description. The owner of the probe sets it."""
         self.lives_before = 0
         """Number of engines lost at this address. An engine that reports no start time counts as a new one
         after each loss."""
@@ -60,7 +60,7 @@ class EngineProbe:
         self._partial = 0
         """Number of consecutive incomplete descriptions."""
         self._answered: frozenset[str] = frozenset()
-        """Paths that were answered for the engine's description. Later descriptions need answers to all of
+        """Paths that the engine answered for its last description. Later descriptions need answers to all of
         them."""
 
     def mark_lost(self) -> None:
@@ -69,8 +69,8 @@ class EngineProbe:
         self.lives_before += 1
 
     async def lives(self, timeout_s: float = ANSWER_TIMEOUT_S) -> bool | None:
-        """Whether the engine is alive; ``None``: unknown. A refused connection means no, and so do several
-        consecutive errors."""
+        """Whether the engine is alive; ``None``: unknown. False if the connection is refused, or after
+        several consecutive errors."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session().get(
@@ -91,7 +91,7 @@ class EngineProbe:
             return None
 
     async def describe(self) -> EngineDescription | None:
-        """Request the engine's description. ``None``: no description that can be used now. An incomplete one
+        """Request the engine's description; ``None``: no usable description now. An incomplete description
         never replaces that of a known engine, since it would look like another engine."""
         found = await asyncio.gather(*(self.get(path) for path in _DESCRIPTION_PATHS))
         statuses = {status for status, _ in found}
@@ -114,12 +114,12 @@ class EngineProbe:
         return self._read(*read, self.lives_before)
 
     async def links(self) -> dict[str, LinkStats] | None:
-        """Queues of the links of a prefill or decode engine; ``None``: not reported."""
+        """Queues of a prefill or decode engine's links, by link name; ``None``: not reported."""
         return parse_link_stats(parse_json_object((await self.get(STATS_PATH))[1]))
 
     async def get(self, path: str) -> tuple[int, str]:
-        """Status and text of the answer to a GET. Status 0: there was no answer, or the engine was
-        overloaded."""
+        """Status and text of the answer to a GET. Status 0: there was no usable answer, or a server error
+        (5xx)."""
         answer = await ask_engine(
             self._session(), self.url + path, headers=self._headers, timeout_s=ANSWER_TIMEOUT_S
         )

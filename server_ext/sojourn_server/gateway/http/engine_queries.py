@@ -23,8 +23,8 @@ RESIDENCY_POLL_S = 5.0
 """Interval of ``ResidencyTracker``'s polls, equal to MORI's control interval."""
 MAX_PROGRAMS_PER_POLL = 1000
 STRAGGLER_WAIT_S = 0.5
-"""How long further answers are awaited after the first, if one is enough: clients of these routes give up
-after one or two seconds."""
+"""Seconds to wait for further answers after the first, if one answer is enough. Clients of these routes give
+up after one or two seconds."""
 
 
 class EngineReplies(NamedTuple):
@@ -38,8 +38,10 @@ class EngineReplies(NamedTuple):
 
 
 class EngineQueries:
-    """Queries engines. The result names the engines that did not answer. ``authorization`` is the client's
-    header, which engines get unless the gateway has a key of its own for them."""
+    """Queries engines. Results from several engines name those that did not answer.
+
+    ``authorization`` is the client's header. Engines get it unless the gateway has a key of its own for them.
+    """
 
     def __init__(
         self,
@@ -121,8 +123,8 @@ class EngineQueries:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> EngineReply | None:
-        """The answer of one replica, unchanged; ``None``: the replica gives none. ``headers`` are added to
-        the query."""
+        """The answer of one replica, unchanged; ``None``: the replica is unknown or does not answer.
+        ``headers`` are added to the query."""
         address = self._replicas.get(replica_id)
         return await self._get(address, path, authorization, headers) if address is not None else None
 
@@ -152,8 +154,8 @@ class _PlacedPrograms(msgspec.Struct):
 
 
 class ResidencyTracker:
-    """Polls engines that place programs in tiers. A program whose KV was dropped may use any replica again
-    (MORI §4.3.1)."""
+    """Polls engines for programs whose KV they have dropped. Such a program may use any replica again (MORI
+    §4.3.1)."""
 
     def __init__(
         self,
@@ -178,7 +180,7 @@ class ResidencyTracker:
 
     async def poll_all(self) -> None:
         """Poll each engine once."""
-        # With several ranks at one address, an answer does not tell its rank.
+        # Skip engines with several ranks: an answer does not tell which rank has a program.
         path = f"/sojourn/v1/programs?limit={MAX_PROGRAMS_PER_POLL}"
         asked = await self._queries.ask(path, None, of=lambda one: one.rank is None and self._speaks(one))
         at = {one.url: one.replica_id for one in self._replicas}
@@ -203,7 +205,8 @@ def _paths(capabilities: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _gather_replies(asked: set[asyncio.Future[EngineReply | None]], others_s: float | None) -> None:
-    """Wait for all replies, or with ``others_s`` until that long after the first success; cancel the rest."""
+    """Wait for all replies. With ``others_s``, wait only that many seconds after the first success. Then
+    cancel the rest."""
     try:
         until_s, left = None, asked
         now = asyncio.get_running_loop().time

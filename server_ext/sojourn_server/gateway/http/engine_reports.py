@@ -1,7 +1,8 @@
-"""What engines report: sizes, roles, links, and which prefill and decode engines can form pairs.
+"""Parses engines' reports: sizes, roles, links, and the properties that decide which engines can form pairs.
 
-``/sojourn/v1/capabilities`` has a pair engine's role, peer address, node, epoch and the size of a Full Block;
-``/sojourn/v1/stats`` has the queues of its links. Reports are untrusted, so they are checked.
+``/sojourn/v1/capabilities`` reports a pair engine's role, peer address, node, epoch and the size of a Full
+Block, the unit of KV storage. ``/sojourn/v1/stats`` reports the queues of its links. Reports are untrusted,
+so they are checked.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from ...routing.routing_events import NicQueueReported, PairEngineRegistered, Pa
 from ...routing.routing_status import LinkStats
 
 DEFAULT_CAPACITY_TOKENS = 1 << 20
-"""Assumed KV capacity of an engine that reports none. Loads of such engines differ by their requests
-alone."""
+"""Assumed KV capacity of an engine that reports none. The loads of such engines then differ only by their
+requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def describe_engine(
     ranks = max(len({pool.engine for pool in pools}), whole(capabilities.get("engines")) or 1, 1)
     return EngineDescription(
         ranks=ranks,
-        # Without a start time, only a loss tells that an engine is another one.
+        # Without a start time, only a loss shows that another engine runs here.
         instance=process_start_time(metrics) or f"life {life}",
         # vLLM reserves one block.
         capacity_tokens=(blocks - 1) * block_size if blocks > 1 else DEFAULT_CAPACITY_TOKENS,
@@ -100,9 +101,9 @@ def parse_json_object(text: str) -> dict[str, Any]:
 
 STATS_PATH = "/sojourn/v1/stats"
 STORAGE_READ = "storage read"
-"""The link whose queue decides which side of a pair reads."""
+"""Name of the link whose queue decides which engine of a pair reads KV from storage."""
 DEFAULT_BLOCK_S = 0.001
-"""Assumed seconds per Full Block for an engine that has not measured its link."""
+"""Assumed seconds to read one Full Block, for an engine that has not measured its link."""
 MAX_LINKS = 16
 MAX_TEXT_BYTES = 4096
 
@@ -153,7 +154,7 @@ def parse_pair_capabilities(capabilities: Mapping[str, Any]) -> PairCapabilities
 
 
 def parse_link_stats(stats: Mapping[str, Any]) -> dict[str, LinkStats] | None:
-    """Links by name, from an answer to ``/stats``. ``None``: missing or invalid."""
+    """Link statistics by name, from an answer to ``/stats``. ``None``: missing or invalid."""
     reported = stats.get("paths")
     links = reported.get("links") if isinstance(reported, Mapping) else None
     if not isinstance(links, Mapping) or len(links) > MAX_LINKS:
@@ -209,7 +210,8 @@ class PairEngineDescription(EngineDescription):
 
     @property
     def kind(self) -> EngineCompatibility | None:
-        """What a partner must share with the engine; ``None``: the engine cannot be part of any pair."""
+        """The values that a partner must share with the engine; ``None``: the engine cannot be part of any
+        pair."""
         return engine_compatibility(self, self.paths) if self.paths is not None else None
 
 
@@ -223,15 +225,15 @@ def describe_pair(
         paths = parse_pair_capabilities(capabilities)
     except InvalidPairEngine as error:
         return PairEngineDescription(**values, unfit=str(error))
-    # A restarted traffic manager has lost its KV, even if the engine process is the same.
+    # A restarted KV transfer manager has lost its KV, even if the engine process is the same.
     values["instance"] = f"{reported.instance} {paths.epoch}"
     ranks = "it has data-parallel ranks, which share one address of KV; expected one engine"
     return PairEngineDescription(**values, paths=paths, unfit=ranks if reported.ranks > 1 else "")
 
 
 def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -> EngineCompatibility:
-    """What a partner must share with an engine that gave these reports: model, size of Full Blocks, identity
-    of the KV."""
+    """The values that a partner must share with an engine that gave these reports: model, size of Full
+    Blocks, digest of the KV format."""
     return reported.model, paths.block_bytes, paths.block_tokens, paths.kv
 
 
@@ -257,10 +259,10 @@ def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str
 def dominant_compatibility(
     engines: Iterable[tuple[EngineCompatibility, PairRole]], ours: EngineCompatibility | None
 ) -> EngineCompatibility | None:
-    """The kind of engine that is to be served; ``None``: there are no engines.
+    """The kind of engines to serve, as values that a pair must share; ``None``: there are no engines.
 
-    It is the kind with most engines, among kinds that have both roles. ``ours``, the kind served now, wins a
-    tie, and stays if no kind has both roles.
+    The kind with most engines wins, among kinds that have both roles. ``ours`` is the kind served now. It
+    wins a tie, and stays if no kind has both roles.
     """
     roles: dict[EngineCompatibility, list[PairRole]] = {}
     for kind, role in engines:
@@ -294,9 +296,9 @@ def registration_event(
 
 
 def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:
-    """The event with the queue of a node's storage NIC: the sum over its engines, which share the NIC.
-    ``None`` if an engine does not know its queue, or none reports one; then the core's own estimate stays
-    valid."""
+    """The event that reports a node's storage NIC queue: the sum of its engines' queues, since they share the
+    NIC. ``None`` if an engine does not know its queue, or no engine reports one. Then the core keeps its own
+    estimate."""
     reported = [links[STORAGE_READ].queued_s for links in engines if STORAGE_READ in links]
     known = [seconds for seconds in reported if seconds is not None]
     return NicQueueReported(node, sum(known)) if reported and len(known) == len(reported) else None

@@ -1,4 +1,5 @@
-"""Routes that engines answer: generation at the replica that the core chooses, other routes at any engine."""
+"""Routes that engines answer. The core chooses the replica for generation; any engine answers the other
+routes."""
 
 from __future__ import annotations
 
@@ -27,17 +28,18 @@ from .tenant_keys import TenantKeys
 logger = logging.getLogger(__name__)
 
 WATCH_DELAY_S = 0.02
-"""Longest time until the gateway notices that a client has disconnected."""
+"""Seconds until the gateway begins to watch for a client's disconnect. It notices a disconnect at most this
+much late."""
 
 
 class DisconnectWatcher:
-    """Marks a request's state when the client disconnects."""
+    """Marks a request as disconnected when its client disconnects."""
 
     def __init__(self, receive: AsgiReceive, request_state: GatewayRequestState) -> None:
         self._receive = receive
         self._request_state = request_state
         self._task: asyncio.Task[None] | None = None
-        # Not at once: until then the request is sent to its engine, which should not wait for this.
+        # Begin later, so that this does not delay sending the request to its engine.
         self._later = asyncio.get_running_loop().call_later(WATCH_DELAY_S, self._begin)
 
     def stop(self) -> None:
@@ -119,7 +121,7 @@ class GenerationRoutes:
             if body is None:
                 return
             read = await self._read(api, body, proxy_headers.first_value(raw, SESSION), tenant)
-            del body  # from here on in the engines' form
+            del body  # replaced by ``read.body``, which has the engines' program names
             held.becomes(len(read.body))
             exchange = ProxyRequest(self._shared, api, scope, send, tenant, read, held)
             del read
@@ -167,8 +169,8 @@ class AnyEngineRoutes:
         self._bodies = bodies
 
     async def answer(self, request: Request, tenant: str, *, keeps_key: bool) -> Response:
-        """Return an engine's answer. ``keeps_key``: send the client's own key to the engine. Raises
-        ``ApiError``."""
+        """Forward a request to the least loaded engine that answers, and return the answer. ``keeps_key``:
+        send the client's own key to the engine. Raises ``ApiError``."""
         held = self._bodies.begin(tenant, MAX_ANSWER_BYTES)
         try:
             body = await held.read(request.headers.get("content-length"), request.receive)
@@ -224,7 +226,8 @@ class AsgiEndpoint:
 
 
 class GatewayApplication(Starlette):
-    """Passes generation requests directly to their handlers, without the router and its middlewares."""
+    """ASGI application that passes generation requests directly to their handlers. They bypass the router and
+    its middlewares."""
 
     def __init__(self, generating: Mapping[str, Callable[..., Awaitable[None]]], **rest: Any) -> None:
         super().__init__(**rest)

@@ -1,9 +1,9 @@
 """Forwards clients' events to the replica that is their program's home.
 
 An engine knows a program only by the events that it received. So the gateway keeps each program's start,
-graph and running tools, and sends them to every replica that gets a request of the program and has not
-received them: another replica, or a restarted one. Events before a program's first request wait for that
-request.
+graph and running tools. A replica that gets a request of the program but lacks these events, such as a new
+home or a restarted replica, receives them first. Events that arrive before a program's first request wait for
+that request.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ MAX_GRAPHS_SENT = 1024
 
 
 class EventForwarder:
-    """Forwards events. If an engine does not answer, only events are lost. ``key`` is a program's tenant and
-    id; ``authorization`` is the client's header."""
+    """Forwards clients' events to engines. If an engine does not answer, events are lost, but no request
+    fails.
+
+    ``key`` is a program's tenant and id; ``authorization`` is the client's header.
+    """
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class EventForwarder:
         self._engine_key = engine_key
         self._clock = clock
         self.description_of: Callable[[str], EngineDescription | None] = lambda replica_id: None
-        """Returns the last description of a replica's engine. The engine monitor sets this function."""
+        """Function that returns the last description of a replica's engine. The engine monitor sets it."""
         self.known = ProgramEventRecords()
         self._graphs_sent: dict[str, tuple[str, set[str]]] = {}
         """By engine address: the engine's instance, and the hashes of the graphs that it received in full."""
@@ -123,7 +126,7 @@ class EventForwarder:
         )
         for place, event in over:
             outcome = outcomes[place]
-            # The engine would have rejected the same senders.
+            # If the engine rejected the end, the program goes on here too.
             if outcome is None or outcome.outcome is not Outcome.REJECTED:
                 self._end((tenant, event.program_id))
         return [outcome or EventOutcome(outcome=Outcome.MISSING) for outcome in outcomes]
@@ -131,7 +134,8 @@ class EventForwarder:
     # -- events in requests ------------------------------------------------------------
 
     def named(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw | None:
-        """The event with the engine's names for its programs; ``None``: the event cannot be read."""
+        """The event with its program ids replaced by the engines' names; ``None``: the event cannot be
+        read."""
         return self.names.event(tenant, raw)
 
     def home(self, tenant: str, program_id: str) -> str | None:
@@ -141,10 +145,11 @@ class EventForwarder:
     def piggyback(
         self, tenant: str, event: AnyEvent, authorization: str | None, *, own: bool
     ) -> RecordedEvent | None:
-        """Record an event that travels inside a request to its program's replica; returns the record.
+        """Record an event that a request carries to its replica; return the record. Heartbeats and program
+        ends are not recorded, and return ``None``.
 
-        ``own``: the event is of the request's own program. That program has not ended, even if the event says
-        so.
+        ``own``: the event is about the request's own program. A ``ProgramEnd`` of this program does not end
+        it yet.
         """
         key = (tenant, event.program_id)
         if not isinstance(event, ProgramEnd):
@@ -158,7 +163,8 @@ class EventForwarder:
         return None
 
     def forward(self, batch: EventBatch, tenant: str, authorization: str | None) -> None:
-        """Forward events found in a request that goes to another replica than their program's home."""
+        """Start forwarding events found in a request that goes to a replica other than their program's
+        home."""
         task = asyncio.ensure_future(self.forward_batch(batch, tenant, authorization))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -168,19 +174,20 @@ class EventForwarder:
     async def replay_before_request(
         self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()
     ) -> None:
-        """Before a request goes to a replica, send the replica the events that it lacks, and wait a while for
-        its answer. ``riding``: events that the request itself carries."""
+        """Send a replica those events of a program that the replica lacks, and wait up to ``REPLAY_WAIT_S``
+        for the answer. Call this before a request goes to the replica. ``riding``: events that the request
+        itself carries."""
         telling = self._catch_up(key, replica_id, riding)
         if telling is not None:
             await asyncio.wait({telling}, timeout=REPLAY_WAIT_S)
 
     def replay_to_home(self, key: Key, replica_id: str) -> None:
-        """A program has a new home: send that replica the program's start, graph and running tools."""
+        """Send a program's start, graph and running tools to its new home, without waiting for the answer."""
         self._catch_up(key, replica_id)
 
     def release(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
-        """Tell the replica that a program has left to release the program. ``authorization``: that of the
-        program's last request."""
+        """Tell a program's former replica to release the program. ``authorization``: header of the program's
+        last request; ``None``: the recorded one."""
         event = {"type": "program_end", "program_id": left.program_id, "status": "cancelled"}
         record = self.known.get((left.tenant, left.program_id))
         if record is not None:
@@ -210,8 +217,9 @@ class EventForwarder:
         *,
         piggyback: bool = False,
     ) -> RecordedEvent | None:
-        """Record an event. ``home``: the replica that receives it now; ``None``: none does, or the replica of
-        the request that carries the event is not known yet. ``piggyback``: a request carries it."""
+        """Record an event; return its record. ``home``: the replica that receives the event now. ``None``: no
+        replica does, or it is not known which replica gets the request that carries the event. ``piggyback``:
+        a request carries the event."""
         is_new = self.known.get(key) is None
         shown = authorization if self._engine_key is None else None
         kept = self.known.note(key, event, shown, self._clock(), delivered=piggyback or home is not None)
@@ -227,7 +235,8 @@ class EventForwarder:
     def _catch_up(
         self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()
     ) -> asyncio.Future[bool] | None:
-        """Send a replica the events of a program that it lacks; ``None``: there is nothing to wait for."""
+        """Send a replica those events of a program that the replica lacks. The returned future tells whether
+        the replica accepted them; ``None``: there is nothing to wait for."""
         record = self.known.get(key)
         address = self._replicas.get(replica_id)
         if record is None or address is None:
@@ -271,8 +280,8 @@ class EventForwarder:
         return said
 
     def _has(self, heard: set[str], key: Key, kept: RecordedEvent) -> bool:
-        """Whether an engine knows the graph of ``kept``, or cannot be sent it. ``heard``: hashes that the
-        engine received in full."""
+        """Whether an engine needs no copy of the graph of ``kept``: it has one, or the gateway has none to
+        send. ``heard``: hashes of graphs that the engine received in full."""
         event = kept.event
         return not isinstance(event, AegReport) or (
             event.graph_hash in heard or self.known.graph(key[0], event.graph_hash) is None
@@ -289,8 +298,8 @@ class EventForwarder:
     def _with_full_graph(
         self, tenant: str, event: AnyEvent, raw: msgspec.Raw, to: _EngineBatch
     ) -> msgspec.Raw:
-        """The event for this engine, with its graph in full if the engine lacks it: clients send a graph in
-        full once, then only its hash."""
+        """The event for this engine, with the full graph if the engine lacks it. Clients send a full graph
+        once, and then only its hash."""
         if not isinstance(event, AegReport):
             return raw
         if event.graph_hash in to.heard or event.graph_hash in to.spelt or event.graph is not None:
@@ -303,7 +312,7 @@ class EventForwarder:
         return _with_graph(msgspec.to_builtins(event), graph)
 
     def _aged(self, tenant: str, kept: RecordedEvent) -> msgspec.Raw:
-        """A recorded event to be sent again, with its current age and its graph in full."""
+        """A recorded event, encoded to be sent again, with its current age and its full graph."""
         event: dict[str, Any] = msgspec.to_builtins(kept.event)
         event["age_s"] = round(event.get("age_s", 0.0) + self._clock() - kept.at_s, 4)
         if isinstance(kept.event, AegReport):
@@ -312,7 +321,7 @@ class EventForwarder:
         return self._numbered(tenant, event)
 
     def _numbered(self, tenant: str, event: dict[str, Any]) -> msgspec.Raw:
-        # Sent by the gateway itself: engines drop a number that they have seen from the same emitter.
+        # The gateway is the emitter. Engines drop a number that they have seen from the same emitter.
         self._seq += 1
         return self._renamed(tenant, msgspec.Raw(encode({**event, "seq": self._seq - 1})))
 

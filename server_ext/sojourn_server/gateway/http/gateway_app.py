@@ -82,7 +82,7 @@ class GatewayOptions:
 
 
 class Gateway:
-    """Everything between the clients' connections and the engines' connections, in one process."""
+    """One gateway: its routes for clients, its routing backend, and its connections to engines."""
 
     def __init__(
         self,
@@ -142,8 +142,8 @@ class Gateway:
         beside: Callable[[], list[Awaitable[Any]]],
         before: Callable[[], Awaitable[None]] | None = None,
     ) -> Starlette:
-        """The ASGI application. ``beside`` returns its background tasks; ``before`` is awaited before it
-        starts."""
+        """Build the ASGI application. ``beside`` returns its background tasks. ``before`` is awaited before
+        they start."""
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -161,7 +161,7 @@ class Gateway:
                 await self.close()
 
         generating = {api.value: AsgiEndpoint(self.generation.route(api)) for api in ClientApi}
-        # Also in the router: it answers other methods and knows its mount point.
+        # These routes are also in the router, which answers other methods and knows its mount point.
         relayed = [Route(path, one, methods=["POST"]) for path, one in generating.items()]
         return GatewayApplication(
             generating,
@@ -195,8 +195,8 @@ class Gateway:
     # -- access -------------------------------------------------------------------
 
     def _guard(self, handle: Handler, words: Callable[[ApiError], Response] = ApiError.response) -> Handler:
-        """Wrap a handler: check the key before the body is read, and turn errors into answers by
-        ``words``."""
+        """Wrap a handler so that the client's key is checked before the body is read. ``words`` turns an
+        ``ApiError`` into an answer."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -240,7 +240,8 @@ class Gateway:
         return tenant if tenant is not None else "admin"
 
     def _shown(self, request: Request) -> str | None:
-        """The client's key if it may be sent to engines; an operator's key is never sent."""
+        """The client's ``Authorization`` header, to be sent to engines; ``None`` for an operator, whose key
+        is never sent."""
         return request.headers.get("authorization") if request.state.tenant is not None else None
 
     # -- routes of engines ------------------------------------------------------------
@@ -252,13 +253,13 @@ class Gateway:
         return Response(found.body, media_type="application/json")
 
     async def _anywhere(self, request: Request) -> Response:
-        """Route that any engine can answer."""
+        """Handle a route that any engine can answer."""
         keeps_key = request.state.tenant is not None
         return await self._any.answer(request, self._tenant(request), keeps_key=keeps_key)
 
     async def _health(self, request: Request) -> Response:
-        """Route that answers 200 if a replica is healthy, or with pairs if each role has an engine that
-        accepts requests."""
+        """Handle ``/health``: 200 if some replica is not suspect, else 503. With pairs, 200 also requires an
+        engine of each role that accepts requests."""
         states = await self.routing_backend.replicas()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
@@ -407,7 +408,7 @@ class Gateway:
         return await self._say_of(request, routing_events.ReplicaDrainStarted)
 
     async def _stay(self, request: Request) -> Response:
-        """Route that cancels a drain."""
+        """Handle the route that cancels a drain."""
         return await self._say_of(request, routing_events.ReplicaDrainCancelled)
 
     async def _say_of(

@@ -31,10 +31,10 @@ class ProgramMove(msgspec.Struct, frozen=True):
     moved_to: str
     reason: str
     kv: str
-    """Fate of the program's KV: ``shared`` (the new replica finds it on the shared disk) or
+    """What became of the program's KV: ``shared`` (the new replica finds it on the shared disk) or
     ``recomputed``."""
     waited_s: float
-    """Seconds that the program's request waited until KV was written to the disk."""
+    """Seconds that the program's request waited for KV to be written to the disk."""
     left_because: str = ""
     """Why the program had to leave, ``drain`` or ``failed``; empty: it could have stayed, see ``reason``."""
 
@@ -75,7 +75,7 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.waiting = 0
-        """Number of requests at no replica; the only sign of requests without capacity or without a
+        """Number of requests that are at no replica. No other metric shows requests that lack capacity or a
         replica."""
         self._waiting = gauge("waiting", "Requests that wait at the gateway, for one replica or for any.")
         self._waiting.set_function(lambda: self.waiting)
@@ -115,8 +115,8 @@ class GatewayMetrics:
     # -- events ---------------------------------------------------------------------
 
     def sent(self, reason: str, waited_s: float) -> None:
-        """Count a request that a replica answers. ``reason``: why it was sent there. ``waited_s``: how long
-        it waited."""
+        """Count a request that a replica answers. ``reason``: why the request was sent there. ``waited_s``:
+        how long the request waited."""
         self._requests.labels(reason).inc()
         self._waits.observe(waited_s)
 
@@ -155,7 +155,7 @@ class GatewayMetrics:
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[None]:
-        """Count a request as waiting for a decision, during the block."""
+        """Context manager that counts a request as waiting for a decision during its block."""
         self.waiting += 1
         try:
             yield
@@ -163,14 +163,14 @@ class GatewayMetrics:
             self.waiting -= 1
 
     def cut(self) -> None:
-        """Count an answer that was cut off."""
+        """Count an answer that broke off after its first byte."""
         self._cut.inc()
 
     # -- queries --------------------------------------------------------------------
 
     def moves(self, since: int, limit: int, tenant: str | None = None) -> tuple[Sequence[ProgramMove], int]:
-        """Moves from number ``since`` on, and the number for the next call. With ``tenant``, only that
-        tenant's moves."""
+        """Up to ``limit`` moves from number ``since`` on, and the ``since`` for the next call. With
+        ``tenant``, only that tenant's moves."""
         found = [move for move in self._moves if move.number >= since and tenant in (None, move.tenant)][
             :limit
         ]

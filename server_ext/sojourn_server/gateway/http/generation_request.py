@@ -1,7 +1,7 @@
 """The parts of a generation request that routing needs: its program, its length, whether it streams.
 
-The body is passed to the engine byte for byte. Only the fields below are read, and none of them decides which
-tenant is charged.
+Only the fields below are read. None of them decides which tenant is charged. All other fields reach the
+engine byte for byte.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_TOKENS = 2**31
 PREFIX_PIECE_BYTES = 1024
 """Bytes of a prompt per hash, about 16 of vLLM's blocks."""
 SESSION_KEY = "session_id"
-"""Field of a body, or of its ``vllm_xargs``, that names a program without a hint."""
+"""Field of a body, or of its ``vllm_xargs``, that names the program of a request without a hint."""
 
 
 class InvalidGenerationRequest(InputError):
@@ -79,8 +79,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         return self.prompt_tokens is not None and not self.is_batch
 
     def of(self, body: bytes) -> GenerationRequest:
-        """This request with another ``body`` that has the same prompt. The result references that body, not
-        the earlier one."""
+        """A copy of this request that refers to another ``body`` with the same prompt, so that the earlier
+        body can be freed."""
         return msgspec.structs.replace(self, prompt=_prompt(_decoder.decode(body)))
 
     @property
@@ -142,7 +142,7 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
         identity.context,
         _prompt(read),
         _count_ids(bytes(read.prompt)) if api is ClientApi.COMPLETIONS else None,
-        # A number that no context holds would only make messages to a coordinator longer.
+        # A number larger than any context is useless, and makes messages to a coordinator longer.
         min(MAX_TOKENS, next((count for count in told if _is_count(count)), 0)),
         read.previous_response_id,
         identity.outcome is Outcome.REJECTED,
@@ -152,8 +152,8 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
 
 
 def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """The fields of a JSON object. Raises ``InvalidGenerationRequest``, since fields that the parser skipped
-    before may have invalid names."""
+    """The fields of a JSON object, as raw JSON. Raises ``InvalidGenerationRequest``: earlier parsing skips
+    unknown fields, so their names may still be invalid."""
     try:
         return _members.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -163,8 +163,8 @@ def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 
 
 def without_identity(body: bytes) -> bytes:
-    """The body of a parsed request without its program. All other fields stay byte for byte. Raises
-    ``InvalidGenerationRequest``."""
+    """The body of a parsed request without the fields that name its program. All other fields stay byte for
+    byte. Raises ``InvalidGenerationRequest``."""
     document = members_of(body)
     document.pop(SESSION_KEY, None)
     xargs = document.get("vllm_xargs")
@@ -179,7 +179,7 @@ def with_names(
     body: bytes, of: Callable[[str], str], change: Callable[[dict[str, msgspec.Raw]], None] | None
 ) -> bytes:
     """The body of a parsed request, with session ids mapped by ``of`` and the fields of its hint changed by
-    ``change`` (``None``: it has no hint). Of a repeated field the last one counts. Raises
+    ``change`` (``None``: the hint is removed). If a field is repeated, the last one counts. Raises
     ``InvalidGenerationRequest``."""
     document = members_of(body)
     _rename_session(document, of)
@@ -251,7 +251,8 @@ _MEDIA_PARTS = (b'"image_url"', b'"input_image"', b'"input_audio"', b'"audio_url
 
 
 class PromptSizeEstimator:
-    """Tokens per byte, by model: a moving mean over prompts that engines have counted."""
+    """Estimates prompt lengths from tokens per byte: a moving mean, by model, over prompts that engines have
+    counted."""
 
     def __init__(self) -> None:
         self._ratios: OrderedDict[str | None, float] = OrderedDict()

@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with a deadline for a request's headers, which uvicorn lacks.
 
-Without a deadline a client that sends half a request holds a connection for ever, and some hundreds of such
-clients hold all of a gateway's file descriptors. Bodies have deadlines of their own where they are read.
+Without a deadline, a client that sends half a request holds a connection for ever. Some hundreds of such
+clients hold all of a gateway's file descriptors. ``request_bodies`` sets the deadlines of bodies.
 """
 
 from __future__ import annotations

@@ -23,11 +23,13 @@ ANSWER_TIMEOUT_S = 5.0
 MAX_QUEUED_EVENTS = 4096
 """Maximum number of queued events per engine; further events are dropped."""
 STALE_S = 2 * ANSWER_TIMEOUT_S
-"""Events that have waited longer are dropped, since the engine accepts none at present."""
+"""Longest wait, in seconds. Events that have waited longer are dropped, since the engine accepts none at
+present."""
 _ENVELOPE_BYTES = 64
 
 PostEvents = Callable[[str, EventBatch, str | None], Awaitable[Sequence[EventOutcome] | None]]
-"""Posts a batch to a URL with an ``Authorization``; returns ``None`` without an answer."""
+"""Posts a batch to a URL with an ``Authorization``; returns one outcome per event, or ``None`` without an
+answer."""
 
 
 def split_batch(batch: EventBatch) -> Iterator[EventBatch]:
@@ -85,7 +87,7 @@ class OrderedSender:
 
     @property
     def idle(self) -> bool:
-        """Whether the queue is empty."""
+        """Whether no events are queued or being sent."""
         return self._task is None
 
     def send(self, events: list[msgspec.Raw], authorization: str | None) -> asyncio.Future[bool]:
@@ -101,7 +103,7 @@ class OrderedSender:
         return said
 
     async def wait_until_sent(self) -> None:
-        """Wait until all queued events were sent, or until the engine accepts no events."""
+        """Wait until all queued events were sent, but at most ``ANSWER_TIMEOUT_S``."""
         if self._last is not None and not self._last.done():
             await asyncio.wait({self._last}, timeout=ANSWER_TIMEOUT_S)
 

@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 class PairMonitor(EngineMonitor):
     """Registers the prefill and decode engines at given addresses.
 
-    An engine that cannot be part of a pair gets no requests, and the log says so once. Only engines with one
-    kind of model and KV are served: the kind of most engines at the start. It may change until a pair exists,
-    and afterwards only when all engines of that kind are gone.
+    An engine that cannot be part of a pair gets no requests, and the log says so once. The monitor accepts
+    only engines of one kind, with the same model and KV format. At the start that is the kind of most
+    engines. It may change until a pair exists, and afterwards only when all engines of that kind are gone.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PairMonitor(EngineMonitor):
         self._said: tuple[int, int] | None = None
         """Number of accepted engines of each role in the last log line."""
         self._running_polls = 0
-        """Number of running polls of all engines. No engine is registered before they have ended."""
+        """Number of ``poll_all`` calls in progress. No engine is registered before they have ended."""
 
     async def poll_all(self) -> None:
         """Poll all engines once, then choose the kind that is served."""
@@ -139,7 +139,7 @@ class PairMonitor(EngineMonitor):
     # -- results ------------------------------------------------------------------
 
     def _log_engine_up(self, url: str, described: EngineDescription) -> None:
-        """Log a new engine once it is known whether the engine is accepted."""
+        """Do nothing: ``_take`` logs a new engine once it is accepted."""
 
     def _seen(self, watched: MonitoredEngine) -> None:
         if not self._running_polls:
@@ -200,8 +200,8 @@ class PairMonitor(EngineMonitor):
         return incompatibility(described.kind, self._kind)
 
     def _most_common(self) -> EngineCompatibility | None:
-        """The dominant kind among engines that can form pairs; ``None``: there are no such engines. Ties go
-        by the configured order."""
+        """The dominant kind among engines that can form pairs; ``None``: there are no such engines. A tie
+        goes to the served kind, else to the first one in the configured order."""
         fit = [
             (kind, role)
             for url, role in self._roles.items()

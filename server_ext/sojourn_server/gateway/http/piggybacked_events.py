@@ -1,4 +1,5 @@
-"""Events inside a request's hint: each goes to its program's home, whichever replica gets the request."""
+"""Events inside a request's hint. Each reaches its program's home, even if the request goes to another
+replica."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class PiggybackedEvents:
     ) -> None:
         """``context``: the client's hint. ``tenant``, ``authorization``: those of the client. ``program_id``:
         the request's program; ``None``: it has none, even if its hint names one. ``fits``: whether the events
-        fit into the hint with the engines' names; if not, all of them are forwarded."""
+        still fit into the hint after ids were replaced by the engines' names. If not, all events are
+        forwarded separately."""
         self._forwarder = forwarder
         self._tenant = tenant
         self._authorization = authorization
@@ -46,7 +48,7 @@ class PiggybackedEvents:
         self._fits = fits
         self._noted: set[int] = set()
         self.kept: set[RecordedEvent] = set()
-        """Records of the events: a replica that gets the request need not be sent them separately."""
+        """Records of the events that the request carries. Its replica need not get them separately."""
         for _, event in self._events:
             if fits and event is not None and event.program_id == program_id:
                 self._note(event)
@@ -61,8 +63,9 @@ class PiggybackedEvents:
             self.kept.add(kept)
 
     def towards(self, replica_id: str, body: bytes) -> bytes:
-        """The body for this replica. It keeps the events of programs whose home the replica is; the other
-        events are removed and forwarded. ``body``: the client's body, or an earlier result."""
+        """Return the body to send to this replica. Events of programs whose home is this replica stay in it.
+        All others are removed and forwarded to their homes. ``body``: the client's body, or an earlier
+        result."""
         staying: list[tuple[msgspec.Raw, AnyEvent | None]] = []
         leaving: list[msgspec.Raw] = []
         for raw, event in self._events:
@@ -84,7 +87,7 @@ class PiggybackedEvents:
     def _belongs_to(self, event: AnyEvent, replica_id: str) -> bool:
         program_id = event.program_id
         home = self._forwarder.home(self._tenant, program_id)
-        # Events without a home wait for one; a process that is no program will never have one.
+        # Events without a home wait for one. If the request has no program, its hint's program gets none.
         return (
             program_id == self._program_id
             or home == replica_id
@@ -93,7 +96,7 @@ class PiggybackedEvents:
 
 
 def with_events(body: bytes, events: list[msgspec.Raw]) -> bytes:
-    """The body with its hint's events replaced by these."""
+    """The body with its hint's events replaced by ``events``."""
 
     def change(hint: dict[str, msgspec.Raw]) -> None:
         own = _members.decode(hint["sojourn"])

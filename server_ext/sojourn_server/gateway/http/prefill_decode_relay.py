@@ -1,11 +1,11 @@
 """Bodies for the two stages of a request: one engine computes the prompt, another generates the answer.
 
 Each engine gets the client's body with a few fields changed. ``kv_transfer_params`` is vLLM's field for
-transfers; the value that the prefill engine returns is passed unchanged to the decode engine.
+transfers. The value that the prefill engine returns is passed unchanged to the decode engine.
 
-Some requests have no first stage. For several prompts, several answers or beam search, vLLM itself creates
-several requests, for which no single context would do; and prompt logprobs need the prompt to be computed.
-The decode engine computes all of such a request.
+For some requests the decode engine computes everything, without a prefill stage. With several prompts,
+several answers or beam search, vLLM itself creates several requests, so there is no single context to
+transfer. For prompt logprobs, the answering engine has to compute the prompt itself.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _LENGTH_FIELDS = {
     ClientApi.RESPONSES: ("max_output_tokens",),
     ClientApi.MESSAGES: ("max_tokens",),
 }
-"""Fields that bound the length of an answer; the first of them is always set."""
+"""Fields that bound the length of an answer. ``prefill_body`` always sets the first of them."""
 _ANSWER_FIELDS = (
     "stream_options", "n", "best_of", "use_beam_search", "min_tokens", "logprobs", "top_logprobs",
     "logprob_token_ids", "prompt_logprobs", "echo", "background", "store", "ec_transfer_params",
 )  # fmt: skip
-"""Fields that concern only an answer, and might forbid an answer of one token."""
+"""Fields that ``prefill_body`` removes. They concern only an answer, and might forbid an answer of one
+token."""
 
 
 class _BodyFields(msgspec.Struct):
-    """Fields that show that a request has no single context, or that the decode engine has to compute all of
-    it."""
+    """Fields that decide whether the decode engine has to compute all of a request."""
 
     n: Any = None
     best_of: Any = None
@@ -113,8 +113,8 @@ def prefill_body(
 
 
 def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
-    """Where the KV is, from the prefill engine's answer; ``None``: the answer does not say, so the engine
-    does not prefill for others."""
+    """The parameters in the prefill engine's answer that tell where the KV is. ``None``: the answer has none,
+    so the engine does not prefill for others."""
     try:
         found = _members.decode(answer).get(TRANSFER)
         params = msgspec.json.decode(found) if found is not None else None
@@ -124,8 +124,8 @@ def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
 
 
 def decode_body(body: bytes, params: dict[str, Any]) -> bytes:
-    """The body for the decode engine: the client's body, with ``params``, which say where the KV is. A value
-    that the client gave for them is removed, since it could name another request's memory. Raises
+    """The body for the decode engine: the client's body with ``params``, which tell where the KV is. The
+    client's own value of that field is removed, since it could name another request's memory. Raises
     ``InvalidGenerationRequest``."""
     return _without_transfer(members_of(body), params)
 

@@ -19,7 +19,7 @@ MAX_UNDELIVERED_EVENTS = 64
 """Maximum number of events per program that no engine has received."""
 MAX_RUNNING_TOOLS = 64
 EVENTS_PER_PROGRAM = 4
-"""A program with more events than this counts as several programs against the limit of the records."""
+"""Number of events that count as one more program toward the limit of the records."""
 
 Key = tuple[str, str]
 """Tenant and program id."""
@@ -30,8 +30,8 @@ Value = TypeVar("Value")
 
 
 class TenantBoundedCache(Generic[Value]):
-    """Values by tenant and name, of bounded total weight: the tenant with the most weight loses its oldest
-    value first."""
+    """Cache of values by tenant and name, of bounded total weight. The tenant with the most weight loses its
+    oldest value first."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -75,7 +75,7 @@ class TenantBoundedCache(Generic[Value]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedEvent:
-    """An event and its time of arrival. The JSON of a graph is stored elsewhere."""
+    """An event and its time of arrival. The JSON of its graph is stored in ``ProgramEventRecords``."""
 
     event: AnyEvent
     at_s: float
@@ -95,16 +95,17 @@ class ProgramEventRecord:
     undelivered: list[RecordedEvent] = field(default_factory=list)
     """Tool events that arrived while the program had no home."""
     place: ReplicaInstance | None = None
-    """The replica that has received these events, except for ``missed`` changes; ``None``: no replica has."""
+    """The replica that has received all these events; ``None``: no replica has."""
     missed: int = 0
-    """Number of changes that the replica ``place`` has not received."""
+    """Number of changes so far that a replica did not receive at once. If it grows during a replay, the
+    replay is incomplete."""
     telling: tuple[ReplicaInstance, asyncio.Future[bool]] | None = None
-    """The replica to which the events are being sent, and the result of that."""
+    """The replica to which the events are being sent, and a future that tells whether it accepted them."""
     again_s: float = 0.0
-    """Time before which the events are not sent again, after an engine did not accept them."""
+    """Earliest time at which the events are sent again, after an engine did not accept them."""
 
     def has_unsent(self, place: ReplicaInstance | None = None) -> None:
-        """Mark the record as incomplete at the replica ``place``, or without one at all replicas."""
+        """Record that the replica ``place`` lacks an event; ``None``: that every replica does."""
         if place is None or place == self.place:
             self.place = None
             self.missed += 1
@@ -147,7 +148,8 @@ class ProgramEventRecords:
     def note(
         self, key: Key, event: AnyEvent, authorization: str | None, now_s: float, *, delivered: bool
     ) -> RecordedEvent | None:
-        """Record an event; returns its record. ``delivered``: an engine receives the event now."""
+        """Record an event; return its record, or ``None`` for a heartbeat or a program's end. ``delivered``:
+        an engine receives the event now."""
         record = self._programs.get(key)
         if isinstance(event, (Heartbeat, ProgramEnd)):
             return None
@@ -177,7 +179,8 @@ class ProgramEventRecords:
             record.tools.pop(call, None)
         elif call in record.tools or len(record.tools) < MAX_RUNNING_TOOLS:
             record.tools[call] = kept
-        # Drop repetitions, and a start whose stop an engine receives now: a start sent later would never end.
+        # Drop repeated events. Also drop a start whose stop an engine receives now: if that start were sent
+        # later, the tool would never end.
         record.undelivered = [
             one
             for one in record.undelivered

@@ -1,7 +1,7 @@
-"""Maps clients' program ids to the names that engines use. An engine has one program per name, whatever the
-tenant. So with several tenants a name starts with the tenant: ``research/agent-1``.
+"""Maps clients' program ids to the names that engines use for programs.
 
-Clients and the gateway itself use only ids. With one tenant, names and ids are equal.
+Engines do not separate tenants. So with several tenants a name starts with the tenant: ``research/agent-1``.
+With one tenant, names and ids are equal. Clients and the gateway itself use only ids.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MOST_TAG_BYTES = 64
 PROGRAM_ID_FIELDS = ("program_id", "parent_program_id", "root_program_id")
 """Fields of hints, events and engines' answers that name programs."""
 FOREIGN_PROGRAM_ID = "another"
-"""Shown in place of another tenant's program in an engine's answer."""
+"""Text that replaces another tenant's program in an engine's answer."""
 MAX_SHORTENED_IDS = 50_000
 """Maximum number of remembered ids that are too long for an engine's name."""
 _ID_FIELDS = (*PROGRAM_ID_FIELDS, "evictor")
 _NO_EVENTS = b',"events":[]'
 _HASH_MARK = "#"
-"""Begins the digest of a long id; quoted names do not contain this character."""
+"""First character of the digest that replaces a long id. Quoted names do not contain this character."""
 
 
 class ProgramIdMapper:
@@ -73,8 +73,8 @@ class ProgramIdMapper:
             return (tenant, self._cut.get((tenant, program_id)) or program_id)
 
     def event(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw | None:
-        """Return an event with the program ids that engines use; ``None``: the gateway cannot read the event,
-        but an engine might.
+        """Return an event with its program ids replaced by the engines' names; ``None``: the gateway cannot
+        read the event.
 
         Only fields that the gateway knows are passed on, because others might name programs.
         """
@@ -85,15 +85,15 @@ class ProgramIdMapper:
             named = {name: getattr(event, name, None) for name in PROGRAM_ID_FIELDS}
             of = {name: self.of(tenant, value) for name, value in named.items() if value is not None}
             if hasattr(event, "tenant"):
-                of["tenant"] = _tag(tenant)  # the engine shares its leases out by the key's tenant
+                of["tenant"] = _tag(tenant)  # engines divide leases among these tenants
             return msgspec.Raw(encode(msgspec.structs.replace(event, **of)))
         except WireError:
             return None
 
     def request(self, tenant: str, body: bytes, question: GenerationRequest) -> tuple[bytes, bool]:
-        """Return a request's body with the program ids that engines use, and whether the events in its hint
-        still fit; if not, they are removed. A hint that the gateway cannot read is removed: an engine might
-        read it. Raises ``InvalidGenerationRequest``."""
+        """Return a request's body with the engines' names for its programs, and whether the events in its
+        hint still fit. Events that do not fit are removed. A hint that the gateway cannot read is removed
+        too, since an engine might read it. Raises ``InvalidGenerationRequest``."""
         has_hint = question.context is not None
         if not self.apart or not (has_hint or question.has_bad_hint or question.names_session):
             return body, True
@@ -151,8 +151,8 @@ class ProgramIdMapper:
 
 
 def _shorten(hint: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw], most_bytes: int) -> None:
-    """Remove the longest fields of a hint until it is within its limit: longer ids may have pushed it over,
-    and engines ignore a hint that is too long. Program ids stay. ``own``: the fields of the hint's
+    """Remove the longest fields of a hint until the hint has at most ``most_bytes``. The engines' names may
+    have made it too long, and engines ignore such a hint. Program ids stay. ``own``: the fields of the hint's
     ``sojourn`` part."""
     while len(msgspec.json.encode(hint)) > most_bytes:
         of_both = [(hint, name) for name in hint.keys() - {*PROGRAM_ID_FIELDS, "sojourn"}]

@@ -1,4 +1,5 @@
-"""Moves programs to other replicas: their state, and their KV if copying it is cheaper than computing it."""
+"""Moves programs to other replicas: their state, and their KV if copying it is cheaper than computing it
+again."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
 """Shortest and longest wait until KV is written to the shared disk. The lower bound is a few steps of the old
 engine; after the upper bound the new replica computes the KV."""
 RELEASE_DELAY_S = 30.0
-"""Delay after which a program is released at its old engine, if no request of the program goes to its new
-home."""
+"""Seconds after which a program is released at its old engine, if no request of the program has gone to its
+new home."""
 MAX_RELEASE_ATTEMPTS = 4
-"""Number of such delays for a program whose new home is gone."""
+"""Maximum number of release delays for a program whose new home is gone."""
 STORE_POLL_S = 0.02
 COMPUTED_TOKENS_PER_S = 5_000.0
-"""Assumed prefill speed. Waiting for KV does not pay for longer than computing it takes."""
+"""Assumed prefill speed. The gateway does not wait longer for KV than it takes to compute it."""
 
 
 class _StoredKv(msgspec.Struct):
@@ -56,7 +57,7 @@ _decoder = msgspec.json.Decoder(_StoredKv)
 
 
 def read_stored_kv(answer: bytes) -> _StoredKv | None:
-    """An engine's answer to ``persist``; ``None``: it cannot be read."""
+    """Parse an engine's answer to the route ``persist``; ``None``: it cannot be read."""
     try:
         return _decoder.decode(answer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -91,8 +92,8 @@ class ProgramMigrator:
 
     @contextlib.contextmanager
     def while_waiting(self, key: Key) -> Iterator[None]:
-        """During the block a request of the program waits for its replica: keep the program's KV at its old
-        replicas."""
+        """Context manager that keeps a program's KV at its old replicas while a request of the program waits
+        for a replica."""
         self._waiting[key] += 1
         try:
             yield
@@ -150,8 +151,8 @@ class ProgramMigrator:
         self._metrics.moved(key[0], key[1], moved_from, moved_to, reason, kv, waited_s, left_because)
 
     def release(self, left: routing_events.ReleaseProgramKv) -> None:
-        """Release a program's KV at the replica that the program has left, once the KV that moves along is
-        written."""
+        """Release a program's KV at its former replica after the program's next request or a delay. Until
+        then the KV can still be written to the shared disk."""
         key = (left.tenant, left.program_id)
         self._stay(key, left.replica_id)
         one = _PendingRelease(left)
@@ -164,7 +165,7 @@ class ProgramMigrator:
     def _late(self, key: Key, one: _PendingRelease) -> None:
         """Handle a release, ``one``, whose delay has passed without a request of the program."""
         one.times += 1
-        # A program without a home may have lost it with a replica, and return to where its KV is.
+        # A program that lost its home with a replica may return to the replica that has its KV.
         is_homeless = self._forwarder.home(*key) is None and one.times < MAX_RELEASE_ATTEMPTS
         if key in self._waiting or is_homeless:
             self._wait_on(key, one)
@@ -186,7 +187,7 @@ class ProgramMigrator:
         self._forwarder.release(one.left, authorization)
 
     def _stay(self, key: Key, replica_id: str) -> None:
-        """Cancel a release: the program has returned to that replica."""
+        """Cancel the release of a program at a replica to which it has returned."""
         for one in list(self._leaving.get(key, ())):
             if one.left.replica_id == replica_id:
                 self._drop(key, one)
@@ -201,8 +202,8 @@ class ProgramMigrator:
             self._leaving.pop(key, None)
 
     async def _written_out(self, key: Key, moved_from: str, authorization: str | None) -> bool:
-        """Wait, as long as that pays, until most of a program's KV at ``moved_from`` is on the shared disk.
-        Returns whether it is."""
+        """Wait until a program's KV at ``moved_from`` is on the shared disk, but not longer than computing
+        the KV takes. Returns whether at least half of it is there."""
         address = self._replicas.get(moved_from)
         if address is None:
             return False

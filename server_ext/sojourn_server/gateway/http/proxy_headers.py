@@ -1,4 +1,4 @@
-"""Which headers are forwarded: all except those that concern a single connection (RFC 9110 §7.6.1)."""
+"""Chooses the headers to forward: all except those that concern a single connection (RFC 9110 §7.6.1)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ RANK = "X-data-parallel-rank"
 REPLICA = "X-Sojourn-Replica"
 """Header in every answer of an engine: the id of the replica that gave it."""
 GATEWAY = "X-Sojourn-Gateway"
-"""Header in every answer that the gateway itself makes: a proxy in front of it may answer 404 or 503 too."""
+"""Header in every answer that the gateway itself makes. Answers of a proxy in front of the gateway lack
+it."""
 
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade".split()
 )
 _SERVER_HEADERS = frozenset((b"date", b"server"))
-# The gateway reads the body, so it answers length and expectation itself; it chooses the rank; and the coding
-# of an answer is settled between gateway and engine.
+# The gateway handles these itself: it reads the body, chooses the rank, and agrees with the engine on the
+# encoding of the answer.
 _CONSUMED_HEADERS = frozenset(b"host content-length expect accept-encoding x-data-parallel-rank".split())
 
 
@@ -64,8 +65,8 @@ def client_response_headers(headers: RawHeaders, replica_id: str) -> list[tuple[
 
 
 def _utf8_roundtrip(value: bytes) -> str:
-    """Decode a header value so that encoding the text as UTF-8 gives its bytes again, if they are UTF-8;
-    other bytes are decoded as Latin-1."""
+    """Decode a header value as UTF-8, or as Latin-1 if it is not UTF-8. So a UTF-8 value keeps its bytes when
+    the text is encoded as UTF-8 again."""
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""One proxied request: submitted to the core, sent to an engine, sent elsewhere after a failure, and its
-answer passed to the client.
+"""Handles one proxied request: submits it to the core, sends it to an engine, sends it to another engine
+after a failure, and passes the answer to the client.
 
-A request has one stage; where engines either prefill or decode, it has two.
+A request has one stage, or two stages if it goes to a prefill and a decode engine.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ AsgiScope = MutableMapping[str, Any]
 LARGE_BODY_BYTES = 1 << 20
 """Larger bodies are processed in a thread, so that other requests do not wait."""
 SILENT_ENGINE_S = 5.0
-"""If a replica counts as dead, its answer is given up after this silence."""
+"""Seconds of silence after which the gateway gives up the answer of a replica that counts as dead."""
 STOPPING_RETRY_S = 5.0
-"""When a client should come back to a gateway that stops: a restart takes a few seconds."""
+"""``Retry-After``, in seconds, of a gateway that stops. A restart takes a few seconds."""
 MAX_RESPONSE_IDS = 100_000
-"""Maximum number of remembered answers that a conversation may continue by id."""
+"""Maximum number of remembered answers of the responses API. A later request may continue each by its id."""
 SESSION = proxy_headers.SESSION.lower().encode()
 
 
 class ProxyContext:
-    """What all requests of a gateway share."""
+    """Objects that all requests of a gateway share."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class ProxyContext:
         self.clock = clock
         self.sizes = PromptSizeEstimator()
         self.conversations: OrderedDict[tuple[str, str], str] = OrderedDict()
-        """(tenant, answer id) of the responses API → the program whose request got that answer."""
+        """Program whose request got an answer of the responses API, by tenant and answer id."""
 
     async def refuse(self, send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
         """Answer with the error ``refused``, and count it."""
@@ -102,8 +102,8 @@ class ProxyContext:
         await send_rejection(send, api, refused)
 
     async def send_internal_error(self, send: AsgiSend, api: ClientApi) -> None:
-        """Count an internal error and answer with it. Call this in an ``except`` block, before anything was
-        answered."""
+        """Count an internal error and answer with it. Call this in an ``except`` block, before any part of an
+        answer was sent."""
         self.metrics.refused(GATEWAY_FAILED)
         await send_internal_error(send, api)
 
@@ -175,7 +175,7 @@ class ProxyRequest:
         """Number of attempts of the prefill stage."""
         self._prefilled_tokens: int | None = None
         """Prompt tokens that a prefill engine counted."""
-        # Last: the core's decision is read by ``run``.
+        # This comes last, because it submits the request. ``run`` reads the core's decision.
         self.request_state: GatewayRequestState = shared.routing_backend.open(
             routing_events.RequestReceived(
                 # Not the client's own id: two clients may use the same.
@@ -193,7 +193,7 @@ class ProxyRequest:
         )
 
     async def run(self) -> None:
-        """Handle the request until its answer ends, in whatever way."""
+        """Handle the request until its answer ends, completely or not."""
         routing_backend = self._shared.routing_backend
         try:
             await self._until_answered()
@@ -211,7 +211,7 @@ class ProxyRequest:
             # The server stops, and the time that it grants running requests has passed. The task ends here.
             await self._end_with_gateway()
         finally:
-            # After a newer decision the answering replica is not the core's: it ended wherever it is.
+            # After a newer decision the core has the request elsewhere: ``None`` ends it at any replica.
             where = (
                 None if self.request_state.superseded or self.request_state.has_decision else self._sent_to
             )
@@ -269,8 +269,8 @@ class ProxyRequest:
         return self._shared.migrator.while_waiting((self._tenant, self._program_id))
 
     async def _at(self, decision: routing_events.SendRequest) -> bool:
-        """Get the answer from the chosen replica. Returns False if that failed and another replica will be
-        chosen."""
+        """Send the request to the chosen replica and pass the answer to the client. Returns False if there is
+        no answer and another decision is needed."""
         shared = self._shared
         self._sent_to = decision.replica_id
         address = shared.replicas.get(decision.replica_id)
@@ -341,8 +341,8 @@ class ProxyRequest:
         return answer
 
     async def _prefill(self, pair: SendRequestToPair) -> EngineAnswer | dict[str, Any]:
-        """Run the prefill stage. Returns where the KV is, or the engine's error answer. Raises
-        ``ReplicaRequestError``, which names the replica that failed."""
+        """Run the prefill stage. Returns the parameters that tell where the KV is, or the engine's error
+        answer. Raises ``ReplicaRequestError``, which names the replica that failed."""
         shared, prefill_id = self._shared, pair.prefill_id
         address = shared.replicas.get(prefill_id)
         passed = proxy_headers.engine_request_headers(
@@ -352,7 +352,7 @@ class ProxyRequest:
             session=None,
         )
         self._prefill_attempts += 1
-        # An engine accepts a transfer's name once, and may still hold that of an earlier attempt.
+        # An engine accepts a transfer's name once, and may still hold the name of an earlier attempt.
         transfer = f"{self.request_state.request_id}-{self._prefill_attempts}"
         to = (transfer, pair.peer, pair.decode_share, pair.epoch)
         body = await self._build_body(lambda: prefill_body(self._api, self._body, *to))
@@ -377,7 +377,7 @@ class ProxyRequest:
         return prefilled
 
     async def _build_body(self, make: Callable[[], BodyT]) -> BodyT:
-        """Call ``make`` to build a body, for a large request in a thread."""
+        """Call ``make`` to build a body, in a thread if the request is large."""
         return make() if len(self._body) < LARGE_BODY_BYTES else await asyncio.to_thread(make)
 
     async def _post(self, address: ReplicaAddress, passed: CIMultiDict[str], body: bytes) -> EngineAnswer:
@@ -428,7 +428,7 @@ class ProxyRequest:
         finally:
             if not answer.is_stream:
                 note()
-            # A connection with an unread rest cannot be reused; the engine sees it close and stops computing.
+            # A partly read answer makes the connection useless. The engine sees it close and stops computing.
             response.close()
         self._learn(response.status)
 
@@ -489,8 +489,7 @@ class ProxyRequest:
             raise ClientDisconnected from None
 
     def _learn(self, status: int) -> None:
-        """After a complete answer with this HTTP status, remember the engine's count of the prompt, and the
-        answer's id."""
+        """Remember the engine's prompt token count and the answer's id, if the HTTP ``status`` is 200."""
         if status != 200:
             return
         counted = self._prompt_tokens

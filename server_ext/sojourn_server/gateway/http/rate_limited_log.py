@@ -53,7 +53,7 @@ class PolicyFailureLog:
         self._said_s = -math.inf
 
     def log_new_failures(self, now: float) -> None:
-        """Log the failures since the last call."""
+        """Log the failures since the last log line, at most once per ``LOG_INTERVAL_S``."""
         new = self._counts.policy_failures - self._said
         if new <= 0 or now - self._said_s < LOG_INTERVAL_S:
             return

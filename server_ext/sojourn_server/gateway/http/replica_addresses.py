@@ -44,7 +44,7 @@ def parse_engine_url(text: str) -> str:
 
 
 def rank_addresses(url: str, ranks: int) -> list[ReplicaAddress]:
-    """The replicas of the engine at one address."""
+    """The addresses of an engine's replicas, one per data-parallel rank."""
     name = urlsplit(url).netloc
     if ranks <= 1:
         return [ReplicaAddress(name, url)]

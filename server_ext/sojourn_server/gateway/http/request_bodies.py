@@ -13,11 +13,12 @@ AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 MAX_BODY_BYTES = 64 << 20
 MAX_HELD_BYTES = 2 << 30
-"""Maximum size of all bodies. A body is kept until its answer ends, in case it has to be sent again."""
+"""Maximum total size of all bodies. A body is kept until its answer ends, in case it has to be sent again."""
 MAX_TENANT_SHARE = 0.5
-"""Maximum fraction of the total for one tenant, if there are several: a flood leaves the other half."""
+"""Maximum fraction of the total that one tenant may use, if there are several tenants."""
 BODY_TIMEOUT_S = 60.0
-"""Longest pause within a body. A whole body may take this time plus its size at the minimum rate."""
+"""Longest pause within a body, in seconds. A whole body may take this long plus its size ÷
+``MIN_BYTES_PER_S``."""
 MIN_BYTES_PER_S = 256 << 10
 BUDGET_RETRY_S = 2.0
 
@@ -57,7 +58,8 @@ class BodyBudget:
         """Bytes held by each tenant, without zeros."""
 
     def begin(self, tenant: str, max_bytes: int | None = None) -> RequestBody:
-        """Start one request's body. ``max_bytes``: its own limit, if lower than the general one."""
+        """Create the ``RequestBody`` of one request. ``max_bytes``: a limit of its own, if lower than the
+        general one."""
         return RequestBody(self, tenant, min(max_bytes or self._max_body_bytes, self._max_body_bytes))
 
     def check(self, tenant: str, more_bytes: int) -> None:
@@ -90,7 +92,7 @@ class RequestBody:
         """Read the body; ``None``: the client disconnected. ``declared``: value of ``Content-Length``, if
         any. Raises ``BodyRejected``."""
         if declared is not None and declared.isascii() and declared.isdigit():
-            # Rejected early for clients that wait with the body; what arrives is counted anyway.
+            # Reject early, for clients that send the body only later. Received bytes are counted anyway.
             self._check(int(declared[:20]))
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -120,13 +122,14 @@ class RequestBody:
         self._bodies.check(self._tenant, more_bytes)
 
     def becomes(self, body_bytes: int) -> None:
-        """Count a body of another size in place of this one. Never rejected."""
+        """Change the counted size of this body to ``body_bytes``. Never raises."""
         self._bodies.add(self._tenant, body_bytes - self._held_bytes)
         self._held_bytes = body_bytes
 
     @contextlib.contextmanager
     def beside(self, body_bytes: int) -> Iterator[None]:
-        """Count a second body, made from this one, during the block. Never rejected."""
+        """Context manager that also counts a second body, made from this one, during its block. Never
+        raises."""
         self._bodies.add(self._tenant, body_bytes)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Reads an answer while it passes: its token counts, its id, and the ends of its events."""
+"""Reads token counts, the id and the ends of events from an answer while it passes through the gateway."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_HELD_BYTES = 1 << 20
 
 
 class ResponseMeter:
-    """Reads the chunks of one answer. No content makes it fail."""
+    """Reads the chunks of one answer. Any content is accepted."""
 
     def __init__(self, *, stream: bool) -> None:
         self._stream = stream
@@ -76,7 +76,7 @@ class SseEventBuffer:
         return chunk[:end]
 
     def rest(self) -> bytes:
-        """The bytes still held back, after the stream has ended regularly."""
+        """Return the bytes still held back. Call this after the stream has ended regularly."""
         held, self._held = self._held, b""
         return held
 

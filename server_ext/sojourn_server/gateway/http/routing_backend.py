@@ -28,7 +28,7 @@ class ClientDisconnected(Exception):
 
 
 class GatewayRequestState:
-    """The routing decisions about one request that have not been carried out yet, in order. Used in one event
+    """Queue of the routing decisions about one request that have not been carried out yet. Used in one event
     loop."""
 
     def __init__(self, request_id: str) -> None:
@@ -51,7 +51,7 @@ class GatewayRequestState:
         self._wake()
 
     def answered(self) -> None:
-        """Drop the pending decisions, which came too late: the first byte of the answer has arrived."""
+        """Drop pending decisions except aborts, because the first byte of the answer has arrived."""
         self._answered = True
         late, self._decisions = self._decisions, deque()
         for decision in late:
@@ -64,7 +64,7 @@ class GatewayRequestState:
 
     @property
     def has_decision(self) -> bool:
-        """Whether ``next`` would return at once."""
+        """Whether ``next`` would return or raise at once."""
         return bool(self._decisions) or self.client_gone
 
     async def next(self) -> RequestDecision:
@@ -78,8 +78,8 @@ class GatewayRequestState:
             await self._waiter
 
     async def run_unless_decided(self, doing: Coroutine[Any, Any, T]) -> T | None:
-        """Await ``doing`` and return its result; ``None``: a decision came first, and ``doing`` was
-        cancelled. Exceptions of ``doing`` pass."""
+        """Await ``doing`` and return its result. ``None``: a decision came first, and ``doing`` was
+        cancelled. Raises the exceptions of ``doing``."""
         if self.has_decision:
             doing.close()
             return None
@@ -101,7 +101,7 @@ class GatewayRequestState:
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-"""Interval of ticks. It is one epoch of tenants' shares (SAGA §6.1); nothing in the core is due more
+"""Interval of ticks, in seconds: one epoch of tenants' shares (SAGA §6.1). Nothing in the core is due more
 often."""
 
 ControlAction = routing_events.ReleaseProgramKv | routing_events.ProbeReplica
@@ -126,7 +126,7 @@ class RoutingBackend(Protocol):
         ...
 
     def home(self, tenant: str, program_id: str) -> str | None:
-        """The replica that is a program's home."""
+        """The replica that is a program's home; ``None``: unknown."""
         ...
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
@@ -156,7 +156,7 @@ class LocalRoutingBackend:
         self.on_request_decision: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
         """Called with every action, for metrics."""
         self.links_of: Callable[[str], Mapping[str, LinkStats]] = lambda replica_id: {}
-        """Returns an engine's last report of its links. The engine monitor sets this function."""
+        """Function that returns an engine's last report of its links. The engine monitor sets it."""
         self._clock = clock
         self._request_states: dict[str, GatewayRequestState] = {}
         self._pending_events: deque[routing_events.AnyRoutingEvent] = deque()
@@ -175,8 +175,9 @@ class LocalRoutingBackend:
         self._request_states.pop(request_state.request_id, None)
 
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
-        """Report an event. An error of the core is logged: it must not end a client's connection."""
-        # A receiver of an action may report an event itself: it follows after all actions of this one.
+        """Report an event. An error of the core is logged and not raised, because it must not end a client's
+        connection."""
+        # The receiver of an action may report another event. It is handled after all actions of this one.
         self._pending_events.append(event)
         if self._is_reporting:
             return
@@ -202,7 +203,7 @@ class LocalRoutingBackend:
         return self.core.answered_by(tenant, program_id)
 
     async def programs(self) -> Sequence[ProgramRouteStatus]:
-        """All live programs, latest first."""
+        """All live programs, most recently active first."""
         return self.core.program_statuses()
 
     async def replicas(self) -> Sequence[ReplicaStatus]:
@@ -218,7 +219,7 @@ class LocalRoutingBackend:
         actions = take_event(self.core, event, now, self._rate_limited_log)
         self._policy_log.log_new_failures(now)
         for action in actions:
-            # The waiting request first, then metrics: their errors must keep no request waiting.
+            # Metrics come after the waiting request, so that their errors keep no request waiting.
             try:
                 if isinstance(action, (routing_events.ReleaseProgramKv, routing_events.ProbeReplica)):
                     self.on_control_action(action)

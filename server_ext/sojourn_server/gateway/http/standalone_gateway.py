@@ -60,8 +60,8 @@ def prepare_state_file(path: Path) -> None:
 
 
 class RoutingStateFile:
-    """A file with the core's state. It is replaced as a whole. Read and write errors are logged, and do not
-    stop the gateway."""
+    """A file with the core's state. Each write replaces the whole file. Read and write errors are logged, and
+    do not stop the gateway."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class RoutingStateFile:
         """Value of the core's ``changes`` when the file was last written."""
 
     def restore(self) -> int:
-        """Restore a new core from the file; returns the number of programs with a home."""
+        """Restore a new core from the file; returns the number of restored programs."""
         try:
             kept = msgspec.json.decode(self._path.read_bytes(), type=_SavedState)
             age_s = max(0.0, self._wall() - kept.unix_s)
@@ -104,7 +104,7 @@ class RoutingStateFile:
                     await asyncio.to_thread(self._write, text, "partial")
                     self._written = changes
         finally:
-            # Another name: a thread may still be writing the first one.
+            # Use another name, because a thread may still be writing the first file.
             self._write(self._text(), "last")
 
     def _text(self) -> bytes:
@@ -134,8 +134,8 @@ def build_gateway(
     poll_s: float = POLL_S,
     state: Path | None = None,
 ) -> tuple[Gateway, Starlette]:
-    """Build a gateway in front of these engines, and its ASGI application. ``state``: a file from which the
-    next start restores homes."""
+    """Build a gateway in front of these engines, and its ASGI application. ``state``: file in which homes are
+    saved, and from which they are restored at the next start."""
     core = build_routing_core(preset, limits)
     gateway, backend = _build(core, tenants, options, routing_reasons(preset))
     monitor = EngineMonitor(

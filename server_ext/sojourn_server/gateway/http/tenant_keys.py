@@ -34,7 +34,8 @@ class TenantKeys:
         return bool(self._digests)
 
     def check_admin(self, admin_key: str | None) -> None:
-        """Raise ``TenantKeysError`` if the admin key is also a tenant's key. The error repeats no key."""
+        """Raise ``TenantKeysError`` if the admin key is also a tenant's key. The error's text contains no
+        key."""
         whose = self.of(None, admin_key) if self.checks and admin_key is not None else None
         if whose is not None:
             of = "everybody's" if self.names == (DEFAULT_TENANT,) else f"{whose}'s"
@@ -61,7 +62,7 @@ def load_tenant_keys(path: Path, environment: Mapping[str, str] = os.environ) ->
     """Read keys from TOML: ``[tenants]`` with lines ``NAME = ["KEY", ...]``; ``env:VARIABLE`` stands for the
     variable's value.
 
-    Raises ``TenantKeysError``, which repeats no key.
+    Raises ``TenantKeysError``. Its text contains no key.
     """
     try:
         document = load_toml(path.read_text(encoding="utf-8"))

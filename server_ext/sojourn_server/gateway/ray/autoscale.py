@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaleLimits:
-    """Limits of the number of engines, and how fast the number falls. Raises ``ValueError`` for invalid
-    limits."""
+    """Limits on the number of engines, and on how fast it falls. Raises ``ValueError`` for invalid limits."""
 
     min_engines: int = 1
     max_engines: int = 1
     target_use: float = 0.8
-    """Fraction of the engines' KV capacity in use above which one engine is added."""
+    """Engines are added until programs use at most this fraction of their KV capacity."""
     shrink_below_use: float = 0.6
-    """An engine is removed only if the other engines would be used less than this fraction."""
+    """An engine is removed only if programs would use less than this fraction of the other engines' KV
+    capacity."""
     shrink_after_s: float = 300.0
-    """How long this must hold before an engine is removed: engines take minutes to start, and lose their KV
-    when they stop."""
+    """How long usage must be below ``shrink_below_use`` before an engine is removed. Engines take minutes to
+    start, and lose their KV when they stop."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_engines <= self.max_engines:
@@ -51,15 +51,14 @@ class AutoscaleDecision:
 
     engines: int
     low_since_s: float | None = None
-    """Time since which fewer engines would have been enough."""
+    """Time since which one engine fewer would have been enough; ``None``: it would not be enough."""
 
 
 def wanted_engines(
     need: CapacityDemand, before: AutoscaleDecision, limits: AutoscaleLimits, now: float
 ) -> AutoscaleDecision:
-    """Decide how many engines to run. The number grows at once; it shrinks by one after low demand for
-    ``shrink_after_s``.
-    ``before``: the last decision."""
+    """Decide how many engines to run. The number grows at once. It shrinks by one after low demand for
+    ``shrink_after_s``. ``before``: the last decision."""
     engines = min(max(before.engines, limits.min_engines), limits.max_engines)
     if need.engine_tokens <= 0:
         return AutoscaleDecision(engines)

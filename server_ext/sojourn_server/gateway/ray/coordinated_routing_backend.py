@@ -1,8 +1,7 @@
-"""Routing backend of a gateway with a remote coordinator. Turns of a program with a known home are sent there
-directly.
+"""Routing backend of a gateway with a remote coordinator. It sends turns directly to a program's known home.
 
-Without the coordinator, known homes are used; new programs wait for a moment, and are then sent to the
-replica that this gateway has sent the fewest requests.
+While the coordinator does not answer, known homes stay in use. New programs wait for a moment. Then they go
+to the replica to which this gateway has sent the fewest requests.
 """
 
 from __future__ import annotations
@@ -45,8 +44,9 @@ from .open_requests import OpenRequest, OpenRequests
 logger = logging.getLogger(__name__)
 
 MAX_CALLS_IN_FLIGHT = 2
-"""Maximum number of calls in flight: each costs the coordinator a millisecond, however many requests it
-carries. Later requests go together when a call returns, or with the other events every ``BATCH_S``."""
+"""Maximum number of calls in flight. A call costs the coordinator a millisecond, however many requests it
+carries. Further requests are sent together when a call returns, or with the other events every
+``BATCH_S``."""
 BATCH_S = 0.015
 """Interval for sending events that no request waits for."""
 LOCAL_DECISION_AFTER_S = 3.0
@@ -112,7 +112,7 @@ class CoordinatedRoutingBackend:
         self._flush_later: asyncio.TimerHandle | None = None
         self._flush_next: asyncio.Handle | None = None
         self._is_urgent = False
-        """Whether a request waits for the answer to unsent events."""
+        """Whether a request waits for the coordinator's answer to an event that has not been sent yet."""
         self._sends: set[asyncio.Task[None]] = set()
         self._lost: asyncio.Future[None] | None = None
         self._uses: dict[str, float] = {}
@@ -155,12 +155,12 @@ class CoordinatedRoutingBackend:
         self._say(event)
 
     def home(self, tenant: str, program_id: str) -> str | None:
-        """The replica that is a program's home."""
+        """The replica that is a program's home; ``None``: unknown."""
         home = self.homes.get(tenant, program_id)
         return home[0] if home is not None else None
 
     async def programs(self) -> Sequence[ProgramRouteStatus]:
-        """All live programs; empty without the coordinator."""
+        """All live programs; empty if the coordinator does not answer."""
         await self._flush_and_wait()
         try:
             return (await call_with_timeout(self._calls.state())).programs
@@ -168,7 +168,8 @@ class CoordinatedRoutingBackend:
             return ()
 
     async def replicas(self) -> Sequence[ReplicaStatus]:
-        """All known replicas; without the coordinator, their load counts only this gateway's requests."""
+        """All known replicas. If the coordinator does not answer, their load counts only this gateway's
+        requests."""
         await self._flush_and_wait()
         try:
             state = await call_with_timeout(self._calls.state())
@@ -191,7 +192,8 @@ class CoordinatedRoutingBackend:
         self._flush()
 
     def _direct_home(self, asked: routing_events.RequestReceived) -> str | None:
-        """The home to which a turn may be sent without asking; ``None``: the coordinator decides."""
+        """The home to which a turn may be sent without asking the coordinator; ``None``: the coordinator
+        decides."""
         if asked.program_id is None:
             return None
         home = self.homes.get(asked.tenant, asked.program_id)
@@ -224,7 +226,7 @@ class CoordinatedRoutingBackend:
         self._outbox.append(event)
         loop = asyncio.get_running_loop()
         if isinstance(event, _URGENT_EVENTS) and len(self._sends) < MAX_CALLS_IN_FLIGHT:
-            # Together with all events of this turn of the loop.
+            # Send it together with all events of this iteration of the event loop.
             self._flush_next = self._flush_next or loop.call_soon(self._flush)
         elif self._flush_later is None:
             self._flush_later = loop.call_later(BATCH_S, self._flush)
@@ -276,8 +278,8 @@ class CoordinatedRoutingBackend:
     def _encodable_events(
         self, said: Sequence[routing_events.AnyRoutingEvent]
     ) -> tuple[routing_events.AnyRoutingEvent, ...]:
-        """The events that can be encoded. The end of a request that cannot is sent with
-        its id, replica and result alone."""
+        """The events that can be encoded. If a ``RequestFinished`` cannot be encoded, only its id, replica
+        and result are sent."""
         found: list[routing_events.AnyRoutingEvent] = []
         for event in said:
             try:
@@ -363,7 +365,7 @@ class CoordinatedRoutingBackend:
         self._rate_limited_log.log(
             logging.INFO, "gateway %s has joined coordinator %d", self.gateway_id, self.epoch
         )
-        # Changes while the join was on its way.
+        # Report what has changed while the join was in flight.
         for name in said.keys() - open_.keys():
             self._say(routing_events.RequestFinished(name, answered=None))
         for name, one in open_.items():
@@ -402,7 +404,7 @@ class CoordinatedRoutingBackend:
                 logging.WARNING, "the coordinator does not answer; programs with homes go on"
             )
         self.joined = False
-        # Their results are useless, and calls to the next coordinator would wait for them.
+        # The results of these calls are useless, and calls to the next coordinator would wait for them.
         for task in self._sends - {asyncio.current_task()}:
             task.cancel()
         if self._lost is not None and not self._lost.done():

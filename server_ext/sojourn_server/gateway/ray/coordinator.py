@@ -63,17 +63,19 @@ class CoordinatorOptions:
     """Options of a coordinator that an operator sets."""
 
     checkpoint: Path | None = None
-    """File of the checkpoint; ``None``: a new coordinator starts with what gateways and engines report."""
+    """File of the checkpoint; ``None``: none is kept, and a new coordinator starts with what gateways and
+    engines report."""
     checkpoint_s: float = CHECKPOINT_S
     autoscale: AutoscaleLimits = field(default_factory=AutoscaleLimits)
 
 
 class Coordinator:
-    """A coordinator. Its epoch is higher than that of every coordinator that wrote the checkpoint before.
+    """Makes the routing decisions for all gateways.
 
-    Without a shared file the epoch comes from the clock, and is raised if a higher epoch is reported before
-    the first request. If a coordinator learns of a higher epoch later, it is ``deposed``: it decides nothing
-    any more.
+    The epoch is the Unix time in milliseconds at the start, or one more than the checkpoint's epoch if that
+    is higher. Without a checkpoint, the coordinator raises its epoch if a higher one is reported before the
+    first request. If it learns of a higher epoch in any other case, it is ``deposed`` and makes no more
+    decisions.
     """
 
     def __init__(
@@ -144,8 +146,8 @@ class Coordinator:
     # -- gateways -----------------------------------------------------------------
 
     async def join(self, join: JoinRequest) -> CoordinatorResponse:
-        """A gateway starts or reconnects and reports all of its requests. Earlier requests of the gateway
-        that it does not report have ended."""
+        """Process the join of a gateway that starts or reconnects, and reports all its requests. Earlier
+        requests of the gateway that it does not report count as ended."""
         if self._is_superseded_by(join.seen_epoch):
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
         before = self.post.box(join.gateway_id)
@@ -256,8 +258,8 @@ class Coordinator:
         return self.deposed
 
     def _advance_epoch(self, epoch: int) -> None:
-        """Adopt a higher epoch. Without a checkpoint, epochs come from the clock; if the clock was set back,
-        every successor would otherwise be deposed."""
+        """Continue with a higher epoch than ``epoch``. Without a checkpoint, epochs come from the clock. If
+        the clock was set back, every new coordinator would otherwise be deposed."""
         logger.warning("coordinator %d got epoch %d: it continues as %d", self.epoch, epoch, epoch + 1)
         self.epoch = epoch + 1
         self.core.journal.life = str(self.epoch)
@@ -282,7 +284,7 @@ class Coordinator:
         for place in entry.left:
             self._take(routing_events.ReplicaGone(place.replica_id, place.instance, "registered_anew"))
         for engine_id in entry.replaced:
-            # The former engine at this address is gone, or the address would be in use.
+            # The former engine at this address is gone: otherwise the address would not be free.
             self._forget(engine_id, "replaced")
         if self.engines.drains(registration.engine_id):
             self._drain(entry.places)
@@ -303,10 +305,8 @@ class Coordinator:
         return RegistrationResponse(self.epoch, ResponseStatus.DEPOSED if self.deposed else ResponseStatus.OK)
 
     async def drain(self, drain: DrainRequest) -> DrainResponse:
-        """Drain an engine; returns the number of its requests in flight.
-
-        ``IN_FLIGHT_UNKNOWN`` for an engine that has not registered with this coordinator.
-        """
+        """Drain an engine; returns the number of its requests in flight. For an engine that has not
+        registered with this coordinator the number is ``IN_FLIGHT_UNKNOWN``."""
         if self.deposed:
             return DrainResponse(self.epoch, IN_FLIGHT_UNKNOWN, ResponseStatus.DEPOSED)
         places = self.engines.of(drain.engine_id)
@@ -363,7 +363,7 @@ class Coordinator:
         for replica_id, instance in self._liveness_votes.unreachable(self.post.gateways, now):
             lease = self.core.lease(replica_id)
             if lease is None or lease[0] != instance or now - lease[1] < self._limits.lease_s:
-                continue  # its supervisor reports it alive: only some gateway cannot reach it
+                continue  # its supervisor reports that it is alive, although gateways cannot reach it
             owner = self.engines.engine_of(replica_id)
             if owner is not None:
                 self._forget(owner, "it stopped reporting, and a probe did not reach it")
@@ -402,7 +402,7 @@ class Coordinator:
             self.post.send(action, actions, gateway_id)
 
     def _soon(self) -> None:
-        """Answer the running polls when a batch of changed homes is due."""
+        """Answer the running polls when a batch of changed homes is due: now, or by a timer."""
         now = self._clock()
         due_s = self.core.journal.due_s(now)
         if due_s is None or (due_s > 0 and self._flush_timer is not None):
@@ -428,7 +428,8 @@ class Coordinator:
     # -- time ---------------------------------------------------------------------
 
     def begin(self) -> asyncio.Task[None]:
-        """Start ``run`` as a task of the running event loop; the end of that task is logged."""
+        """Start ``run`` as a task of the running event loop, and return the task. The end of the task is
+        logged."""
         running = asyncio.get_running_loop().create_task(self.run())
         running.add_done_callback(self._ended)
         return running
@@ -465,7 +466,8 @@ class Coordinator:
             self.post.wake_all()
 
     def tick(self) -> None:
-        """Process one tick, a tenth of a second."""
+        """Process one tick: time limits, silent gateways, liveness votes and autoscaling. ``run`` calls this
+        every ``TICK_S``."""
         now = self._clock()
         self._take(routing_events.Tick())
         for gateway_id, requests in self.post.silent(now).items():

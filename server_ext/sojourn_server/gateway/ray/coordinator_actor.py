@@ -37,8 +37,8 @@ def routing_rules(config: RayConfig) -> RoutingRules:
 
 
 class CoordinatorActor:
-    """The coordinator as an actor: encoded messages in and out. When a later coordinator exists, this actor
-    ends itself, so that clients find the later one."""
+    """Ray actor that runs the coordinator; messages in and out are encoded. If a later coordinator exists,
+    this actor exits, so that clients find the later one."""
 
     def __init__(self, config: RayConfig) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -53,7 +53,7 @@ class CoordinatorActor:
         self._running: asyncio.Task[None] | None = None
 
     async def call(self, method: str, data: bytes) -> bytes:
-        """Call ``method``, one of ``REQUESTS``, with its encoded message."""
+        """Call ``method``, one of ``REQUESTS``, with its encoded message; return the encoded answer."""
         began, kind = self._began(), m.REQUESTS[method]
         said = () if kind is None else (m.decode_message(data, kind),)
         return self._said(await getattr(began, method)(*said))
@@ -94,7 +94,7 @@ class CoordinatorActorClient(CoordinatorClient):
         self._handle: Any = None
 
     async def _call(self, method: str, message: Any, kind: type[m.Message]) -> m.Message:
-        data = m.encode_message(message)  # fails here if the message is invalid, not the coordinator
+        data = m.encode_message(message)  # an invalid message fails here, not in the coordinator
         try:
             if self._handle is None:
                 # Asks Ray's own store, which may be slow.

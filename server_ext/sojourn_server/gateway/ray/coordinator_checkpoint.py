@@ -61,8 +61,8 @@ def read_checkpoint_epoch(path: Path) -> int:
 
 
 def write_checkpoint(path: Path, checkpoint: CoordinatorCheckpoint) -> int:
-    """Write ``checkpoint`` unless the file is from a coordinator with a higher epoch. Returns the epoch of
-    the coordinator whose checkpoint the file has then.
+    """Write ``checkpoint``, unless the file is from a coordinator with a higher epoch. Returns the epoch of
+    the checkpoint that is then in the file.
 
     Raises ``OSError``.
     """
@@ -94,8 +94,8 @@ class CheckpointWriter:
         copy: Callable[[], CoordinatorCheckpoint],
         on_epoch: Callable[[int], object],
     ) -> None:
-        """``copy`` makes a checkpoint. ``on_epoch`` is called with the epoch of the coordinator whose
-        checkpoint the file has. ``pause_s``: minimum time between two writes."""
+        """``copy`` makes a checkpoint. ``on_epoch`` is called with the epoch of the checkpoint in the file.
+        ``pause_s``: minimum time between two writes."""
         self._path = path
         self._pause_s = pause_s
         self._copy = copy
@@ -103,7 +103,7 @@ class CheckpointWriter:
         self._rate_limited_log = RateLimitedLog(logger)
         self._changes = 0
         self._written = -1
-        """Number of the changes that the file has."""
+        """Value of ``_changes`` when the last checkpoint was made."""
 
     def changed(self) -> None:
         """Record that the state has changed since the last checkpoint."""
@@ -115,7 +115,7 @@ class CheckpointWriter:
         return self._written == self._changes
 
     def write(self, checkpoint: CoordinatorCheckpoint) -> bool:
-        """Write a checkpoint now. False: the write failed, which is logged."""
+        """Write a checkpoint now. Returns False if that failed, which is logged."""
         try:
             self._on_epoch(write_checkpoint(self._path, checkpoint))
         except OSError as error:
@@ -141,7 +141,7 @@ class CheckpointWriter:
                 if await asyncio.to_thread(self.write, checkpoint):
                     self._written = changes
             except Exception:
-                # A value that cannot be written, such as a number beyond 64 bits, may be gone by then.
+                # The value that cannot be written, such as a number beyond 64 bits, may be gone next time.
                 self._rate_limited_log.log(
                     logging.ERROR, "no checkpoint can be made; please report this", exc_info=True
                 )

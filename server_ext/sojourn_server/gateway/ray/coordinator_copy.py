@@ -13,10 +13,10 @@ OnAffinityChange = Callable[[Key, Home], None]
 
 
 class ProgramAffinityCache:
-    """Homes that the coordinator reported, and its predecessor's homes that it has not contradicted.
+    """Homes that the coordinator has reported, and older homes that it has not changed.
 
-    A restarted coordinator may lack its predecessor's latest homes; programs stay where they are all the
-    same.
+    A restarted coordinator may lack its predecessor's latest homes. The cache keeps these, so that programs
+    stay where they are.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,8 @@ INHERITED_TTL_S = 10.0
 
 
 class ReplicaCache(Mapping[str, ReplicaInfo]):
-    """Replicas by id. The addresses in ``replicas`` are kept equal."""
+    """Replicas by id, as the coordinator reports them. Keeps the addresses in ``replicas`` equal to its
+    own."""
 
     def __init__(self, replicas: ReplicaAddresses, on_gone: Callable[[str, str], None]) -> None:
         """``on_gone`` is called with the id and instance of each replica that is not known any more."""

@@ -23,8 +23,8 @@ from . import coordinator_messages as m
 Message = TypeVar("Message")
 
 IN_FLIGHT_UNKNOWN = -1
-"""Stands for the number of requests in flight of an engine that has not registered with this coordinator; its
-drain has to wait."""
+"""Value of ``DrainResponse.in_flight`` for an engine that has not registered with this coordinator. Its drain
+has to wait."""
 
 
 class MessageEncodingError(Exception):
@@ -51,7 +51,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     description: EngineDescription
     health: str
     direct: bool
-    """Whether gateways may send turns of programs at home there without asking."""
+    """Whether gateways may send turns of programs at home there without asking the coordinator."""
     takes_new: bool
     paths: PairCapabilities | None = None
     """Capabilities of a prefill or decode engine; ``None`` for other engines."""
@@ -76,13 +76,14 @@ class JoinRequest(msgspec.Struct, frozen=True):
     gateway_id: str
     seen_epoch: int
     requests: tuple[routing_events.RequestReceived | routing_events.RequestSent, ...] = ()
-    """All requests of the gateway in progress, sent or waiting. ``deadline_s`` is relative to now."""
+    """All requests of the gateway in progress, sent or waiting. ``deadline_s`` is relative to the time of
+    sending."""
     join: int = 0
     """Number of this join, counted by the gateway."""
 
 
 class ReportRequest(msgspec.Struct, frozen=True):
-    """Events of a gateway, in order. ``deadline_s`` is relative to now."""
+    """Events of a gateway, in order. ``deadline_s`` is relative to the time of sending."""
 
     gateway_id: str
     epoch: int
@@ -111,7 +112,8 @@ class PollRequest(msgspec.Struct, frozen=True):
 
 
 class CoordinatorResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Answer to a gateway. Actions are numbered; the gateway skips those that it already has."""
+    """Answer to a gateway. ``mail_from`` is the number of the first action in ``mail``. The gateway skips
+    actions that it already has."""
 
     epoch: int
     status: ResponseStatus = ResponseStatus.OK
@@ -133,7 +135,8 @@ class EngineRegistration(msgspec.Struct, frozen=True):
     paths: PairCapabilities | None = None
     """Capabilities of a prefill or decode engine; ``None`` for other engines."""
     links: dict[str, LinkStats] = {}
-    """Links by name, of a prefill or decode engine; empty: not polled since the last report."""
+    """Link statistics of a prefill or decode engine, by link name; empty: not polled since the last
+    report."""
 
 
 class RegistrationResponse(msgspec.Struct, frozen=True):
@@ -154,7 +157,7 @@ class EngineStopped(msgspec.Struct, frozen=True):
 
 
 class DrainRequest(msgspec.Struct, frozen=True):
-    """Drain an engine. Sent again, it only asks for the progress."""
+    """Drain an engine. If it drains already, the request only asks for the progress."""
 
     engine_id: str
 
@@ -202,7 +205,8 @@ Answered = TypeVar("Answered")
 
 
 class CoordinatorUnavailable(Exception):
-    """The coordinator does not answer: it restarts, or is unreachable. It may have processed the message."""
+    """The coordinator does not answer: it restarts, or is unreachable. The message may have been
+    processed."""
 
 
 REQUESTS: dict[str, type[Any] | None] = {
@@ -254,8 +258,8 @@ async def call_with_timeout(
     """Await a call and return its result. Raises the call's exceptions, and ``CoordinatorUnavailable`` after
     ``timeout_s``.
 
-    Before Python 3.12 ``asyncio.wait_for`` swallows a cancellation that coincides with the result: the caller
-    would not end.
+    This replaces ``asyncio.wait_for``, which before Python 3.12 swallows a cancellation that coincides with
+    the result.
     """
     calling = asyncio.ensure_future(call)
     try:

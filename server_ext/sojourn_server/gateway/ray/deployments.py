@@ -1,4 +1,4 @@
-"""What runs on Ray Serve: engines, gateways, and the gateways' own HTTP listeners."""
+"""The deployments on Ray Serve, engines and gateways, and the gateways' own HTTP listeners."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from .engine_supervisor import EngineSupervisor
 from .ray_config import EngineGroup, RayConfig, parse_config, read_key
 
 KEEP_ALIVE_S = 75
-"""Longer than clients and load balancers keep a connection, so that they are the ones to close it."""
+"""Seconds that an idle connection stays open. Clients and load balancers keep it for less, so they close it
+first."""
 
 
 async def serve_http(app: Starlette, host: str, port: int) -> None:
@@ -66,7 +67,7 @@ async def serve_http(app: Starlette, host: str, port: int) -> None:
 
 def _bound_socket(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio disables Nagle's algorithm only for sockets declared as TCP; otherwise +40 ms.
+    # asyncio disables Nagle's algorithm, which costs 40 ms, only for sockets declared as TCP.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # The kernel spreads connections over the gateways of a node, and skips dead ones.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,8 +77,8 @@ def _bound_socket(host: str, port: int) -> socket.socket:
 
 
 def restrict_to_loopback() -> None:
-    """Bind to the loopback interface the server that each Serve replica opens for calls between deployments.
-    By default that server listens on all interfaces, and no setting changes it.
+    """Make the server that each Serve replica opens for calls between deployments listen on the loopback
+    interface only. By default it listens on all interfaces, and no setting changes that.
 
     Call this before the replica is ready. Raises ``RuntimeError`` if this release of Ray works differently.
     """
@@ -106,7 +107,8 @@ WANTED_ENGINES_METRIC = "wanted_engines"
 GATEWAY_CPUS = 0.1
 """CPUs that Ray reserves for a gateway."""
 MAX_ONGOING_REQUESTS = 100_000
-"""Maximum number of requests of one gateway for Serve; the coordinator limits waiting requests."""
+"""Serve's limit of requests per gateway. It is high, because the coordinator already limits waiting
+requests."""
 STREAM_GRACE_S = 60.0
 
 
@@ -154,7 +156,8 @@ class EngineReplica:
 
 
 def autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Return the number of engines that the coordinator wants. Replicas receive it when they register."""
+    """Return the number of engines that the coordinator wants, and an empty state. Engine replicas get this
+    number when they register, and report it to Serve."""
     told = (context.aggregated_metrics or {}).get(WANTED_ENGINES_METRIC, {})
     wanted = int(max(told.values(), default=0))
     return wanted or context.target_num_replicas, {}
@@ -228,8 +231,8 @@ class RayEngineMonitor(EngineMonitorProtocol):
 
 
 def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend, Starlette]:
-    """Build a gateway replica and its ASGI application: the gateway of one machine with a remote
-    coordinator."""
+    """Build a gateway replica, its routing backend and its ASGI application. Its routing core runs in the
+    remote coordinator."""
     rules = routing_rules(config)
     preset = rules if isinstance(rules, ClusterPreset) else None
     options = GatewayOptions(
@@ -246,7 +249,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
     routing_backend.on_request_decision = metrics.decided
     gateway = Gateway(routing_backend, replicas, load_tenants(config), options, metrics)
     gateway.monitor = RayEngineMonitor(routing_backend, gateway.session, options.engine_key)
-    # Another gateway sent the program there; its events at this gateway follow.
+    # Another gateway has moved the program: send this gateway's records of it to the new home.
     routing_backend.on_affinity_change = lambda key, home: gateway.forwarder.replay_to_home(key, home[0])
 
     def beside() -> list[Awaitable[Any]]:
@@ -294,7 +297,7 @@ def _engine_deployment(group: EngineGroup) -> Any:
                 min_replicas=engines.min,
                 max_replicas=engines.max or engines.min,
                 initial_replicas=engines.min,
-                # The coordinator has waited already where that pays.
+                # The coordinator has already waited ``shrink_after_s``.
                 upscale_delay_s=0.0,
                 downscale_delay_s=0.0,
                 metrics_interval_s=1.0,

@@ -33,7 +33,7 @@ STOP_GRACE_S = 10.0
 """Time for an engine to end by itself before it is killed."""
 
 _EXCLUDED_PREFIXES = ("RAY_", "SERVE_")
-# Ray sets it to the actor's reserved CPUs; the engine may use more.
+# Ray sets this variable to the actor's reserved CPUs; the engine may use more.
 _EXCLUDED_VARIABLES = frozenset({"OMP_NUM_THREADS"})
 
 
@@ -92,7 +92,7 @@ class EngineProcess:
 
     @property
     def code(self) -> int | None:
-        """The exit code; ``None``: the engine runs."""
+        """The exit code; ``None``: the engine runs, or was not started."""
         return self._process.poll() if self._process is not None else None
 
     async def start(self) -> EngineDescription:
@@ -127,13 +127,13 @@ class EngineProcess:
             raise
 
     async def lives(self) -> bool | None:
-        """Whether the engine answers; ``None``: not in time."""
+        """Whether the engine is alive; ``None``: unknown, as when it does not answer in time."""
         assert self._probe is not None, "the engine was not started"
         return await self._probe.lives()
 
     async def describe(self) -> EngineDescription | None:
-        """The engine's description; ``None``: not available. While parts are missing, the last complete
-        description stays: an incomplete one would look like another engine."""
+        """Request the engine's description; ``None``: there is none yet. If the new description is
+        incomplete, return the last complete one, since an incomplete one would look like another engine."""
         assert self._probe is not None, "the engine was not started"
         described = await self._probe.describe()
         if described is not None:
@@ -151,7 +151,7 @@ class EngineProcess:
         return replace(pair, instance=life)
 
     async def links(self) -> dict[str, LinkStats]:
-        """Queues of the links of a prefill or decode engine; empty: not reported."""
+        """Queues of a prefill or decode engine's links, by link name; empty: not reported."""
         return (await self._probe.links() if self._probe is not None else None) or {}
 
     async def end(self, grace_s: float = STOP_GRACE_S) -> None:

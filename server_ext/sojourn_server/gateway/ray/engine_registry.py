@@ -1,4 +1,4 @@
-"""Registered engines with their replicas, what gateways are told about them, and votes on silent replicas."""
+"""Registered engines with their replicas, the list of replicas for gateways, and votes on silent replicas."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EngineRegistry:
         self._heard: set[str] = set()
         """Ids of the engines that have registered here; the others come from the checkpoint."""
         self.shown: tuple[ReplicaInfo, ...] = ()
-        """The replicas that gateways are told about, as of the last ``refresh_shown``."""
+        """The replicas as gateways get them, as of the last ``refresh_shown``."""
         self.version = 0
         """Version of ``shown``."""
 
@@ -135,7 +135,7 @@ class EngineRegistry:
     def _shown(
         self, place: ReplicaInfo, core: RoutingCore, routing: RoutingPolicy | None, now: float
     ) -> ReplicaInfo | None:
-        """A replica as gateways are told about it; ``None`` if it gets no requests."""
+        """A replica as gateways get it; ``None`` if it gets no requests."""
         health = core.health(place.replica_id)
         if health is None:
             return None
@@ -148,7 +148,7 @@ class EngineRegistry:
         elif paths is None:
             return None
         else:
-            # Gateways do not read the speed, and it changes with each report.
+            # Gateways do not read ``block_s``, which changes with each report.
             paths = dataclasses.replace(paths, block_s=0.0)
         takes_new = health == ReplicaHealth.UP.value
         return msgspec.structs.replace(place, health=health, direct=direct, takes_new=takes_new, paths=paths)
@@ -162,10 +162,10 @@ class EngineRegistry:
 
 
 def routes_home_directly(core: AffinityCore, routing: RoutingPolicy, replica: Replica, now: float) -> bool:
-    """Whether every turn of a program at home at this replica would be sent there now, so that gateways need
-    not ask.
+    """Whether gateways may send turns to this replica without asking, if it is the program's home. True if
+    the policy would send all of ``SAMPLE_TURNS`` sample turns there now.
 
-    If the policy fails, that is counted, and gateways ask.
+    If the policy fails, the failure is counted and gateways have to ask.
     """
     if (
         replica.health is not ReplicaHealth.UP
@@ -215,7 +215,7 @@ class LivenessQuorum:
         return True
 
     def heard(self, replica_id: str, instance: str, gateway_id: str, alive: bool) -> None:
-        """Record a gateway's vote whether this instance of a replica is alive."""
+        """Record a gateway's vote on whether this instance of a replica is alive."""
         trial = self._liveness_votes.get(replica_id)
         if trial is None or trial.instance != instance:
             return
@@ -229,8 +229,8 @@ class LivenessQuorum:
         self._liveness_votes.pop(replica_id, None)
 
     def unreachable(self, gateways: Collection[str], now: float) -> list[tuple[str, str]]:
-        """Ids and instances of the replicas that no gateway reaches, according to all votes. ``gateways``:
-        those that still exist."""
+        """End the votes that are decided. Returns ids and instances of the replicas that no voting gateway
+        has reached. ``gateways``: ids of the gateways that still exist."""
         found = []
         for replica_id, trial in list(self._liveness_votes.items()):
             still_there = trial.asked & set(gateways)

@@ -28,7 +28,8 @@ PROCESS_POLL_S = 0.1
 HEARTBEATS_PER_DESCRIPTION = 60
 """Number of heartbeats between two descriptions of the engine."""
 HEARTBEATS_PER_LINK_STATUS = 4
-"""The same number for a prefill or decode engine, whose description includes the queues of its links."""
+"""Number of heartbeats between two descriptions of a prefill or decode engine, with the queues of its
+links."""
 SUPERVISOR_CALL_TIMEOUT_S = 5.0
 DRAIN_POLL_S = 0.2
 MAX_FAILED_HEALTH_CHECKS = 3
@@ -105,7 +106,7 @@ class EngineSupervisor:
                 self._failure = "the engine says that it is dead, or takes no connections"
                 logger.warning("engine %s: %s", self.process.engine_id, self._failure)
                 return
-            # A slow engine is not reported: its lease runs, and gateways probe it.
+            # A slow engine gets no heartbeat: its lease runs out, and gateways probe it.
             if lives:
                 if beats % every == every - 1:
                     await self._refresh_description()
@@ -147,7 +148,7 @@ class EngineSupervisor:
         end_s = time.monotonic() + self._drain_s
         drain = DrainRequest(self.process.engine_id)
         quiet = 0
-        # Twice: a turn that a gateway sent on its own is reported a moment later.
+        # Ask twice: a turn that a gateway sent without asking is reported a moment later.
         while quiet < 2 and time.monotonic() < end_s and self.process.code is None:
             with contextlib.suppress(CoordinatorUnavailable):
                 drained = await call_with_timeout(self._calls.drain(drain), SUPERVISOR_CALL_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Messages from the coordinator to gateways: one outbox per gateway, and the gateway that has each
+"""Messages from the coordinator to gateways: one outbox per gateway, and a record of which gateway has each
 request."""
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ...routing.routing_events import AnyRoutingAction
 
 
 class Outbox:
-    """Actions for one gateway since it joined.
+    """Actions for one gateway since it joined, numbered from 1 and kept until the gateway acknowledges them.
 
-    Actions are numbered from 1 and kept until the gateway acknowledges them. Calls to an actor may overtake
-    each other, so the gateway's batches are numbered too, and an early batch waits for those before it.
+    Calls to an actor may overtake each other. So the batches from the gateway are numbered too, and a batch
+    that arrives early waits for those before it.
     """
 
     def __init__(self, now: float, join: int = 0) -> None:
@@ -36,7 +36,8 @@ class Outbox:
         self.wake.set()
 
     def since(self, acked: int) -> tuple[int, tuple[AnyRoutingAction, ...]]:
-        """Number of the first unacknowledged action, and all of them."""
+        """Drop actions up to number ``acked``. Returns the number of the first remaining action, and all
+        remaining ones."""
         while self._first <= acked and self._mail:
             self._mail.popleft()
             self._first += 1
@@ -46,7 +47,7 @@ class Outbox:
         """Wait until all batches before ``number`` are processed. Returns False if the batch ``number``
         itself was processed already.
 
-        The gateway may join again meanwhile, and then has another outbox.
+        If the gateway joins again meanwhile, it has another outbox, and the wait is cancelled.
         """
         if number > self._next_batch:
             came = self._waiting_batches.setdefault(number, asyncio.get_running_loop().create_future())
@@ -138,7 +139,7 @@ class MessageRouter:
                 each.post(action)
             return
         if isinstance(action, routing_events.ReleaseProgramKv):
-            # The gateway that moves the program also tells its former replica, in that order.
+            # The gateway that moves the program also releases it at its former replica, after the move.
             owner = next(
                 (
                     self._owner.get(one.request_id)

@@ -34,10 +34,10 @@ class OpenRequest:
     """Id of the prefill engine while it computes the prompt."""
     began: bool = False
     placed_locally: bool = False
-    """Whether this gateway decided without the coordinator. If so, a later decision of the coordinator rests
-    on outdated state."""
+    """Whether this gateway decided without the coordinator. If so, later decisions of the coordinator rest on
+    outdated state and do not apply."""
     refused: bool = False
-    """Whether this gateway has rejected the request: nothing more is to be decided."""
+    """Whether this gateway has rejected the request. Then no further decision applies."""
     failed_at: list[str] = field(default_factory=list)
     failures_computing: int = 0
     """Number of failures at replicas that had accepted the request."""
@@ -107,8 +107,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
         """Decide about a request without the coordinator; ``None``: the request keeps waiting.
 
-        The request is sent to its program's home if possible, else to the replica that this gateway has sent
-        the fewest requests; never to a replica where it failed.
+        The request goes to its program's home if possible, else to the replica to which this gateway has sent
+        the fewest requests. It never goes to a replica where it failed.
         """
         request_id = one.asked.request_id
         if len(one.failed_at) >= MAX_FAILURES:

@@ -25,8 +25,8 @@ from .coordinator_messages import EngineRegistration
 logger = logging.getLogger(__name__)
 
 KIND_COUNT_INTERVAL_S = 1.0
-"""Engines register twice a second. The dominant kind is computed when an engine reports something new, else
-at this interval."""
+"""Interval at which the dominant kind is computed, unless an engine reports something new. Each engine
+registers twice a second, and computing the kind each time would cost too much."""
 
 DrainEvent = routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled
 
@@ -42,11 +42,11 @@ class _RegisteredEngine:
 
 
 class PairAdmission:
-    """Admits engines to a pair core: those of one kind (``EngineCompatibility``), which can exchange KV.
+    """Admits engines of one kind (``EngineCompatibility``) to a pair core, since only these can exchange KV.
 
-    Of the kinds that have both roles, the kind with the most registered engines is served, in whatever order
-    they register. An engine whose kind is no longer served is drained: its requests end there, and it gets no
-    more.
+    The served kind is the one with the most registered engines, among kinds that have both roles. The order
+    of registration does not matter. An engine whose kind is no longer served is drained: its requests end
+    there, and it gets no more.
     """
 
     def __init__(self, core: PairCore, clock: Callable[[], float]) -> None:
@@ -70,7 +70,7 @@ class PairAdmission:
         return self._links.get(replica_id, {})
 
     def why_not(self, registration: EngineRegistration) -> str:
-        """Why an engine gets no requests; empty if it is admitted."""
+        """Why an engine gets no requests; empty if it is admitted, or drains and still has requests."""
         why = self._why_not(registration)
         if not why:
             self._logged_rejections.pop(registration.engine_id, None)
@@ -112,7 +112,7 @@ class PairAdmission:
         return why
 
     def _count(self, replica_id: str, now: float) -> None:
-        """Find the dominant kind. The replica ``replica_id`` has just registered."""
+        """Compute the kind to serve. The replica ``replica_id`` has just registered, so it counts."""
         self._last_count_s = now
         engines, silent_s = self._core.engines, self._core.limits.lease_s
         self._known = {
@@ -127,7 +127,8 @@ class PairAdmission:
             self._kind = kind
 
     def drain_events(self) -> Sequence[DrainEvent]:
-        """Events that start or end drains, because another kind of engine is served than at the last call."""
+        """Events that start or end drains because the served kind has changed since the last call; empty if
+        it has not."""
         if not self._kind_changed or self._kind is None:
             return ()
         self._kind_changed = False
@@ -147,7 +148,8 @@ class PairAdmission:
         return found
 
     def _clear_drained_mark(self, replica_id: str, instance: str) -> None:
-        """Cancel the drain of an engine that did not fit before and registers anew as one that fits."""
+        """Cancel the drain of an engine that was drained for its kind, has left the core, and registers again
+        with the served kind."""
         if replica_id in self._minority_replicas and replica_id not in self._core.engines:
             self._minority_replicas.discard(replica_id)
             if self._core.drained.get(replica_id) == instance:

@@ -2,9 +2,9 @@
 
 python -m sojourn_server.gateway.ray.parent_death_signal PARENT COMMAND ...
 
-The signal (``PR_SET_PDEATHSIG``) exists on Linux only; elsewhere the command just runs. This module is a
-process of its own that becomes the command, because code between fork and exec may hang in a process with
-many threads.
+The signal (``PR_SET_PDEATHSIG``) exists on Linux only; elsewhere the command just runs. This module runs as a
+separate process, which then becomes the command. Otherwise, code would have to run between fork and exec, and
+may hang there if the process has many threads.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Become the command; does not return."""
+    """Replace this process by the command; does not return. ``arguments``: the parent's process id and the
+    command."""
     parent, *command = arguments
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != int(parent):
-            sys.exit(1)  # the parent ended before the request
+            sys.exit(1)  # the parent ended before the call of ``prctl``
     os.execvp(command[0], command)
 
 

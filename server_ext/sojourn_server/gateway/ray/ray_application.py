@@ -35,11 +35,11 @@ class RunningReplicas:
     engines: int
     gateways: int
     trouble: str = ""
-    """Serve's message about replicas that failed to start, of many lines; empty: none."""
+    """Serve's message, of many lines, about replicas that failed to start; empty: none failed."""
 
 
 class StartupProgress:
-    """Progress lines: one per change, and one after ``REPEAT_INTERVAL_S`` without a change."""
+    """Writes progress lines: one per change, and one after ``REPEAT_INTERVAL_S`` without a change."""
 
     def __init__(self, engines: int, gateways: int, began_s: float) -> None:
         """``engines`` and ``gateways``: expected numbers. ``began_s``: time of the start."""
@@ -60,8 +60,8 @@ class StartupProgress:
 
 
 def summarize_error(trouble: str) -> str:
-    """One line made of Serve's message about failed replicas: what Serve does next, and the end of the
-    error."""
+    """Serve's message about failed replicas in one line: its first line, which says what Serve does next, and
+    its last."""
     lines = [line.strip() for line in trouble.splitlines() if line.strip()]
     if not lines:
         return ""
@@ -81,7 +81,7 @@ def report_progress(
     clock: Callable[[], float] = time.monotonic,
     poll_s: float = STATUS_POLL_S,
 ) -> Iterator[None]:
-    """Report progress in a thread until the block ends, since Ray waits silently in the caller's thread.
+    """Context manager that reports progress in a thread, since Ray waits silently in the caller's thread.
     ``say`` gets each line.
 
     If ``read`` raises, the last line is repeated at the usual interval.
@@ -256,8 +256,8 @@ def serve_until_stopped(config: RayConfig, say: Callable[[str], None]) -> None:
         if began:
             stop_application(config)
         else:
-            # An application of this name on a running cluster is another operator's. And asking Serve would
-            # start a cluster if there is none.
+            # Remove no application: on a running cluster, one of this name is another operator's. And asking
+            # Serve would start a cluster if there is none.
             ray.shutdown()
 
 
@@ -272,7 +272,7 @@ def _handle_signals(handler: Any) -> None:
 
 
 def listen_addresses(config: RayConfig) -> str:
-    """Addresses at which the gateways answer."""
+    """Text with the addresses at which the gateways answer."""
     here = f"http://{config.host}"
     direct = "" if config.direct_port is None else f", and {here}:{config.direct_port} without Serve's proxy"
     return f"{here}:{config.port} answers{direct}"
@@ -289,7 +289,7 @@ def _describe_engines(config: RayConfig, *, num_cpus: bool = False) -> str:
 
 
 def log_directories(config: RayConfig) -> str:
-    """Folders of engines' logs."""
+    """Folders of engines' logs, separated by commas."""
     from .deployments import log_dir
 
     return ", ".join(dict.fromkeys(str(group.engines.log_dir or log_dir()) for group in config.groups))

@@ -63,7 +63,7 @@ class EnginesConfig:
 
     @property
     def autoscale(self) -> AutoscaleLimits:
-        """Limits for the coordinator."""
+        """The coordinator's limits on the number of engines."""
         return AutoscaleLimits(
             min_engines=self.min,
             max_engines=self.max if self.max is not None else self.min,
@@ -78,7 +78,8 @@ class PairsConfig:
     """Section ``pairs``: common settings of prefill and decode engines."""
 
     store: str | None = None
-    """Directory that all these engines share, on every node. Not needed if all have a ``command``."""
+    """Directory that all prefill and decode engines share, on every node. Not needed if all have a
+    ``command``."""
     read_side: str = "shorter"
 
 
@@ -97,7 +98,7 @@ class KeysConfig:
     no keys."""
 
     api: str | None = None
-    """Variable with the one key of all clients, if there is no file of tenants."""
+    """Variable with the single key of all clients, if ``tenants`` is not set."""
     engine: str | None = None
     """Variable with the key that is sent to engines instead of the client's own."""
     admin: str | None = None
@@ -122,8 +123,8 @@ class RayConfig:
     port: int = 8100
     """Port of Serve's proxies, one on each node with a gateway."""
     direct_port: int | None = None
-    """Port of the gateways themselves, shared by those of a node. It adds one millisecond to a request, a
-    proxy ten."""
+    """Port of the gateways themselves, shared by the gateways of a node. A request through it takes one
+    millisecond longer, a request through Serve's proxy ten."""
     tenants: str | None = None
     keys: KeysConfig = KeysConfig()
     max_waiting: int = 20_000
@@ -176,7 +177,8 @@ class RayConfig:
 
     @property
     def autoscale(self) -> AutoscaleLimits:
-        """Limits for the coordinator. The number of prefill and decode engines is fixed."""
+        """The coordinator's limits on the number of engines. The number of prefill and decode engines is
+        fixed."""
         if not self.in_pairs:
             return self.engines.autoscale
         return AutoscaleLimits(min_engines=self.total_min_engines, max_engines=self.total_min_engines)
@@ -193,7 +195,7 @@ class RayConfig:
 
 
 MAX_CONFIG_CHARS = 64 * 1024
-"""Longest file; YAML's parser takes long for longer ones."""
+"""Maximum length of a configuration file. YAML's parser takes long for longer ones."""
 
 
 def read_config(path: Path) -> RayConfig:
@@ -232,7 +234,8 @@ def parse_config(document: object, *, source: str) -> RayConfig:
 
 
 def _check_groups(document: Mapping[Any, Any], source: str) -> None:
-    """Check that there are either engines, or prefill and decode engines, without keys of the other form."""
+    """Check that there is either ``engines``, or ``prefill`` and ``decode``, without keys of the other
+    form."""
     there = [key for key in ("prefill", "decode") if key in document]
     if not there:
         if "pairs" in document:
@@ -385,8 +388,8 @@ def _check_pairs(config: RayConfig, wrong: Wrong) -> None:
 
 
 def read_key(name: str | None, key: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Read a key from the environment variable ``name``. Raises ``RayConfigError``, which does not repeat the
-    key."""
+    """Read a key from the environment variable ``name``. Raises ``RayConfigError``. Its text does not contain
+    the key."""
     if name is None:
         return None
     value = environment.get(name, "")
@@ -413,9 +416,9 @@ def _expected_type(kind: Any) -> str:
 
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""With 0, Ray uses 127.0.0.1 as this machine's address on every system, and its servers listen there. Ray's
-argument ``_node_ip_address`` does not do that: Ray replaces 127.0.0.1 by an address that other machines
-reach."""
+"""Variable that, set to 0, makes Ray use 127.0.0.1 as this machine's address on every system. Ray's servers
+then listen there. Ray's argument ``_node_ip_address`` does not do that: Ray replaces 127.0.0.1 by an address
+that other machines reach."""
 
 
 def set_ray_environment(config: RayConfig, environment: MutableMapping[str, str] = os.environ) -> None:

@@ -1,4 +1,4 @@
-"""Admission: which program may enter the engine's memory."""
+"""Admission policies: they decide which program without KV may start to use the engine's memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..policy_views import AdmissionView, ProgramGrowthView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoAdmissionControl:
-    """The engine's own rule: a request is admitted if its prompt fits now."""
+    """Admits every program. The engine's own rule remains: a request runs if its prompt fits now."""
 
     gates: bool = False
     reserves_prompt_blocks: bool = False
@@ -24,14 +24,14 @@ class NoAdmissionControl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeProgramAdmission:
-    """A program is admitted if its prompt fits next to all KV that admitted programs hold; part of ``admit``.
+    """Admits a program if its prompt fits beside the KV of all admitted programs. Part of baseline ``admit``.
 
-    Admitted programs keep their KV while their tools run, so a program waits for the end of another program,
-    not only of its turn. KV of later programs counts as free because it can be reclaimed; so the earliest
-    program is always admitted. Growth of contexts is ignored.
+    Admitted programs keep their KV while their tools run. So a program may have to wait until another program
+    ends, not only until a turn ends. KV of later programs counts as free, because it can be reclaimed. So the
+    earliest program is always admitted. The policy ignores the growth of contexts.
 
-    After ``patience_s`` of an idle engine the program is admitted anyway: the programs with KV may wait for
-    it, as a parent does for its sub-agent.
+    After the engine was idle for ``patience_s``, the program is admitted anyway: programs with KV may be
+    waiting for it, as a parent waits for its sub-agent.
     """
 
     gates: bool = True
@@ -47,24 +47,24 @@ class WholeProgramAdmission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedGrowthAdmission:
-    """A program is admitted only if earlier programs can still grow to their expected end.
+    """Admits a program if its prompt fits beside the expected growth of earlier programs with KV.
 
     An agent's context grows with every turn. A rule that looks at prompts alone admits all programs while
-    contexts are young, and later evicts KV just after it was computed. Continuum leaves admission to the
-    engine. Here a program without KV waits until its prompt fits next to the expected growth of earlier
-    programs with KV. Later programs do not count: they are the first to be preempted, and their leases count
+    their contexts are short, and later evicts KV that was computed just before. Continuum leaves admission to
+    the engine. Later programs do not count here: they are the first to be preempted, and their leases count
     as free. So the earliest program is always admitted, and an idle engine admits the first program in the
     queue.
 
-    Expected growth is the mean growth per turn times the mean number of turns of finished programs. The
-    priors of ``forecasting.context_growth`` apply until enough of both was observed.
+    The expected growth of a program is the mean growth per turn times its expected number of further turns.
+    Both come from observed turns and finished programs. Until there are enough of these, the priors of
+    ``forecasting.context_growth`` apply.
     """
 
     gates: bool = True
     reserves_prompt_blocks: bool = False
     forecasts: bool = False
     reserve: float = 0.7
-    """Share of the expected growth that is reserved. Below 1, since programs do not end at the same time."""
+    """Share of the expected growth to reserve, 0 to 1. Programs end at different times, so 1 is too much."""
     prior_turns: float = PRIOR_TURNS
     prior_growth: float = PRIOR_GROWTH
 
@@ -76,8 +76,8 @@ class ExpectedGrowthAdmission:
         return entry.free_blocks - entry.need_blocks >= reserved_blocks
 
     def expected_growth_tokens(self, program: ProgramGrowthView, entry: AdmissionView) -> float:
-        """Tokens by which the program's context will still grow: at least one turn's growth, at most to the
-        limit."""
+        """Tokens by which the program's context is expected to grow: at least one turn's growth, at most up
+        to the engine's maximum context length."""
         seen = GrowthStatistics(
             entry.observed_turns, entry.mean_growth_tokens, entry.observed_programs, entry.mean_turns
         )
@@ -91,7 +91,7 @@ class ExpectedGrowthAdmission:
 
 
 SLIGHT_SHARE = 0.1
-"""If less than this share of a request's peak demand remains, the request has most likely ended."""
+"""When a request's expected demand falls below this share of its peak, the request has most likely ended."""
 
 LARGEST_SHARE = 0.5
 """Maximum share of the available blocks that is reserved for one request."""
@@ -99,19 +99,18 @@ LARGEST_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemandForecastAdmission:
-    """A request is admitted if its expected demand and that of all running requests fit, for
-    ``horizon_steps``.
+    """Admits a request if its expected KV demand and that of all running requests fit together.
 
-    The paper starts an offload ahead of a preemption by "comparing future KV cache demand with available
-    memory". Applied to new requests, the same comparison prevents preemptions. Without it, an engine that
-    admits every prompt that fits preempts the newest request as the others grow, admits it again a step
-    later, and so on. ``reserve`` of the available blocks stays free, since an expectation is exceeded half of
-    the time.
+    Demand is checked for the next ``horizon_steps`` engine steps. The paper starts an offload ahead of a
+    preemption by "comparing future KV cache demand with available memory". For new requests, the same
+    comparison prevents preemptions. Without it, the engine admits every prompt that fits, preempts the newest
+    request when the others grow, admits it again one step later, and so on. The share ``reserve`` of the
+    available blocks stays free, since demand exceeds its expectation half of the time.
 
-    A request without prediction is admitted, as in the unmodified engine. So is the first request of an idle
-    engine, whatever its demand. A request that needs most of the memory would wait until nothing runs, with
-    all others behind it; so at most half of the memory is reserved for it. A shortage at a time when the
-    request has most likely ended does not delay it.
+    A request without prediction is admitted, as in the unmodified engine. An idle engine admits its first
+    request, whatever the demand. For any one request at most half of the memory is reserved. Otherwise a
+    request that needs most of the memory would wait until nothing runs, and the queue would wait behind it. A
+    shortage after the request has most likely ended does not delay the request.
     """
 
     reserve: float = 0.05

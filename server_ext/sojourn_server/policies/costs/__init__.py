@@ -1,4 +1,4 @@
-"""Costs of computing, copying and reloading KV on one engine; inputs of policies, not a question.
+"""Costs of computing, copying and reloading KV on one engine. Policies use them as inputs.
 
 Start at ``engine_profile``, the file that ``sojourn profile`` writes.
 """

@@ -1,8 +1,8 @@
 """The engine profile: the measured time to rebuild a context on one engine (Continuum §5.2).
 
 A quadratic is fitted to prefill time over context length: the linear part is the weights' work per token, the
-quadratic part is attention. ``sojourn profile`` measures the points. Policies use ``PrefillCurve.seconds``;
-the simulator also uses step costs (``step_costs.py``) and the engine's limits, which version 1 lacks.
+quadratic part is attention. ``sojourn profile`` measures the points. Policies use ``PrefillCurve.seconds``.
+The simulator also uses step costs (``step_costs.py``) and the engine's limits; version 1 lacks both.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ READABLE_VERSIONS = (1, 2)
 
 @dataclass(frozen=True, slots=True)
 class PrefillCurve:
-    """Prefill seconds of n tokens: a + b·n + c·n². Raises ``ValueError`` unless all are finite and ≥ 0.
+    """Prefill seconds of n tokens: a + b·n + c·n². Raises ``ValueError`` unless a, b, c are finite and ≥ 0.
 
-    With such coefficients the curve never decreases: a longer context never takes less time.
+    So a longer context never takes less time than a shorter one.
     """
 
     a_s: float
@@ -46,10 +46,10 @@ class PrefillCurve:
 
     @classmethod
     def fit(cls, points: Sequence[tuple[int, float]]) -> PrefillCurve:
-        """Least squares through ``(tokens, seconds)`` points with all coefficients ≥ 0.
+        """Fit a curve with coefficients ≥ 0 to ``(tokens, seconds)`` points by least squares.
 
-        Points of three lengths give a quadratic, of two lengths a line, of one length a line through 0.
-        Raises ``ValueError`` without points, or unless tokens are positive and seconds finite and ≥ 0.
+        Points of three or more lengths give a quadratic, of two a line, of one a line through 0. Raises
+        ``ValueError`` without points, for tokens ≤ 0, or for seconds that are negative or not finite.
         """
         for tokens, seconds in points:
             if tokens <= 0 or not (math.isfinite(seconds) and seconds >= 0):
@@ -116,10 +116,10 @@ class EngineProfile:
     """The samples that ``steps`` was fitted to."""
 
     def reload_seconds(self, tokens: int, kv_bytes: int = 0, *, offloaded: bool = False) -> float:
-        """PrefillReload(r): seconds to bring a context of ``tokens`` back (Continuum §4.1).
+        """Seconds to restore a context of ``tokens`` tokens: PrefillReload(r) of Continuum §4.1.
 
-        If the context is ``offloaded`` in ``kv_bytes`` bytes and the bandwidth is known, the seconds of the
-        faster way: copying or computing.
+        This is the time to recompute the context. If the context is ``offloaded`` with ``kv_bytes`` bytes and
+        the bandwidth is known, it is the time of the faster way, copying or recomputing.
         """
         recompute_s = self.prefill.seconds(tokens)
         if offloaded and self.host_to_device_bytes_per_s:
@@ -149,7 +149,7 @@ class EngineProfile:
             for name in ("device_to_host_bytes_per_s", "host_to_device_bytes_per_s")
             if (value := getattr(self, name)) is not None
         ]
-        # TOML has no null: what was not measured is not there.
+        # TOML has no null, so values that were not measured are left out.
         lines += ["", "[bandwidth]", *bandwidths]
         limits = [
             f"{known.name} = {value}"
@@ -174,7 +174,7 @@ class EngineProfile:
 
     @classmethod
     def from_toml(cls, text: str) -> EngineProfile:
-        """Read a profile. Raises ``ValueError`` that names the field and what was wrong with it."""
+        """Read a profile. Raises ``ValueError`` that names the faulty field and the reason."""
         try:
             document = load_toml(text)
         except TomlError as error:
@@ -212,7 +212,7 @@ class EngineProfile:
 
 
 def _text(value: str) -> str:
-    # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+    # A JSON string is a valid TOML basic string, except that TOML requires DEL to be escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

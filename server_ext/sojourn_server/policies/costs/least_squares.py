@@ -9,11 +9,12 @@ MAX_UNKNOWNS = 8
 
 
 def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
-    """The vector x ≥ 0 that minimises Σ (row·x - target)²; all zeros if nothing fits better.
+    """Return the vector x ≥ 0 that minimises Σ (row·x - target)²; all zeros if nothing fits better.
 
-    Tries every subset of the unknowns: the best fit with all coefficients ≥ 0 is the constrained optimum.
-    Linearly dependent columns are skipped, since subsets without them are tried too. Raises ``ValueError``
-    for more than ``MAX_UNKNOWNS`` columns, or if rows and targets do not match.
+    Solves plain least squares for every subset of the unknowns. The best solution without negative values is
+    the constrained optimum. Subsets with linearly dependent columns are skipped, since smaller subsets are
+    tried too. Raises ``ValueError`` for more than ``MAX_UNKNOWNS`` columns, or if rows and targets do not
+    match.
     """
     width = len(rows[0]) if rows else 0
     if width > MAX_UNKNOWNS or len(rows) != len(targets) or any(len(row) != width for row in rows):

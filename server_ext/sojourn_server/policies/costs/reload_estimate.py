@@ -8,14 +8,14 @@ MIN_STEP_TOKENS = 64
 """Steps with fewer tokens carry no information about prefill speed."""
 
 MIN_TOKENS_A_REQUEST = 8
-"""Steps with fewer tokens per request are mostly decoding and are ignored."""
+"""Steps with fewer tokens per request consist mostly of decoding and are ignored."""
 
 
 class ReloadEstimate:
     """Estimate of PrefillReload(r), the seconds to compute a context again (Continuum §4.1).
 
-    With a ``PrefillCurve`` (C9), the seconds of that curve. Without one, tokens divided by the prefill speed
-    of the engine's steps, an exponentially weighted mean; 0 until the first such step.
+    With a ``PrefillCurve`` (C9), the estimate is the value of that curve. Without one, it is the number of
+    tokens times the mean seconds per token of earlier prefill steps (exponentially weighted), 0 at first.
     """
 
     def __init__(self, curve: PrefillCurve | None = None, *, smoothing: float = 0.1) -> None:

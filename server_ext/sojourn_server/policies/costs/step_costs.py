@@ -10,9 +10,10 @@ from .least_squares import non_negative_least_squares
 
 
 class StepSample(NamedTuple):
-    """One measurement: sums over ``steps`` engine steps, and the seconds they took together.
+    """One measurement: sums over ``steps`` engine steps, and the seconds that these took together.
 
-    A request that adds n tokens to c cached ones has n·c + n·(n+1)/2 pairs and reads KV of c + n tokens.
+    In one step, a request that computes n tokens after c cached ones adds n·c + n·(n+1)/2 attention pairs and
+    reads the KV of c + n tokens.
     """
 
     seconds: float
@@ -27,8 +28,8 @@ class StepSample(NamedTuple):
 
 
 class StepCosts(NamedTuple):
-    """Fitted costs: seconds = step + token·tokens + pair·attention_pairs + kv_token·kv_tokens_read +
-    request·requests."""
+    """Fitted costs: seconds = step_s·steps + token_s·tokens + pair_s·attention_pairs +
+    kv_token_s·kv_tokens_read + request_s·requests + call_s·calls."""
 
     step_s: float
     token_s: float
@@ -36,7 +37,7 @@ class StepCosts(NamedTuple):
     kv_token_s: float
     request_s: float
     call_s: float = 0.0
-    """The API server's share of every time to first token, outside of the steps."""
+    """Seconds that the API server adds to each time to first token, outside of engine steps."""
 
     def seconds(self, sample: StepSample) -> float:
         """The seconds that these costs predict for a sample."""
@@ -60,12 +61,12 @@ _CONVERGENCE_TOLERANCE = 1e-3
 
 
 def fit_step_costs(samples: Sequence[StepSample]) -> StepCosts:
-    """Six costs ≥ 0 with the least sum of relative deviations: (fitted - measured) / max(fitted, measured).
+    """Fit six costs ≥ 0 with small relative deviations (fitted - measured) / max(fitted, measured).
 
-    So short and long steps have equal weight, and predicting half the time is as wrong as predicting twice
-    the time. Deviations up to ``_NOISE`` count squared, larger ones linearly (Huber's loss), so that single
-    outliers do not decide. Raises ``ValueError`` without samples, or unless all values are finite, seconds
-    and steps > 0.
+    Relative deviations give short and long steps equal weight: predicting half the time is as wrong as
+    predicting twice the time. Deviations up to ``_NOISE`` count squared and larger ones linearly (Huber's
+    loss), so that single outliers do not decide. Raises ``ValueError`` without samples, for a value that is
+    negative or not finite, or for seconds or steps of 0.
     """
     if not samples:
         raise ValueError("no samples of engine steps to fit costs to")
@@ -74,15 +75,15 @@ def fit_step_costs(samples: Sequence[StepSample]) -> StepCosts:
             sample.seconds > 0 and sample.steps > 0
         ):
             raise ValueError(f"{sample}; expected seconds and steps > 0, all else ≥ 0")
-    # Two starts: the largest seconds of all samples, and each sample's own. Only the first escapes from a
-    # sample that is absurdly small.
+    # The fit starts from two sets of scales: the largest seconds of all samples, and each sample's own
+    # seconds. Only the first start gives a good fit if one sample is absurdly small.
     starts = ([max(sample.seconds for sample in samples)] * len(samples), [s.seconds for s in samples])
     found = [_refined_fit(samples, scales) for scales in starts]
     return min(found, key=lambda costs: _huber_loss(costs, samples))
 
 
 def _refined_fit(samples: Sequence[StepSample], scales: Sequence[float]) -> StepCosts:
-    """Fit weighted by 1/``scales``, repeated with each fit's predictions as the new scales."""
+    """Fit with weights 1/``scales``, refit with the predictions as new scales, and return the best fit."""
     best = _weighted_fit(samples, scales)
     for _ in range(_ROUNDS):
         scales = [

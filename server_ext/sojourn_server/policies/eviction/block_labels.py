@@ -1,7 +1,7 @@
-"""Typed labels of blocks, from the placement queue of their program (M5; MORI §4.3.2).
+"""Labels of KV blocks, derived from the tier in which their program is placed (M5; MORI §4.3.2).
 
-MORI also schedules requests of busy programs first. No queue order is needed for that here: other programs
-are not admitted.
+MORI also schedules requests of busy programs first. Here admission has that effect: it admits only programs
+that are placed on the device.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class BlockLabel(str, Enum):
     BUSY = "busy"
     IDLE = "idle"
     COLD = "cold"
-    """Idle for so long that the KV belongs on disk. The paper has no such label; it is for the further tiers
-    of §7.1."""
+    """The program is so idle that its KV belongs on disk. The paper has no such label; ours is for the
+    further tiers of §7.1."""
     INACTIVE = "inactive"
 
 
@@ -34,10 +34,10 @@ HOST_EVICTION_ORDER = (BlockLabel.INACTIVE, BlockLabel.COLD, BlockLabel.BUSY, Bl
 
 
 def label_of_tier(tier: Tier) -> BlockLabel:
-    """The label of blocks whose program belongs in this tier."""
+    """Return the label of blocks whose program is placed in ``tier``."""
     return _LABEL_OF_TIER[tier]
 
 
 def device_eviction_rank(marked: BlockLabel) -> int:
-    """Position in the device's eviction order, ascending: inactive, cold, idle, busy."""
+    """Return the label's position in the device's eviction order: inactive 0, cold 1, idle 2, busy 3."""
     return _DEVICE_EVICTION_ORDER[marked]

@@ -11,7 +11,7 @@ from .block_labels import device_eviction_rank, label_of_tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLruEviction:
-    """The engine's order: least recently used block first, later blocks of a chain before earlier ones."""
+    """The engine's order: least recently used block first, later blocks of a prefix before earlier ones."""
 
     by_program: bool = False
 
@@ -24,10 +24,10 @@ class BlockLruEviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatestProgramEviction:
-    """Blocks of ended programs first, then those of the latest-arrived program.
+    """Evicts blocks of ended programs first, then blocks of the program that arrived last.
 
-    Programs are served in order of arrival, so the latest program's blocks are needed last, as for Bélády's
-    victim.
+    If programs are served in order of arrival, the blocks of the latest program are needed last. So this
+    choice agrees with Bélády's optimal policy.
     """
 
     by_program: bool = True
@@ -41,9 +41,10 @@ class LatestProgramEviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedLabelEviction:
-    """Inactive programs' blocks first, then cold, idle and busy ones; LRU within each (M5; MORI §4.3.2).
+    """Evicts blocks of inactive programs first, then of cold, idle and busy ones (M5; MORI §4.3.2).
 
-    Among inactive programs, ended ones are evicted before those that lost their place.
+    Within each label the least recently used blocks go first. Among inactive programs, ended ones are evicted
+    before those that lost their place in the tiers.
     """
 
     by_program: bool = True
@@ -57,15 +58,16 @@ class TypedLabelEviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowAwareLruEviction:
-    """WA-LRU: recency, likelihood of reuse and size in one score (S3; SAGA §4.1, eq. 1–4).
+    """Orders eviction by one score of recency, likelihood of reuse and size: WA-LRU (S3; SAGA §4.1, eq. 1–4).
 
         P_evict = recency·(now − t_last)/τ_max + reuse·(1 − P_reuse) + size·(blocks/size_max)
 
-    Ended programs are evicted first, then the highest score. ``now/τ_max`` is the same for all blocks and
-    left out, so a score is valid until its program has an event or the scale changes. A program without
-    prediction has P_reuse = ``cold_reuse``: among such programs, recency and size decide. Blocks that a
-    program's newest turn did not use belong to another branch; their P_reuse is multiplied by the share of
-    such blocks that is used again. Raises ``ValueError`` for weights that are not finite numbers ≥ 0.
+    Ended programs are evicted first, then those with the highest P_evict. The score leaves out ``now/τ_max``,
+    which is the same for all blocks. So a score stays valid until its program has an event or the scale
+    changes. A program without prediction has P_reuse = ``cold_reuse``: among such programs, recency and size
+    decide. Blocks that a program's newest turn did not use belong to another branch. Their P_reuse is
+    multiplied by the share of such blocks that is used again. Raises ``ValueError`` for weights that are not
+    finite numbers ≥ 0.
     """
 
     recency: float = 0.3

@@ -31,14 +31,14 @@ class WaitingTenantView(NamedTuple):
     used: float
     """The tenant's present share of the contended capacity, 0 to 1."""
     since_s: float
-    """Arrival of the tenant's first waiting request."""
+    """Arrival time of the tenant's first waiting request."""
 
 
 class SharePolicy(Protocol):
     """Divides capacity among tenants, and orders their requests."""
 
     epoch_s: float
-    """Seconds for which computed shares are used; ``inf``: they never change."""
+    """Seconds between two computations of the shares; ``inf``: the shares never change."""
     divides_capacity: bool
     """Whether shares are computed; false: requests are sent in order of arrival."""
 
@@ -67,13 +67,12 @@ class FcfsSharing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentFairShare:
-    """Capacity in proportion to Σ remaining work ÷ time until the deadline, every ``epoch_s`` (SAGA
-    §6.1–6.2).
+    """Divides capacity by urgency: Σ remaining work ÷ time until the deadline (SAGA §6.1–6.2).
 
-    A deadline that is near or past counts as ``least_slack_s`` away, because the formula has a pole there.
-    Every tenant gets at least ``least_share`` of an equal share, even without urgent work. Capacity that a
-    tenant does not use goes to the others. Raises ``ValueError`` for an epoch or slack that is not above 0,
-    or a share outside 0 to 1.
+    The shares are computed every ``epoch_s``. A deadline that is near or past counts as ``least_slack_s``
+    away, because the formula has a pole there. Every tenant gets at least ``least_share`` of an equal share,
+    even without urgent work. Capacity that a tenant does not use goes to the others. Raises ``ValueError``
+    for an epoch or slack that is not above 0, or a share outside 0 to 1.
     """
 
     epoch_s: float = 0.1
@@ -102,10 +101,10 @@ class AgentFairShare:
         }
 
     def score(self, tasks: Iterable[RunningTaskView], now: float) -> float:
-        """A tenant's agent fair share (equation 8): the number of replicas that would meet its deadlines."""
+        """A tenant's agent fair share (equation 8): the number of replicas needed to meet its deadlines."""
         least_s = self.least_slack_s
         due_s = now + least_s
-        # No calls in here: ten thousand tasks are scored ten times a second.
+        # The loop calls no function, because it scores ten thousand tasks ten times a second.
         return math.fsum(
             [
                 work_s / (deadline_s - now if deadline_s > due_s else least_s)
@@ -115,7 +114,7 @@ class AgentFairShare:
         )
 
     def order(self, turns: Iterable[WaitingTenantView], shares: Mapping[str, float]) -> list[str]:
-        """Tenants that use the least of their share come first; ties go to the longest wait."""
+        """Sort tenants by the used fraction of their share, lowest first; ties go to the longest wait."""
 
         def used(turn: WaitingTenantView) -> tuple[float, float, str]:
             share = shares.get(turn.tenant, 0.0)

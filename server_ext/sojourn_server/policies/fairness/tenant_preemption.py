@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 
 class TenantStanding(NamedTuple):
-    """A tenant's share of capacity, and its use."""
+    """A tenant's share of capacity, and the share that it uses now."""
 
     share: float
     """The tenant's share of capacity, by urgency."""
@@ -32,26 +32,29 @@ class BlockedRequestView(NamedTuple):
 
 
 class PreemptibleRequestView(NamedTuple):
-    """A request that may be recalled: its answer has not begun, and it was not recalled before."""
+    """A request that may be recalled (taken back from its replica): it has no output yet and was never
+    recalled."""
 
     request_id: str
     tenant: str
     tokens: int
     """Tokens that the recall frees."""
     used: float
-    """Share of capacity that its tenant loses by the recall."""
+    """Share of capacity that the request's tenant loses by the recall."""
     sent_s: float | None
-    """Time at which the request was sent to the replica; ``None``: it still waits for it at the gateway."""
+    """Time at which the request was sent to the replica; ``None``: the request still waits at the gateway."""
 
 
 class TenantPreemptionPolicy(Protocol):
-    """Which requests are recalled. They move to another replica with capacity, or wait. No request is
-    recalled twice, and none is dropped."""
+    """Chooses requests to recall, that is, to take back from their replica for a more urgent tenant.
+
+    A recalled request moves to another replica with capacity, or waits. It is not recalled again, and never
+    dropped."""
 
     yields: bool
     """Whether the policy is used; false: no request is ever recalled."""
     blocked_s: float
-    """Minimum wait of a blocked request before the policy is asked."""
+    """Seconds that a request must be blocked before the policy is asked."""
 
     def preempt_less_urgent(
         self,
@@ -59,7 +62,7 @@ class TenantPreemptionPolicy(Protocol):
         others: Sequence[PreemptibleRequestView],
         standings: Mapping[str, TenantStanding],
     ) -> Sequence[str]:
-        """Ids of the requests to recall; empty if recalling all of them would not be enough."""
+        """Ids of the requests to recall; empty if recalling all allowed ones would not free enough."""
         ...
 
 
@@ -81,13 +84,13 @@ class NoTenantPreemption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrgencyPreemption:
-    """A request blocked for ``blocked_s`` recalls requests of less urgent tenants (SAGA §6.2).
+    """Recalls requests of less urgent tenants for a request that was blocked for ``blocked_s`` (SAGA §6.2).
 
-    A tenant is less urgent if its share is below 1 / ``share_ratio`` of the blocked tenant's, and if after
-    the recall it still uses no less of its share than the blocked tenant then uses of its own. So a tenant
-    that uses its full share takes nothing from others, and two tenants never recall each other's requests in
-    turns. Waiting requests are recalled before sent ones, and the last sent first. Raises ``ValueError`` for
-    a negative time or a ratio below 1.
+    Two conditions must hold. The other tenant's share is below 1 / ``share_ratio`` of the blocked tenant's
+    share. After the recall, the other tenant still uses at least as large a fraction of its share as the
+    blocked tenant does. So two tenants never recall each other's requests in turns. Requests that wait at the
+    gateway are recalled before sent ones, and the last sent first. Raises ``ValueError`` for a negative time
+    or a ratio below 1.
     """
 
     blocked_s: float = 0.5

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..policy_views import ProgramGrowthView
 
 MIN_TURNS_SEEN = 16
-"""Number of observed turns from which the observed growth replaces the prior."""
+"""Number of observed turns from which their mean growth replaces the prior."""
 
 MIN_PROGRAMS_SEEN = 8
 """Number of finished programs from which their mean number of turns replaces the prior."""
@@ -40,11 +40,11 @@ def expected_growth_tokens(
     prior_turns: float = PRIOR_TURNS,
     prior_growth: float = PRIOR_GROWTH,
 ) -> float:
-    """Tokens by which the program's context will still grow: at least one turn's growth, at most to its
-    limit.
+    """Tokens by which the program's context is expected to grow, at most up to ``max_context_tokens``.
 
-    ``turns_ahead``: growth over this many turns; ``None``: until the program ends. A context that has become
-    shorter, for example a parent's while its sub-agents run, is expected to reach its former length again.
+    ``turns_ahead``: number of turns to look ahead; ``None``: until the program ends, at least one turn. Until
+    the end, a context that has become shorter is expected to reach its former length again. For example, a
+    parent's context is shorter while its sub-agents run.
     """
     room = max(0, max_context_tokens - program.context_tokens)
     turns = seen.mean_turns if seen.observed_programs >= MIN_PROGRAMS_SEEN else prior_turns

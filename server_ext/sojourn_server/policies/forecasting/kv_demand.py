@@ -1,9 +1,9 @@
 """KV demand of a set of running requests, from the expected remaining tokens of each (Tetris §2.3).
 
 Time is counted in engine steps; a decoding request writes a token per step. A request with c context tokens
-that ends after r further tokens needs KV for c + s tokens at step s < r, and none from step r on. With
-several equally likely r, the expected demand is their mean. Without a prediction, the present demand is
-assumed to stay.
+that ends after r further tokens needs KV for c + s tokens at step s < r, and none from step r on. If several
+values of r are equally likely, the expected demand is the mean over them. A request without a prediction
+counts with its present demand at every step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 STEP_POINTS = (0, *(round(16 * 2 ** (quarter / 4)) for quarter in range(45)))
 """Steps from now at which demand is evaluated, up to 32,768.
 
-A request that ends between two points is counted up to the first of them. With short contexts, long outputs
-and exact predictions the peak is some 6 % too low; with powers of two only, 15 %.
+A request that ends between two points is counted up to the first of them, so the peak is underestimated. With
+short contexts, long outputs and exact predictions it is 6 % too low; with powers of two only, 15 %.
 """
 
 
@@ -35,7 +35,7 @@ class GrowingRequest(Protocol):
 
 
 class RequestGrowth(NamedTuple):
-    """The data that a forecast needs of one request."""
+    """The data about one request that a demand forecast needs."""
 
     context_tokens: int
     remaining: tuple[float, ...] | None
@@ -44,17 +44,17 @@ class RequestGrowth(NamedTuple):
 
 
 def needed_blocks(running: Iterable[GrowingRequest], block_size: int) -> list[float]:
-    """Expected demand in blocks at each of ``STEP_POINTS``: O(requests × remaining lengths).
+    """Return the expected demand in blocks at each of ``STEP_POINTS``, in O(requests × remaining lengths).
 
-    On average, half of a request's last block is unused.
+    Half a block is added per request, because on average half of its last block is unused.
     """
-    # Per last point reached: the expected number of requests, and their present tokens.
+    # Per step point: the expected number of requests that reach it last, and their present tokens.
     lives = [0.0] * len(STEP_POINTS)
     tokens = [0.0] * len(STEP_POINTS)
     for view in running:
         context = view.context_tokens + block_size / 2
         if not view.remaining:
-            tokens[-1] += context  # counted without a life, since its demand does not grow
+            tokens[-1] += context  # not counted in ``lives``, since the demand does not grow
             continue
         weight = 1.0 / len(view.remaining)
         for left in view.remaining:

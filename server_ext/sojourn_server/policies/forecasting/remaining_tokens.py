@@ -1,4 +1,4 @@
-"""The remaining question: how many tokens a running request will still generate (Tetris §2.2)."""
+"""The question ``remaining``: how many tokens will a running request still generate (Tetris §2.2)?"""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ QUANTILE_POINTS = 8
 """Number of equally likely lengths in a prediction."""
 
 MIN_OUTPUTS = 16
-"""Finished outputs of an agent type needed before its outputs are predicted."""
+"""Minimum number of finished outputs of an agent type from which lengths are predicted."""
 
 MIN_TAIL = 4
-"""Minimum number of outputs from which the tail of the lengths is estimated: the longest ones."""
+"""Minimum number of longest outputs from which the tail of the length distribution is estimated."""
 
 MIN_ERROR = 0.001
 """Lower bound of a hint's assumed error, however exact earlier hints were."""
@@ -27,8 +27,7 @@ RemainingTokens = tuple[float, ...]
 
 
 class OutputLengthView(NamedTuple):
-    """A running request, as the policy of the question ``remaining`` sees it: how many tokens will it still
-    generate?"""
+    """A running request, as input of a policy that predicts how many tokens it will still generate."""
 
     request_id: str
     output_tokens: int
@@ -40,13 +39,13 @@ class OutputLengthView(NamedTuple):
     hinted_tokens: int | None = None
     """Total output length in tokens that the client announced."""
     hint_off: float | None = None
-    """Error of hints for its agent type: mean |ln(actual ÷ hinted)|; ``None``: too few samples."""
+    """Error of hints for the request's agent type: mean |ln(actual ÷ hinted)|; ``None``: too few samples."""
     guess: RemainingTokens | None = None
-    """Remaining tokens according to the network, which reads hidden states: its last prediction minus the
-    tokens generated since. Values already exceeded are left out."""
+    """Remaining tokens as predicted by a network from hidden states: the last prediction minus the tokens
+    generated since then. Values that the output has already exceeded are left out."""
     prediction_error: float | None = None
-    """Error of the network's predictions of the rest: mean |ln(actual ÷ predicted)|; ``None``: too few
-    samples."""
+    """Error of the network's predictions of remaining tokens: mean |ln(actual ÷ predicted)|; ``None``: too
+    few samples."""
     baseline_error: float | None = None
     """Error of predictions without the network, for the same outputs at the same positions."""
 
@@ -54,8 +53,8 @@ class OutputLengthView(NamedTuple):
 class RemainingTokensPolicy(Protocol):
     """Predicts how many tokens a request will still generate; ``None``: unknown.
 
-    ``predicts`` False: never asked, and output lengths are not recorded. ``reads_hidden_states`` True: the
-    policy needs ``guess``, and the engine must be started for it.
+    ``predicts`` False: the policy is never asked, and output lengths are not recorded.
+    ``reads_hidden_states`` True: the policy needs ``guess``, so the engine must expose hidden states.
     """
 
     predicts: bool
@@ -69,7 +68,7 @@ _QUANTILE_SHARES = tuple((point + 0.5) / QUANTILE_POINTS for point in range(QUAN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoLengthPrediction:
-    """No prediction."""
+    """Predicts nothing."""
 
     predicts: bool = False
     reads_hidden_states: bool = False
@@ -80,8 +79,7 @@ class NoLengthPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanLengthPrediction:
-    """The mean length of the agent type's outputs minus the tokens generated: the baseline of all
-    predictions.
+    """Predicts the mean output length of the agent type minus the tokens generated so far, as a baseline.
 
     A request beyond the mean is expected to end with its next token. Raises ``ValueError`` for
     ``min_outputs`` below 1.
@@ -104,16 +102,15 @@ class MeanLengthPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivalPrediction:
-    """Remaining lengths of those outputs of the agent type that were longer than the present one is: P(length
-    | length > so far).
+    """Predicts from earlier outputs of the agent type that were longer: P(length | length > so far).
 
-    Given n longer outputs, the next one is equally likely to end in any of the n + 1 gaps between them.
-    Beyond the longest output, lengths fall off like a power of the length: the longer an output already is,
-    the more tokens are expected (Hill's estimate of the exponent, from the longest ``tail_share`` of the
-    outputs). At least ``min_outputs`` finished outputs are needed.
+    Given n longer outputs, this output is equally likely to end in any of the n + 1 gaps before, between and
+    after their lengths. Beyond the longest output, lengths follow a power law: the longer an output already
+    is, the more tokens are expected. Hill's estimate gives the exponent from the longest ``tail_share`` of
+    the outputs. There is no prediction before ``min_outputs`` finished outputs.
 
-    With ``hints``, a client's hint is used instead if the hints for its agent type were more accurate. Raises
-    ``ValueError`` for numbers out of range.
+    With ``hints``, the client's hint replaces the prediction if hints for the agent type were more accurate.
+    Raises ``ValueError`` for numbers out of range.
     """
 
     min_outputs: int = MIN_OUTPUTS
@@ -144,7 +141,7 @@ class SurvivalPrediction:
         exponent = 0.0  # computed on demand: it is rarely needed and takes longer than the rest
         left: list[float] = []
         for share in _QUANTILE_SHARES:
-            # The length that this share of the outputs that came this far does not exceed.
+            # The length that this share of the longer outputs does not exceed.
             place = share * (came + 1)
             gap = int(place)
             if gap == came:
@@ -158,9 +155,9 @@ class SurvivalPrediction:
 
 
 def tail_exponent(lengths: Sequence[int], share: float) -> float:
-    """α of P(length > x) ~ x^-α, by Hill's estimate from the longest ``share`` of ascending ``lengths``.
+    """Return α of P(length > x) ~ x^-α, by Hill's estimate from the longest ``share`` of ``lengths``.
 
-    Clipped to 1 to 8: a heavier tail has no mean, and a lighter one is no power law."""
+    ``lengths`` ascend. α is limited to 1 to 8: a heavier tail has no mean, a lighter one is no power law."""
     count = min(len(lengths) - 1, max(MIN_TAIL, round(len(lengths) * share)))
     if count < 2:
         return 1.0
@@ -171,11 +168,10 @@ def tail_exponent(lengths: Sequence[int], share: float) -> float:
 
 
 def _remaining_from_hint(view: OutputLengthView, error_without_hint: float) -> RemainingTokens | None:
-    """Remaining tokens by the client's hint, spread by the error of earlier hints and given the tokens so
-    far.
+    """Return the remaining tokens by the client's hint, with the spread of earlier hints' errors.
 
-    ``None`` if there is no hint, if the output is already longer, or if the prediction without the hint has a
-    smaller error (``error_without_hint``).
+    ``None`` if there is no hint, if too few earlier hints were checked, if the output is already much longer,
+    or if the prediction without the hint has no larger error (``error_without_hint``).
     """
     hinted, off, so_far = view.hinted_tokens, view.hint_off, view.output_tokens
     if hinted is None or hinted < 1 or off is None or not off < error_without_hint:
@@ -197,7 +193,7 @@ def _remaining_from_hint(view: OutputLengthView, error_without_hint: float) -> R
 
 
 def _median_log_error(lengths: Sequence[int]) -> float:
-    """Error of predicting the median: mean |ln(length ÷ median)|, over about a hundred of the lengths."""
+    """Error of always predicting the median: mean |ln(length ÷ median)|, over about 100 of the lengths."""
     stride = max(1, len(lengths) // 100)
     some = lengths[stride // 2 :: stride]
     middle = lengths[len(lengths) // 2]
@@ -212,10 +208,11 @@ def clamp_remaining(tokens: float, view: OutputLengthView) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenStatePrediction(SurvivalPrediction):
-    """The network's prediction if its errors have been smaller than those of ``SurvivalPrediction``.
+    """Uses a network's prediction from hidden states if it was more accurate than ``SurvivalPrediction``.
 
-    Otherwise ``SurvivalPrediction`` answers. So a network that has learned nothing yet, gets bad input or is
-    out of date changes nothing. Options and errors are those of ``SurvivalPrediction``.
+    Otherwise ``SurvivalPrediction`` predicts. If that policy has no prediction, the network's is used as soon
+    as the network's error is known. So a network that has learned nothing, gets bad input or is out of date
+    does no harm. Options and raised errors are those of ``SurvivalPrediction``.
     """
 
     reads_hidden_states: bool = True

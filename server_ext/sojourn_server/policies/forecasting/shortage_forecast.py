@@ -1,4 +1,4 @@
-"""The forecast question: when running requests will run out of blocks (Tetris §2.3)."""
+"""The question ``forecast``: when will running requests run out of blocks (Tetris §2.3)?"""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class KvDemandView(NamedTuple):
     needed_blocks: Sequence[float]
     """Demand at each of ``kv_demand.STEP_POINTS``."""
     available_blocks: int
-    """Blocks available to all running requests, shared ones counted for each."""
+    """Blocks available to all running requests; a shared block counts once for each request that uses it."""
 
 
 class ShortageForecastPolicy(Protocol):
     """Predicts in how many steps running requests run out of blocks; ``None``: not soon enough to act.
 
-    ``looks`` False: the policy is never asked, and no victim is copied in advance. An answer makes the engine
-    copy a victim's KV, never preempt it.
+    ``looks`` False: the policy is never asked, and no KV is copied in advance. After a prediction, the engine
+    copies a likely victim's KV in advance, but preempts nothing.
     """
 
     looks: bool
@@ -42,9 +42,9 @@ class NoShortageForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedDemandForecast:
-    """Number of steps until expected demand exceeds the available blocks, if within ``steps`` steps.
+    """Predicts the number of engine steps until expected demand exceeds the available blocks.
 
-    Raises ``ValueError`` for less than one step.
+    Looks ``steps`` steps ahead. Raises ``ValueError`` for less than one step.
     """
 
     steps: int = 128

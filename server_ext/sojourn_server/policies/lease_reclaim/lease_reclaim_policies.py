@@ -12,17 +12,17 @@ from ..policy_views import LeaseView, ReclaimRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatestProgramReclaim:
-    """Leases of the latest-arrived programs end first, as many as are needed.
+    """Ends leases of the latest-arrived programs first, as many as are needed.
 
-    Three cases differ, since reclaiming must not undo the order of the queue:
+    Reclaiming must not undo the order of the queue, so there are three cases:
 
     - A running request reclaims any lease: the alternative is a preemption, which costs more than an idle
       program's cache.
     - A waiting request reclaims leases of programs that arrived later.
-    - A waiting request reclaims leases of earlier programs only if nothing runs: the paper's deadlock. With
-      ``patient`` it first waits, with an idle engine, until the lease that expires soonest ends or its
-      program returns, as long as waiting costs less than rebuilding the cheapest lease. That lease's TTL
-      bounds the wait, so there is no deadlock.
+    - A waiting request reclaims leases of earlier programs only if nothing runs. Otherwise the engine would
+      stand still: the paper's deadlock. With ``patient``, the request first waits until the next lease
+      expires or its program returns, if that takes less time than rebuilding the cheapest lease. The TTL
+      bounds this wait.
     """
 
     patient: bool = False
@@ -54,11 +54,11 @@ class LatestProgramReclaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterProgramsReclaim:
-    """Leases of programs that arrived later end, latest first: part of the baseline ``admit``.
+    """Ends leases of later-arrived programs, the latest first. Part of the baseline ``admit``.
 
-    If a running request of the latest program needs blocks, there is no such lease, and a preemption follows
-    (``victim: latest-program``). A waiting request waits. After ``patience_s`` of an idle engine it reclaims
-    earlier programs' leases too, since these programs may wait for it.
+    If these leases hold too few blocks, no lease ends: a waiting request waits, and for a running one the
+    engine preempts (``victim: latest-program``). After the engine was idle for ``patience_s``, a waiting
+    request also reclaims leases of earlier programs, since these programs may be waiting for it.
     """
 
     patience_s: float = 30.0
@@ -80,10 +80,9 @@ class LaterProgramsReclaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoonestExpiringReclaim:
-    """Every request for blocks ends leases, the soonest-expiring first, until there are enough blocks or no
-    leases.
+    """Ends leases for every request that needs blocks, the soonest-expiring first.
 
-    So leases never delay a request.
+    It stops when there are enough blocks or no leases. So leases never delay a request.
     """
 
     def release(
@@ -98,11 +97,11 @@ class SoonestExpiringReclaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionOrderReclaim:
-    """Every request for blocks ends leases, in the eviction order of their programs.
+    """Ends leases for every request that needs blocks, in the eviction order of their programs.
 
-    Under memory pressure a lease is only a place in that order (SAGA §4.2). Leases of programs with a waiting
-    request end last, because their KV is about to be used. Without an eviction order by program, the leases
-    that expire soonest end first.
+    So under memory pressure a lease protects KV no more than that order does (SAGA §4.2). Leases of programs
+    with a waiting request end last, because their KV is about to be used. Without an eviction order by
+    program, the leases that expire soonest end first.
     """
 
     def release(
@@ -118,11 +117,11 @@ class EvictionOrderReclaim:
 def reclaim_for_overdue(
     need: ReclaimRequest, leases: Sequence[LeaseView], now: float
 ) -> tuple[ProgramId, ...] | None:
-    """Leases that end for an overdue request, under every policy: first those with a TTL from the client,
-    then the soonest-expiring ones. Otherwise hints could starve requests without a program.
+    """Return the programs whose leases end for an overdue request, under every policy.
 
-    While other requests run, no lease ends unless all together are enough: the request would still wait, and
-    the leases would end for nothing.
+    Leases with a TTL from the client end first, then the soonest-expiring ones. Without this rule, hints
+    could starve requests without a program. While other requests run, the result is ``None`` if all leases
+    together hold too few blocks: the request would still have to wait.
     """
     victims = sorted(
         (lease for lease in leases if lease.program_id != need.program_id and lease.blocks),
@@ -134,7 +133,7 @@ def reclaim_for_overdue(
 
 
 def _shortest_sufficient_prefix(leases: Sequence[LeaseView], blocks: int) -> tuple[ProgramId, ...] | None:
-    """The shortest prefix of ``leases`` with at least ``blocks``; all of them if they have fewer."""
+    """Programs of the first ``leases`` that together hold ``blocks``; of all if they hold fewer."""
     chosen: list[ProgramId] = []
     gained = 0
     for lease in leases:

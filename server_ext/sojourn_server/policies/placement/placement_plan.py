@@ -1,4 +1,4 @@
-"""The answer of the policy ``relative-idleness``: the moves of all programs at one time.
+"""Computes one answer of the policy ``relative-idleness``: the moves of all programs at one time.
 
 The rules and their numbers are in ``relative_idleness``.
 """
@@ -18,8 +18,8 @@ from .placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 LOOKAHEAD = 64
-"""Maximum number of waiting programs that an answer skips because they do not fit, and of programs for which
-it frees blocks. The next answer handles the rest."""
+"""Maximum number of waiting programs that one answer skips because they do not fit. Also the maximum number
+of programs for which it frees blocks. The next answer handles the rest."""
 
 
 class PlacementRules(Protocol):
@@ -42,7 +42,7 @@ class PlacementRules(Protocol):
 
 
 class PlacementPlan:
-    """Builds one answer: the moves of all programs at one time."""
+    """Builds one answer of the placement policy: the moves of all programs at one time."""
 
     def __init__(
         self,
@@ -83,8 +83,9 @@ class PlacementPlan:
     # -- the device ---------------------------------------------------------------------------
 
     def promote_overdue(self) -> bool:
-        """Apply rule 4, then demote. Returns false if an overdue program waits for turns to end: it must be
-        promoted next."""
+        """Promote overdue programs (rule 4), then demote until the device is within capacity.
+
+        Returns false if an overdue program waits until turns end; no other program may be promoted first."""
         gap_s = self._policy.overdue_gap_s
         if has_elapsed(self._view.last_overdue_promotion_s, gap_s, self._now):
             for program in self._overdue_programs()[: 1 if gap_s else LOOKAHEAD]:
@@ -111,7 +112,7 @@ class PlacementPlan:
         return self._entered > before
 
     def promote_after_absence(self) -> bool:
-        """Apply rule 5. Returns whether a program was promoted."""
+        """Promote a ready program in place of long absent ones (rule 5). Returns whether one was promoted."""
         limit_s = self._policy.absent_s
         absent = [
             program for program in self._acting() if has_elapsed(program.last_active_s, limit_s, self._now)
@@ -134,7 +135,7 @@ class PlacementPlan:
         return False
 
     def promote_at_standstill(self) -> bool:
-        """Apply rule 3. Returns whether a program was promoted."""
+        """Promote a program if only tools ran for a while (rule 3). Returns whether one was promoted."""
         if self._is_empty() or self._entered:
             return False
         if any(program.activity is not ProgramActivity.ACTING for program in self._staying.values()):
@@ -172,8 +173,8 @@ class PlacementPlan:
     def _exchange_demotions(
         self, program: ProgramTierView, acting: list[ProgramTierView], least: int
     ) -> list[tuple[ProgramTierView, Tier]] | None:
-        """The acting programs that leave for ``program``, with their tiers; ``None``: too few can leave.
-        ``least``: blocks of the smallest context of ``acting``."""
+        """Return the acting programs that make way for ``program``, each with its new tier; ``None``: they
+        would free too few blocks. ``least``: blocks of the smallest context of ``acting``."""
         wanted, room = self._policy.device_blocks(program), self._free[Tier.DEVICE]
         free = dict(self._free)
         if program.tier in free:
@@ -200,15 +201,16 @@ class PlacementPlan:
         return leaving
 
     def _promote_with_demotions(self, program: ProgramTierView, reason: MoveReason) -> bool:
-        """Free blocks for a program. Returns whether it is promoted now, without waiting for turns to end."""
+        """Demote programs to make way for ``program``. Returns whether ``program`` is promoted already."""
         return self._demote_until_free(self._policy.device_blocks(program), reason, program)
 
     def _demote_until_free(
         self, blocks: int, reason: MoveReason, program: ProgramTierView | None = None
     ) -> bool:
-        """Demote as few programs as free ``blocks``, in the order of M3; promote ``program`` if possible.
+        """Demote programs in the order of M3 until ``blocks`` are free, then promote ``program`` if possible.
 
-        Reasoning programs are marked to leave after their turn; this replaces earlier marks.
+        Returns whether it was promoted. Reasoning programs are marked to leave after their turn. The new
+        marks replace earlier ones.
         """
         over = -self._free[Tier.DEVICE]
         short = over + blocks
@@ -227,13 +229,13 @@ class PlacementPlan:
             over, short, left = over - gained, short - gained, left - 1
         enters = program is not None and not self._leaving and (short <= 0 or not left)
         if program is not None and enters:
-            self._promote(program, reason)  # before the demotions: it may free their place below
+            self._promote(program, reason)  # before the demotions, since it may free blocks below for them
         for victim, why in now:
             self._send(victim, self._place_below(victim), why)
         return enters
 
     def _demotion_candidates(self) -> Iterator[ProgramTierView]:
-        """Programs that may leave the device, in order: all but those whose turn has not begun (rule 1)."""
+        """Yield the programs that may leave the device, in demotion order: all but ready ones (rule 1)."""
         for program in self._in_demotion_order:
             if program.program_id in self._staying:
                 yield program
@@ -246,7 +248,7 @@ class PlacementPlan:
 
     @cached_property
     def _in_demotion_order(self) -> list[ProgramTierView]:
-        # Cached: nothing it depends on changes while the answer is built.
+        # Cached, because the sort keys do not change while the answer is built.
         leavers = [
             program
             for program in self._staying.values()
@@ -258,13 +260,13 @@ class PlacementPlan:
         return not self._staying and not self._entered
 
     def _is_full(self) -> bool:
-        """Whether no program can enter the device: each takes at least one block."""
+        """Whether the device has programs and no free block, so that no program can enter."""
         return self._free[Tier.DEVICE] <= 0 and not self._is_empty()
 
     # -- the tiers below ----------------------------------------------------------------------
 
     def demote_overflow(self, tier: Tier) -> bool:
-        """Demote from a lower tier that is over capacity. Returns whether any program was moved."""
+        """Demote from host or disk (``tier``) while it is over capacity. Returns whether a program moved."""
         if self._free[tier] >= 0:
             return False
         before = len(self._moved)
@@ -278,7 +280,7 @@ class PlacementPlan:
         return len(self._moved) > before
 
     def _tier_below(self, program: ProgramTierView, free: dict[Tier, int]) -> Tier:
-        """The tier to which a program that leaves the device moves, given the free blocks by tier."""
+        """Return the tier for a program that leaves the device, given the free blocks of each tier."""
         to_disk = self._idleness(program) >= self._policy.disk_idleness
         for tier in (Tier.DISK, Tier.HOST) if to_disk else (Tier.HOST, Tier.DISK):
             if 0 < program.context_blocks <= free[tier]:
@@ -286,7 +288,7 @@ class PlacementPlan:
         return Tier.WAITING
 
     def _place_below(self, program: ProgramTierView) -> Tier:
-        """Like ``_tier_below``; but if more idle programs fill host memory, move them to disk first."""
+        """Like ``_tier_below``, but first move more idle programs from a full host memory to disk."""
         threshold = self._policy.disk_idleness
         to = self._tier_below(program, self._free)
         if to is Tier.HOST or self._free[Tier.DISK] <= 0 or self._idleness(program) >= threshold:
@@ -352,10 +354,10 @@ class PlacementPlan:
         return (on_disk, self._idleness(program), program.waiting_since_s, program.program_id)
 
     def _demotion_key(self, program: ProgramTierView) -> tuple[int, float, float, str]:
-        """Demotion order: first programs that leave after their turn, then acting ones, then others; the most
-        idle first.
+        """Sort key of the demotion order: first pending programs whose turn has ended, then acting programs,
+        then others; within each group the most idle first.
 
-        Whether a reasoning program is already pending must not matter: otherwise applying an answer would
+        A reasoning program has the same key whether it is pending or not. Otherwise applying an answer would
         change the next one.
         """
         if program.pending and program.activity is not ProgramActivity.REASONING:

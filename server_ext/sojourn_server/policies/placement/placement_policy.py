@@ -1,4 +1,4 @@
-"""The placement question: the tier of each program's KV, and the moves between tiers."""
+"""The protocol of placement policies: which tier each program's KV belongs in, and moves between tiers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WaitingKey = tuple[int, float, float, str]
 class MoveTiming(str, Enum):
     NOW = "now"
     AFTER_TURN = "after_turn"
-    """The program moves after its running turn. At the end of the turn the policy is asked again and decides
-    whether and where; until then the program is ``pending``."""
+    """The program is ``pending`` until its running turn ends. Then the policy decides again whether and where
+    it moves."""
 
 
 class MoveReason(str, Enum):
@@ -29,20 +29,19 @@ class MoveReason(str, Enum):
     OVER_CAPACITY = "over_capacity"
     """The program's tier was over capacity."""
     FREE_CAPACITY = "free_capacity"
-    """The device had free blocks for it."""
+    """The device had free blocks for the program."""
     OVERDUE = "overdue"
     """This program waited for ``patience_s``, or makes way for one that did."""
     STANDSTILL = "standstill"
     """Nothing ran for ``standstill_s`` although a program was ready."""
     ABSENT = "absent"
-    """The program ran a tool on the device for ``absent_s`` while another program was ready."""
+    """A ready program replaces one that ran a tool on the device for ``absent_s``: reason of both moves."""
     EXCHANGE = "exchange"
-    """The program ran a tool on the device while another was ready, and the tiers below had free blocks for
-    it."""
+    """A ready program replaces one that runs a tool and fits in a lower tier: reason of both moves."""
     HOST_FULL = "host_full"
     """A busier program needs the blocks that this program has in host memory."""
     KEPT = "kept"
-    """The program need no longer leave the device after its turn."""
+    """The program was pending, and may now stay on the device."""
     OVER = "over"
     """The program has ended."""
     GIVEN_UP = "given_up"
@@ -50,10 +49,10 @@ class MoveReason(str, Enum):
 
 
 class TierMove(NamedTuple):
-    """A program's move to the queue of another tier. ``to`` DEVICE for a program on the device ends its
-    ``pending``.
+    """A program's move to the queue of another tier.
 
-    With ``AFTER_TURN``, ``to`` is the tier to which the program would move now.
+    For a program that is already on the device, ``to`` DEVICE means that it is no longer ``pending``. With
+    ``AFTER_TURN``, ``to`` is the tier to which the program would move now.
     """
 
     program_id: ProgramId
@@ -63,10 +62,11 @@ class TierMove(NamedTuple):
 
 
 class PlacementPolicy(Protocol):
-    """In which tier each program's KV belongs. ``places`` False: never asked, every program is on the device.
+    """Decides in which tier each program's KV belongs.
 
-    The policy is asked at events and every ``tick_s`` seconds. The moves of an answer keep the tiers within
-    capacity only together: one move may use blocks that another move frees.
+    ``places`` False: the policy is never asked, and every program counts as on the device. Else it is asked
+    at events and every ``tick_s`` seconds. All moves of an answer must be applied together: one move may use
+    blocks that another frees.
     """
 
     places: bool
@@ -79,7 +79,7 @@ class PlacementPolicy(Protocol):
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]: ...
 
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        """Sort key in the Waiting queue, ascending. Valid until the program has an event."""
+        """Sort key in the Waiting queue, ascending. The key is valid until the program has an event."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Frozen snapshots for the placement question. Sizes in blocks.
+"""Frozen snapshots that placement policies decide from. All sizes are in blocks.
 
-A program's snapshot is valid until the program has an event: it holds the state of its idleness clock, which
-the policy reads at ``now``. A caller that caches snapshots renews only those of programs with events.
+A program's snapshot is valid until the program has an event: it holds the state of an idleness clock, from
+which the policy computes the idleness at ``now``. So a caller may cache snapshots until the next event.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class ProgramActivity(str, Enum):
     REASONING = "reasoning"
     """At least one of the program's requests runs, or was preempted and will run again."""
     READY = "ready"
-    """None of its requests runs, at least one waits."""
+    """None of the program's requests runs, and at least one waits."""
     ACTING = "acting"
-    """None of its requests is in the engine: a tool runs."""
+    """None of the program's requests is in the engine: a tool runs."""
 
 
 class PlacementTrigger(str, Enum):
-    """The newest event before a question to the policy."""
+    """The latest event before the policy is asked."""
 
     ARRIVAL = "arrival"
     """A new program's first request."""
     TOOL_ENDED = "tool_ended"
     """A known program's next request."""
     TURN_ENDED = "turn_ended"
-    """A program starts to act, has ended, or is removed."""
+    """A program finished a turn and runs a tool, or ended, or was removed."""
     TICK = "tick"
     CAPACITY = "capacity"
     """A tier was found over capacity."""
@@ -53,29 +53,29 @@ class PlacementTrigger(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramTierView:
-    """A program and its queue: the tier of its last move, even while the KV is still being copied."""
+    """A program, as input of placement. ``tier`` is that of its last move, even while KV is being copied."""
 
     program_id: ProgramId
     tier: Tier
     activity: ProgramActivity
     idleness: Idleness = INITIAL_IDLENESS
-    """The state of its idleness clock (``programs.idleness``)."""
+    """State of the program's idleness clock (``programs.idleness``)."""
     context_blocks: int = 0
-    """Blocks of its computed context: the blocks that it needs in a lower tier. 0 if it never ran."""
+    """Blocks of the program's computed context, which it needs in a lower tier; 0 if it never ran."""
     required_blocks: int = 0
     """Blocks of the program's longest waiting prompt; 0 if no request waits."""
     resident_blocks: int = 0
-    """Number of its blocks on the device; more than its context if branches run side by side."""
+    """Blocks of the program on the device; more than its context if branches run side by side."""
     turn_blocks: int = 0
-    """Predicted blocks of its context at the end of the running or next turn; 0: no prediction."""
+    """Predicted blocks of the context at the end of the running or next turn; 0: no prediction."""
     peak_blocks: int = 0
-    """Predicted blocks of its longest context; 0 without a prediction."""
+    """Predicted blocks of the program's longest context; 0: no prediction."""
     arrived_s: float = 0.0
     """Arrival of the program's first request; seconds on the clock of ``now``, like all times here."""
     waiting_since_s: float = 0.0
-    """Arrival of its longest-waiting request; meaningful only if READY."""
+    """Arrival of the program's longest-waiting request; meaningful only if READY."""
     last_active_s: float = 0.0
-    """Time at which one of the program's requests last ran; its arrival if none ever ran."""
+    """Time at which a request of the program last ran; the program's arrival if none ever ran."""
     returning: bool = False
     """Whether any of the program's requests ran before."""
     pending: bool = False
@@ -115,7 +115,7 @@ class PlacementView:
     """Time at which a program was last promoted because it was overdue."""
     waiting_sorted: bool = False
     """Whether ``waiting`` is sorted by ``waiting_key``, ascending, and may be cut after a few hundred
-    programs. For thousands of programs, keeping them sorted costs less than sorting for each question."""
+    programs. Keeping thousands of programs sorted costs less than sorting them for each answer."""
     longest_waiting: Sequence[ProgramTierView] = ()
     """If ``waiting_sorted``: the ready programs off the device that have waited longest, longest first. They
     may appear in other groups too, or be cut from ``waiting``."""

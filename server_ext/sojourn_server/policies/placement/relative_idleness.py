@@ -1,4 +1,4 @@
-"""Placement by relative idleness (MORI): the theory of operation, the settings, the Waiting queue's order.
+"""Placement by relative idleness (MORI): its rules, its settings, and the order of the Waiting queue.
 
 ``placement_plan`` builds an answer; ``docs/mechanisms.md`` explains the numbers M1 to M9.
 """
@@ -23,20 +23,20 @@ class RelativeIdlenessPlacement:
     """Places the busiest programs on the device and more idle ones below (MORI §4, §7.1; M2–M4, M6, M8, M9).
 
     A program is *reasoning* during a turn, *acting* while its tool runs, and *ready* while its next request
-    waits. It is *pending* if it is to leave its tier when its turn ends.
+    waits. It is *pending* if it will leave the device when its turn ends.
 
     *Queues.* Each program is in one of four queues, and the programs of a tier never exceed its capacity. On
     the device there are two exceptions: a single program may be larger than the device, and running requests
     that grow stay until their turn ends.
 
     *Demotion.* If the device is over capacity, programs leave it: acting ones first, the most idle first;
-    then reasoning ones, after their turn. They move to host memory if they fit, else to disk; if neither has
-    space, their KV is dropped. Programs with at least ``disk_idleness`` move to disk first; if they are in
-    host memory, they move to disk when a busier program needs their blocks.
+    then reasoning ones, after their turn. They move to host memory if they fit, else to disk. If neither has
+    space, their KV is dropped. Programs with an idleness of at least ``disk_idleness`` try disk first. If
+    they are in host memory, they move to disk when a busier program needs their blocks.
 
     *Promotion.* If the device has free blocks, ready programs enter it: first those of the host queue, then
-    of the disk queue, then those of the Waiting queue that ran before, in each the least idle first; then new
-    programs, the smallest first. A program that does not fit is skipped.
+    of the disk queue, then those of the Waiting queue that ran before. In each of these groups the least idle
+    program goes first. New programs come last, the smallest first. A program that does not fit is skipped.
 
     *Stickiness.* Programs move only if a tier is over capacity, if a ready program fits the device, by rules
     3 to 5, or by exchange. An answer is complete: after it is applied, the next answer is empty. There are
@@ -44,29 +44,29 @@ class RelativeIdlenessPlacement:
     the device comes back if it then fits.
 
     *Exchange* is our addition, off unless ``exchange_reserve`` is below 1. While host memory has spare
-    blocks, acting programs make way for ready ones, the most idle first; they move to host memory, or to disk
-    if they belong there. The reserve stays free for later demotions: without it, a device with high turnover
-    recomputes most contexts.
+    blocks, acting programs make way for ready ones, the most idle first. They move to host memory, or to disk
+    if they are idle enough. The reserve stays free for later demotions. Without it, a device with high
+    turnover recomputes most contexts.
 
-    *No starvation.* The paper has no rule against it. Under the rules above alone, a device full of acting
-    programs would exclude ready ones as long as the tools run, for ever if such a tool is a
-    sub-agent that is itself kept off the device; and large, idle and new programs could be skipped for ever.
+    *No starvation.* The paper has no rule against starvation. With the rules above alone, a device full of
+    acting programs would exclude ready ones while the tools run. If such a tool is a sub-agent that cannot
+    enter the device, this would last for ever. Large, idle and new programs could also be skipped for ever.
 
-    1. A ready program on the device is never demoted, a reasoning one only after its turn. So each promotion
-       is worth a turn, and programs do not cycle without progress.
+    1. A ready program on the device is never demoted, a reasoning one only after its turn. So each promoted
+       program completes at least one turn, and programs do not cycle without progress.
     2. The first candidate enters an empty device, whatever its size.
     3. If all programs on the device have run tools for ``standstill_s`` while another program is ready,
        enough of them leave for the first candidate. With rule 2, the device never idles while a program could
        run.
-    4. A program that has waited for ``patience_s`` is overdue. The longest-waiting one is promoted next, no
-       other program before it, and enough programs leave for it, reasoning ones after their turn. So it waits
-       at most for the longest running turn. Overdue programs enter one at a time, ``overdue_gap_s`` apart:
-       promotions and demotions both cause recomputation, so a device that served many overdue programs at
-       once would do little else.
-    5. Clients crash, and some do not report the end of a program. A program that has run a tool for
-       ``absent_s`` makes way for any ready program.
+    4. A program that has waited for ``patience_s`` is overdue. The longest-waiting one is promoted before all
+       other programs, and enough programs leave for it, reasoning ones after their turn. So it waits at most
+       for the longest running turn. Overdue programs enter one at a time, ``overdue_gap_s`` apart. Promotions
+       and demotions cause recomputation, so a device that promoted many overdue programs at once would do
+       little else.
+    5. A program that has run a tool for ``absent_s`` makes way for any ready program. Its client may have
+       crashed, or may not report the end of programs.
 
-    Impossible waiting times, as after a clock jump, count as too long, so that programs move on.
+    A waiting time that is impossible after a clock jump counts as too long, so that programs still move.
 
     Raises ``ValueError`` for settings out of range.
     """
@@ -75,25 +75,24 @@ class RelativeIdlenessPlacement:
     k: int = WINDOW_CYCLES
     """Number of cycles over which idleness is measured (§4.2)."""
     tick_s: float = 5.0
-    """Seconds between two questions to the policy without an event (§5)."""
+    """The policy is asked again after this many seconds without an event (§5)."""
     idle_tick_s: float = 0.5
     """Replaces ``tick_s`` while nothing runs although a program waits; it bounds the delay of rule 3."""
     size_by: str = "peak"
-    """A program's size on the device: "peak", its predicted longest context; "turn", the predicted context at
-    the end of its turn; "context", the present context, as in the paper. Contexts grow, so with "context" too
-    many programs enter and displace each other. In lower tiers contexts do not grow, and the present context
-    counts."""
+    """Which size of a program counts on the device. "peak": its predicted longest context. "turn": the
+    predicted context at the end of its turn. "context": the present context, as in the paper; contexts grow,
+    so too many programs enter and displace each other. In lower tiers the present context always counts."""
     disk_idleness: float = 0.9
-    """Idleness from which a program goes to disk first, if there is one: the second threshold of §7.1."""
+    """Idleness from which a program goes to disk rather than host memory: the second threshold of §7.1."""
     patience_s: float = 300.0
     """Seconds until a waiting ready program is overdue; ``inf``: never, as in the paper."""
     overdue_gap_s: float = 60.0
     """Seconds between promotions of two overdue programs; 0: none."""
     standstill_s: float = 0.5
-    """Seconds after which an idle device with a ready program makes space for it (rule 3)."""
+    """Seconds for which nothing runs before programs on the device make way for a ready one (rule 3)."""
     absent_s: float = 60.0
     """Seconds after which a program that runs a tool makes way for a ready one; ``inf``: never, as in the
-    paper. Most tools take less; after a longer time the client may have crashed."""
+    paper. Most tools take less. If a tool takes longer, the client may have crashed."""
     exchange_reserve: float = 1.0
     """Share of host memory that exchanges leave free; 1: no exchanges, as in the paper (§1, §4.3.1)."""
 
@@ -152,7 +151,7 @@ class RelativeIdlenessPlacement:
                 return
 
     def device_blocks(self, program: ProgramTierView) -> int:
-        """Size of a program on the device; at least 1."""
+        """Size of a program on the device, in blocks; at least 1."""
         blocks = max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
         if self.size_by == "context":
             return blocks

@@ -17,18 +17,18 @@ most blocks."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestFitVictim:
-    """Preempts, among the requests whose removal ends the shortage, the one with the least loss.
+    """Preempts the request with the least loss among those whose removal ends the shortage.
 
-    A removal ends the shortage if the expected demand of the other requests within ``horizon_steps`` is
-    available. If no single removal is enough, the victim is the request that leaves the smallest shortage.
-    The loss is the time until the victim continues (the wait until blocks are free again, and the work to
-    restore its KV), divided by its total output tokens: the same pause hurts a short answer more than a long
-    one.
+    A removal ends the shortage if the expected demand of the other requests fits in the available blocks for
+    ``horizon_steps`` steps. If no single removal is enough, the victim is the request that leaves the
+    smallest shortage. The loss is the time until the victim continues, divided by its total output tokens:
+    the same pause hurts a short answer more than a long one. That time includes the wait until blocks are
+    free again and the work to restore the KV.
 
-    A preempted request is immune until it has generated ``immune_tokens`` more, and after
-    ``most_preemptions`` preemptions, while there are other candidates. This prevents ping-pong and
-    starvation. While no program's remaining output is known, the victim is the engine's own choice among the
-    candidates: the last one. Without programs the engine chooses.
+    A preempted request is immune until it has generated ``immune_tokens`` more tokens. After
+    ``most_preemptions`` preemptions it stays immune. If all requests are immune, those with the fewest
+    preemptions are candidates. This prevents ping-pong and starvation. Without a length prediction for any
+    program, the victim is the last candidate, as in the engine. If no program runs, the engine chooses.
     """
 
     horizon_steps: float = 1024.0
@@ -61,7 +61,8 @@ class BestFitVictim:
             own = needed_blocks([view], need.block_size)
             # Rounded to a millionth of a block, so that an exact fit does not fail in the last digit.
             others = [round(whole - its, 6) for whole, its in zip(needed, own, strict=True)]
-            # Available blocks count shared ones for each request; the victim's stay in use without it.
+            # ``available_blocks`` counts a shared block for each request that uses it. The victim's shared
+            # blocks stay in use after its removal.
             available_blocks = need.available_blocks - view.shared_blocks
             lacking = max(0.0, peak_demand_blocks(others, self.horizon_steps) - available_blocks)
             back_at = next(
@@ -85,7 +86,7 @@ class BestFitVictim:
 def _preselected_candidates(
     candidates: Sequence[RunningRequestView], need: BlockShortage
 ) -> Sequence[RunningRequestView]:
-    """At most ``MAX_CANDIDATES_COMPARED`` candidates, selected so that a good victim is among them."""
+    """Return at most ``MAX_CANDIDATES_COMPARED`` candidates, so chosen that a good victim is among them."""
     if len(candidates) <= MAX_CANDIDATES_COMPARED:
         return candidates
     least = heapq.nsmallest(
@@ -102,8 +103,9 @@ def _preselected_candidates(
 
 
 def _preemption_loss(view: RunningRequestView, back_at: int, step_s: float) -> float:
-    """Loss: steps until the request continues if it fits again in ``back_at`` steps, per token of its
-    output."""
+    """Return the loss if the request is preempted: steps until it continues, per token of its total output.
+
+    ``back_at``: steps until the request fits again."""
     work = view.recover_s / step_s if step_s > 0 else 0.0
     left = math.fsum(view.remaining) / len(view.remaining) if view.remaining else 0.0
     return (back_at + work) / max(1.0, view.output_tokens + left)

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 NO_OFFLOAD_S_PER_TOKEN = 1e9
-"""Copy time per token that means "no space in host memory": finite, because recordings cannot hold
+"""Copy time per token that means "no space in host memory". It is finite because recordings cannot hold
 infinity."""
 
 
@@ -16,7 +16,7 @@ class RecoveryMethod(str, Enum):
     """How a preempted request's KV is recovered."""
 
     RECOMPUTE = "recompute"
-    """The KV is lost when its blocks are reused, and computed again."""
+    """The KV is lost when its blocks are reused, and is computed again."""
     OFFLOAD = "offload"
     """Blocks are copied to host memory before their reuse, and loaded back from there."""
 
@@ -59,7 +59,7 @@ class RecoveryPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlwaysRecompute:
-    """Recomputation, as in the unmodified engine: the KV of reused blocks is lost."""
+    """Always recomputes, as the unmodified engine does: the KV of reused blocks is lost."""
 
     def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod:
         return RecoveryMethod.RECOMPUTE
@@ -67,7 +67,7 @@ class AlwaysRecompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlwaysOffload:
-    """Reused blocks are copied to host memory if it has space."""
+    """Always copies blocks to host memory before their reuse, if there is space."""
 
     def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod:
         return RecoveryMethod.OFFLOAD if victim.offload_s < math.inf else RecoveryMethod.RECOMPUTE
@@ -75,8 +75,8 @@ class AlwaysOffload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheaperRecovery:
-    """The faster of recomputing and offloading: copying grows with the context, recomputing with its
-    square."""
+    """Chooses the faster of recomputing and offloading. The time to copy grows linearly with the context, the
+    time to recompute quadratically."""
 
     def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod:
         return RecoveryMethod.OFFLOAD if victim.offload_s < victim.recompute_s else RecoveryMethod.RECOMPUTE
@@ -90,13 +90,12 @@ def break_even_tokens(
     flops_per_s: float,
     link_bytes_per_s: float,
 ) -> float:
-    """Context length in tokens from which offloading beats recomputing, without measurements; 0 or less:
-    always (§2.1, equations 1 to 3).
+    """Context length in tokens from which offloading beats recomputing, from a model's and a machine's sizes.
 
-    Computing S tokens takes 4·L·(6·S·D² + S²·D) operations; copying moves 2·S·M bytes with M bytes per token.
-    For M = 4·L·D (two-byte keys and values, no grouped heads) this gives the paper's K = 2·B_comp/B_mem −
-    6·D. The paper's equation 2 ends in S·D·L/B_mem, an eighth of that. Raises ``ValueError`` unless all are >
-    0.
+    0 or less: offloading is always faster (§2.1, equations 1 to 3). Computing S tokens takes 4·L·(6·S·D² +
+    S²·D) operations. Copying out and back moves 2·S·M bytes with M bytes per token. For M = 4·L·D (two-byte
+    keys and values, no grouped heads) this gives the paper's K = 2·B_comp/B_mem − 6·D. But the paper's
+    equation 2 ends in S·D·L/B_mem, an eighth of this copy time. Raises ``ValueError`` unless all are > 0.
     """
     for name, value in (
         ("layers", layers),
@@ -113,9 +112,11 @@ def break_even_tokens(
 def measured_break_even_tokens(
     a_s: float, b_s_per_token: float, c_s_per_token2: float, copy_s_per_token: float
 ) -> float:
-    """Context length from which offloading beats recomputing, from a measured prefill curve a + b·S + c·S² in
-    seconds and the seconds to copy a token's KV out and back. 0: copying is always faster; ``inf``: never
-    beyond some length. Raises ``ValueError`` unless all are finite and ≥ 0."""
+    """Context length in tokens from which offloading beats recomputing, from measurements.
+
+    The prefill of S tokens takes a + b·S + c·S² seconds; ``copy_s_per_token`` copies a token's KV out and
+    back. 0: offloading is always faster; ``inf``: it is slower for all long contexts. Raises ``ValueError``
+    unless all are finite and ≥ 0."""
     coefficients = (a_s, b_s_per_token, c_s_per_token2, copy_s_per_token)
     if not all(math.isfinite(value) and value >= 0 for value in coefficients):
         raise ValueError(f"a, b, c and copying are {coefficients}; expected finite numbers ≥ 0")

@@ -11,7 +11,7 @@ from ..queue_order.least_attained_service import ServiceLevels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVictim:
-    """The engine's choice: the request admitted last."""
+    """Leaves the choice to the engine, which preempts the request admitted last."""
 
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
         return None
@@ -19,10 +19,10 @@ class EngineVictim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatestProgramVictim:
-    """The request whose program arrived last.
+    """Preempts the request whose program arrived last.
 
-    The engine knows no programs. A returning program is admitted late although it arrived early, so "the last
-    admitted" may be the program that the queue order prefers.
+    The engine would preempt the request admitted last. A program that arrived early and returns from a tool
+    is admitted late, so the engine's choice may hit a program that the queue order prefers.
     """
 
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
@@ -33,7 +33,7 @@ class LatestProgramVictim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MostAttainedServiceVictim:
-    """The last admitted request in the lowest of Autellix's queues (arXiv 2502.13965, §4.2.2)."""
+    """Preempts the last admitted request in the lowest of Autellix's queues (arXiv 2502.13965, §4.2.2)."""
 
     levels: int = 7
     first_s: float = 2.0

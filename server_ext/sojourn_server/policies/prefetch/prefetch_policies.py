@@ -18,7 +18,7 @@ class PrefetchTiming(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoPrefetch:
-    """Never prefetch."""
+    """Never prefetches."""
 
     plans: bool = False
 
@@ -28,11 +28,11 @@ class NoPrefetch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LikeliestSuccessorPrefetch:
-    """Loads a prefix by the time its tool may end, if the tool has a known likely successor.
+    """Loads a prefix by the time its tool may end, if another turn is likely.
 
-    The paper starts at once (``early_share`` 0). This policy waits until the time at which ``early_share`` of
-    the tool's earlier calls had ended, minus the copy time: loading KV earlier only takes blocks from other
-    programs. Raises ``ValueError`` for a share outside 0 to 1.
+    The paper loads the prefix at once (``early_share`` 0). This policy finishes the copy after the duration
+    within which ``early_share`` of the tool's earlier calls ended. Loading KV earlier only takes blocks from
+    other programs. Raises ``ValueError`` for a share outside 0 to 1.
     """
 
     early_share: float = 0.25

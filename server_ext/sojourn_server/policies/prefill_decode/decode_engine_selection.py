@@ -12,8 +12,8 @@ from typing import Protocol
 from .prefill_decode_views import DecodeEngineView, PdRequest
 
 HIGH_TOKENS_RATIO = 1.05
-"""An engine has a high token count above this multiple of an even share: our reading of the paper, whose
-formula for the threshold is illegible in the text available to us."""
+"""An engine whose tokens exceed this multiple of an even share has a high token count. This is our reading of
+the paper: the formula for the threshold is illegible in the text available to us."""
 
 
 class DecodeLoad(Protocol):
@@ -32,8 +32,8 @@ class DecodeLoad(Protocol):
 
 
 def choose_group(loads: Iterable[tuple[int, int]]) -> int | None:
-    """Phase 1: the group with the fewest tokens. ``loads`` has (group, tokens) of each group that can run
-    more requests.
+    """Return the group with the fewest tokens (phase 1). ``loads`` has (group, tokens) of each group that can
+    run more requests.
 
     Ties go to the lowest number; ``None`` without groups.
     """
@@ -43,10 +43,11 @@ def choose_group(loads: Iterable[tuple[int, int]]) -> int | None:
 def high_token_threshold(
     engines: Sequence[DecodeLoad], queue: Iterable[PdRequest], ratio: float = HIGH_TOKENS_RATIO
 ) -> float:
-    """Z: ``ratio`` times an even share of the group's tokens, including the tokens of some queued requests.
+    """Return Z, above which an engine's token count is high: ``ratio`` times an even share of the group's
+    tokens.
 
-    These are the requests at the head of ``queue`` that would fit the engines' request limits, and their free
-    memory if it were contiguous.
+    The group's tokens include those of the first requests of ``queue``: as many as would fit the engines'
+    request limits and the sum of their free memory.
     """
     free = tokens = 0
     places: float = 0
@@ -64,10 +65,11 @@ def high_token_threshold(
 
 
 def choose_decode(engines: Iterable[DecodeLoad], request: PdRequest, most_tokens: float) -> int | None:
-    """Phase 2: the group's engine for a request; ``None``: no engine has enough memory or a free slot.
+    """Return the group's engine for a request (phase 2); ``None``: no engine has both memory and a free slot.
 
-    Among the engines with space, those that stay at or below ``most_tokens`` come first, by fewest requests,
-    then fewest tokens; if there are none, the engine with the fewest tokens. Ties go to the lowest number.
+    Among the engines with space, those that stay at or below ``most_tokens`` are preferred, by fewest
+    requests, then fewest tokens. If there are none, the engine with the fewest tokens is chosen. Ties go to
+    the lowest number.
     """
     needs, adds = request.kv_tokens, request.tokens
     best: tuple[int, int, int] | None = None
@@ -119,7 +121,7 @@ class _DecodeGroup:
     number: int
     engines: list[_DecodeEngine] = field(default_factory=list)
     tokens: int = 0
-    """Tokens of the group's engines and its queue. Without the queue, a burst would go to one group."""
+    """Tokens of the group's engines and queue. If the queue did not count, a burst would go to one group."""
     queue: deque[PdRequest] = field(default_factory=deque)
     largest: int = 0
     """KV capacity in tokens of the group's largest engine."""
@@ -154,15 +156,15 @@ class _DecodeGroup:
 
 
 class DecodeEngineSelector:
-    """Runs both phases and keeps their state: a queue for each group, in order of arrival.
+    """Chooses decode engines: runs both phases and keeps a queue for each group, in order of arrival.
 
     Groups are in a heap by tokens, and outdated entries are dropped when they reach the top. Within a group
-    all engines are compared, as in the paper. KV memory counts as used from the choice on, although an engine
-    allocates it when decoding begins; this prevents preemptions.
+    all engines are compared, as in the paper. KV memory counts as used as soon as an engine is chosen,
+    although the engine allocates it only when decoding begins. This prevents preemptions.
 
-    The paper has no limit on an engine's requests. Here the limit counts from the choice on too, because a
-    request in an engine's own queue holds its KV buffers. A request is not queued in a group at its limit,
-    since another group may have a free slot first.
+    The paper has no limit on an engine's requests. Here a request counts towards the limit as soon as its
+    engine is chosen, because a request in an engine's own queue holds KV buffers. A request is not queued in
+    a group at its limit, since another group may have a free slot first.
     """
 
     def __init__(self, ratio: float = HIGH_TOKENS_RATIO) -> None:
@@ -177,7 +179,7 @@ class DecodeEngineSelector:
         """Groups whose queue or memory has changed since the last ``fetch``."""
 
     def add(self, number: int, node: int, group: int, kv_tokens: int) -> None:
-        """Add an empty engine. Raises ``ValueError`` for a number used before, or less than one token."""
+        """Add an empty engine. Raises ``ValueError`` for a number used before, or ``kv_tokens`` below 1."""
         if number in self._given:
             raise ValueError(f"decode engine {number} was there already; expected a new number")
         if kv_tokens < 1:
@@ -190,9 +192,9 @@ class DecodeEngineSelector:
         self._changed[group] = None
 
     def limit(self, number: int, most_requests: float) -> None:
-        """Set an engine's request limit; ``inf``, the initial value: unknown. Its present requests stay.
+        """Set an engine's request limit. ``inf``, the initial value, means unknown. Present requests stay.
 
-        Raises ``ValueError`` for less than one, ``KeyError`` for an unknown engine."""
+        Raises ``ValueError`` for a limit below 1, and ``KeyError`` for an unknown engine."""
         if not most_requests >= 1:
             raise ValueError(f"decode engine {number}: most_requests is {most_requests}; expected at least 1")
         engine = self._engines[number]
@@ -205,8 +207,8 @@ class DecodeEngineSelector:
             self._changed[engine.group.number] = None
 
     def remove(self, number: int) -> list[PdRequest]:
-        """Remove an engine. Returns the requests of its group's queue that none of the remaining engines can
-        hold.
+        """Remove an engine. Returns the requests of its group's queue that none of the group's remaining
+        engines can hold.
 
         Raises ``KeyError`` for an unknown engine.
         """
@@ -215,10 +217,9 @@ class DecodeEngineSelector:
         return unqueued_ids
 
     def suspend(self, number: int) -> list[PdRequest]:
-        """Like ``remove``, until ``resume``; requests on the engine still count. No effect on a suspended
-        engine.
+        """Make an engine unavailable until ``resume``; its requests still count. Returns as ``remove`` does.
 
-        Raises ``KeyError`` for an unknown engine.
+        No effect on a suspended engine. Raises ``KeyError`` for an unknown engine.
         """
         engine = self._engines[number]
         if engine.is_suspended:
@@ -254,10 +255,10 @@ class DecodeEngineSelector:
         return max((group.largest for group in self._groups.values()), default=0)
 
     def queue(self, request: PdRequest) -> bool:
-        """Phase 1: add the request to the queue of a group that can hold it. Returns False if there is no
-        group, or every group that could hold it is at its request limit.
+        """Add the request to the queue of a group that can hold it (phase 1). Returns False if there is no
+        group, or if every group that could hold it is at its request limit.
 
-        Raises ``ValueError`` if no engine could ever hold the request: it would block the queue for ever.
+        Raises ``ValueError`` if no engine is large enough: the request would block the queue for ever.
         """
         heap, groups = self._heap, self._groups
         too_small = []
@@ -298,9 +299,9 @@ class DecodeEngineSelector:
         return False
 
     def fetch(self) -> Iterator[tuple[PdRequest, int]]:
-        """Phase 2 for each changed group: yields (request, number of its engine), in the order of each queue.
+        """Assign queued requests to engines (phase 2 of each changed group); yields (request, engine number).
 
-        Requests that the caller does not fetch from the iterator stay queued.
+        Requests come in the order of each queue. Those that the caller does not fetch stay queued.
         """
         while self._changed:
             number = next(iter(self._changed))

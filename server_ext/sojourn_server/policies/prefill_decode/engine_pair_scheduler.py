@@ -16,7 +16,7 @@ _NO_READ = ReadSplit(0, 0)
 
 
 class _RequestInFlight:
-    """A request in flight; an engine of ``None`` is not chosen yet."""
+    """A request in flight. ``prefill`` or ``decode`` is ``None`` until that engine is chosen."""
 
     __slots__ = ("decode", "decode_node", "prefill", "prefill_node", "prefilled", "request")
 
@@ -29,7 +29,8 @@ class _RequestInFlight:
 
 
 class PairQueueLengths(NamedTuple):
-    """Numbers of requests that wait for a prefill engine, for a decode engine, or for both."""
+    """Numbers of requests that wait for a prefill engine and for a decode engine. A request may wait for
+    both."""
 
     waiting_for_prefill: int
     waiting_for_decode: int
@@ -38,15 +39,15 @@ class PairQueueLengths(NamedTuple):
 
 
 class PairScheduler:
-    """The state of a fleet of prefill and decode engines: events in, pairs out; no clock and no I/O.
+    """Assigns a prefill and a decode engine to each request, from events. It has no clock and does no I/O.
 
     A request waits in one queue for a prefill engine, first come first served, and in its group's queue for a
     decode engine. When both engines are chosen, its storage read is assigned. The paper's engines fetch
-    requests periodically; here any event may free capacity, so call ``dispatch`` after events: it returns the
+    requests periodically. Here any event may free capacity, so call ``dispatch`` after events: it returns the
     requests that can start. The cost is a few microseconds per request, independent of the number of engines.
 
-    If no request waits and the nodes' reports are correct, a router and a simulator that see the same events
-    get the same pairs.
+    A router and a simulator that see the same events get the same pairs, if no request waits and the nodes'
+    reports are correct.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class PairScheduler:
         self._line: deque[_RequestInFlight] = deque()
         """Requests that wait for a prefill engine."""
         self._unplaced: dict[int | str, _RequestInFlight] = {}
-        """Requests that no present decode engine can hold, or whose possible groups are at their limit. They
-        are in no queue and count on no prefill engine; they are queued as soon as a group has a free slot."""
+        """Requests that no present decode engine can hold, or for which all groups are at their limit. They
+        are in no queue and use no prefill engine. They are queued as soon as a group has a free slot."""
         self._flights: dict[int | str, _RequestInFlight] = {}
         """All requests in flight, in order of arrival."""
 
@@ -83,9 +84,9 @@ class PairScheduler:
         self._decode.add(number, node, group, kv_tokens)
 
     def set_decode_request_limit(self, number: int, most_requests: float) -> None:
-        """Set a decode engine's request limit; ``inf``, the initial value: unknown.
+        """Set a decode engine's request limit. ``inf``, the initial value, means unknown.
 
-        Raises ``ValueError`` for less than one, ``KeyError`` for an unknown engine."""
+        Raises ``ValueError`` for a limit below 1, and ``KeyError`` for an unknown engine."""
         self._decode.limit(number, most_requests)
 
     def remove_prefill(self, number: int) -> None:
@@ -97,17 +98,17 @@ class PairScheduler:
         self._line_up(())
 
     def remove_decode(self, number: int) -> None:
-        """Remove a decode engine. Its group's queue moves to other groups; requests that none of the
-        remaining engines can hold wait for one that can."""
+        """Remove a decode engine. Requests queued in its group are queued again. Requests that no remaining
+        engine can hold wait for a larger one."""
         self._line_up(self._decode.remove(number))
 
     def suspend_prefill(self, number: int) -> None:
-        """Like ``remove_prefill``, until ``resume_prefill``; requests on the engine still count."""
+        """Make a prefill engine unavailable until ``resume_prefill``; its requests still count."""
         self._prefill.suspend(number)
         self._line_up(())
 
     def suspend_decode(self, number: int) -> None:
-        """Like ``remove_decode``, until ``resume_decode``; requests on the engine still count."""
+        """Make a decode engine unavailable until ``resume_decode``; its requests still count."""
         self._line_up(self._decode.suspend(number))
 
     def resume_prefill(self, number: int) -> None:
@@ -121,8 +122,8 @@ class PairScheduler:
     # -- events ------------------------------------------------------------------------
 
     def submit(self, request: PdRequest) -> None:
-        """Add a request. Raises ``ValueError`` for a known request, one without tokens, or one that no decode
-        engine could ever hold."""
+        """Add a request. Raises ``ValueError`` if its id is known, if it has no tokens, or if no decode
+        engine is large enough."""
         if request.request_id in self._flights:
             raise ValueError(f"request {request.request_id!r} is here already")
         if request.tokens < 1 or request.hit_blocks < 0 or request.kv_tokens < 0:
@@ -136,15 +137,15 @@ class PairScheduler:
         self._flights[request.request_id] = flight
 
     def prefilled(self, request_id: int | str) -> None:
-        """Handle a request whose prompt is computed: it no longer counts on its prefill engine. Raises
-        ``KeyError`` for an unknown request."""
+        """Record that a request's prompt is computed, so that it no longer counts on its prefill engine.
+        Raises ``KeyError`` for an unknown request."""
         flight = self._flights[request_id]
         if flight.prefill is not None and not flight.prefilled:
             flight.prefilled = True
             self._prefill.finish(flight.prefill, flight.request.tokens)
 
     def end(self, request_id: int | str) -> None:
-        """Forget a request that was answered or cancelled, in any state. Raises ``KeyError`` for an unknown
+        """Remove a request that was answered or cancelled, at any stage. Raises ``KeyError`` for an unknown
         request."""
         flight = self._flights.pop(request_id)
         if self._unplaced.pop(request_id, None) is not None:
@@ -167,8 +168,8 @@ class PairScheduler:
     # -- decisions ---------------------------------------------------------------------
 
     def dispatch(self, now: float) -> list[EnginePair]:
-        """The requests that can start now with their engines, in the order in which the pairs became
-        complete."""
+        """Assign free engines to waiting requests. Returns the requests that can start now with their
+        engines, in the order in which the pairs became complete."""
         self._place_unplaced()
         ready: list[_RequestInFlight] = []
         line = self._line
@@ -189,7 +190,7 @@ class PairScheduler:
         return [self._pair(flight, now) for flight in ready]
 
     def _place_unplaced(self) -> None:
-        """Queue the unplaced requests for which an engine has joined or has room again."""
+        """Queue the unplaced requests that an engine can take now."""
         decode = self._decode
         if not self._unplaced or not decode.has_room():
             return
@@ -207,10 +208,10 @@ class PairScheduler:
     def _line_up(self, left: Iterable[PdRequest]) -> None:
         """Queue all unpaired requests again, in order of arrival, after an engine was removed.
 
-        ``left`` are requests that the removed engine's group dropped. Both queues must have the same order:
-        then a request with a prefill engine waits only for requests that also have one. If some requests
-        changed groups out of order, one request could hold the prefill engine that a second one needs, and
-        itself wait for memory that the second one holds.
+        ``left`` are requests that the removed engine's group dropped. Both queues must have the same order.
+        Then a request with a prefill engine waits only for requests that also have one. If requests changed
+        groups out of order, there could be a deadlock: request A holds the prefill engine that B needs, and
+        waits for memory that B holds.
         """
         unqueued_ids = {request.request_id for request in left}
         unpaired = [one for one in self._flights.values() if one.prefill is None or one.decode is None]
@@ -256,21 +257,21 @@ class PairScheduler:
 
     @property
     def fleet(self) -> PairQueueLengths:
-        """Numbers of waiting requests."""
+        """Numbers of requests that wait for each kind of engine, and of all requests in flight."""
         paired = sum(1 for flight in self._flights.values() if flight.decode is not None)
         return PairQueueLengths(len(self._line), len(self._flights) - paired, len(self._flights))
 
     @property
     def prefill(self) -> PrefillEngineSelector:
-        """The prefill engines' state."""
+        """The selector with the state of the prefill engines."""
         return self._prefill
 
     @property
     def decode(self) -> DecodeEngineSelector:
-        """The decode engines' state."""
+        """The selector with the state of the decode engines."""
         return self._decode
 
     @property
     def queues(self) -> StorageReadQueues:
-        """The storage NICs' state."""
+        """The read queues of the nodes' storage NICs."""
         return self._queues

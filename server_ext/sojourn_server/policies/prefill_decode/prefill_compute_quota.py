@@ -1,8 +1,8 @@
-"""Prefill quota: how many prompt tokens a step computes (DualPath §6.2, D7).
+"""Prefill quota: limits the prompt tokens of a step by the time of their attention (DualPath §6.2, D7).
 
 Devices that share expert layers synchronise after each attention layer, and attention takes longer over a
-long context than over a short one. A quota in seconds of attention makes their steps equally long; a quota in
-tokens does not. On a single engine it only bounds the duration of a step.
+long context than over a short one. A quota in seconds of attention makes the devices' steps equally long. A
+quota in tokens does not. On a single engine the quota only bounds the duration of a step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..costs.step_costs import StepCosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCosts:
-    """Fitted seconds of attention per step over all layers; the seconds of its requests add up.
+    """Fitted costs of attention in one step, over all layers, in seconds per unit of work.
 
     A request with ``cached`` tokens in the KV cache and ``new`` tokens to compute has new·cached +
-    new·(new+1)/2 pairs and reads KV of cached + new tokens. Raises ``ValueError`` for costs that are not
-    finite and ≥ 0.
+    new·(new+1)/2 pairs and reads the KV of cached + new tokens. The seconds of all requests in a step add up.
+    Raises ``ValueError`` for costs that are not finite and ≥ 0.
     """
 
     pair_s: float
@@ -36,10 +36,9 @@ class AttentionCosts:
 
     @classmethod
     def of(cls, costs: StepCosts) -> AttentionCosts:
-        """The attention part of a step's fitted costs: pairs, and reading KV, which is nearly all of a decode
-        step.
+        """Take the attention part of a step's fitted costs: the costs of pairs and of reading KV.
 
-        A profile's seconds per token and per request belong mostly to other layers.
+        Costs per token and per request are left out, since they belong mostly to other layers.
         """
         return cls(pair_s=costs.pair_s, kv_token_s=costs.kv_token_s)
 
@@ -63,7 +62,7 @@ class PrefillCandidate(NamedTuple):
 
 
 class PrefillStepPlan(NamedTuple):
-    """The prefill work of a step: the first ``len(chunks)`` requests, and the new tokens of each."""
+    """The prefill work of a step: the new tokens of each of the first ``len(chunks)`` requests."""
 
     chunks: tuple[int, ...]
     attention_s: float
@@ -71,8 +70,8 @@ class PrefillStepPlan(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Total number of new tokens. An engine that packs the same requests in the same order up to this
-        number plans the same step."""
+        """Total number of new tokens. An engine that packs the same requests in the same order, up to this
+        many tokens, runs the same step."""
         return sum(self.chunks)
 
 
@@ -104,8 +103,8 @@ class PrefillComputeQuota:
     ) -> PrefillStepPlan:
         """Return the prefill work of one step.
 
-        ``requests``: running first, then waiting, first come first served; read only as far as needed. Raises
-        ``ValueError`` for a request without new tokens or with negative cached ones."""
+        ``requests``: running requests, then waiting ones, each in order of arrival. They are read only as far
+        as needed. Raises ``ValueError`` for a request without new tokens or with negative cached tokens."""
         chunks: list[int] = []
         left_s, tokens = self.quota_s, 0
         spent_s = 0.0
@@ -127,11 +126,11 @@ class PrefillComputeQuota:
         return PrefillStepPlan(tuple(chunks), spent_s)
 
     def chunk(self, cached: int, new: int, left_s: float, *, first: bool) -> int:
-        """How many of a request's ``new`` tokens fit ``left_s`` seconds: all, or up to the end of a block, or
-        none. The ``first`` request of a step gets at least the rest of a block."""
+        """Number of a request's ``new`` tokens that fit in ``left_s`` seconds: all, or as many as end at a
+        block boundary, or 0. The ``first`` request of a step gets at least the rest of a block."""
         if self.costs.seconds(cached, new) <= left_s:
             return new
-        # The context may end within a block; then the first block end is less than a block away.
+        # If the context ends within a block, the next block boundary is less than a block away.
         ahead = cached % self.block_tokens
         low, high = 0, (ahead + new) // self.block_tokens
         while low < high:
@@ -146,10 +145,10 @@ class PrefillComputeQuota:
 
 
 class StepQuotaUsage:
-    """Quota use of a step that the engine itself packs, prompt by prompt.
+    """Counts the used quota of a step, while the engine itself packs the step prompt by prompt.
 
-    ``decodes_s`` of the quota are reserved for decoding requests: they are in every step, at any position, so
-    prompts never delay a token. The rest is for prompts.
+    ``decodes_s`` seconds of the quota are reserved for decoding requests, which are in every step. So prompts
+    never delay an output token. The rest of the quota is for prompts.
     """
 
     __slots__ = ("_quota", "_taken", "closed", "cut", "decodes_s", "prompts_s")
@@ -161,13 +160,14 @@ class StepQuotaUsage:
         self.prompts_s = 0.0
         """Attention seconds of the prompts packed so far."""
         self.closed = False
-        """Whether a prompt did not fit: later prompts get nothing."""
+        """Whether a prompt did not fit, so that later prompts get nothing."""
         self.cut: str | None = None
         """The request that got only part of its tokens."""
 
     def offer(self, request_id: str, cached: int, new: int, *, chunkable: bool = True) -> int:
-        """How many of ``new`` tokens the request may compute. A request that is not ``chunkable`` gets all or
-        none, and always all if it is the first of the step. The engine confirms the amount with ``take``."""
+        """Number of the ``new`` tokens that the request may compute in this step; ``take`` confirms them.
+
+        A request that is not ``chunkable`` gets all or none. If it is the first of the step, it gets all."""
         if self.closed:
             return 0
         left_s = self._quota.quota_s - self.decodes_s - self.prompts_s
@@ -195,5 +195,5 @@ class StepQuotaUsage:
             return
         del self._taken[request_id]
         self.prompts_s = math.fsum(self._taken.values())
-        if request_id == self.cut:  # only requests behind it were left out
+        if request_id == self.cut:  # this request closed the step, so others may be packed again
             self.cut, self.closed = None, False

@@ -12,7 +12,8 @@ load is even. With x = P/D, a device's compute NIC carries, as shares of B:
     prefill DRAM      2·S                written from storage, then read
     decode DRAM       S·(3 + 2x)         its own: in, to prefill, to the device; prefill's: in, to the device
 
-Each share at most 1, and DRAM at most M, bounds x. g = 8, s = 1 and M = 10·S give 1/7 to 7/2, as published.
+Each share must be at most 1, and DRAM traffic at most M. This bounds x. With g = 8, s = 1 and M = 10·S, x is
+1/7 to 7/2, as published.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class NodeLinks:
 
 
 class LinkRatioBound(NamedTuple):
-    """The limits that one link sets to P/D."""
+    """The limits that one link sets to P/D, the number of prefill nodes per decode node."""
 
     link: str
     least: float = 0.0
@@ -60,7 +61,7 @@ class LinkRatioBound(NamedTuple):
 
 
 class PdRatioRange(NamedTuple):
-    """Prefill nodes per decode node for which no link except storage is the bottleneck."""
+    """The range of prefill nodes per decode node for which no link except storage is the bottleneck."""
 
     least: float
     most: float
@@ -77,7 +78,7 @@ class PdRatioRange(NamedTuple):
 
 
 def pd_ratio_range(links: NodeLinks) -> PdRatioRange:
-    """The range, and the bound of each link."""
+    """Compute the range of P/D in which storage is the only bottleneck, and the bound of each link."""
     g, s = links.devices, links.storage_share
     spare = links.dram_bytes_per_s / links.storage_nic_bytes_per_s
     never = math.inf
@@ -93,7 +94,7 @@ def pd_ratio_range(links: NodeLinks) -> PdRatioRange:
 
 
 def link_utilisation(links: NodeLinks, prefill_nodes: int, decode_nodes: int) -> dict[str, float]:
-    """Utilisation of each link while all storage NICs read all the time; above 1.0 it is the bottleneck.
+    """Utilisation of each link while all storage NICs read all the time; a link above 1.0 is a bottleneck.
 
     Raises ``ValueError`` for fewer than one node of either kind.
     """
@@ -116,8 +117,8 @@ def link_utilisation(links: NodeLinks, prefill_nodes: int, decode_nodes: int) ->
 class AverageTurnSizes:
     """Sizes of an average turn; the defaults are the simulator's 64K workload on DeepSeek-V3.2.
 
-    Averages here are over turns. The paper averages over trajectories; long ones append less per
-    turn. Raises ``ValueError``.
+    Averages here are over turns. The paper averages over trajectories, and long trajectories append fewer
+    tokens per turn. Raises ``ValueError`` unless all sizes are finite and above 0.
     """
 
     hit_tokens: float = 33_147.0
@@ -125,9 +126,9 @@ class AverageTurnSizes:
     new_tokens: float = 292.0
     """Prompt tokens that are computed."""
     kv_bytes_per_token: float = 48_068.0
-    """DeepSeek-V3.2 in FP8, index keys included."""
+    """KV bytes per token. The default is DeepSeek-V3.2 in FP8, index keys included."""
     new_tokens_per_s: float = 2_160.0
-    """Prefill tokens per second of one device after contexts of this length: measure the value for your
+    """Prefill tokens per second of one device, after a context of ``hit_tokens``. Measure this value on your
     engine. The default is the simulator's, fitted to the paper."""
 
     def __post_init__(self) -> None:
@@ -137,7 +138,7 @@ class AverageTurnSizes:
 
 
 class TwoPathGain(NamedTuple):
-    """Turns per second that each resource allows, all devices of its kind together."""
+    """Turns per second that each kind of resource allows in the whole fleet."""
 
     one_path: float
     """Limit set by the prefill nodes' storage NICs."""
@@ -155,8 +156,8 @@ class TwoPathGain(NamedTuple):
 def two_path_gain(
     links: NodeLinks, turn: AverageTurnSizes, prefill_nodes: int, decode_nodes: int
 ) -> TwoPathGain:
-    """Upper bound of the gain of a second path: load is even, nothing waits, and decoding is no bottleneck.
-    Raises ``ValueError``."""
+    """Upper bound of the gain of a second path, if load is even, nothing waits and decoding is no bottleneck.
+    Raises ``ValueError`` for fewer than one node of either kind."""
     if prefill_nodes < 1 or decode_nodes < 1:
         raise ValueError(f"{prefill_nodes} prefill and {decode_nodes} decode nodes; expected one at least")
     reads_per_s = links.storage_nic_bytes_per_s / (turn.hit_tokens * turn.kv_bytes_per_token)

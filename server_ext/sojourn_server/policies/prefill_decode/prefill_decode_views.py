@@ -49,23 +49,23 @@ class DecodeEngineView(NamedTuple):
 
 
 class StorageReadView(NamedTuple):
-    """A read of Full Blocks (DualPath's unit of storage, several engine blocks), and the storage NICs of the
-    prefill and the decode node, either of which could do it."""
+    """A read of Full Blocks (DualPath's unit of storage, several engine blocks), and the state of the two
+    storage NICs that could do it: of the prefill node and of the decode node."""
 
     blocks: int
     prefill_queue_s: float
     """Seconds of reads queued at the prefill engine's node; negative: seconds since its NIC became idle."""
     decode_queue_s: float
     prefill_block_s: float
-    """Seconds per Full Block of its NIC."""
+    """Seconds that the NIC of the prefill engine's node takes per Full Block."""
     decode_block_s: float
     one_node: bool = False
-    """Whether both engines are on the same node and share its NIC."""
+    """Whether both engines are on one node and share its NIC."""
 
 
 class ReadSplit(NamedTuple):
-    """How many Full Blocks (DualPath's unit of storage) the prefill engine and the decode engine read from
-    storage. The prefill engine reads the first ones."""
+    """Numbers of Full Blocks (DualPath's unit of storage) that the prefill engine and the decode engine read.
+    The prefill engine reads the first blocks of the prompt."""
 
     prefill_blocks: int
     decode_blocks: int

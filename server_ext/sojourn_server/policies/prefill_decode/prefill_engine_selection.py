@@ -13,16 +13,17 @@ from .storage_read_queues import StorageReadQueues
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSelectionLimits:
-    """The paper's α and β. Their values in seconds are illegible in our text; 3 and 5 are our choice.
+    """Two limits for the selection, the paper's α and β.
 
-    The paper states both in tokens: the tokens that a node reads (α), or an engine computes (β), in that
-    time. Here α is in seconds, since nodes may differ. Raises ``ValueError``.
+    The paper states both in tokens: what a node reads (α) or an engine computes (β) in some seconds. Here α
+    is in seconds, since nodes may differ. The paper's seconds are illegible in the text available to us, so
+    3 (α) and 5 (β) are our choice. Raises ``ValueError`` for negative limits.
     """
 
     short_queue_s: float = 3.0
     """α: nodes whose storage NIC has a longer read queue are chosen last."""
     most_tokens: float = math.inf
-    """β: an engine with more unfinished tokens gets no new request. 5 s of its throughput is a good value."""
+    """β: an engine with more unfinished tokens gets no new request. The throughput of 5 s is a good value."""
 
     def __post_init__(self) -> None:
         if not (self.short_queue_s >= 0 and self.most_tokens >= 0):
@@ -37,10 +38,10 @@ def choose_prefill(
     limits: PrefillSelectionLimits,
     now: float,
 ) -> int | None:
-    """Choose by comparing all engines. ``None``: all have more than β tokens, and the request waits.
+    """Return the engine for the next request. ``None``: all have more than β tokens, so the request waits.
 
-    Among engines with at most β tokens, those on nodes with a read queue of at most α come first, then the
-    fewest tokens, then the lowest number.
+    Among engines with at most β tokens, those on nodes with a read queue of at most α are preferred, then the
+    fewest tokens, then the lowest number. Compares all engines.
     """
     best: tuple[bool, int, int] | None = None
     for engine in engines:
@@ -78,11 +79,11 @@ _HeapEntry = tuple[int, int, int]
 
 
 class PrefillEngineSelector:
-    """Gives the answers of ``choose_prefill`` thousands of times per second, from state that it maintains.
+    """Chooses as ``choose_prefill`` does, but fast enough for thousands of choices per second.
 
-    Two heaps hold the nodes with short and with long read queues, by their least loaded engine. A change
-    pushes a new entry, and the old one is dropped when it reaches the top. A third heap holds the times at
-    which long queues become short, since queues shrink as time passes.
+    Two heaps hold the nodes with short and with long read queues, sorted by their least loaded engine. A
+    change pushes a new entry, and the old one is dropped when it reaches the top. Queues shrink as time
+    passes, so a third heap holds the times at which long queues become short.
     """
 
     def __init__(self, limits: PrefillSelectionLimits, queues: StorageReadQueues) -> None:
@@ -96,8 +97,8 @@ class PrefillEngineSelector:
         self._wakes: list[tuple[float, int]] = []
 
     def add(self, number: int, node: int) -> None:
-        """Add an idle engine on a known node. Raises ``ValueError`` for a number used before, also of a
-        removed engine, which may still have unfinished requests."""
+        """Add an idle engine on a known node. Raises ``ValueError`` for a number that was used before, since
+        a removed engine may still have unfinished requests."""
         if number in self._given:
             raise ValueError(f"prefill engine {number} was there already; expected a new number")
         self._queues.block_s(node)
@@ -108,7 +109,7 @@ class PrefillEngineSelector:
         self._push(place)
 
     def remove(self, number: int) -> None:
-        """Remove an engine. Raises ``KeyError`` for an unknown one."""
+        """Remove an engine. Raises ``KeyError`` for an unknown engine."""
         self.suspend(number)
         del self._engines[number]
 
@@ -137,7 +138,7 @@ class PrefillEngineSelector:
         self._push(engine.node)
 
     def choose(self, now: float) -> int | None:
-        """The engine for the next request; ``None``: it waits. Changes no visible state."""
+        """Return the engine for the next request; ``None``: it must wait. ``assign`` records the choice."""
         self._wake(now)
         short_s, most = self._limits.short_queue_s, self._limits.most_tokens
         heap, nodes = self._short, self._nodes
@@ -168,7 +169,7 @@ class PrefillEngineSelector:
         return None
 
     def assign(self, number: int, tokens: int) -> None:
-        """Record a request on an engine. Raises ``KeyError`` for an unknown engine."""
+        """Record a new request of ``tokens`` tokens on an engine. Raises ``KeyError`` for an unknown one."""
         engine = self._engines[number]
         engine.tokens += tokens
         if engine.node.best[1] == number:  # the others are unaffected
@@ -187,7 +188,7 @@ class PrefillEngineSelector:
                 self._set_best(node, mine)
 
     def refresh_node_queue(self, node: int) -> None:
-        """Check a node's queue again at the next choice: a report may have made it shorter."""
+        """Check a node's read queue again at the next choice, since a report may have made it shorter."""
         if node in self._nodes and self._nodes[node].long:
             heappush(self._wakes, (-math.inf, node))
 

@@ -1,4 +1,4 @@
-"""The read-side question: which node reads a request's KV from storage (DualPath §6.1, D6)."""
+"""Read-side policies: which node reads a request's KV from storage (DualPath §6.1, D6)?"""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class ShorterQueueRead:
 
 @dataclass(frozen=True, slots=True)
 class WaterFillingRead:
-    """Both sides read, so that they finish at the same time (§6.1's future work).
+    """Splits a read so that both sides finish at the same time (future work in §6.1).
 
-    The split is in whole Full Blocks and minimises the later finish; of two equal splits, the one with more
-    blocks on the prefill side. A side whose queue is longer than the other's whole read gets nothing. Reads
-    below ``least_blocks`` are not split. Raises ``ValueError``.
+    The split is in whole Full Blocks and minimises the later finish. Of two equal splits, the one with more
+    blocks on the prefill side is chosen. If one side could read everything before the other's queue is empty,
+    it does. Reads of fewer than ``least_blocks`` are not split. Raises ``ValueError`` for a limit below 1.
     """
 
     least_blocks: int = 2
@@ -71,7 +71,7 @@ class WaterFillingRead:
 
 
 def read_duration_s(view: StorageReadView, split: ReadSplit) -> float:
-    """Seconds from now until everything is read."""
+    """Seconds from now until both sides have read their blocks."""
     prefill_s = max(0.0, view.prefill_queue_s) + split.prefill_blocks * view.prefill_block_s
     decode_s = max(0.0, view.decode_queue_s) + split.decode_blocks * view.decode_block_s
     if not split.decode_blocks:

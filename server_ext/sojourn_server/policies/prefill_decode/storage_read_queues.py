@@ -1,4 +1,4 @@
-"""Read queues: how long each node's storage NIC is busy with assigned reads (DualPath §6.1, ``read_q``)."""
+"""Read queues: the time for which each node's storage NIC has assigned reads (DualPath §6.1, ``read_q``)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 
 
 class StorageReadQueues:
-    """A queue per node, in seconds of reading, as estimated by the scheduler that assigns reads.
+    """Estimated read queue of each node, in seconds of reading.
 
-    Reads run one after the other, so a queue shrinks by a second per second. ``report`` corrects the
-    estimate."""
+    The scheduler adds the reads that it assigns. Reads run one after the other, so a queue shrinks by a
+    second per second. ``report`` corrects the estimate."""
 
     __slots__ = ("_block_s", "_busy_until_s")
 
@@ -18,7 +18,7 @@ class StorageReadQueues:
         self._block_s: dict[int, float] = {}
 
     def add(self, node: int, block_s: float) -> None:
-        """Add a node; its NIC takes ``block_s`` seconds per Full Block. For a known node, change its speed.
+        """Add a node whose NIC takes ``block_s`` seconds per Full Block, or change a known node's speed.
 
         Raises ``ValueError`` for seconds that are not finite and above 0.
         """
@@ -32,7 +32,7 @@ class StorageReadQueues:
         return self._block_s[node]
 
     def queue_s(self, node: int, now: float) -> float:
-        """Seconds until the node has done all assigned reads; negative: seconds since its NIC became idle."""
+        """Seconds until the node finishes all assigned reads; negative: seconds since its NIC became idle."""
         return self._busy_until_s[node] - now
 
     def short_queue_from_s(self, node: int, short_s: float) -> float:
@@ -52,5 +52,5 @@ class StorageReadQueues:
             raise ValueError(f"node {node}: queue_s is {queue_s}; expected seconds, finite and ≥ 0")
         if queue_s:
             self._busy_until_s[node] = now + queue_s
-        else:  # keep the time since which it is idle
+        else:  # keep the time at which it became idle
             self._busy_until_s[node] = min(self._busy_until_s[node], now)

@@ -10,7 +10,7 @@ from ..policy_views import WaitingRequestView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFcfs:
-    """First come, first served by the request's arrival: stock vLLM."""
+    """Orders requests by their own arrival, as stock vLLM does. Preempted requests come first."""
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:
         return (not request.preempted, request.arrival)
@@ -21,9 +21,10 @@ class RequestFcfs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramFcfs:
-    """Preempted requests first, then those with a lease, then by the program's arrival (C6; Continuum §4.3).
+    """Orders preempted requests first, then programs with a lease, then by program (C6; Continuum §4.3).
 
-    A request without a program counts as a program of one turn: later turns of earlier programs precede it.
+    Within each group, the program that arrived first comes first. A request without a program counts as a
+    program of one turn, so later turns of earlier programs come before it.
     """
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:
@@ -35,11 +36,11 @@ class ProgramFcfs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrictProgramFcfs:
-    """First come, first served by the program's first arrival only.
+    """Orders requests only by the first arrival of their program.
 
-    For presets in which earlier programs never give blocks to later ones. If a preempted request of a later
-    program were first in the queue, it would wait for blocks of earlier programs, and their requests would
-    wait behind it.
+    This order suits presets in which earlier programs never give blocks to later ones. In such presets a
+    preempted request of a later program must not come first: it would wait for blocks of earlier programs,
+    and the requests of these programs would wait behind it.
     """
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:

@@ -10,14 +10,14 @@ from ..policy_views import WaitingRequestView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLevels:
-    """K queues over attained service; queue 0 is served first.
+    """K queues by attained service (the seconds that a program has run); queue 0 is served first.
 
-    Queue i < K−1 is for programs with less than ``first_s`` · 2^i seconds of service, the last queue for all
-    others. A request runs for ``quantum_s`` · 2^i seconds before it sinks to the next queue.
+    Queue i < K−1 is for programs with less than ``first_s`` · 2^i seconds of service. The last queue is for
+    all others. A request runs for ``quantum_s`` · 2^i seconds before it sinks to the next queue.
 
-    The paper prints no K, bounds or quanta. These are from a public re-implementation (Crystalclear9/Autellix
-    at c7a38cf: bounds 2, 4 … 64, quanta 1, 2 … 64, in decoding steps), here in seconds. Raises ``ValueError``
-    for numbers out of range.
+    The paper prints no K, bounds or quanta. The defaults are from a public re-implementation
+    (Crystalclear9/Autellix at c7a38cf: bounds 2, 4 … 64, quanta 1, 2 … 64, in decoding steps), but in
+    seconds. Raises ``ValueError`` for numbers out of range.
     """
 
     levels: int = 7
@@ -33,8 +33,8 @@ class ServiceLevels:
             raise ValueError(f"quantum_s is {self.quantum_s}; expected finite seconds > 0")
 
     def level(self, attained_s: float, ran_s: float) -> int:
-        """The queue of a request that has run for ``ran_s``, and whose program had attained ``attained_s``
-        when the request arrived."""
+        """Return the queue of a request. ``ran_s``: seconds that the request ran. ``attained_s``: seconds of
+        service that its program had when the request arrived."""
         level = 0
         while level < self.levels - 1 and attained_s >= self.first_s * 2.0**level:
             level += 1
@@ -46,16 +46,16 @@ class ServiceLevels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastAttainedService:
-    """Programs with the least service first: K queues, first come first served within each.
+    """Orders programs with the least service first: K queues, first come first served within each.
 
-    A request starts in the queue of its program's attained service and sinks as it uses up quanta. If its
-    program has waited at least ``beta`` times its service, the request moves to the end of the first queue,
-    and the time that it waited and ran before no longer counts, as in Algorithm 1. A request already in the
-    first queue is not promoted, so its times are not reset.
+    A request starts in the queue that its program's attained service selects, and sinks as it uses up quanta.
+    If its program has waited at least ``beta`` times the program's service, the request moves to the end of
+    the first queue. As in Algorithm 1, the time that it waited and ran before then no longer counts. A
+    request already in the first queue is not promoted, so its times are not reset.
 
-    Of the paper's scheduler this is only the order. vLLM cannot preempt a running request because one of a
-    better queue waits. It preempts only when KV blocks are short (the victim is chosen by ``victim:
-    most-attained``), and the victim recomputes.
+    This is only the queue order of the paper's scheduler. vLLM does not preempt a running request for a
+    waiting one of a better queue. It preempts only when KV blocks are short (``victim: most-attained``
+    chooses the victim), and the victim recomputes.
 
     The paper does not print ``beta``; 8 is the value of the re-implementation named in ``ServiceLevels``.
     Raises ``ValueError`` for numbers out of range.
@@ -80,8 +80,8 @@ class LeastAttainedService:
         return (self._levels.level(request.attained_s, request.ran_s), request.arrived_s, request.arrival)
 
     def promoted_s(self, request: WaitingRequestView) -> float:
-        """Time at which the program's waiting time reaches ``beta`` times its service; not before the present
-        wait."""
+        """Engine time at which the program has waited ``beta`` times as long as it ran, but not before the
+        present wait began; ``inf`` for a request in the first queue."""
         if self._levels.level(request.attained_s, request.ran_s) == 0:
             return math.inf
         bearable_s = self.beta * (request.attained_s + request.ran_s)

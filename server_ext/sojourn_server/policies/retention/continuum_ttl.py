@@ -1,8 +1,8 @@
-"""Continuum's time-to-live: how long a program's KV is kept while its tool runs (§4.2, eq. 2).
+"""Continuum's time-to-live (TTL): how long to keep a program's KV while its tool runs (§4.2, eq. 2).
 
     τ* = argmax over τ ∈ {0} ∪ recorded durations of  P(τ, f)·(T̄·η + PrefillReload(r)) − τ
 
-Between two recorded durations P is constant while the cost grows, so only recorded durations are compared.
+Between two recorded durations P is constant while the cost τ grows, so only recorded durations are compared.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ..policy_protocols import DecisionReason, RetentionDecision
 from ..policy_views import FinishedTurnView
 
 MAX_CANDIDATES = 1000
-"""Maximum number of durations tried, as evenly spaced order statistics."""
+"""Maximum number of durations that are compared. Of longer lists, evenly spaced ones are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuumRetention:
     """Continuum's cost-benefit time-to-live (C4, C5; paper §4.1–4.2).
 
-    A turn without tool call gets no lease. A TTL that the client asked for replaces the computed one, under
-    the same bound, budget and reclaim. Fallbacks while a tool's duration is unknown (at most ``min_samples``
-    calls): the durations of all tools; if these are too few as well, the cold start, ln(T̄ + PrefillReload)
-    seconds (§4.2). Raises ``ValueError`` for negative numbers.
+    A turn without tool call gets no lease. A TTL that the client asked for replaces the computed one; the
+    same bound, budget and reclaim apply. While a tool has at most ``min_samples`` recorded calls, the
+    durations of all tools are used. If these are too few as well, the TTL is the cold start's ln(T̄ +
+    PrefillReload) seconds (§4.2). Raises ``ValueError`` for negative numbers.
     """
 
     min_samples: int = 100
-    """K: a tool's own durations are used with more than K samples; fallbacks as in the class's docstring."""
+    """K: a tool's own durations are used only if there are more than K of them."""
     max_ttl_s: float = 300.0
     """Upper bound of the TTL in seconds; not in the paper."""
 
@@ -62,10 +62,10 @@ class ContinuumRetention:
         mean_evicted_wait_s: float,
         memoryfulness: float,
     ) -> RetentionDecision:
-        """The TTL for a call of ``tool`` (a ``ToolCall.key``; ``None``: unknown), and the reason.
+        """Return the TTL for a call of ``tool`` (a ``ToolCall.key``; ``None``: unknown), and the reason.
 
-        ``reload_s`` is PrefillReload(r), ``mean_evicted_wait_s`` T̄, both in seconds; ``memoryfulness`` is η.
-        Of equally good TTLs, the shortest.
+        ``reload_s`` is PrefillReload(r) and ``mean_evicted_wait_s`` is T̄, both in seconds; ``memoryfulness``
+        is η. Of equally good TTLs, the shortest is chosen.
         """
         if history.count() <= self.min_samples:
             # Exp(1), η = 1: (1 − e^{−τ})·B − τ is greatest at τ = ln B.
@@ -82,7 +82,7 @@ class ContinuumRetention:
     def _best(self, durations: Sequence[float], benefit_s: float) -> float:
         """argmax over ``durations`` (ascending, seconds) of P(duration ≤ τ) · ``benefit_s`` − τ."""
         total = len(durations)
-        # P(0) may be above 0: the history includes tools faster than the clock's tick.
+        # P(0) may be above 0, because the history includes tools that took less than one clock tick.
         best_ttl_s = 0.0
         best_value = bisect_right(durations, 0.0) / total * benefit_s
         # A TTL above the benefit cannot pay off, so the search ends there.
@@ -91,7 +91,7 @@ class ContinuumRetention:
         index = 0
         while index < end:
             duration_s = durations[index]
-            # Skip equal durations: the last of them sees the full step of the CDF.
+            # ``within`` counts all equal durations, so that P includes the full step of the CDF.
             within = bisect_right(durations, duration_s, index)
             value = within / total * benefit_s - duration_s
             if value > best_value:

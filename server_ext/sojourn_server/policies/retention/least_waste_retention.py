@@ -11,23 +11,24 @@ from ..policy_views import FinishedTurnView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastWasteRetention:
-    """Keep a context as long as keeping it wastes less than dropping it.
+    """Keeps a context as long as keeping it wastes less than dropping it.
 
-    Waste is memory times seconds. C is the context, C' the tokens of the other running requests, M the bytes
-    per token (§3.2, §4.1–4.3):
+    Waste is memory times seconds. C is the context in tokens, C' the tokens of the other running requests, M
+    the bytes per token (§3.2, §4.1–4.3):
 
         preserve  T · C · M
         discard   T_fwd(C) · C · M / 2  +  n · T_fwd(C / n) · C' · M     recomputed in n chunks
         swap      T_swap(C) · C · M                                      copied back while others compute
 
-    T, the tool's duration, is estimated by the time it has run so far (§4.4). So every context is preserved
-    at first and dropped when T · C · M exceeds the cheaper alternative: that moment is the time-to-live. C'
-    is read once, at the end of the turn; the paper reads it again at every step.
+    T, the tool's duration, is estimated by the time for which the tool has run so far (§4.4). So every
+    context is preserved at first, and dropped when T · C · M exceeds the cheaper alternative. That moment is
+    the time-to-live. C' is read once, at the end of the turn; the paper reads it again at every step.
 
-    Swap follows the paper's pipelining, and Continuum §6.1, which compares InferCept with a non-blocking host
-    cache: other requests are not delayed, and the target memory is idle during the copy. Swapping is
-    considered only if a host tier stores evicted blocks, and always for the whole context: swapping in parts
-    or with a token budget per step is not modelled. ``max_ttl_s`` is our addition; the paper has no bound.
+    Swap is modelled as a copy that does not block: other requests are not delayed, and the target memory is
+    idle during the copy. This follows the paper's pipelining, and Continuum §6.1, which compares InferCept
+    with a non-blocking host cache. Swapping is considered only if a host tier stores evicted blocks, and only
+    for the whole context. Swapping in parts or with a token budget per step is not modelled. ``max_ttl_s`` is
+    our addition; the paper has no bound.
     """
 
     max_ttl_s: float = 300.0

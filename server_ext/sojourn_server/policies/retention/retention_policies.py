@@ -1,4 +1,4 @@
-"""Baselines of the retention question: no leases, or leases of fixed length."""
+"""Baseline retention policies: no leases, or leases of fixed length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NoRetention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedRetention:
-    """Grants the same TTL for every tool call. Raises ``ValueError`` unless it is finite seconds ≥ 0."""
+    """Grants the same TTL for every tool call. Raises ``ValueError`` unless ``ttl_s`` is finite and ≥ 0."""
 
     ttl_s: float = 10.0
 
@@ -35,9 +35,10 @@ class FixedRetention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UntilProgramEndRetention(FixedRetention):
-    """Keep every turn's KV until the program ends: part of the baseline ``admit``.
+    """Keeps the KV of every turn with a tool call until the program ends. Part of the baseline ``admit``.
 
-    ``ttl_s`` is only a bound: the KV of a program without activity for ``idle_program_s`` is dropped anyway.
+    ``ttl_s`` is only an upper bound. The KV of a program without activity for ``idle_program_s`` is dropped
+    anyway.
     """
 
     ttl_s: float = 1800.0

@@ -11,18 +11,19 @@ from ..policy_protocols import DecisionReason, RetentionDecision
 from ..policy_views import FinishedTurnView
 
 MIN_TTL_S = 1e-3
-"""Shorter durations count as this, because the logarithm of 0 is infinite."""
+"""Seconds that a shorter duration counts as, because the logarithm of 0 is infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolTypeRetention:
-    """A percentile of the tool's earlier durations, scaled down by memory pressure, at most ``max_ttl_s``.
+    """Grants a TTL from a percentile of the tool's earlier durations, shortened under memory pressure.
 
-    Pressure m = (used − ``pressure_low``) / (``pressure_high`` − ``pressure_low``), clipped to 0 to 1. The
-    TTL is the percentile times 1 − 0.5·m. With fewer than ``enough`` calls the percentile comes from a fitted
-    log-normal. With fewer than ``min_samples`` calls of this tool, the calls of all tools are used; if these
-    are also fewer, there is no lease. Without ``keeps_cold``, a program without prediction (cold, §3.3) gets
-    no lease. Raises ``ValueError`` for numbers out of range.
+    Pressure m = (used − ``pressure_low``) / (``pressure_high`` − ``pressure_low``), limited to 0 to 1. The
+    TTL is the percentile times 1 − 0.5·m, at most ``max_ttl_s``. With fewer than ``enough`` calls the
+    percentile is that of a fitted log-normal distribution. With fewer than ``min_samples`` calls of this
+    tool, the calls of all tools are used. If these are too few as well, there is no lease. Without
+    ``keeps_cold``, a program without workflow prediction (cold, §3.3) gets no lease. Raises ``ValueError``
+    for numbers out of range.
     """
 
     percentile: float = 0.95
@@ -72,7 +73,7 @@ class ToolTypeRetention:
         logs = [math.log(max(MIN_TTL_S, value)) for value in ordered]
         mean = math.fsum(logs) / len(logs)
         spread = math.sqrt(math.fsum((value - mean) ** 2 for value in logs) / max(1, len(logs) - 1))
-        # At most the cap: the tail of a few extreme samples exceeds what a float can hold.
+        # Limited to max_ttl_s before exp(), since the tail of extreme samples would overflow a float.
         longest = math.log(max(MIN_TTL_S, self.max_ttl_s))
         return math.exp(min(longest, mean + NormalDist().inv_cdf(self.percentile) * spread))
 

@@ -12,7 +12,7 @@ from .replica_views import NO_REPLICA, ReplicaView, RoutingDecision, RoutingView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomRouting:
-    """A random replica for each request, drawn from its id: a load balancer without sessions."""
+    """Picks a random replica by a hash of the request's id, like a load balancer without sessions."""
 
     seed: int = 0
     reads_prefixes: bool = False
@@ -41,6 +41,6 @@ class RoundRobinRouting:
 
 
 def stable_hash(seed: int, what: str, many: int) -> int:
-    """A number from 0 to ``many`` - 1, uniform over ``what``, and the same in every process."""
+    """Hash ``what`` to a number from 0 to ``many`` - 1, evenly spread, and the same in every process."""
     digest = blake2b(f"{seed}/{what}".encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % many

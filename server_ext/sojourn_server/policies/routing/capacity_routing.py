@@ -1,4 +1,4 @@
-"""Route by capacity: a program moves to a replica with free memory for all of its KV, or waits (MORI §4.3.1,
+"""Routing by capacity: a program goes to a replica with free memory for all of its KV, or waits (MORI §4.3.1,
 M7)."""
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ FIT_RULES = ("most-room", "least-room")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityRouting:
-    """The home replica while the program's KV is there, in any tier; else the replica with the most free
-    memory.
+    """Routes a program to the replica with its KV, in any tier, or else to one with enough free memory.
 
-    ``size_by``: a program's size is its expected longest context (``peak``), or its present context as in
-    MORI (``context``). The latter admits young programs that later outgrow the replica. ``fit``: the replica
-    with the most free memory as in MORI (``most-room``), or the tightest fit (``least-room``). A program
-    larger than every replica goes to the replica with the most free memory among those without resident
-    programs. Raises ``ValueError`` for other values.
+    ``size_by`` defines a program's size: its expected longest context (``peak``), or its present context as
+    in MORI (``context``). The latter admits young programs that later outgrow the replica. ``fit`` selects
+    among replicas with enough free memory: the one with the most as in MORI (``most-room``), or the tightest
+    fit (``least-room``). A replica without resident programs takes a program of any size. Raises
+    ``ValueError`` for other values.
     """
 
     size_by: str = "peak"

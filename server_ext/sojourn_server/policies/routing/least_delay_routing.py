@@ -1,9 +1,9 @@
-"""Route by delay: a program moves to the replica where it and the other programs slow each other least.
+"""Routing by delay: a program goes to the replica where it and the other programs slow each other least.
 
 A decode step for several programs reads the KV of all of them. So every program is slowed by the contexts on
-the same replica, for as long as these stay. The best replica depends on how long each program stays: a small
-agent of ten turns does best beside programs that are about to end, a large agent where few contexts are left
-by the time it has grown.
+the same replica, as long as these stay. The best replica depends on how long each program stays. A small
+agent of ten turns does best beside programs that are about to end. A large agent does best where few contexts
+are left by the time it has grown.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from .replica_views import NO_REPLICA, ReplicaView, ResidentProgramGroup, Routin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastDelayRouting:
-    """The home replica while the KV is there; else, of the replicas with enough memory, the one with the
-    least delay.
+    """Routes a program to the replica with its KV, or else to the one with the least delay and enough memory.
 
-    A sub-agent whose prompt starts like its parent's goes to its parent's replica, because the parent holds
-    memory until the sub-agent ends. Contexts are assumed to grow evenly to their programs' sizes, one turn of
-    every program at a time. Memory suffices if all contexts together never exceed ``most_full`` of it at the
-    end of any program's turns. Programs that end at different times need less than the sum of their sizes, so
-    more of them fit than if memory were reserved for each size. Memory always suffices on a replica without
-    other programs, and on one without requests, whose resident programs may never return.
+    A sub-agent whose prompt starts like its parent's goes to the parent's replica, because the parent holds
+    memory there until the sub-agent ends.
 
-    A program for which no replica has enough memory waits, and so do all programs behind it. A single-turn
-    request, or one of unknown length, does not wait: it goes to the least loaded replica.
+    For the memory check, contexts are assumed to grow evenly to their programs' expected sizes, and all
+    programs to take turns at the same pace. Memory is enough if all contexts together never exceed
+    ``most_full`` of it. Programs end at different times, so more of them fit than if memory were reserved for
+    every program's full size. Memory always counts as enough on a replica without other programs. The same
+    holds for a replica without requests, since its resident programs may never return.
 
-    ``resident_for_s``: a program without a request counts as resident for this long after its last activity
-    (SAGA §4.2 keeps KV no longer), since many clients never report the end. Raises ``ValueError`` if
-    ``most_full`` is not in (0, 1] or the time is negative.
+    If no replica has enough memory for a program, the program and all programs behind it wait. A request that
+    is expected to be its program's last does not wait: it goes to the least loaded replica.
+
+    ``resident_for_s``: seconds for which a program without a request counts as resident after its last
+    activity, since many clients never report the end (SAGA §4.2 keeps KV no longer). Raises ``ValueError``
+    if ``most_full`` is not in (0, 1] or the time is negative.
     """
 
     most_full: float = 0.9
@@ -83,12 +84,11 @@ class LeastDelayRouting:
 
 
 def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgramGroup]) -> float:
-    """Delay that the present programs cause a new program, plus the delay that it causes them, in tokens of
-    KV read per step.
+    """Delay that a new program suffers from the present programs, plus the delay that it causes them.
 
-    The first is a mean over the new program's turns. The second is a mean over all turns of each other
-    program, since a delay matters relative to the program's duration. An evenly growing context counts with
-    its midpoint.
+    The unit is tokens of KV read per step. The first part is a mean over the new program's turns. The second
+    part is a mean over all turns of each other program, since a delay matters relative to the program's
+    duration. An evenly growing context counts with its mean length.
     """
     own = caused = 0.0
     begins, turns_left = newcomer.context_tokens, newcomer.turns_left
@@ -102,7 +102,7 @@ def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgra
 
 
 def peak_resident_tokens(programs: Sequence[ResidentProgramGroup]) -> float:
-    """The largest total of the programs' tokens from now on, without new programs."""
+    """The largest total of the programs' tokens from now on, if no further programs arrive."""
     rows = sorted(
         (one.turns_left, one.context_tokens, (one.size_tokens - one.context_tokens) / one.turns_left)
         for one in programs
@@ -111,7 +111,7 @@ def peak_resident_tokens(programs: Sequence[ResidentProgramGroup]) -> float:
     growth = sum(each for _, _, each in rows)
     at = most = 0.0
     for left, context, each in rows:
-        # Just before one ends: between two ends the sum only grows.
+        # The sum peaks just before a program ends, since it only grows in between.
         tokens += growth * (left - at)
         at = left
         most = max(most, tokens)

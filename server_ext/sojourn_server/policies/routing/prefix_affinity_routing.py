@@ -1,4 +1,4 @@
-"""Route by prompt prefix: the rule of SGLang's and vLLM's routers, which know no sessions.
+"""Routing by prompt prefix: the rule of SGLang's and vLLM's routers, which know no sessions.
 
 A request goes to the replica that computed the longest prefix of its prompt. If that prefix is short, or the
 replicas' loads differ too much, it goes to the replica with the fewest requests.
@@ -15,11 +15,12 @@ from .replica_views import NO_REPLICA, ReplicaView, RoutingDecision, RoutingView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixAffinityRouting:
-    """The replica with the longest matching prefix, if it is at least ``least_match`` of the prompt.
+    """Routes to the replica that has computed the longest prefix of the prompt, if it is long enough.
 
-    Loads differ too much if the most loaded replica has ``most_ahead`` more requests than the least loaded
-    one and ``most_ratio`` times as many. Raises ``ValueError`` for shares outside 0 to 1, a negative lead or
-    a ratio below 1.
+    The prefix must be at least ``least_match`` of the prompt, and loads must not differ too much. Otherwise
+    the replica with the fewest requests is chosen. Loads differ too much if the most loaded replica has more
+    than ``most_ahead`` more requests than the least loaded one, and more than ``most_ratio`` times as many.
+    Raises ``ValueError`` for shares outside 0 to 1, a negative lead or a ratio below 1.
     """
 
     least_match: float = 0.5

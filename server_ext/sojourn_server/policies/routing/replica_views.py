@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 
 class ReplicaView(NamedTuple):
-    """A replica as the gateway knows it, from the requests it sent and the answers it got."""
+    """A replica as the gateway knows it from the requests and answers that passed."""
 
     replica_id: str
     load: float
-    """The larger of two shares: of KV memory, and of concurrent requests. Counts requests in flight and
-    requests that wait for the replica at the gateway. Above 1, some requests wait."""
+    """Used share of KV memory or of the request limit, whichever is larger. Requests in flight and requests
+    that wait for the replica at the gateway both count. Above 1, some requests wait."""
     in_flight: int
-    """Number of requests that were sent and are unanswered."""
+    """Number of requests that were sent and are not answered yet."""
     room_tokens: int
-    """KV tokens that the resident programs leave free in all tiers, each program counted at its size;
-    negative if they exceed the capacity."""
+    """Free KV tokens in all tiers, if each resident program takes its expected size; negative if the sizes
+    exceed the capacity."""
     homed: int = 0
     """Number of resident programs."""
     takes_new: bool = True
@@ -29,17 +29,18 @@ class ReplicaView(NamedTuple):
     queued: int = 0
     """Requests that wait for the replica at the gateway."""
     memory_tokens: int = 0
-    """KV capacity of all tiers."""
+    """KV capacity of all tiers, in tokens."""
 
 
 class ResidentProgramGroup(NamedTuple):
-    """A resident program that has a request or is expected to return; or several programs with the same
-    number of past and expected turns, with the sums of their tokens."""
+    """One or several resident programs with the same numbers of past and expected turns.
+
+    A resident program has a request or is expected to return. Token counts are sums over the programs."""
 
     context_tokens: int
-    """Context length after the longest turn so far."""
+    """Context length after the longest turn so far, summed."""
     size_tokens: int
-    """Expected longest context; at least the present context."""
+    """Expected longest context, at least the present context, summed."""
     turns: int
     """Answered turns of each program."""
     turns_left: float
@@ -52,11 +53,11 @@ class RoutingView(NamedTuple):
 
     request_id: str
     number: int
-    """Number of requests before it, over all programs."""
+    """Number of requests before this one, over all programs."""
     context_tokens: int
-    """Length of its prompt."""
+    """Prompt length in tokens."""
     size_tokens: int
-    """Expected longest context of its program; at least the prompt."""
+    """Expected longest context of the request's program; at least the prompt."""
     home: ReplicaView | None = None
     """The replica of the program's earlier turns; ``None``: there are none, or the replica is gone."""
     cached: bool = False
@@ -66,27 +67,27 @@ class RoutingView(NamedTuple):
     prefix_tokens: Mapping[str, int] = {}
     """Tokens of the prompt that each replica computed recently; replicas without a match are absent."""
     turns_left: float = 1.0
-    """Expected turns of the program, this one included; see ``ResidentProgramGroup``."""
+    """Expected number of the program's turns from now on, this one included."""
     residents: Mapping[str, Sequence[ResidentProgramGroup]] = {}
     """Other programs by their home replica; replicas without programs are absent."""
 
 
 class RoutingDecision(NamedTuple):
-    """The chosen replica, and the reason for the ledger. ``replica_id`` ``None``: the request waits."""
+    """The chosen replica, and the reason, which the ledger records. ``replica_id`` ``None``: wait."""
 
     replica_id: str | None
     reason: str
     needs_tokens: int = 0
-    """Tokens that must be free on a replica that takes new programs (unless it has no resident program)
-    before the request is routed again. Until then, other requests of at least this size without KV wait too.
-    0: all other requests wait behind it."""
+    """The request is routed again when a replica that takes new programs has this many free tokens or no
+    resident program. Until then, other requests of at least this size without KV wait too. 0: all other
+    requests wait behind this one."""
     passes: bool = False
-    """Whether the request overtakes those that wait for capacity, because it is not expected to stay."""
+    """Whether the request overtakes requests that wait for capacity, because it will not stay long."""
 
 
 NO_REPLICA = RoutingDecision(None, "no_replica")
 
 
 def wait_for_capacity(needs_tokens: int) -> RoutingDecision:
-    """A decision to wait until a replica has ``needs_tokens`` free."""
+    """Return a decision to wait until a replica has ``needs_tokens`` free."""
     return RoutingDecision(None, "no_room", max(1, needs_tokens))

@@ -1,4 +1,4 @@
-"""The routing question: which replica serves a request?"""
+"""The protocol of routing policies: which replica serves a request?"""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class RoutingPolicy(Protocol):
     """Chooses the replica for a request.
 
     ``replicas`` are those that are up, in a fixed order. A replica with ``takes_new`` False serves only
-    programs whose home it is. Optional attributes: ``reads_residents``: the policy gets
-    ``RoutingView.residents`` and ``turns_left`` for programs without KV, and then sees only the few replicas
-    with the most free memory. ``resident_for_s``: seconds for which a program without a request counts as
-    resident after its last activity; without it, for ever. ``reasons``: all reasons that its decisions may
-    give, so that metrics count each of them from 0.
+    programs whose home it is. A policy may have three more attributes. ``reads_residents`` True: for programs
+    without KV, the policy gets ``RoutingView.residents`` and ``turns_left``, and only the few replicas with
+    the most free memory. ``resident_for_s``: seconds for which a program without a request counts as resident
+    after its last activity (default: for ever). ``reasons``: all reasons that its decisions may give, so that
+    metrics can start each count at 0.
     """
 
     reads_prefixes: bool

@@ -10,8 +10,7 @@ from .baseline_routing import stable_hash
 
 
 class StealingReplicaView(NamedTuple):
-    """A replica, as the policy of the question ``stealing`` sees it: which replica steals a request from
-    which?"""
+    """A replica, as input of the stealing policy: which replica takes a request from which."""
 
     replica_id: str
     load: float
@@ -19,11 +18,11 @@ class StealingReplicaView(NamedTuple):
     queued: int
     """Requests that wait for the replica at the gateway."""
     idle_s: float
-    """Seconds for which it has had no waiting requests and spare capacity; 0: no spare capacity now."""
+    """Seconds for which the replica has had spare capacity and no waiting requests; 0: it is not idle now."""
     takes_new: bool = True
     may_leave: int = 0
-    """Number of its longest-waiting requests that may move: their programs have no other request on the
-    replica."""
+    """Number of waiting requests that may move, because their programs have no other request on the replica.
+    Only the longest-waiting requests are examined."""
 
 
 class StealDecision(NamedTuple):
@@ -37,8 +36,9 @@ class StealDecision(NamedTuple):
 class StealingPolicy(Protocol):
     """Chooses which replica steals a request from which.
 
-    Asked while a request waits at the gateway: each epoch, when a replica joins or becomes idle, and again
-    after each steal until the answer is ``None``. May list its ``reasons`` as a ``RoutingPolicy`` does.
+    The gateway asks while a request waits there: each epoch, when a replica joins or becomes idle, and again
+    after each steal until the answer is ``None``. A policy may list its ``reasons`` as a ``RoutingPolicy``
+    does.
     """
 
     steals: bool
@@ -59,12 +59,12 @@ class NoStealing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkStealing:
-    """A replica idle for ``idle_s`` steals from a replica with ``load_ratio`` times its load, drawn at random
-    (SAGA §5.2).
+    """Lets an idle replica steal from a replica with more than ``load_ratio`` times its load (SAGA §5.2).
 
-    Both conditions must hold, as in the paper's safeguard (a); its earlier text asks for one of them.
-    ``either`` drops the condition on idle time. The home of a stolen session is then the thief. A steal that
-    comes too late finds no movable request. Raises ``ValueError`` for times below 0 or a ratio below 1.
+    The thief must have been idle for ``idle_s``. The victim is drawn at random. Both conditions must hold, as
+    in the paper's safeguard (a); the paper's earlier text asks for only one. ``either`` drops the condition
+    on idle time. The thief becomes the home of the stolen session. A steal that comes too late finds no
+    movable request. Raises ``ValueError`` for times below 0 or a ratio below 1.
     """
 
     idle_s: float = 0.1

@@ -1,4 +1,4 @@
-"""Workflow prediction: what a program does next, from three sources of knowledge (SAGA §3.3)."""
+"""Workflow prediction: what a program does next, from hints or earlier programs (SAGA §3.3)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PredictionSource(str, Enum):
 
 
 class NextStepPrediction(NamedTuple):
-    """Prediction of what follows a turn."""
+    """A prediction of what follows a turn, and its source."""
 
     tier: PredictionSource
     goes_on: float | None
@@ -38,7 +38,7 @@ NO_NEXT_STEP_PREDICTION = NextStepPrediction(PredictionSource.COLD, None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoWorkflowPrediction:
-    """Predict nothing."""
+    """Predicts nothing."""
 
     looks: bool = False
 
@@ -48,11 +48,12 @@ class NoWorkflowPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreeTierPrediction:
-    """Hints if they are given and have been accurate, else observations, else nothing.
+    """Predicts from hints if these are given and were accurate, else from earlier programs, else nothing.
 
-    An inferred edge counts if its probability is at least ``confidence`` (θ); the probability that the
-    program continues is the sum over all its edges. A program is cold if fewer than ``min_tasks`` programs of
-    its type have ended. Raises ``ValueError`` for numbers out of range.
+    The probability that the program continues is 1 minus that of its edges to the end. An inferred edge
+    becomes the predicted successor only if its probability is at least ``confidence`` (θ). A program is cold,
+    that is without prediction, if fewer than ``min_tasks`` programs of its type have ended. Raises
+    ``ValueError`` for numbers out of range.
     """
 
     min_tasks: int = 30
@@ -60,11 +61,11 @@ class ThreeTierPrediction:
     hints: bool = True
     """Whether hints are used; false: inference alone (ablation)."""
     calls_tell: bool = False
-    """Whether, without other information, a turn that called a tool counts as followed by another turn. In
-    the paper such programs are cold."""
+    """Whether a turn that called a tool counts as followed by another turn if nothing else is known. In the
+    paper such programs are cold (without prediction)."""
     inference: bool = True
-    """Whether edges are inferred; false: hints alone (ablation); with ``hints`` off too, every program is
-    cold."""
+    """Whether edges are inferred from earlier programs; false: hints alone (ablation). With ``hints`` off
+    too, nothing is predicted."""
     looks: bool = True
 
     def __post_init__(self) -> None:
@@ -96,10 +97,11 @@ class ThreeTierPrediction:
 
 
 def hinted_continuation_probability(step: WorkflowStepView) -> float | None:
-    """The probability of another turn from the client's hints alone; ``None``: they give none.
+    """Return the probability of another turn by the client's hints alone; ``None``: the hints give none.
 
-    A number of steps left takes precedence over the graph, because it is about this program. If the number of
-    further steps is geometric with mean L, at least one step follows with probability L / (1 + L).
+    A hinted number of steps left takes precedence over the graph, because it is about this program. The
+    number of further steps is assumed to be geometric with mean L, so another step has probability L / (1 +
+    L).
     """
     if step.final:
         return 0.0

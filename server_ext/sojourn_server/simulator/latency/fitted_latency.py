@@ -1,4 +1,4 @@
-"""Step latency of a live engine: the costs that ``sojourn profile`` fitted."""
+"""Step latency of a live engine, from the costs that ``sojourn profile`` fitted."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from .latency_protocol import StepWork
 
 @dataclass(frozen=True, slots=True)
 class FittedLatency:
-    """Step seconds = step + token·tokens + pair·pairs + kv_token·kv_tokens_read + request·requests.
+    """Linear model: step seconds = step + token·tokens + pair·pairs + kv_token·kv_tokens_read +
+    request·requests.
 
-    The coefficients are a linear fit of measurements: accurate between the measured points (the profile's
-    samples show the error), optimistic beyond them, for example for a much larger batch. Steps exclude
-    ``costs.call_s``, the API server's seconds per request.
+    The coefficients are fitted to measurements. They are accurate between the measured points (the profile's
+    samples show the error) and optimistic beyond them, for example for a much larger batch. Step seconds
+    exclude ``costs.call_s``, the API server's seconds per request.
     """
 
     costs: StepCosts
     device_to_host_bytes_per_s: float | None
-    """``None``: not measured, and ``copy_s`` raises."""
+    """``None``: not measured. ``copy_s`` then raises ``LatencyProfileError``."""
     host_to_device_bytes_per_s: float | None
 
     @classmethod
     def of(cls, profile: EngineProfile) -> FittedLatency:
-        """Build the model from ``profile``; version 1 must have decode points. Raises
-        ``LatencyProfileError``."""
+        """Build the model from ``profile``. Raises ``LatencyProfileError`` for a profile of version 1 without
+        decode points."""
         return cls(
             profile.steps if profile.steps is not None else _step_costs_from_curves(profile),
             profile.device_to_host_bytes_per_s,
@@ -51,7 +52,7 @@ class FittedLatency:
         )
 
     def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
-        """Seconds of one copy. Raises ``LatencyProfileError`` if its direction's bandwidth was not
+        """Seconds of one copy. Raises ``LatencyProfileError`` if the bandwidth of this direction was not
         measured."""
         if kv_bytes <= 0:
             return 0.0
@@ -69,8 +70,8 @@ class FittedLatency:
 
 
 def _step_costs_from_curves(profile: EngineProfile) -> StepCosts:
-    """Step costs of a version 1 profile: it has a quadratic prefill curve, and decode seconds over context
-    length for single requests."""
+    """Step costs from the two curves of a version 1 profile: prefill seconds, quadratic in the tokens, and
+    decode seconds of a single request over its context length."""
     if not profile.decode_points:
         raise LatencyProfileError(
             "the engine profile holds no decode measurement (version 1); measure again with sojourn profile"
@@ -86,7 +87,7 @@ def _step_costs_from_curves(profile: EngineProfile) -> StepCosts:
     return StepCosts(
         step_s=step_s,
         token_s=profile.prefill.b_s_per_token,
-        # n tokens are n·(n+1)/2 pairs, so the curve's n² costs two of them each.
+        # n tokens have about n²/2 pairs, so a pair costs twice the curve's coefficient of n².
         pair_s=2 * profile.prefill.c_s_per_token2,
         kv_token_s=kv_token_s,
         request_s=0.0,

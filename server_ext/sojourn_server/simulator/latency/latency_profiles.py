@@ -81,7 +81,7 @@ def reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str]
 
 
 def parse_number(path: Path, where: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
-    """Check that ``value`` is a finite number in [least, most]. ``where`` names the field in errors."""
+    """Return ``value`` if it is a finite number in [least, most]. ``where`` names the field in errors."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
     if not good or not least <= value <= most:
         bounds = f"≥ {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
@@ -90,14 +90,14 @@ def parse_number(path: Path, where: str, value: Any, *, least: float = 0.0, most
 
 
 def parse_integer(path: Path, where: str, value: Any, *, least: int = 1) -> int:
-    """Check that ``value`` is an integer ≥ ``least``. ``where`` names the field in errors."""
+    """Return ``value`` if it is an integer ≥ ``least``. ``where`` names the field in errors."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a whole number ≥ {least}")
     return value
 
 
 def parse_text(path: Path, where: str, value: Any) -> str:
-    """Check that ``value`` is a non-empty string. ``where`` names the field in errors."""
+    """Return ``value`` if it is a non-empty string. ``where`` names the field in errors."""
     if not isinstance(value, str) or not value.strip():
         raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a text")
     return value
@@ -110,12 +110,12 @@ DISK_WRITE_BYTES_PER_S = 3.5e9
 DISK_SOURCE = (
     "one PCIe 4 drive, Samsung PM9A3 (U.2) as announced: 6.5 GB/s read, 3.5 GB/s written in sequence"
 )
-"""Disk of engine profiles, and of hardware profiles without one."""
+"""Source of the two disk rates, which apply to engine profiles and to hardware profiles without a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """Constants of a device and its links. Efficiencies: the part of the published peak that kernels
+    """Constants of a device and its links. An efficiency is the fraction of the published peak that kernels
     reach."""
 
     name: str
@@ -128,15 +128,15 @@ class HardwareProfile:
     linear_efficiency: float
     """Fraction of the FLOP peak in the linear layers (all but attention), with many tokens."""
     expert_efficiency: float
-    """Fraction of the FLOP peak in the experts of a mixture: grouped GEMMs over few tokens each."""
+    """Fraction of the FLOP peak in the experts of a mixture, which are grouped GEMMs over few tokens each."""
     attention_efficiency: float
     """Fraction of the FLOP peak in prefill attention, causal pairs counted once."""
     weight_read_efficiency: float
-    """Fraction of the bandwidth peak in GEMMs of few tokens, bound by reading weights."""
+    """Fraction of the bandwidth peak in GEMMs of few tokens, whose time is that of reading the weights."""
     kv_read_efficiency: float
     """Fraction of the bandwidth peak in decode attention over a paged KV cache."""
     layer_overhead_s: float
-    """Seconds that a layer takes as its work approaches zero: its small kernels."""
+    """Seconds of a layer with almost no work, spent in its small kernels."""
     step_overhead_s: float
     """Device idle time between two steps: scheduling, input preparation and sampling."""
     request_overhead_s: float
@@ -155,8 +155,8 @@ class HardwareProfile:
     max_num_batched_tokens: float
     """vLLM's default for the API server on this device."""
     disk_read_bytes_per_s: float = DISK_READ_BYTES_PER_S
-    """Disk rate of the whole machine for any number of devices; files of one block each, one after the
-    other."""
+    """Read rate of the machine's disk, which all devices share, for files of one block each, read in
+    sequence."""
     disk_write_bytes_per_s: float = DISK_WRITE_BYTES_PER_S
     sources: tuple[tuple[str, str], ...] = ()
     """Pairs of a constant and the source of its value."""
@@ -179,7 +179,7 @@ _OPTIONAL = frozenset(
 
 
 def load_hardware_profile(name: str) -> HardwareProfile:
-    """A shipped hardware profile by name, or the user's own TOML file. Raises ``LatencyProfileError``."""
+    """Load a shipped hardware profile by name, or the user's own by path. Raises ``LatencyProfileError``."""
     path = find_profile_file(name, "hardware")
     return parse_hardware_profile(read_profile_toml(path), path)
 
@@ -251,7 +251,7 @@ class ModelShape:
     """Bytes per parameter: 2 for bf16."""
     kv_element_bytes: float = 2.0
 
-    # Parameter counts; biases and norms matter only to the exact total.
+    # Parameter counts. Biases and norms are counted only to make the total exact.
 
     @property
     def attention_parameters(self) -> int:
@@ -260,12 +260,12 @@ class ModelShape:
 
     @property
     def mlp_parameters(self) -> int:
-        """Parameters of gate, up and down of one MLP or expert."""
+        """Parameters of the gate, up and down projections of one MLP or expert."""
         return 3 * self.hidden_size * self.intermediate_size
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer: every expert, router, norms and biases."""
+        """Parameters of one layer, including all experts, the router, norms and biases."""
         norms = 2 * self.hidden_size + (2 * self.head_size if self.qk_norm else 0)
         biases = self.head_size * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         router = self.hidden_size * self.experts
@@ -280,7 +280,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Total parameters, as on the model's hub page."""
+        """Total parameters, as on the model's Hugging Face page."""
         embeddings = self.head_parameters * (1 if self.tied_embeddings else 2)
         return self.layers * self.layer_parameters + embeddings + self.hidden_size
 
@@ -303,7 +303,7 @@ class ModelShape:
         return max(1, self.kv_heads // tp)
 
     def kv_bytes_per_token(self, tp: int = 1) -> int:
-        """Bytes of K and V of all layers on all ``tp`` devices."""
+        """KV bytes of one token: K and V of all layers, summed over all ``tp`` devices."""
         heads = self.kv_heads_per_device(tp) * tp
         return round(2 * self.layers * heads * self.head_size * self.kv_element_bytes)
 
@@ -329,7 +329,7 @@ class ModelShape:
 
 
 def load_model_shape(name: str) -> ModelShape:
-    """A shipped model by name, or the user's own TOML file. Raises ``LatencyProfileError``."""
+    """Load a shipped model by name, or the user's own by path. Raises ``LatencyProfileError``."""
     path = find_profile_file(name, "models")
     document = read_profile_toml(path)
     reject_unknown_fields(path, document, [field.name for field in fields(ModelShape)])

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 
 class StepWork(NamedTuple):
-    """Work of one step. Each of its requests adds n new tokens to a context of c tokens with KV."""
+    """Work of one step. Σ runs over its requests; each adds n new tokens to c tokens that already have KV."""
 
     requests: int
     """Requests in the step."""
@@ -15,11 +15,11 @@ class StepWork(NamedTuple):
     prefill_tokens: int
     """Part of ``tokens``: those of requests that add more than one token."""
     attention_pairs: int
-    """Σ n·c + n·(n+1)/2: query-key pairs."""
+    """Σ (n·c + n·(n+1)/2): query-key pairs."""
     prefill_attention_pairs: int
     """Part of ``attention_pairs``: those of requests that add more than one token."""
     kv_tokens_read: int
-    """Σ c + n: tokens whose KV is read."""
+    """Σ (c + n): tokens whose KV is read."""
     sampled: int
     """Requests that sample a token."""
 
@@ -29,7 +29,7 @@ class LatencyModel(Protocol):
 
     @property
     def call_s(self) -> float:
-        """Seconds per request outside all steps, between client and scheduler: HTTP, tokenising."""
+        """Seconds that a request spends outside all steps, between client and scheduler: HTTP, tokenising."""
         ...
 
     def step_s(self, work: StepWork) -> float:

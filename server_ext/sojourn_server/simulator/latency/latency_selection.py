@@ -26,7 +26,7 @@ from .roofline_latency import RooflineLatency
 GPU_MEMORY_UTILIZATION = 0.92
 """vLLM 0.32's default (config/cache.py)."""
 RUNTIME_BYTES = 1.0 * 2**30
-"""CUDA context, NCCL, captured graphs. An estimate: vLLM's start-up logs show 0.5 to 1.5 GiB."""
+"""Estimated device bytes of CUDA context, NCCL and captured graphs. vLLM's start-up logs show 0.5–1.5 GiB."""
 MAX_TP = 64
 
 
@@ -56,8 +56,8 @@ def device_shape(
     max_num_batched_tokens: int | None = None,
     block_size: int = 16,
 ) -> DeviceShape:
-    """Shape of an engine on ``tp`` devices. A limit of ``None`` is the model's, or vLLM's default on this
-    device.
+    """Shape of an engine on ``tp`` devices. A limit of ``None`` takes the model's value, or vLLM's default on
+    this device.
 
     ``cpu_ratio`` is host memory for KV as a multiple of the device's KV memory. Raises
     ``LatencyProfileError`` if the model does not fit, with the missing bytes and the smallest sufficient
@@ -139,7 +139,7 @@ class DeviceOptions:
     cpu_ratio: float = 0.0
     """Host memory for KV as a multiple of the device's KV memory; 0: no offload."""
     gpu_memory_utilization: float | None = None
-    """Only for roofline models: an engine profile states the size of its pool."""
+    """Used only with a hardware profile: an engine profile states the size of its KV pool."""
     kv_pool_tokens: int | None = None
     """Overrides the computed or measured size of the pool."""
     max_model_len: int | None = None
@@ -149,7 +149,7 @@ class DeviceOptions:
 
 
 def is_engine_profile(hardware: str) -> bool:
-    """Whether ``hardware`` is an engine profile: measurements of one model on one device."""
+    """Whether ``hardware`` is the path of an engine profile: measurements of one model on one device."""
     return (
         is_profile_path(hardware)
         and Path(hardware).is_file()
@@ -168,8 +168,8 @@ def load_latency_model(
 
     ``hardware`` is the name of a shipped profile, a user's hardware profile (TOML), or an engine profile from
     ``sojourn profile``. The first two need a ``model`` (a name or a TOML file). An engine profile has its own
-    model; ``model`` then only gives the size of its KV if the server did not report it. Raises
-    ``LatencyProfileError`` with one line that names file, field and what to do.
+    model; ``model`` is then used only for the KV bytes of a token, if the server did not report them. Raises
+    ``LatencyProfileError`` with one line that names the file, the field and a remedy.
     """
     options = options or DeviceOptions()
     if is_profile_path(hardware):

@@ -11,18 +11,18 @@ A step is a sequence of kernels, so their times add:
     head    = √( compute² + read² ) of the output matrix, for the tokens that are sampled
     all_reduce = overhead + 2 · (tp-1)/tp · tokens · hidden · 2 bytes / bus bandwidth   (tp > 1)
 
-The root of squares is a smooth maximum: a plain one is off by 27 % at 128 tokens, where reading and computing
-take the same time (Llama-3-8B's projections on A100: measured 0.377 ms, maximum 0.276, this 0.37).
-In a mixture of experts, tokens compute with their own experts, but the step reads every expert that any of
-its tokens uses: E·(1 - (1 - k/E)^tokens) of E, with k per token drawn uniformly.
+The root of squares is a smooth maximum. A plain maximum is off by 27 % at 128 tokens, where reading and
+computing take the same time (Llama-3-8B's projections on A100: measured 0.377 ms, plain maximum 0.276 ms,
+root of squares 0.37 ms). In a mixture of E experts, a token computes with k of them, but a step reads every
+expert that any of its tokens uses: E·(1 - (1 - k/E)^tokens) experts on average, if tokens choose uniformly.
 Tensor parallelism divides compute, weights and KV by ``tp``.
 
 Accuracy. The projections are within 15 % of the operators measured in microsoft/vidur's tables from 1 to
 16,384 tokens (tests/simulator/test_simulator_latency_published.py). Attention, the overheads and all of B200
 are estimates. Left out: power throttling, other work on PCIe, and the API server's time per request. Prefill
-throughput is an upper bound: expect engines to be 0 to 30 % slower, and an error of ±30 % in absolute
-seconds; ratios between policies on one device depend on it far less. A real load from host memory takes
-longer during a store than in this model (see the PCIe sources).
+throughput is an upper bound: expect engines to be 0 to 30 % slower. Expect an error of ±30 % in absolute
+seconds, and a far smaller one in ratios between policies on one device. A real load from host memory is
+slower while a store runs; the model ignores this (see the PCIe sources).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class RooflineLatency:
             object.__setattr__(self, name, value)
 
     def step_s(self, work: StepWork) -> float:
-        """Seconds of one step; an empty one costs the overhead between steps."""
+        """Seconds of one step; an empty step takes only the overhead between steps."""
         requests, tokens, _, pairs, _, kv_tokens_read, sampled = work
         if tokens <= 0:
             return self.hardware.step_overhead_s

@@ -1,47 +1,49 @@
-"""The offline optimum: no eviction order loses fewer blocks over a fixed access sequence.
+"""Computes the offline optimum (Bélády): no eviction order loses fewer blocks on a fixed access sequence.
 
-**The sequence.** A request *touches* block i of its chain when the recorded run first held more than i blocks
-for it (for blocks beyond its lookup: when block i was full). It *pins* touched blocks until it is freed. A
-touch is *charged* if the block is part of a lookup and was computed before, by any request, but is not
-cached. All other touches are free whatever was evicted: the first computation of a block loses nothing, and
-no cache can save the blocks that decode steps write. An incomplete block without an id takes a place too. So
-the log alone determines which touches can be charged, what is pinned and how many places remain for named
-blocks; only the choice of victims is open. This is a paging problem with pins and a pool of varying size, the
-same for every order.
+**The sequence.** A request's *chain* is the list of its blocks. The request *touches* block i of the chain
+when the recorded run first held more than i blocks for it. (A block beyond the request's cache lookup is
+touched when it is full.) The request *pins* the touched blocks until it frees them. A touch is *charged* if
+three conditions hold: the block is part of a lookup, some request computed it before, and it is not cached.
+All other touches are free, whatever was evicted: the first computation of a block loses nothing, and no cache
+can save the blocks that decode steps write. An incomplete block has no id, but takes a place in the pool too.
+So the log alone determines which touches can be charged, which blocks are pinned, and how many places remain
+for blocks with ids. Only the choice of victims is open. This is a paging problem with pins and a pool of
+varying size, the same for every order.
 
-**The rule.** To make space, evict the unpinned block whose next chargeable touch is furthest in the future. A
-block without a further touch, or whose next touch is free, is worth nothing and goes first. Ties: the deepest
-in its chain first.
+**The rule.** To free a place, evict the unpinned block whose next chargeable touch is furthest in the future.
+A block goes first if it has no further touch, or if its next touch is free. Ties: the deepest in its chain
+first.
 
-**Prefixes stay whole.** Let block c follow block p, both unpinned, and let c's next touch be chargeable. The
-request of that touch also looks up p, and touches p no later. So p is needed no later than c: the rule evicts
-c first, on a tie too, since c is deeper. A request that pins c pins p. (If a request *writes* p before that,
-the rule may evict p early; p is back before the lookup of c.) So no block is evicted while a later block of
-its chain stays cached: the optimum needs no hits beyond the longest cached prefix, which is what an engine
-finds. (After a missing block, the optimum may use blocks that another request computed since this one's
-admission. An engine, which looks up only at admission, cannot; the bound is lower for it.)
+**Prefixes stay whole.** Let block c follow block p in a chain. Let both be unpinned, and c's next touch be
+chargeable. The request of that touch also looks up p, and touches p no later. So p is needed no later than c,
+and the rule evicts c first. On a tie it does the same, since c is deeper. A request that pins c also pins p.
+(If a request *writes* p before that touch, the rule may evict p early; p is back before the lookup of c.) So
+no block is evicted while a later block of its chain stays cached. The hits of the optimum are therefore the
+longest cached prefix, as in an engine. (There is one exception. After a missing block, the optimum may use
+blocks that another request computed after this one's admission. An engine cannot, since it looks up only at
+admission. The bound is lower for it.)
 
-**Optimality.** Let A be any way to evict that follows this rule up to some eviction, where the rule evicts x
-and A evicts y. Let B evict x there and otherwise act like A. B's cache is then A's without x, with y. It
-stays so, with some other block or an empty place for y, until one of these happens:
+**Optimality.** Let A be any way to evict that follows the rule up to some eviction. There the rule evicts x,
+and A evicts y. Let B evict x there, and otherwise act like A. Then the caches differ in one place: A has x, B
+has y. This stays so, with another block or an empty place instead of y, until one of these happens:
 
 - A evicts x, or the block that B has and A lacks is touched, and A evicts x for it: the caches are equal. If
   the touch was charged, A paid.
 - The block that B has and A lacks is touched, and A evicts z for it, or has space: A pays if the touch is
-  charged, B does not; z or the empty place is the one difference now.
+  charged, and B does not. Now z or the empty place is the one difference.
 - x is touched freely: B replaces its extra block by x; that block is not pinned, since A lacks it. The caches
   are equal, and neither paid.
-- x is touched and charged: B pays one and takes it in as before; the caches are equal. If x is charged at its
-  first touch, y's next touch was chargeable too and came no later, by the choice of x, so A has paid for y
-  before. If x was touched freely in between, the caches were equal from then on.
+- x is touched and charged: B pays one and replaces its extra block by x; the caches are equal. If this is the
+  first touch of x, then y's next touch was chargeable too and came no later, by the choice of x, so A has
+  already paid for y. If x was touched freely in between, the caches were equal from then on.
 
 So B pays no more than A, and follows the rule one eviction longer. Repeat. ∎
 
-**The bound.** A replay (``eviction_replay``) under any order, with hits only on admission and duplicate
-blocks, needs at least the places that are needed here, and its set of cached blocks is a valid play of this
-game in which each charge is one of its ``regenerated`` blocks. So the optimum is a lower bound on
-``regenerated_tokens`` of every order *on this log*. It does not bound a run whose accesses a better order
-would have changed.
+**The bound.** A replay of any order (``eviction_replay``) has hits only at admission, and may hold duplicates
+of a block. It needs at least as many places as this game. Its cached blocks form a valid play of the game, in
+which each charge is one of its ``regenerated`` blocks. So the optimum is a lower bound on
+``regenerated_tokens`` of every order *on this log*. It does not bound a run in which a better order would
+have changed the accesses.
 """
 
 from __future__ import annotations
@@ -54,11 +56,11 @@ from .eviction_replay import EvictionReplayCounters, EvictionReplayResult
 from .replay_eviction_orders import OPTIMAL_ORDER
 
 _NEVER = 2**31 - 1
-"""Larger than every entry index; fits an ``array('i')``."""
+"""Next use of a block that is not used again: larger than every entry index, and fits an ``array('i')``."""
 
 
 def replay_belady(log: AccessLog | AccessSequence) -> EvictionReplayResult:
-    """The minimum of recomputed tokens over all eviction orders.
+    """Replay ``log`` with optimal evictions. The result has the fewest recomputed tokens of all orders.
 
     O(B + (E + R) log R) for B touched blocks, E entries, and R runs of blocks that are freed together and
     have the same next use; about 1 µs per block.
@@ -80,8 +82,8 @@ def _touched_blocks(entry: SequenceEntry) -> int:
 
 
 def _next_uses(sequence: AccessSequence) -> list[array[int] | None]:
-    """For each entry, the next uses of the blocks that it touches: the entry of a block's next chargeable
-    touch, or ``_NEVER``."""
+    """For each entry, the next use of each block that it touches: the index of the entry that touches the
+    block next, or ``_NEVER`` if that touch is free. ``None`` for an entry that touches no block."""
     known = bytearray(sequence.blocks)
     reached = [0] * len(sequence.chains)
     full_before = [0] * len(sequence.chains)
@@ -127,9 +129,9 @@ class _OptimalEviction:
         self._touched = [0] * len(sequence.chains)
         self._full = [0] * len(sequence.chains)
         self._admission = [0] * len(sequence.chains)
-        """Number of each request's latest admission."""
+        """Index in ``tally.hits`` of each request's latest admission."""
         self._untracked_blocks = [0] * len(sequence.chains)
-        """Places of each request's blocks without an id."""
+        """Number of places that each request's blocks without an id take."""
         self._space = sequence.pool_blocks
         """Number of free places; if negative, the number of places that eviction must free."""
         self._runs: list[tuple[int, int, int, array[int]]] = []

@@ -1,5 +1,5 @@
-"""Block accesses of one run: a recorder, the log that it writes, and the checked sequence that a replay of
-evictions reads."""
+"""Records the block accesses of one run in a log, and turns the log into a checked sequence for eviction
+replays."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class AccessRecorder:
         add = self.log.accesses.append
         for request_id in planned.num_scheduled_tokens:
             computed = requests[request_id].num_computed_tokens
-            # vLLM caches a block when it schedules its last token: requests admitted in this step may find
-            # it.
+            # vLLM caches a block when it schedules the block's last token, so requests admitted in this step
+            # may find the block.
             held, full = -(-computed // self._size), computed // self._size
             before = self._held.get(request_id)
             if before is None:
@@ -84,7 +84,7 @@ class AccessRecorder:
             self._reached[request_id] = max(full, self._reached.get(request_id, 0))
 
     def finished(self, request: Request) -> None:
-        """Record the end of a request; all its blocks are known now."""
+        """Record the end of a request, and the ids of all its full blocks."""
         number = self._number(request)
         if request.request_id in self._held:
             self._free(request.request_id)
@@ -138,10 +138,10 @@ class SequenceEntry(NamedTuple):
     held: int
     """Blocks that the request holds after the access; for FREE, blocks held before it."""
     full: int
-    """Number of full blocks in ``held``. Neither number shrinks while the request stays admitted."""
+    """Number of full blocks in ``held``. ``held`` and ``full`` never shrink while the request is admitted."""
     ask: int
-    """Number of leading blocks covered by the lookup at admission. Computing them is prefill. Decoding writes
-    the later blocks, which no cache could have saved."""
+    """Number of leading blocks that the lookup at admission covers. Prefill computes them. Decoding writes
+    the later blocks, and no cache could have saved those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +165,8 @@ class AccessSequence:
 def prepare_access_sequence(log: AccessLog) -> AccessSequence:
     """Check a log and prepare it for replays. O(blocks of all chains + entries).
 
-    A resumed request looks up all tokens that it had computed before its preemption, generated ones included:
-    vLLM looks up all tokens but the last (``get_computed_blocks``).
+    The lookup of a resumed request covers all full blocks that it had before its preemption, with generated
+    tokens too: vLLM looks up all tokens but the last (``get_computed_blocks``).
 
     Raises ``AccessLogError``.
     """

@@ -13,7 +13,7 @@ from .replay_eviction_orders import OPTIMAL_ORDER, eviction_order_factory, evict
 def compare_eviction_orders(
     log: AccessLog | AccessSequence, orders: Sequence[str] | None = None
 ) -> dict[str, EvictionReplayResult]:
-    """Replay ``log`` under each order (default: all), with its ratio to the optimum; the optimum comes first.
+    """Results of ``log`` under each order (default: all), with ratios to the optimum, which comes first.
 
     Raises ``ValueError`` for an unknown order, before any replay, and ``AccessLogError``.
     """

@@ -7,11 +7,11 @@ The pool behaves like vLLM's ``BlockPool`` under a scheduler with prefix caching
 - A block is cached from the moment it is full, also after it is freed, until it is reused. Empty blocks are
   reused first.
 
-The recorded run fitted the pool at all times. Under another order a request may hit more blocks, so it holds
-more memory than in the recorded run at that time. If these additional blocks do not fit, the requests
-admitted last free theirs again, last blocks first, down to the number that they held in the recorded run, and
-recompute them later (``given_back_tokens``). Blocks that still do not fit are held outside the pool and
-counted (``overflow_blocks``); in a log of a real run only duplicate blocks can be.
+The recorded run fitted the pool at all times. Under another order a request may hit more blocks, and then
+holds more blocks than it did in the recorded run at that time. If these additional blocks do not fit, the
+requests admitted last free theirs again, last blocks first, and recompute them later (``given_back_tokens``).
+Blocks that still do not fit are held outside the pool and counted (``overflow_blocks``). In a log of a real
+run, these can only be duplicate blocks.
 
 O(1) per block; about 1 µs.
 """
@@ -34,17 +34,17 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     order: str
     admissions: int = 0
     asked_tokens: int = 0
-    """Tokens looked up at admission, up to the position that the request had reached when it was freed."""
+    """Tokens looked up at admission, without those beyond the last token that the request had reached when it
+    was freed."""
     hit_tokens: int = 0
     computed_tokens: int = 0
-    """Looked-up tokens that were not cached, so the request computed them: new, recomputed and duplicate
-    ones."""
+    """Looked-up tokens that the request did not find and computed: new, recomputed and duplicate tokens."""
     regenerated_tokens: int = 0
-    """Computed tokens that some request had computed before and that eviction had lost: a better order could
-    have saved them."""
+    """Computed tokens that some request had computed before, and that were evicted since. A better order
+    could have saved them."""
     duplicated_tokens: int = 0
-    """Computed tokens that were cached at that time, but not yet at admission. The optimum counts none, by
-    definition."""
+    """Computed tokens of blocks that another request had cached since the admission, or was computing. The
+    optimum counts none, by definition."""
     regenerated_by_owner: dict[str, int] = msgspec.field(default_factory=dict)
     """Recomputed tokens by program; programs without any are left out."""
     regenerated_by_request: list[int] = msgspec.field(default_factory=list)
@@ -56,8 +56,8 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     overflow_blocks: int = 0
     """Maximum number of blocks outside the pool; 0 in a valid log."""
     over_belady: float | None = None
-    """``regenerated_tokens`` divided by those of the offline optimum: SAGA's competitive ratio (§7,
-    Definition 3). None if only the optimum is 0, or without a comparison."""
+    """SAGA's competitive ratio (§7, Definition 3): ``regenerated_tokens`` ÷ those of the offline optimum.
+    ``None`` without a comparison, or if only the optimum is 0."""
     note: str = ""
 
     def regenerated_since(self, sent_s: Sequence[float], since_s: float) -> int:
@@ -110,7 +110,7 @@ class EvictionReplayCounters:
 def replay_evictions(
     log: AccessLog | AccessSequence, order: ReplayEvictionOrder, *, name: str = ""
 ) -> EvictionReplayResult:
-    """Replay the sequence with a new ``order``. Raises ``AccessLogError``."""
+    """Replay the sequence with ``order``, which must be unused. Raises ``AccessLogError``."""
     sequence = prepare_access_sequence(log) if isinstance(log, AccessLog) else log
     pool = _ReplayPool(sequence, order)
     for now, entry in enumerate(sequence.entries):
@@ -146,7 +146,7 @@ class _ReplayPool:
         self._recorded: dict[int, int] = {}
         """Blocks that each admitted request held in the recorded run."""
         self._surplus = False
-        """Whether any request may hold more than in the recorded run."""
+        """Whether any request may hold more blocks than in the recorded run."""
         self._outside = 0
         """Number of places beyond the pool's size."""
 
@@ -229,7 +229,7 @@ class _ReplayPool:
                 self._copies.setdefault(block, []).append(here)
 
     def _written(self, blocks: Iterable[int]) -> None:
-        """Remove blocks from ``_writing`` that are full now, or never will be."""
+        """Count down ``_writing`` for ``blocks``, which are full now, or never will be."""
         writing = self._writing
         for block in blocks:
             writing[block] -= 1
@@ -237,8 +237,8 @@ class _ReplayPool:
                 del writing[block]
 
     def _let_go(self, table: list[int], cached: int, owner: int, now: int) -> None:
-        """End a request's hold on the places of ``table``. The later blocks of a chain are evicted before the
-        earlier."""
+        """End a request's hold on the places of ``table``. Later blocks of a chain are evicted before earlier
+        ones."""
         holders = self._holders
         for here in table:
             holders[here] -= 1

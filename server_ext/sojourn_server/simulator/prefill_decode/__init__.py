@@ -1,1 +1,1 @@
-"""Separated prefill and decode in virtual time: DualPath's cluster, with the router's own policies."""
+"""Simulates separate prefill and decode engines (DualPath's cluster) with the policies of our router."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class AgentState:
     """State of one agent and its current turn.
 
-    A field that the current turn has not set yet is unset, or has the previous turn's value. Times are
+    Until the current turn sets a field, the field is unset or has the previous turn's value. Times are
     virtual seconds.
     """
 
@@ -33,7 +33,7 @@ class AgentState:
     request: PdRequest
     output_tokens: int
     cached: int
-    """Prompt tokens with KV, now; ``cached_before`` is their number at the start of the turn."""
+    """Prompt tokens that have KV now; ``cached_before`` is their number at the start of the turn."""
     cached_before: int
     todo: int
     """Prompt tokens that are not computed yet."""
@@ -45,7 +45,7 @@ class AgentState:
     """Index of the prefill device that computes the turn."""
     decode: int
     prefill_blocks: int
-    """Number of Full Blocks that the prefill device's node reads from storage."""
+    """Number of Full Blocks (64 tokens each) that the prefill device's node reads from storage."""
     decode_blocks: int
     parts: int
     """Number of unfinished reads from storage."""
@@ -83,7 +83,7 @@ class StorageNic:
         self._window, self._window_from_s, self._window_to_s = 0, 0.0, WINDOW_S
 
     def read(self, blocks: int, now: float) -> float:
-        """Queue a read. Returns the time of its end."""
+        """Queue a read of ``blocks`` Full Blocks. Returns the virtual time at which it ends."""
         begin = self.busy_until_s
         if begin < now:
             begin = now
@@ -136,7 +136,7 @@ class FcfsMemoryPool(Generic[Item]):
         return False
 
     def leave(self, amount: float) -> Iterator[Item]:
-        """Free memory; yields waiting items that fit now, in order."""
+        """Free ``amount``. Yields the waiting items that fit now, in order."""
         self.free += amount
         line = self.line
         while line and (line[0][0] <= self.free or self.free == self.size):
@@ -162,7 +162,7 @@ class PrefillStepCost(NamedTuple):
 
 
 class PrefillDevice:
-    """A prefill device and its requests that are ready to be computed."""
+    """A prefill device, with its queue of requests that are ready to be computed."""
 
     __slots__ = ("node", "number", "states", "todo")
 
@@ -182,9 +182,9 @@ class PrefillDevice:
 class PrefillGroup:
     """Prefill devices that share expert layers and run steps together; each waits for the slowest (§6.2).
 
-    A step takes its fixed part, the longest attention of any device, and the experts' work, spread over all
-    devices. With layerwise prefill, copies overlap with all but one layer of the step; the remaining copy
-    time is added to the step.
+    The seconds of a step are the sum of a fixed part, the longest attention time of any device, and the
+    experts' work, which is spread over all devices. With layerwise prefill, copies overlap with all but one
+    layer of the step. The copy time beyond that is added to the step.
     """
 
     __slots__ = (
@@ -214,7 +214,7 @@ class PrefillGroup:
         """Attention seconds of the current or last step: maximum and mean over the devices."""
 
     def begin(self) -> float:
-        """Plan a step. Returns its seconds; 0.0 without ready requests."""
+        """Plan and begin a step. Returns its seconds; 0.0 if no request is ready."""
         cost = self.cost
         longest = total = copy = 0.0
         tokens = 0
@@ -230,8 +230,9 @@ class PrefillGroup:
                 longest = plan.attention_s
             planned.append((device, plan.chunks))
             if self.layerwise:
-                # Cached KV enters once, whichever node read it. A device's NIC sends the blocks read by its
-                # own node twice (into the device and on to the decode side), and the new KV (§4.2).
+                # Cached KV enters the device once, whichever node read it. The device's NIC carries the
+                # blocks that its own node read twice (to the device, and on to the decode side), and the new
+                # KV (§4.2).
                 own = other = 0
                 for state, chunk in zip(device.states, plan.chunks, strict=False):
                     if chunk == state.todo:
@@ -275,14 +276,14 @@ class PrefillGroup:
 
 
 _EARLY = 1e-6
-"""Rounding tolerance, in steps."""
+"""Tolerance for rounding errors in ``DecodeDevice.progress``, in steps."""
 
 
 class DecodeDevice:
-    """Continuous batching as processor sharing: ``step_s`` is constant while no request enters or ends.
+    """Decode device with continuous batching. ``step_s`` changes only when a request enters or ends.
 
-    A context counts with half of its final growth from the start. Requests whose KV does not fit wait in the
-    node's DRAM.
+    To keep it constant in between, a context counts from the start with half of its final growth. Requests
+    whose KV does not fit wait in the node's DRAM.
     """
 
     __slots__ = (
@@ -338,7 +339,7 @@ class DecodeDevice:
         return now + steps * self.step_s if steps > 0 else now
 
     def finished(self, now: float) -> list[AgentState]:
-        """Requests with all tokens by now; their memory is freed."""
+        """Remove and return the requests that have all their tokens by ``now``, and free their memory."""
         self.progress += (now - self.since_s) / self.step_s
         self.since_s = now
         done: list[AgentState] = []

@@ -24,11 +24,11 @@ class PdModel:
     """FLOPs of a new token on its request's device: projections, and attention over the tokens that sparse
     attention selects."""
     spread_token_flops: float
-    """FLOPs of a new token spread over its prefill group: experts. 0: no experts."""
+    """FLOPs of a new token in the experts, which are spread over its prefill group; 0: no experts."""
     pair_flops: float
     """Attention FLOPs of a new token for each earlier token."""
     group_nodes: int
-    """Prefill nodes that share experts and compute in step; 0: each device alone."""
+    """Number of prefill nodes that share experts and run steps together; 0: each device computes alone."""
     prefill_weight_bytes: float
     """Bytes of weights on each prefill device."""
     decode_weight_bytes: float
@@ -55,9 +55,10 @@ class PdModel:
 def _mla(layers: int, heads: int, index_heads: int, index_size: int, picked: int) -> tuple[int, float, float]:
     """DeepSeek's sparse attention: KV bytes per token, FLOPs per new token, FLOPs per pair.
 
-    The latent has 512 numbers in FP8 with four scales of 4 bytes, and 64 rotary ones in BF16; the index key
-    one byte per number and a scale. The indexer compares every new token with all earlier tokens. Attention
-    then uses ``picked`` of these in the absorbed form: 576 numbers for the score and 512 for the value.
+    The latent has 512 numbers in FP8 with four scales of 4 bytes, and 64 rotary numbers in BF16. The index
+    key has one byte per number, and a scale of 4 bytes. The indexer compares every new token with all earlier
+    tokens. Attention then uses ``picked`` of these, each with 576 numbers for the score and 512 for the
+    value.
     """
     kv_bytes = layers * (512 + 4 * 4 + 64 * 2 + index_size + 4)
     attended = 2.0 * heads * (576 + 512) * layers * picked
@@ -90,8 +91,8 @@ def _deepseek_660b() -> PdModel:
 
 
 def _deepseek_27b() -> PdModel:
-    """The 27B model of Appendix A.2: hidden 2,560, 30 layers, 32 heads, 72 experts of 1,536, 6 and 2 shared,
-    no query LoRA."""
+    """The 27B model of Appendix A.2: hidden size 2,560, 30 layers, 32 heads, no query LoRA, 72 experts of
+    width 1,536. A token uses 6 of them and 2 shared experts."""
     layers, hidden = 30, 2560
     kv_bytes, attended, pair = _mla(layers, heads=32, index_heads=32, index_size=64, picked=1024)
     absorbed = 2 * 32 * 128 * 512
@@ -176,7 +177,7 @@ class PdMachine:
     """Share of the device's memory for the engine, vLLM's default."""
     activation_bytes: float = 5e9
     collective_share: float = 0.3
-    """Chosen share of a step in which devices exchange tokens over the compute network."""
+    """Share of a step in which devices exchange tokens over the compute network; a chosen value."""
 
     def __post_init__(self) -> None:
         for constant in fields(self):
@@ -221,17 +222,18 @@ class PdCluster:
     model: PdModel
     machine: PdMachine = field(default_factory=PdMachine)
     isolated: bool = True
-    """Whether traffic classes give model traffic priority on the compute network; else KV has an equal
-    share."""
+    """Whether traffic classes give model traffic priority over KV on the compute network. If false, both have
+    equal priority."""
     short_queue_s: float = 3.0
     """The paper's α: the longest read queue, in seconds, that counts as short."""
     most_tokens_s: float = 5.0
-    """The paper's β, the limit of tokens per prefill device, as seconds of work under this load."""
+    """The paper's β, the limit of tokens per prefill device, given as the seconds that mean turns of so many
+    tokens take."""
     quota_s: float = 0.3
     """Compute quota: attention seconds of a prefill step, the same for all systems."""
     step_tokens: int | None = None
-    """Maximum of new tokens per device and prefill step, replacing ``quota_s``; ``None``: ``quota_s``
-    applies."""
+    """Maximum number of new tokens per device and prefill step, in place of ``quota_s``; ``None``:
+    ``quota_s`` applies."""
 
     def __post_init__(self) -> None:
         if self.prefill_nodes < 1 or self.decode_nodes < 1:

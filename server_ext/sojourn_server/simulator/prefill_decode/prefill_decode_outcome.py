@@ -13,9 +13,9 @@ LOADED = (0.05, 0.5)
 """Start and end, as shares of a run, of the period in which links are compared: earlier, storage is empty;
 later, little work is left (§7.5)."""
 FULL = 0.9
-"""A window counts as full from this share of a NIC's maximum bytes."""
+"""Share of the NICs' maximum bytes from which on a window counts as full."""
 EARLY = 0.05
-"""Attention is compared over this first share of a run, as in the paper's Figure 14."""
+"""First share of a run, over which attention times are compared, as in the paper's Figure 14."""
 TTFT_SLO_S = 4.0
 TPOT_SLO_S = 0.05
 """The paper's SLOs for the means of TTFT and TPOT (§7.4)."""

@@ -30,7 +30,7 @@ COLUMNS = {
 }
 """Column → meaning. The last word of a title is on a second line."""
 OFFLINE_ONLY = {"took s", "faster", "attention"}
-"""Columns left out of runs with arrivals: there the run time is given and the first twentieth is nearly
+"""Columns left out for runs with arrivals, in which the run time is fixed and the first twentieth is nearly
 empty."""
 ONLINE_ONLY = {"agents", "TTFT s", "TTST s", "TPOT ms"}
 MOSTLY = 0.5
@@ -38,7 +38,7 @@ MOSTLY = 0.5
 
 
 def outcome_table(outcomes: Sequence[PdOutcome]) -> Table:
-    """One line per run, at most 80 columns wide. All runs have the same load and cluster."""
+    """Table with one line per run, at most 80 characters wide. All runs have the same load and cluster."""
     first = outcomes[0]
     online = first.rate_per_s is not None
     load = f"{first.rate_per_s:g} agents/s" if online else f"{first.agents:,} agents"
@@ -87,9 +87,9 @@ def _seconds_text(value: float) -> str:
 
 
 def storage_note(outcomes: Sequence[PdOutcome]) -> str | None:
-    """A warning that storage was hardly the bottleneck for a system with one path: a second path then saves
-    little. ``None`` if storage was the bottleneck, if no such system is compared with another one, and for
-    runs with arrivals, whose load the user chooses."""
+    """A warning if storage was hardly the bottleneck for a system with one read path, since a second path
+    then saves little. ``None`` if storage was the bottleneck, if systems with one and two read paths are not
+    compared, or for runs with arrivals, in which the user chooses the load."""
     one_path = next((each for each in outcomes if _reads_by_prefill_only(PD_SYSTEMS[each.system])), None)
     if one_path is None or one_path.rate_per_s is not None or one_path.prefill_nics_full is None:
         return None
@@ -107,7 +107,7 @@ def storage_note(outcomes: Sequence[PdOutcome]) -> str | None:
 
 
 def _reads_by_prefill_only(system: PdSystem) -> bool:
-    """Whether only the prefill side reads, and reading takes time."""
+    """Whether only the prefill side reads from storage, and reading takes time."""
     return system.side is PrefillSideRead and not system.free_io
 
 
@@ -120,7 +120,7 @@ def outcomes_document(outcomes: Sequence[PdOutcome], made_with: Any) -> dict[str
 
 
 def plot_outcomes(outcomes: Sequence[PdOutcome], path: Path) -> None:
-    """Bars of run times, or of mean TTFT for runs with arrivals. Needs matplotlib."""
+    """Write a bar plot of run times (of mean TTFT for runs with arrivals) to ``path``. Needs matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 

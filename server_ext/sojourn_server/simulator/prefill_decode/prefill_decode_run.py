@@ -131,8 +131,8 @@ def run_prefill_decode_suite(
     on_progress: OnProgress = lambda number, now, finished: None,
     on_done: Callable[[int, PdOutcome], None] = lambda number, outcome: None,
 ) -> list[PdOutcome]:
-    """Run all specifications on ``processes`` processes (default: one per core), results in order. Raises
-    like ``run_prefill_decode``."""
+    """Run all specifications on ``processes`` processes (default: one per core). Returns the outcomes in
+    order. Raises like ``run_prefill_decode``."""
     outcomes: list[PdOutcome] = run_in_processes(
         _run_spec_in_process,
         list(specs),
@@ -152,10 +152,10 @@ def calibrate(
     tolerance: float = 0.005,
     play: Callable[[PdSpec], PdOutcome] = run_prefill_decode,
 ) -> list[tuple[float, float]]:
-    """Find by bisection (on a log scale) the efficiency with which ``spec`` takes ``wanted_s``. Returns all
-    (efficiency, seconds) tried, the last within ``tolerance``. ``play`` runs a specification.
+    """Find the machine efficiency with which ``spec`` takes ``wanted_s``, by bisection on a log scale.
+    Returns all (efficiency, seconds) tried; the last is within ``tolerance``. ``play`` runs a specification.
 
-    Raises ``ValueError`` if no efficiency between 5 % and 100 % does: compute is not the bottleneck.
+    Raises ``ValueError`` if no efficiency between 5 % and 100 % fits: compute is then not the bottleneck.
     """
     tried: list[tuple[float, float]] = []
     low, high = 0.05, 1.0
@@ -196,8 +196,8 @@ def _run_spec_in_process(spec: PdSpec, report: ReportCallback) -> PdOutcome:
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Pause garbage collection: turns make no reference cycles, and collection would take a third of the
-    time."""
+    """Context that pauses garbage collection, which would take a third of the time. Turns make no reference
+    cycles."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -52,7 +52,7 @@ PROGRESS_EVENTS = 1 << 16
 
 
 class PdSimulation:
-    """One system on one cluster, with agents that are present from the start or arrive one by one."""
+    """Simulation of one system on one cluster. Agents are present from the start, or arrive one by one."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class PdSimulation:
         *,
         latencies_from_s: float | None = None,
     ) -> None:
-        """``arrivals_s``: arrival time of each agent; ``None``: all at once. ``latencies_from_s``: record
-        latencies of turns submitted from then on; ``None``: none. Raises ``ValueError`` without agents, and
-        at the arrival of an agent that fits no decode device."""
+        """``arrivals_s``: arrival time of each agent; ``None``: all at once. ``latencies_from_s``: record the
+        latencies of turns submitted from this time on; ``None``: record none. Raises ``ValueError`` without
+        agents, and at the arrival of an agent that fits no decode device."""
         if not agents:
             raise ValueError("no agents to simulate")
         if arrivals_s is not None and len(arrivals_s) != len(agents):
@@ -84,19 +84,20 @@ class PdSimulation:
         """Tokens of finished turns."""
         self.submitted = 0
         self.attention_in: list[list[float]] = []
-        """Sums of the maximum and the mean attention seconds of each step, by window of time."""
+        """For each window of time: sums over the steps of the maximum and the mean attention seconds of
+        devices."""
         self.latencies = None if latencies_from_s is None else TokenLatencies(latencies_from_s)
         self._build(cluster, system, agents)
         self._schedule_arrivals(arrivals_s or [0.0] * len(agents))
 
-    # -- what there is -----------------------------------------------------------------
+    # -- setup -------------------------------------------------------------------------
 
     def _build(self, cluster: PdCluster, system: PdSystem, agents: Sequence[Trajectory]) -> None:
         machine, model = cluster.machine, cluster.model
         block_bytes = FULL_BLOCK_TOKENS * model.kv_bytes_per_token
         blocks_per_s = machine.storage_nic_bytes_per_s / block_bytes
         flops_per_s = machine.flops_per_s
-        # The rest that the model's messages, which go first, leave.
+        # Bandwidth for KV: the model's messages have priority.
         share = machine.collective_share
         lane = machine.compute_nic_bytes_per_s * (
             1.0 - HIGH_PRIORITY_SHARE * share if cluster.isolated else 1
@@ -177,7 +178,7 @@ class PdSimulation:
             FcfsMemoryPool(machine.buffer_bytes / block_bytes) for _ in range(cluster.prefill_nodes)
         ]
         self._copies_first = not system.layerwise and not system.free_io
-        """Whether copies come before and after computing, and the KV occupies the device all that time."""
+        """Whether copies come before and after the compute. The KV then occupies the device all that time."""
         self._on_device: list[FcfsMemoryPool[AgentState]] = (
             [FcfsMemoryPool(machine.prefill_kv_tokens(model)) for _ in devices] if self._copies_first else []
         )
@@ -235,7 +236,7 @@ class PdSimulation:
             state.decode = decode
             state.prefill_blocks = own
             state.decode_blocks = other
-            # Without layers all of its KV occupies the device, from before its read.
+            # Without layerwise prefill, a request's whole KV occupies the device from before its read.
             if not self._copies_first or self._on_device[worker].take(request.tokens, state):
                 self._start_reads(state)
 
@@ -276,7 +277,7 @@ class PdSimulation:
             self.pairs.report(node, queue_s, self._queue.now_s)
 
     def _hit_in_dram(self, state: AgentState) -> None:
-        """Handle a request with all cached KV in DRAM."""
+        """Bring a request whose cached KV is now all in DRAM to its prefill device."""
         if self._copies_first and state.cached:
             worker = state.worker
             begin = max(self._queue.now_s, self._copying_in_s[worker])
@@ -286,7 +287,7 @@ class PdSimulation:
             self._loaded(state)
 
     def _loaded(self, state: AgentState) -> None:
-        """Add a request to its prefill device: its cached KV is loaded."""
+        """Add a request whose cached KV is loaded to its prefill device."""
         worker = state.worker
         self.prefill_devices[worker].ready(state)
         group = self._group_of[worker]
@@ -405,7 +406,7 @@ class TokenLatencies:
         self.second_token_s = array("d")
         """Seconds from the first token to the second."""
         self.per_token_s = array("d")
-        """Mean seconds between the tokens after the second."""
+        """Seconds from the start of decoding to the last token, per token after the first."""
 
     def note(self, state: AgentState, now: float) -> None:
         """Record a turn whose last token was decoded now."""

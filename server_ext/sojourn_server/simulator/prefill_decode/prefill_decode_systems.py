@@ -1,4 +1,4 @@
-"""The compared systems: DualPath's parts one by one (§7.5), its bound, split reads, and round robin."""
+"""The compared systems: DualPath with its parts added one by one (§7.5), split reads, and the Oracle."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AlternatingReadSide:
 
 
 class RoundRobinPairs:
-    """Round robin with the interface of ``PairScheduler``: it ignores all load.
+    """Chooses pairs of engines by round robin, regardless of load. Has the interface of ``PairScheduler``.
 
     A request goes to the next prefill engine, and to the next decode engine with enough memory. If no decode
     engine has enough, the request waits, and so do all later requests. Read queues are not tracked.
@@ -105,20 +105,20 @@ class RoundRobinPairs:
 class PdSystem:
     """One system of DualPath's ablation: the settings in which the compared systems differ.
 
-    The cost of a step belongs to the cluster and is the same for all.
+    The costs of a step belong to the cluster. They are the same for all systems.
     """
 
     name: str
     title: str
     layerwise: bool = True
-    """The prefill device holds one layer's KV at a time, and copies overlap with compute."""
+    """Whether the prefill device holds the KV of one layer at a time, and copies overlap with compute."""
     side: Callable[[], ReadSidePolicy]
-    """Factory of the read-side policy; a new one for each run."""
+    """Factory of the read-side policy; each run calls it once."""
     scheduled: bool = True
-    """Whether DualPath's scheduler (D4 and D5) chooses the engines, not round robin. ``side`` is independent
-    of it."""
+    """Whether DualPath's scheduler (D4 and D5) chooses the engines; if false, round robin does. ``side`` does
+    not depend on it."""
     free_io: bool = False
-    """Reads and copies take no time: the paper's Oracle."""
+    """Whether reads and copies take no time, as in the paper's Oracle."""
 
 
 PD_SYSTEMS = {

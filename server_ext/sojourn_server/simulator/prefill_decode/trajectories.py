@@ -39,7 +39,7 @@ class TrajectoryShaping:
     """Factor of each turn's appended tokens, as in §7.3; ``max_context_tokens`` is not scaled."""
     output_scale: float = 1.0
     max_context_tokens: int | None = None
-    """A trajectory ends before its first turn with more tokens; ``None``: as recorded."""
+    """A trajectory ends before its first turn with more tokens, prompt and output; ``None``: as recorded."""
     max_gap_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class TrajectoryShaping:
 
 
 def load_trajectories(workload: str, shaping: TrajectoryShaping, seed: int = 0) -> list[Trajectory]:
-    """Trajectories of a trace file, or of ``synthetic:NAME``: 500 made with ``seed``, as in the paper.
+    """Trajectories of a trace file, or of ``synthetic:NAME``, made with ``seed`` (500, as in the paper).
 
     Raises ``TraceError`` if the file is unreadable, or no trajectory fits.
     """
@@ -83,7 +83,7 @@ def shape_trajectory(program: TraceProgram, shaping: TrajectoryShaping) -> Traje
     A sub-agent is a program of its own; programs share nothing.
     """
     turns: list[TurnShape] = []
-    context = recorded = 0  # after the previous turn, as shaped and as recorded
+    context = recorded = 0  # tokens after the previous turn: as shaped, and as recorded
     before: TraceTurn | None = None
     for turn in program.turns:
         common = _common_prefix_tokens(turn, before)

@@ -1,4 +1,4 @@
-"""Completion, load, regeneration and Pareto plots. Each function returns a matplotlib figure."""
+"""Completion, load, recomputation and Pareto plots of runs, as matplotlib figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PANEL_INCHES = (4.2, 3.6)
 
 
 class PlotMetric(NamedTuple):
-    """Metric of a panel."""
+    """The metric that a panel shows."""
 
     title: str
     log: bool
@@ -42,9 +42,9 @@ def load_value(run: RunLog | RunRow) -> float:
 
 
 def completion_cdf(runs: Sequence[RunLog], looks: Mapping[str, PlotStyle], since_s: float = 0.0) -> Any:
-    """Kaplan-Meier share of finished programs by completion time, up to the longest observed time.
+    """Plot the Kaplan-Meier share of finished programs over completion time, up to the longest observed time.
 
-    Covers programs that arrived from ``since_s`` on, as in ``summarize_run``.
+    Programs count if they arrived at ``since_s`` or later, as in ``summarize_run``.
     """
     loads = sorted({load_value(run) for run in runs})
     figure, axes = _panels(len(loads))
@@ -107,7 +107,7 @@ def load(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
 def draw_metric(
     axis: Any, metric: PlotMetric, placed: Sequence[tuple[float, RunRow]], looks: Mapping[str, PlotStyle]
 ) -> None:
-    """Draw the title and one line per policy through its (x, row) points.
+    """Draw the metric's title, and one line per policy through its points. ``placed`` has (x, row) pairs.
 
     Rows without the metric are skipped; hollow points are lower bounds.
     """
@@ -131,7 +131,7 @@ def draw_metric(
 
 
 def regenerated(rows: Sequence[RunRow]) -> Any:
-    """Plot recomputed tokens in % of the prompt tokens, by cause; the token count is beside each bar."""
+    """Plot recomputed tokens by cause, in % of the prompt tokens. A number of tokens is beside each bar."""
     from matplotlib.patches import Patch
 
     causes = sorted(
@@ -175,7 +175,7 @@ def regenerated(rows: Sequence[RunRow]) -> Any:
 def pareto(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
     """Plot output throughput against P95 completion; hollow points are lower bounds.
 
-    The line joins the Pareto-optimal policies if all values are exact.
+    If all values are exact, a line joins the Pareto-optimal policies.
     """
     timed = [
         row for row in rows if row.output_tok_per_s is not None and row.completion_estimate_s.p95 is not None
@@ -271,7 +271,7 @@ def _label_left(axes: Sequence[Any], text: str) -> None:
 
 
 def draw_legend(figure: Any, axes: Sequence[Any], title: str | None = None) -> None:
-    """A legend beside the panels with each policy once."""
+    """Draw a legend beside the panels, with each policy once."""
     found: dict[str, Any] = {}
     for axis in axes:  # a policy may be missing at some loads
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -287,7 +287,7 @@ def draw_legend(figure: Any, axes: Sequence[Any], title: str | None = None) -> N
 
 
 def set_plain_log_scale(axis: Any) -> None:
-    """Log scale with plain numbers as labels, three per decade."""
+    """Make the y axis logarithmic, with plain numbers as labels, three per decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_yscale("log")
@@ -305,7 +305,7 @@ def _padded_limits(values: Sequence[float]) -> tuple[float, float]:
 
 
 def read(row: RunRow, metric: PlotMetric) -> float | None:
-    """Value of ``metric``; ``None`` if not measured."""
+    """Value of ``metric`` in ``row``; ``None`` if not measured."""
     field, _, figure = metric.value.partition(".")
     value: float | SummaryStatistics | None = getattr(row, field)
     found: float | None = getattr(value, figure) if figure else value  # type: ignore[assignment]
@@ -313,12 +313,12 @@ def read(row: RunRow, metric: PlotMetric) -> float | None:
 
 
 def workload_text(run: RunLog | RunRow) -> str:
-    """Trace, hardware and model."""
+    """Trace, hardware and model of a run, as text for titles."""
     return f"{trace_name(run.trace)} · {run.hardware} · {run.model}"
 
 
 def load_text(run: RunLog | RunRow) -> str:
-    """The load in words."""
+    """The load of a run in words, for titles."""
     if run.loop == "open" and run.rate_per_s is not None:
         return f"{run.rate_per_s:g} programs arriving a second"
     return f"{load_value(run):g} programs at once"

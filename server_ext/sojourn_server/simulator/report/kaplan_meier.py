@@ -1,9 +1,9 @@
-"""Completion times with unfinished programs: the Kaplan-Meier estimate.
+"""Kaplan-Meier estimate of completion times, for runs that end before all programs have finished.
 
-The mean of the finished programs is biased towards short ones, and more so the slower a policy is: the
-slowest may look best. Kaplan and Meier (1958, "Nonparametric estimation from incomplete observations") count
-an unfinished program among those at risk for as long as it was observed. The method assumes that the cut-off
-is independent of the remaining time; here the cut-off is the end of the run, which is independent.
+The mean over finished programs is biased towards short ones. The bias grows with the slowness of a policy, so
+the slowest may look best. Kaplan and Meier (1958, "Nonparametric estimation from incomplete observations")
+count an unfinished program among those at risk for as long as it was observed. The method assumes that the
+cut-off is independent of the remaining time; here the cut-off is the end of the run, which is independent.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def estimated_statistics(exact: Sequence[float], cut_off: Sequence[float]) -> Su
     """Mean and percentiles of all programs' completion times, unfinished ones included.
 
     A percentile is the shortest time by which at least that share has finished. If the run was too short,
-    ``at_least`` names the percentiles that the estimate does not reach, and the mean if the estimate does not
-    reach 1. Their values are the longest observed time, and the mean up to that time.
+    some statistics are lower bounds, named in ``at_least``. A percentile that the estimate does not reach has
+    the longest observed time as its value. If the estimate does not reach 1, the mean covers only observed
+    time.
     """
     points = finished_share(exact, cut_off)
     if not exact and not cut_off:

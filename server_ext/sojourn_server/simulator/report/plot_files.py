@@ -70,9 +70,9 @@ def write_plots(
     against P95 completion), and an ``occupancy-LOAD`` for each load. If there are several such groups, each
     has its own folder in ``folder``.
 
-    ``rows`` are the metrics of the runs, if already computed; they may include bounds without a log. The
-    default calls ``summarize_run`` with ``since_s``. Plots that need a log are skipped without one. All plots
-    are drawn before the first file is written.
+    ``rows`` are the metrics of the runs, and may include bounds without a log; by default ``summarize_run``
+    computes them with ``since_s``. Plots that need a log are skipped without one. All plots are drawn before
+    the first file is written.
 
     Raises ``PlotError`` without matplotlib, ``ValueError`` without runs.
     """
@@ -87,7 +87,7 @@ def write_plots(
 
 
 def write_sweep_plot(swept: SweepRuns, rows: Sequence[RunRow], folder: str | Path) -> list[Path]:
-    """Draw ``sweep``, throughput and P95 completion against the swept value; return the paths of the files.
+    """Draw throughput and P95 completion against the swept value as ``sweep`` files; return their paths.
 
     ``rows``: all rows of the suite. Raises ``PlotError`` without matplotlib, ``ValueError`` if no row has a
     time.
@@ -151,7 +151,7 @@ def _figures(
 
 def _bytes(figure: Any, form: str) -> bytes:
     buffer = io.BytesIO()
-    # Without date and version: the same run gives the same bytes.
+    # Without date and version, the same run gives the same bytes.
     metadata = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
     figure.savefig(buffer, format=form, dpi=130, metadata=metadata)
     return buffer.getvalue()
@@ -171,7 +171,7 @@ _RUNNING, _TOOL, _OTHER, _WAITING, _HOST = "#0072B2", "#E69F00", "#BDBDBD", "#CC
 
 
 def plot_occupancy(runs: Sequence[RunLog]) -> Any:
-    """Left: KV blocks of the device in % of the pool, host memory as a line. Right: the programs."""
+    """Plot each run's occupancy over time. Left: KV in % of the pool, and of host memory. Right: programs."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -223,8 +223,8 @@ def plot_occupancy(runs: Sequence[RunLog]) -> Any:
 
 
 def binned_samples(run: RunLog) -> tuple[list[float], list[list[OccupancySample]]]:
-    """Group the occupancy samples of a run into at most ``_BINS`` bins: (virtual seconds of each, its
-    samples)."""
+    """Group the occupancy samples of a run into at most ``_BINS`` bins. Returns the mean virtual seconds of
+    the bins, and the samples of each."""
     samples = run.occupancy
     if len(samples) <= _BINS:
         return [sample.at_s for sample in samples], [[sample] for sample in samples]
@@ -260,7 +260,7 @@ _WIDE = 8
 
 
 def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
-    """Two panels, one line per policy. Returns a matplotlib figure.
+    """Plot throughput and P95 completion against the swept value. Returns a figure, with one line per policy.
 
     A policy that does not use the swept field is a level line. Rows without times (bounds without a run) are
     skipped; raises ``ValueError`` if no row has a time.
@@ -284,7 +284,7 @@ def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], looks: Mapping[str, Plo
         if metric.log and found and max(found) / min(found) > _WIDE:
             set_plain_log_scale(axis)
         else:
-            # From 0: otherwise a small gain would look large.
+            # The axis begins at 0: otherwise a small gain would look large.
             axis.set_ylim(0, 1.08 * max(found, default=1.0))
         axis.set_xlabel(swept.meaning)
     draw_legend(figure, axes)

@@ -1,4 +1,4 @@
-"""Plot styles of policies and causes, and label placement. Styles suit colour-blind readers and print."""
+"""Plot styles of policies and causes, readable in print and by colour-blind people; label placement."""
 
 from __future__ import annotations
 
@@ -89,15 +89,15 @@ _DISTANCES_POINTS = (8.0, 14.0, 22.0, 32.0, 44.0, 58.0)
 _POINT_RADIUS_PIXELS = 7.5
 _MARGIN_PIXELS = 2.0
 _TEXT_COLOUR = "#222222"
-"""Not the point's colour: half of the palette is too pale for small text."""
+"""Colour of all labels. Half of the palette of the points is too pale for small text."""
 
 
 def place_labels(
     figure: Any, panels: Sequence[tuple[Any, Sequence[tuple[float, float, str, str]]]], size: float = 7.5
 ) -> None:
-    """Write ``(x, y, text, colour)`` of every panel next to its point, with the least overlap.
+    """Write the label of each point ``(x, y, text, colour)`` of every panel next to it, with least overlap.
 
-    Lays out the figure first and freezes the layout: text extents are known in pixels only.
+    Lays out the figure first, and freezes the layout, because the extents of texts are known in pixels only.
     """
     figure.draw_without_rendering()
     figure.set_layout_engine("none")

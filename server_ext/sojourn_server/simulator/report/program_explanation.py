@@ -36,7 +36,7 @@ class TurnPhase(NamedTuple):
 def turn_phases(
     program: ProgramLog, turn: TurnLog, next_turn: TurnLog | None, run_end_s: float
 ) -> list[TurnPhase]:
-    """Phases from the sending of a turn to that of the next one, or to the end of the program or run."""
+    """Phases from the sending of ``turn`` to that of ``next_turn``, or to the end of the program or run."""
     if next_turn is not None:
         end_s = next_turn.submitted_s
     else:
@@ -63,7 +63,7 @@ def turn_phases(
 
 
 def totals(program: ProgramLog, run_end_s: float) -> dict[str, float]:
-    """Seconds of each kind of phase over the whole program; time before its first turn counts as tools."""
+    """Seconds of each kind of phase in the program. The time before the first turn counts as tools."""
     sums = dict.fromkeys(PHASE_KINDS, 0.0)
     for turn, next_turn in turn_pairs(program.turns):
         for span in turn_phases(program, turn, next_turn, run_end_s):
@@ -102,7 +102,7 @@ class UnknownProgramError(LookupError):
 
     def __init__(self, program_id: str, run: RunLog) -> None:
         known = [program.program_id for program in run.programs]
-        # A user with the trace at hand uses its ids.
+        # A user may give the id from the trace.
         near = [program.program_id for program in run.programs if program.trace_id == program_id][
             :_SUGGESTIONS
         ]
@@ -119,7 +119,7 @@ class UnknownProgramError(LookupError):
 
 
 def explain_program(run: RunLog, program_id: str) -> RenderableType:
-    """A heading, one line per turn, explanations of causes, and a verdict. Raises ``UnknownProgramError``."""
+    """Heading, one line per turn, explanations of causes, and ``verdict``. Raises ``UnknownProgramError``."""
     program = next((p for p in run.programs if p.program_id == program_id), None)
     if program is None:
         raise UnknownProgramError(program_id, run)
@@ -143,7 +143,7 @@ def verdict(run: RunLog, program: ProgramLog) -> str:
     sums = totals(program, run.virtual_s)
     if not program.turns:
         return f"{first}: it never sent a turn"
-    # Largest remainders: the percentages add up to 100.
+    # Rounded by largest remainders, so that the percentages add up to 100.
     shares = ", ".join(f"{kind} {percent} %" for kind, percent in _percentages(sums).items())
     computed = sum(turn.computed_tokens for turn in program.turns)
     again = sum(turn.regenerated_tokens for turn in program.turns)
@@ -266,7 +266,7 @@ def _gap_text(turn: TurnLog, gap: TurnPhase | None, next_turn: TurnLog | None, *
 
 
 def _causes(program: ProgramLog) -> list[str]:
-    """Causes of lost tokens, most tokens first."""
+    """Causes of the program's recomputed tokens, most tokens first."""
     by: dict[str, int] = {}
     for turn in program.turns:
         for cause, tokens in turn.regenerated.items():

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .run_row import OVERALL, ReplicaChanges, RunRow, SummaryStatistics, Utilisation
 
 BASELINES = ("stock", "prefix-affinity/stock")
-"""Baselines of the factors: for one engine, and for a cluster."""
+"""Policies with which others are compared by factors: on one engine, and on a cluster."""
 _MOST_DECIMALS = 3
 
 
@@ -28,7 +28,7 @@ class ColumnValue(NamedTuple):
     at_least: bool = False
     """Whether the value is a lower bound."""
     biased: bool = False
-    """Whether the value must not be compared."""
+    """Whether the value must not be compared with that of other policies."""
 
 
 class ResultColumn(NamedTuple):
@@ -41,7 +41,7 @@ class ResultColumn(NamedTuple):
     when: Callable[[RunRow], bool] = lambda row: True
     """The column is left out if this is false for every row."""
     compare_to_stock: bool = False
-    """Whether to show the factor relative to stock too."""
+    """Whether to show the factor relative to the baseline too."""
     decimals: int | None = None
     """Decimals; ``None``: as many as the smallest value needs."""
 
@@ -78,8 +78,8 @@ def _figure(
 
 
 def _completion(name: str) -> Callable[[RunRow], ColumnValue | None]:
-    """Reader of the statistic ``name`` of completion times. The value is biased for a closed loop that was
-    cut off: policies then finish different programs."""
+    """Reader of the statistic ``name`` of completion times. The value is biased if a closed loop was cut off,
+    because policies then finish different programs."""
     read = _figure(lambda row: row.completion_s, name)
 
     def value(row: RunRow) -> ColumnValue | None:
@@ -96,7 +96,7 @@ def _share(amount: Callable[[RunRow], int]) -> Callable[[RunRow], float | None]:
 
 
 def _run_only(read: Callable[[RunRow], float | None]) -> Callable[[RunRow], ColumnValue | None]:
-    """Reader that returns ``None`` for a bound without a run."""
+    """Reader that returns ``None`` for the row of a bound that was not simulated."""
 
     def value(row: RunRow) -> ColumnValue | None:
         number = None if row.limit and row.output_tok_per_s is None else read(row)
@@ -178,12 +178,12 @@ ENGINE: tuple[ResultColumn, ...] = (
 
 
 def cells(rows: Sequence[RunRow], column: ResultColumn) -> list[TableCell]:
-    """Cells of the column for ``rows`` of one workload, in order."""
+    """Cells of ``column``, one for each of ``rows``, which share one workload."""
     values = [column.read(row) for row in rows]
     decimals = column.decimals
     if decimals is None:
         decimals = _decimals([value.number for value in values if value is not None])
-    # Equal as printed is equal: the last digit decides nothing.
+    # Values that are printed alike count as equal.
     rounded = [value and value._replace(number=round(value.number, decimals)) for value in values]
     best = _best(rows, rounded, column.better)
     stock = next((value for row, value in zip(rows, values, strict=True) if row.policy in BASELINES), None)
@@ -214,7 +214,7 @@ def with_decimals(column: ResultColumn, rows: Sequence[RunRow]) -> ResultColumn:
 
 
 def shown(rows: Sequence[RunRow], columns: Sequence[ResultColumn]) -> list[ResultColumn]:
-    """The columns to show: those with a non-zero value in any of ``rows``."""
+    """The columns to show: ``when`` is true for any of ``rows``, and any of them has a non-zero value."""
     kept = []
     for column in columns:
         if not any(column.when(row) for row in rows):
@@ -228,8 +228,8 @@ def shown(rows: Sequence[RunRow], columns: Sequence[ResultColumn]) -> list[Resul
 def _best(
     rows: Sequence[RunRow], values: Sequence[ColumnValue | None], better: Direction | None
 ) -> float | None:
-    """The best value of the policies; ``None`` with fewer than two values, if most policies reach it, or if
-    lower bounds leave it open."""
+    """The best value of the policies. ``None`` with fewer than two values or with a biased value, if most
+    policies reach the best value, or if lower bounds leave it open."""
     known = [value for row, value in zip(rows, values, strict=True) if value is not None and not row.limit]
     exact = [value.number for value in known if not value.at_least]
     if better is None or len(known) < 2 or not exact or any(value.biased for value in known):

@@ -31,7 +31,7 @@ class ResultsError(InputError):
 
 
 class Provenance(msgspec.Struct, kw_only=True, frozen=True):
-    """What is needed to reproduce the results."""
+    """How the results were made: command, installed versions and machine."""
 
     command: str
     versions: dict[str, str] = msgspec.field(default_factory=dict)
@@ -39,7 +39,7 @@ class Provenance(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class SimulationResults(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """The whole document."""
+    """Content of a results file."""
 
     version: int
     made_with: Provenance
@@ -51,7 +51,7 @@ class SimulationResults(msgspec.Struct, kw_only=True, frozen=True, omit_defaults
 def made_with(arguments: Sequence[str]) -> Provenance:
     """Command, installed versions and machine. ``arguments`` is ``sys.argv``.
 
-    Absolute paths are reduced to their last part: host name and user folders stay private.
+    Absolute paths are reduced to their last part, so that user folders stay private.
     """
     given = [Path(arguments[0]).name, *map(_without_folders, arguments[1:])] if arguments else []
     command = shlex.join(given)
@@ -88,7 +88,7 @@ def read_results(path: str | Path) -> SimulationResults:
 
 
 def check_version(data: bytes, where: str, *, expected: int, what: str) -> None:
-    """Check the version before decoding: otherwise a moved field would be reported as missing."""
+    """Raise ``ResultsError`` for another version. Decoding alone would report a moved field as missing."""
 
     class Versioned(msgspec.Struct):
         version: int
@@ -113,7 +113,7 @@ def decode(data: bytes, kind: type[Any], where: str) -> Any:
 
 
 def field_first(message: str) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.runs[0].seed`", with the field first."""
+    """Move the field to the front of msgspec's "Expected `int`, got `str` - at `$.runs[0].seed`"."""
     found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", message, re.DOTALL)
     if found is None:
         return message[:1].lower() + message[1:]
@@ -170,7 +170,7 @@ def save_runs(
 
 
 def load_runs(path: str | Path) -> SavedRuns:
-    """Read run logs; the content gives the format. Raises ``ResultsError`` naming file and field."""
+    """Read run logs; the format is detected. Raises ``ResultsError`` naming file and field."""
     try:
         data = Path(path).read_bytes()
         if data[:2] == b"\x1f\x8b":

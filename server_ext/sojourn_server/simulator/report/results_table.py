@@ -30,7 +30,7 @@ def _baseline_note(rows: Sequence[RunRow]) -> str:
 
 
 def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
-    """Rows grouped by workload, ordered by trace and load; in a group stock first and bounds last."""
+    """Rows grouped by workload, in order of trace and load. Each group has stock first and bounds last."""
     groups: dict[tuple[object, ...], list[RunRow]] = {}
     for row in rows:
         groups.setdefault(row.workload, []).append(row)
@@ -60,7 +60,7 @@ def title(rows: Sequence[RunRow]) -> str:
 
 
 def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
-    """The size ``field`` in tokens, if all policies with such memory have the same; else ``None``."""
+    """The size ``field`` in tokens if it is the same for all policies with such memory, else ``None``."""
     sizes = {(row.policy, getattr(row, field) * row.block_size) for row in rows if not row.limit}
     owners = {policy for policy, size in sizes if size}
     found = {size for policy, size in sizes if policy in owners}
@@ -68,7 +68,7 @@ def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
 
 
 def load(row: RunRow) -> str:
-    """The load in words."""
+    """The load of a row in words."""
     if row.loop == "closed" or row.rate_per_s is None:
         text = f"{row.programs} programs at once"
     else:
@@ -117,7 +117,7 @@ def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
 
 
 def notes(rows: Sequence[RunRow]) -> list[str]:
-    """The notes of the rows, each once; a note that does not hold for all policies names its policies."""
+    """The notes of the rows, each once. A note on some of the policies begins with their names."""
     owners: dict[str, list[str]] = {}
     for row in rows:
         for note in row.notes:
@@ -145,7 +145,7 @@ def policy_cells(rows: Sequence[RunRow]) -> WrappedColumn:
 
 
 def value_cells(column: ResultColumn, found: Sequence[TableCell]) -> WrappedColumn:
-    """Column of ``found``, the cells of ``column``."""
+    """Printable column from ``column`` and its cells, ``found``."""
     factor_width = max(len(cell.factor) for cell in found)
     heading = Text(column.title).append(f"\n{column.unit}", style="dim")
     return WrappedColumn(heading, [_text(cell, factor_width) for cell in found])

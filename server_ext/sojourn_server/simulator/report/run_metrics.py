@@ -1,8 +1,8 @@
 """Definitions of a run's metrics, computed from its log.
 
-Sub-agents count as programs of their own (MORI §4.2), as in ``sojourn replay``. ``since_s`` > 0 excludes
-programs that arrived earlier, and turns that were sent earlier: the warm-up of a closed loop, in which all
-programs start on an empty cache. Rates then count all events from ``since_s`` on.
+Sub-agents count as programs of their own (MORI §4.2), as in ``sojourn replay``. ``since_s`` > 0 excludes the
+warm-up of a closed loop, in which all programs start on an empty cache: programs that arrived earlier, and
+turns that were sent earlier. Rates then count all events from ``since_s`` on.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ def summarize_run(
 ) -> RunRow:
     """Metrics of ``run``.
 
-    - ``completion_s``: arrival to last token. Closed loop: of finished programs. Open loop: of all; an
-      unfinished program counts with its elapsed time, and ``at_least`` names the statistics that this makes
-      lower bounds.
-    - ``completion_estimate_s``: of all programs, in both loops: the Kaplan-Meier estimate.
+    - ``completion_s``: from arrival to the last token. Closed loop: finished programs only. Open loop: all
+      programs. An unfinished program counts with its elapsed time; ``at_least`` names the statistics that are
+      therefore lower bounds.
+    - ``completion_estimate_s``: Kaplan-Meier estimate of completion for all programs, in both loops.
     - ``unfinished_elapsed_s``: elapsed time of unfinished programs, in both loops.
-    - ``ttft_s``: from sending, time at a router included, to the first token.
-    - ``queue_s``: from sending to the first blocks, loads from host memory included. In ``ttft_s`` and
+    - ``ttft_s``: from sending to the first token, including time at a router.
+    - ``queue_s``: from sending to the first blocks, including loads from host memory. In ``ttft_s`` and
       ``queue_s`` a turn that the end of the run cuts off counts with its elapsed time, and ``at_least`` names
-      the lower bounds; otherwise a policy that starves requests would look best.
-    - ``tpot_s``: (last token or end of the run − first token) ÷ (output tokens − 1), of turns with more than
-      one token, including those that were preempted and still wait.
-    - ``output_tok_per_s``: tokens of finished and unfinished turns ÷ time; a turn across ``since_s`` counts
-      in proportion.
-    - ``prompt_tokens``, ``computed_tokens``, ``regenerated_tokens``, hits: of turns that got blocks.
+      the lower bounds. Otherwise a policy that starves requests would look best.
+    - ``tpot_s``: (last token or end of the run − first token) ÷ (output tokens − 1), for turns with more than
+      one token, including preempted turns that still wait.
+    - ``output_tok_per_s``: tokens of finished and unfinished turns ÷ time. A turn that began before
+      ``since_s`` counts in proportion.
+    - ``prompt_tokens``, ``computed_tokens``, ``regenerated_tokens``, hits: sums over turns that got blocks.
     - ``programs_per_hour``: programs that finished from ``since_s`` on ÷ time.
     - ``cascades``: preemptions at most ``CASCADE_STEPS`` steps after another one.
     - ``utilisation``, ``per_replica``, ``routes``, ``preemptions``, ``cascades``, copies,
-      ``device_busy_fraction``, ``scheduler_ms_per_step``, ``virtual_s`` and ``wall_s``: of the whole run.
+      ``device_busy_fraction``, ``scheduler_ms_per_step``, ``virtual_s``, ``wall_s``: over the whole run.
 
     ``regenerated_over_belady`` and ``limit`` are copied to the row. Raises ``ValueError`` if ``since_s`` is
     negative or not before the end of the run.
@@ -160,8 +160,8 @@ def bound_row(
     regenerated_over_belady: float | None = None,
     notes: Sequence[str] = (),
 ) -> RunRow:
-    """Row of a bound without times, such as ``replay_belady``: the accesses are those of ``stock``, so only
-    recomputation differs."""
+    """Row of a bound that has no times, such as ``replay_belady``. It has the accesses of the row ``stock``,
+    so only recomputation differs."""
     same = {
         field: getattr(stock, field)
         for field in (
@@ -199,10 +199,10 @@ def summary_statistics(values: Iterable[float]) -> SummaryStatistics:
 
 
 def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -> SummaryStatistics:
-    """Mean and percentiles of values. Some are known only as lower bounds.
+    """Mean and percentiles of values, some of which are known only as lower bounds.
 
-    Raising a value lowers no percentile: computed from the bounds, every statistic is a lower bound. A
-    percentile is exact if all values up to its rank are exact: raising a later value does not change it.
+    The statistics are computed from the bounds. Those that are then lower bounds are named in ``at_least``:
+    the mean, and each percentile with a lower bound among the values up to its rank.
     """
     ordered = sorted([*((value, False) for value in exact), *((value, True) for value in lower_bounds)])
     first_bound = next((place for place, (_, bound) in enumerate(ordered) if bound), None)
@@ -221,7 +221,7 @@ def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -
 
 
 def trace_name(workload: str) -> str:
-    """Name of a trace file without folder and suffix; other names unchanged."""
+    """Name of a trace file without folder and suffix. Other workload names are unchanged."""
     name = PurePath(workload).name if workload.endswith(_TRACE_ENDINGS) else workload
     for ending in _TRACE_ENDINGS:
         name = name.removesuffix(ending)
@@ -229,8 +229,8 @@ def trace_name(workload: str) -> str:
 
 
 def cascades(preemption_steps: Iterable[int], within: int = CASCADE_STEPS) -> int:
-    """Preemptions at most ``within`` steps after another one; the first of a chain does not count (Tetris,
-    T6)."""
+    """Number of preemptions at most ``within`` steps after another one. The first of a chain does not count
+    (Tetris, T6)."""
     ordered = sorted(preemption_steps)
     return sum(after - before <= within for before, after in pairwise(ordered))
 
@@ -314,7 +314,7 @@ def _notes(run: RunLog, since_s: float, *, unfinished: bool) -> list[str]:
 
 
 def replica_changes(programs: Iterable[ProgramLog]) -> ReplicaChanges | None:
-    """Changes of replica between computed turns; ``None`` if nothing was computed."""
+    """How often programs changed replicas between computed turns; ``None`` if nothing was computed."""
     changes = []
     for program in programs:
         at = [turn.replica for turn in program.turns if turn.admitted_s is not None]
@@ -336,8 +336,8 @@ def utilisation(run: RunLog) -> Utilisation | None:
 
 
 def slo_attainment(programs: Sequence[ProgramLog], run_end_s: float) -> dict[str, float] | None:
-    """Share of programs within their SLO, by tenant and overall. A program that the end of the run cuts off
-    counts as missed after its deadline, and not at all before it. ``None`` if none counts."""
+    """Share of programs within their SLO, by tenant and overall; ``None`` if no program counts. An unfinished
+    program counts as missed if its deadline has passed, and does not count otherwise."""
     met: dict[str, list[bool]] = {}
     for program in programs:
         if program.expected_s is None:
@@ -358,7 +358,7 @@ def slo_attainment(programs: Sequence[ProgramLog], run_end_s: float) -> dict[str
 
 
 def per_replica(run: RunLog) -> tuple[ReplicaRow, ...]:
-    """One row per engine, in order."""
+    """Metrics of each engine of a cluster, in order; empty for a single engine."""
     turns: dict[str | None, list[tuple[int, int, int]]] = {}
     for program in run.programs:
         for turn in program.turns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 WALL_CLOCK_FIELDS = ("scheduler_ms_per_step", "wall_s")
-"""Fields of ``RunRow`` that depend on the machine. All others repeat byte for byte."""
+"""Fields of ``RunRow`` that depend on the machine. All others are equal in every repetition of a run."""
 
 
 class SummaryStatistics(msgspec.Struct, kw_only=True, frozen=True):
@@ -43,7 +43,7 @@ class Utilisation(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ReplicaRow(msgspec.Struct, kw_only=True, frozen=True):
-    """Metrics of one engine over the whole run; tokens are of the turns that it computed."""
+    """Metrics of one engine over the whole run. Tokens are sums over the turns that the engine computed."""
 
     replica: str
     steps: int
@@ -90,7 +90,7 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     wall_s: float
 
     limit: bool = False
-    """A bound on policies, not a policy: never marked best."""
+    """Whether the row is of a bound on policies, not of a policy. It is never marked best."""
     loop: str = "closed"
     rate_per_s: float | None = None
     since_s: float = 0.0
@@ -99,7 +99,7 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     disk_blocks: int = 0
     block_size: int = 16
     programs_cut: int = 0
-    """Number of finished programs that ended early since their next turn would not have fitted."""
+    """Number of finished programs that ended early because their next turn would not have fitted."""
     programs_per_hour: float | None = None
     unfinished_elapsed_s: SummaryStatistics = NO_STATISTICS
     """Elapsed time of unfinished programs."""
@@ -134,8 +134,8 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def workload(self) -> tuple[str, str, str, str, int, int, int, float, float]:
-        """Rows with the same value may be compared. The value sorts by load and excludes the pool size, which
-        differs for bounds."""
+        """Key of the workload: rows with the same key may be compared. It sorts by load, and excludes the
+        pool size, which differs for bounds."""
         return (
             self.trace, self.hardware, self.model, self.loop, self.seed,
             self.replicas or 0, self.programs, self.rate_per_s or 0.0, self.since_s,

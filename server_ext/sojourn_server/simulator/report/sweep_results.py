@@ -1,4 +1,4 @@
-"""Results of a sweep: which rows belong to which value, and their table."""
+"""Results of a parameter sweep: which rows belong to which value, and the table of all rows."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ _SHOWN = (
     ("output", "tok/s"), ("est. of all", "P95 s"), ("programs", "/h"), ("finished", ""), ("unfinished", ""),
     ("TTFT", "mean s"), ("on host", "% prompt"), ("again", "% prompt"),
 )  # fmt: skip
-"""Throughput and P95 first, as in the plot; then what explains them. The JSON has all metrics."""
+"""Columns of the table: throughput and P95 as in the plot, then metrics that explain these."""
 
 
 def render_sweep(swept: SweepRuns, rows: Sequence[RunRow]) -> RenderableType:
-    """Table and notes. Best values, and factors relative to stock, are per value of the sweep."""
+    """Table and notes of a sweep. Best values, and factors relative to stock, are per swept value."""
     groups = [swept.rows_of(value, rows) for value in swept.values]
     ordered = [row for group in groups for row in group]
     keys = [_key_column(swept.field, [(value.text, len(value.runs)) for value in swept.values])]
@@ -124,7 +124,7 @@ def _key_column(heading: str, texts: Sequence[tuple[str, int]]) -> WrappedColumn
 
 
 def _notes(swept: SweepRuns, groups: Sequence[Sequence[RunRow]]) -> list[str]:
-    """Every note once; a note that does not hold at all values names its values."""
+    """Every note once. A note on some of the swept values begins with these values."""
     places: dict[str, list[str]] = {}
     for value, group in zip(swept.values, groups, strict=True):
         for note in notes(group):

@@ -23,7 +23,7 @@ Arrival = tuple[float, ProgramPlan]
 
 
 class ArrivalProcess(Protocol):
-    """Source of programs."""
+    """Source of programs and their arrival times."""
 
     notes: list[str]
     """Notes on the workload for the reader of results."""
@@ -33,7 +33,8 @@ class ArrivalProcess(Protocol):
         ...
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """The arrival that replaces a finished top-level program, sub-agents included."""
+        """The arrival that replaces a top-level program when it and its sub-agents have finished, or
+        ``None``."""
         ...
 
 
@@ -42,7 +43,7 @@ STAGGER_S = 0.5
 
 
 class ClosedLoop:
-    """``n`` concurrent programs without end: a finished one is replaced at once (MORI §5.1)."""
+    """Closed loop of ``n`` programs without end: each finished program is replaced at once (MORI §5.1)."""
 
     def __init__(self, programs: ProgramPlanner, n: int, seed: int, *, stagger_s: float = STAGGER_S) -> None:
         """The first ``n`` programs arrive ``stagger_s`` apart. Raises ``ValueError`` for an ``n`` below 1."""
@@ -66,7 +67,7 @@ class ClosedLoop:
 
 
 class FiniteClosedLoop:
-    """Every program once, ``n`` at a time, in the trace's order, as in ``sojourn replay``."""
+    """Closed loop of every program once, ``n`` at a time, in the trace's order, as in ``sojourn replay``."""
 
     def __init__(self, programs: ProgramPlanner, n: int, *, stagger_s: float = 0.0) -> None:
         """The first ``n`` programs arrive ``stagger_s`` apart. Raises ``ValueError`` for an ``n`` below 1."""
@@ -94,7 +95,7 @@ class FiniteClosedLoop:
 
 
 class OpenLoop:
-    """Poisson arrivals: each program once, or ``count`` of them, until all have finished (Continuum §6.1)."""
+    """Poisson arrivals of ``count`` programs, or of each once, until all have finished (Continuum §6.1)."""
 
     def __init__(self, programs: ProgramPlanner, rate_per_s: float, count: int | None, seed: int) -> None:
         """``rate_per_s`` counts top-level programs. Raises ``ValueError`` for an invalid rate or count."""
@@ -117,7 +118,7 @@ class OpenLoop:
             yield at_s, plan
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """Return no arrivals: they are independent of finished programs."""
+        """``None``: arrivals do not depend on finished programs."""
         return None
 
 
@@ -150,8 +151,8 @@ def make_arrival_process(
     human_gaps: bool = True,
     replicas: int = 1,
 ) -> ArrivalProcess:
-    """A closed loop of ``programs`` concurrent programs; with ``rate_per_s``, as many Poisson arrivals. At
-    the start of a closed loop, each of ``replicas`` engines gets its first programs at the usual interval.
+    """A closed loop of ``programs`` concurrent programs or, with ``rate_per_s``, as many Poisson arrivals.
+    The first programs of a closed loop arrive ``STAGGER_S`` / ``replicas`` apart.
 
     Raises ``TraceError`` for an unreadable or unplayable workload, ``ValueError`` for an invalid number.
     """

@@ -30,9 +30,9 @@ class LogNormal:
 
     @classmethod
     def with_moments(cls, mean: float, sd: float, cap: float = math.inf) -> LogNormal:
-        """Build it from mean and standard deviation *after* clipping.
+        """Build the distribution from its mean and standard deviation *after* clipping.
 
-        In closed form without a cap, else by bisection. Raises ``ValueError`` if none exists.
+        It is found in closed form without a cap, else by bisection. Raises ``ValueError`` if none exists.
         """
         plain = cls._uncapped(mean, sd)
         if cap == math.inf:
@@ -51,7 +51,7 @@ class LogNormal:
 
     @classmethod
     def with_mean(cls, mean: float, sigma: float, cap: float) -> LogNormal:
-        """Build it from ``sigma`` and the mean *after* clipping, by bisection.
+        """Build the distribution from ``sigma`` and the mean *after* clipping, by bisection.
 
         Raises ``ValueError`` for a mean that is not between 0 and the cap.
         """
@@ -68,10 +68,10 @@ class LogNormal:
 
     @classmethod
     def through(cls, mean: float, probability: float, value: float, cap: float) -> LogNormal:
-        """Build it from one quantile and the mean *after* clipping, by bisection over sigma.
+        """Build the distribution from one quantile and the mean *after* clipping, by bisection over sigma.
 
-        Raises ``ValueError`` if none is found: the mean must be below the value, and
-        the value between median and cap.
+        ``value`` is the quantile of ``probability``. Raises ``ValueError`` if none is found: the mean must be
+        below ``value``, and ``value`` between median and cap.
         """
         score = _NORMAL.inv_cdf(probability)
 
@@ -95,7 +95,7 @@ class LogNormal:
         return cls(math.log(mean) - variance / 2, math.sqrt(variance))
 
     def moment(self, order: int) -> float:
-        """E[X^order]."""
+        """E[X^order] of the clipped value X."""
         whole = math.exp(order * self.mu + (order * self.sigma) ** 2 / 2)
         if self.cap == math.inf:
             return whole
@@ -111,7 +111,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """Gamma, from its moments: never below 0, close to a normal for a small deviation."""
+    """Gamma with these moments. It is never below 0, and close to a normal if ``sd`` is small."""
 
     mean: float
     sd: float
@@ -147,7 +147,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class BoundedPowerLaw:
-    """``high`` · U^(1/k): between 0 and ``high``, dense near ``high``; k follows from the mean."""
+    """``high`` · U^(1/k) for uniform U: from 0 to ``high``, dense near ``high``. k follows from the mean."""
 
     mean: float
     high: float
@@ -160,7 +160,7 @@ class BoundedPowerLaw:
 
 @dataclass(frozen=True, slots=True)
 class TruncatedExponential:
-    """Exponential between two bounds; the mean, below their middle, gives the rate."""
+    """Exponential between two bounds. ``with_mean`` computes the rate from a mean below their middle."""
 
     low: float
     high: float
@@ -168,7 +168,7 @@ class TruncatedExponential:
 
     @classmethod
     def with_mean(cls, mean: float, low: float, high: float) -> TruncatedExponential:
-        """Build it from its mean by bisection. Raises ``ValueError`` for an impossible mean."""
+        """Build the distribution from its mean by bisection. Raises ``ValueError`` for an impossible mean."""
         if not low < mean < (low + high) / 2:
             raise ValueError(f"mean {mean} is not between {low} and the middle of {low} and {high}")
         span = high - low
@@ -188,10 +188,10 @@ class TruncatedExponential:
 
 @dataclass(frozen=True, slots=True)
 class PercentileDistribution:
-    """Through published percentiles, log-linear in the normal score like a log-normal.
+    """Distribution through published percentiles. In between, log(value) is linear in the normal score.
 
-    Below the first percentile the first slope continues. Values above the last, which are not published, are
-    clipped to it.
+    Below the first percentile the first slope continues. Values above the last percentile are not published;
+    they are clipped to it.
     """
 
     points: Sequence[tuple[float, float]]
@@ -213,7 +213,7 @@ class PercentileDistribution:
 
 
 def split(rng: random.Random, total: int, parts: int) -> list[int]:
-    """``total`` as ``parts`` integers ≥ 1, in uneven exponential shares.
+    """Split ``total`` into ``parts`` integers ≥ 1, in proportion to exponentially distributed weights.
 
     Raises ``ValueError`` if ``total`` < ``parts``.
     """

@@ -17,7 +17,7 @@ from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceTo
 VOCABULARY_SIZE = 32_000
 """Upper bound of token ids; no model reads them."""
 _MAX_ID_CHARS = 180
-"""Maximum length of an id; with the copy's number it stays below the wire's limit of 200."""
+"""Maximum length of an id without the copy number; with it, the id stays below the wire's limit of 200."""
 
 
 class NoProgramFitsError(TraceError):
@@ -40,7 +40,7 @@ class PlaybackOptions:
     max_gap_s: float | None = None
     """Upper limit of idle times, in seconds."""
     human_gaps: bool = True
-    """Whether response times of people count; false: they count as 0."""
+    """Whether gaps include the response times of people; if false, people respond at once."""
     token_scale: float = 1.0
     """Factor by which every length is multiplied."""
 
@@ -98,7 +98,7 @@ class ProgramPlan:
         return self._options.gap_s(self._turns[turn])
 
     def tool(self, turn: int) -> str | None:
-        """Tool after ``turn``, by its name in the server's history; ``None``: no tool."""
+        """Name of the tool after ``turn``, as in the server's histories; ``None``: no tool."""
         run = self._turns[turn].tool_run
         return None if run is None else _key(run)
 
@@ -112,7 +112,7 @@ class ProgramPlan:
 
 
 class ProgramPlanner:
-    """Plans of a trace's programs, for any number of replays."""
+    """Makes plans of a trace's programs, for any number of replays."""
 
     def __init__(self, programs: Sequence[TraceProgram], options: PlaybackOptions | None = None) -> None:
         """Raises ``TraceError`` if no program can be replayed."""
@@ -156,7 +156,7 @@ class ProgramPlanner:
         return notes
 
     def plan(self, index: int, copy: int = 0) -> ProgramPlan:
-        """Top-level program ``index`` with its sub-agents. Copies differ in their private tokens."""
+        """Plan of top-level program ``index`` with its sub-agents. Copies have different private tokens."""
         return self._plan(self.roots[index], copy)
 
     def _plan(self, program: TraceProgram, copy: int) -> ProgramPlan:
@@ -266,7 +266,7 @@ def _ancestors(program: TraceProgram, by_id: dict[str, TraceProgram]) -> Iterato
 
 
 def _sdk_tool(run: TraceToolRun) -> TraceToolRun:
-    """The tool as the SDK reports it: the head of a command line only for shells."""
+    """The tool as the SDK reports it: only shell tools keep the head of their command line."""
     return run if run.cmd is None or _is_shell(run) else TraceToolRun(name=run.name, s=run.s, bg=run.bg)
 
 

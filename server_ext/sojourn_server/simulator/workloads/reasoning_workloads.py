@@ -1,7 +1,8 @@
 """Workloads with long outputs, for Tetris: published output lengths of reasoning models.
 
-Tetris has long outputs from NuminaMath and SWE-bench, without lengths except "hundreds of thousands" (§1);
-the lengths are from other sources. An output includes thinking. Every program has an ``agent_type``.
+Tetris uses long outputs from NuminaMath and SWE-bench, but states no lengths except "hundreds of thousands"
+(§1). The lengths here are from other sources. An output includes thinking. Every program has an
+``agent_type``.
 
     reasoning-math          DeepSeek-R1 on competition problems, one request each. Published: three quarters
                             are solved within 8K, limit 16K (OpenR1-Math-220k: huggingface.co/blog/open-r1/
@@ -9,14 +10,14 @@ the lengths are from other sources. An output includes thinking. Every program h
                             Chosen: log-normal
     reasoning-aime          the same model on AIME. Published: mean 12K (card of DeepSeek-R1-0528), limit
                             32,768 (card of DeepSeek-R1). Chosen: log-normal, as wide as reasoning-math
-    reasoning-aime-0528     its successor. Published: mean 23K, limit 64K (card of DeepSeek-R1-0528)
+    reasoning-aime-0528     DeepSeek-R1-0528 on AIME. Published: mean 23K, limit 64K (card of the model)
     reasoning-requests      requests to a DeepSeek-R1 service: see ``R1_OUTPUT``. Chosen: prompts
                             independent of outputs; nothing above the last percentile
     reasoning-mix           two kinds of chats, reasoning-math and reasoning-aime, equally likely (chosen).
                             Chats: mean outputs of Tetris §1, exponential, as ServeGen (arXiv 2505.09999)
                             finds outputs of services to be; mean prompts of WildChat (arXiv 2405.01470)
                             Table 1, exponential (chosen); of each conversation one request (chosen)
-    reasoning-agent         thinks, calls a tool, and thinks on. Published: 23 steps on average, "over 50" in
+    reasoning-agent         thinks, calls a tool, and continues. Published: 23 steps on average, "over 50" in
                             long ones, with search, browser and code for tools (moonshotai.github.io/
                             Kimi-Researcher). Chosen: 2 to 50, exponential in between; a step writes as much
                             as a request of reasoning-requests; equally likely tools, with SAGA's times
@@ -56,9 +57,9 @@ R1_OUTPUT = PercentileDistribution(
         (0.999, 20_833),
     )
 )
-"""Output tokens of ServeGen's reasoning workload: 1,383,669 requests of a day by the 73 clients in
-data/reason/deepseek-r1 of github.com/alibaba/ServeGen (f891d11), from each client's published six-hour
-histograms, weighted by requests. The mean is 1,527."""
+"""Output tokens of ServeGen's reasoning workload (data/reason/deepseek-r1 of github.com/alibaba/ServeGen at
+f891d11): 1,383,669 requests of 73 clients in a day, from each client's published six-hour histograms,
+weighted by requests. The mean is 1,527."""
 R1_PROMPT = PercentileDistribution(
     (
         (0.05, 13),
@@ -71,7 +72,7 @@ R1_PROMPT = PercentileDistribution(
         (0.999, 33_783),
     )
 )
-"""Input tokens of the same requests."""
+"""Prompt tokens of the requests in ``R1_OUTPUT``."""
 
 _PROBLEM = Uniform(40, 200)
 _MATH = LogNormal.through(6_000, 0.75, 8 * 1024, 16 * 1024)
@@ -98,7 +99,7 @@ MIX = ("lmsys-chat", "sharegpt-chat", "math", "aime")
 """Agent types of ``reasoning-mix``."""
 
 AGENT_TURNS = (23, 2, 50)
-"""Mean, minimum and maximum."""
+"""Mean, minimum and maximum number of turns of ``reasoning-agent``."""
 AGENT_TOOLS = {"search": "web_api", "browser": "web_api", "code": "code_execution"}
 """Tool of the agent → SAGA's tool type."""
 _TOOL_RESULT = Uniform(100, 1_000)
@@ -137,4 +138,4 @@ REASONING: dict[str, Callable[[str, random.Random], Iterator[TraceProgram]]] = {
     "reasoning-mix": _requests(*MIX),
     "reasoning-agent": _agent,
 }
-"""Name → generator, for ``synthetic_workloads``."""
+"""Name of a workload → its generator of programs."""

@@ -22,28 +22,28 @@ TOOL_LATENCIES = {
     "web_api": PercentileDistribution(((0.50, 0.850), (0.95, 4.500), (0.99, 45.000))),
     "database_query": PercentileDistribution(((0.50, 0.120), (0.95, 0.890), (0.99, 3.500))),
 }
-"""Table 1, seconds."""
+"""Tool type → latency in seconds (SAGA Table 1)."""
 TENANTS = (("heavy", 3, 100, 16.0), ("medium", 4, 30, 8.0), ("light", 3, 10, 4.0))
-"""§9.1: class, number of tenants, steps of an agent, tasks a minute of each tenant."""
+"""(class, number of tenants, steps of an agent, tasks per minute and tenant), SAGA §9.1."""
 FIRST_PROMPT = Uniform(2_000, 4_000)
-"""§2.1: a context grows from 2–4K tokens to 16–128K."""
+"""Tokens of a first prompt (SAGA §2.1: a context grows from 2–4K tokens to 16–128K)."""
 _LONGEST_CONTEXT = 128_000
 _STEP_OUTPUT = Uniform(100, 500)
-"""§9.1, SWE-bench: output tokens of a step."""
+"""Output tokens of a step (SAGA §9.1, SWE-bench)."""
 SWE_STEPS = (37, 5, 150)
-"""§9.1 and §2.1: mean, minimum and maximum steps of a SWE-bench task."""
+"""Mean, minimum and maximum number of steps of a SWE-bench task (SAGA §9.1 and §2.1)."""
 CV_MEAN_TOOL_S = 1.2
-"""Table 10: mean tool latency, held constant."""
+"""Mean tool latency of SAGA's Table 10 in seconds, the same for every variation."""
 CV_RANGE = (0.5, 3.0)
-"""Table 10's sweep."""
+"""Lowest and highest coefficient of variation in SAGA's Table 10."""
 
 
 def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
-    """§9.1's ten tenants: tasks of 100, 30 and 10 steps, Poisson arrivals for each tenant.
+    """Generate the tasks of SAGA's ten tenants (§9.1): 100, 30 or 10 steps, Poisson arrivals for each tenant.
 
-    Contexts grow by the same amount per step: 100 steps end at 128K tokens, ten at 15.5K, the paper's lower
-    figure. The paper does not have BurstGPT's lengths. Each step uses one of Table 1's four tools with equal
-    probability. Agents with the same number of steps are of one type.
+    Contexts grow by the same amount per step: 100 steps end at 128K tokens, ten at 15.5K, near the paper's
+    lower figure. (The paper does not state BurstGPT's lengths.) Each step uses one of Table 1's four tools
+    with equal probability. Agents with the same number of steps are of one agent type.
     """
     tenants = [
         (f"{kind}-{number}", steps, rate)
@@ -53,7 +53,8 @@ def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
     rates = [rate for _, _, rate in tenants]
     at_s = 0.0
     while True:
-        # The sum of Poisson processes is one; each arrival belongs to a tenant in proportion to its rate.
+        # All arrivals are one Poisson process. Each belongs to a tenant with probability in proportion to the
+        # tenant's rate.
         at_s += rng.expovariate(sum(rates) / 60.0)
         tenant, steps, _ = rng.choices(tenants, weights=rates)[0]
         kinds = rng.choices(list(TOOL_LATENCIES), k=steps)
@@ -89,7 +90,7 @@ def _steps(
     times: random.Random | None = None,
     agent_type: str | None = None,
 ) -> TraceProgram:
-    """A task of ``steps`` steps; its context would reach the longest length after ``max_steps`` steps."""
+    """A task of ``steps`` steps. Its context would reach ``_LONGEST_CONTEXT`` after ``max_steps`` steps."""
     mean_first = (FIRST_PROMPT.low + FIRST_PROMPT.high) / 2
     growth = (_LONGEST_CONTEXT - mean_first) / max_steps
     first = round(FIRST_PROMPT(rng))
@@ -113,8 +114,8 @@ def append_only(
     tenant: str | None = None,
     agent_type: str | None = None,
 ) -> TraceProgram:
-    """A program whose prompts each continue the previous prompt and output; one turn per append. The last
-    turn calls no tool; others take ``tool_s`` seconds, or their tools' own."""
+    """A program with one turn per append, in which each prompt continues the previous prompt and output. A
+    tool takes seconds drawn from ``tool_s``, or else its own ``s``. The last turn calls no tool."""
     turns, context = [], 0
     for index, (append, output, tool) in enumerate(zip(appends, outputs, tools, strict=True)):
         context += append

@@ -1,6 +1,6 @@
 """Synthetic workloads with the statistics of the papers' tables.
 
-Published statistics hold as moments over many programs; all other values are chosen here, as listed below.
+The published statistics hold over many programs. All other values are chosen here, as listed below.
 ``source`` of every program is ``synthetic:NAME``. The same name, count and seed give the same programs.
 
     continuum-swe-bench         Continuum Table 1. Chosen: normal turns; log-normal tool times that end at
@@ -12,8 +12,8 @@ Published statistics hold as moments over many programs; all other values are ch
     saga-ten-tenants            SAGA §9.1, §2.1 and Table 1 (see ``ten_tenants``)
     latency-cv:X                SAGA Table 10 and §9.1. Chosen: log-normal tool times, mean 1.2 s, X from
                                 0.5 to 3.0; steps exponential between their bounds
-    reasoning-…                 long outputs, for Tetris: after the published lengths of what reasoning
-                                models write (see ``reasoning_workloads``)
+    reasoning-…                 long outputs, for Tetris, with published output lengths of reasoning models
+                                (see ``reasoning_workloads``)
 
 Programs share no prompts, since no paper states how much they share.
 """
@@ -38,15 +38,15 @@ SYNTHETIC_PREFIX = "synthetic:"
 DEFAULT_PROGRAMS = 500
 """Number of DualPath's trajectories and of SAGA's SWE-bench tasks."""
 OUTPUT_SHARE = 0.2
-"""Share of a context's growth that the model wrote, if a paper has totals only: DualPath's 148 of 756."""
+"""Share of outputs in the growth of contexts, for papers that state totals only. DualPath has 148 of 756."""
 
 # -- Continuum, Table 1: (mean, standard deviation) ---------------------------------
 
 SWE_TOOL_LIMIT_S = 60.0
 """Time limit of a SWE-bench command in mini-swe-agent (swebench.yaml, ``environment: timeout``)."""
 BFCL_SCALE = 0.4
-"""§6.1: scaled down "to fit at least 100 request in the context window" of 128k. 100 traces of 93,256 ±
-68,687 tokens fit only after scaling; so the table is taken to list lengths before scaling."""
+"""Factor of BFCL's token counts. Continuum §6.1 scales them "to fit at least 100 request in the context
+window" of 128k. Table 1's 93,256 ± 68,687 tokens fit only after scaling, so they are taken to be unscaled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def _continuum(name: str) -> _Continuum:
         turns=RoundedNormal(6.3, 2.3),
         tool_s=LogNormal.with_moments(1.923, 2.133),
         tokens=Gamma(93_256 * scale, 68_687 * scale),
-        tool=TraceToolRun(name="fetch_url"),  # the one named in its Figure 5
+        tool=TraceToolRun(name="fetch_url"),  # as in Continuum's Figure 5
     )
 
 
@@ -80,7 +80,7 @@ def _continuum_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]
     while True:
         turns = int(table.turns(rng))
         total = max(4 * turns, round(table.tokens(rng)))
-        # All turns grow equally on average, the first prompt like a later tool result.
+        # On average all turns add equally many tokens, the first prompt as many as a later tool result.
         appends, outputs = [], []
         for growth in split(rng, total - turns, turns):
             output = max(1, round(growth * output_share))
@@ -96,7 +96,7 @@ DUALPATH = {
     "dualpath-48k": (48 * 1024, 106, 474, 172, 42_607, 25_120),
     "dualpath-64k": (64 * 1024, 157, 429, 176, 55_958, 32_721),
 }
-"""Name → maximum length and the averages of Table 2."""
+"""Name → maximum length; Table 2's averages of turns, append, gen, total and context."""
 
 
 def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
@@ -105,14 +105,14 @@ def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
 
 
 def dualpath_program(name: str, rng: random.Random) -> TraceProgram:
-    """One trajectory. All five averages of Table 2 are consistent under this reading:
+    """One trajectory of workload ``name``. All five averages of Table 2 agree under this reading:
 
-    ``total`` is the final context; ``append`` and ``gen`` per turn are averaged over trajectories, so
-    E[total/turns] = append + gen, though E[total]/E[turns] is less: turns vary widely and independently of
-    totals. A log-normal with mean n and E[1/turns] = (append + gen)/total has e^σ² = n·(append + gen)/total,
-    1.58 to 1.70 in the three rows. ``context``, the cached tokens of a turn (0 for the first), grows evenly
-    from the end of the first turn to the total; its average gives the first prompt. Totals lie below the
-    maximum length, dense near it.
+    ``total`` is the final context. ``append`` and ``gen`` per turn are averaged over trajectories, so
+    E[total/turns] = append + gen. E[total]/E[turns] is less, because turns vary widely, independently of
+    totals. A log-normal number of turns with mean n and E[1/turns] = (append + gen)/total has e^σ² =
+    n·(append + gen)/total, which is 1.58 to 1.70 in the three rows. ``context`` is the cached tokens of a
+    turn (0 for the first). It grows evenly from the end of the first turn to the total, and its average gives
+    the first prompt. Totals lie below the maximum length, dense near it.
     """
     limit, mean_turns, append, gen, mean_total, context = DUALPATH[name]
     growth = append + gen

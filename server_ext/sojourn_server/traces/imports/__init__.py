@@ -8,7 +8,7 @@ from ..trace_schema import TraceProgram
 
 
 class ImportedTrace(NamedTuple):
-    """Result of an import."""
+    """The programs that an import found, and notes for the user."""
 
     programs: list[TraceProgram]
     notes: list[str]

@@ -16,9 +16,10 @@ _BLANK = " \t\r\n,"
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Each record with the number of the line on which it begins; the elements of an array are records.
+    """Yield (line number, record) for each record of a file. Each element of an array is a record.
 
-    Raises ``TraceError`` naming file and line for a file that cannot be read, is cut off, or is not JSON.
+    The line is the one on which the record or its array begins. Raises ``TraceError``, which names file and
+    line, for a file that cannot be read, is cut off, or is not JSON.
     """
     path = Path(path)
     text = _text(path)

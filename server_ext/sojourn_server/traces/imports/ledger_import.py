@@ -1,11 +1,9 @@
 """Import of sojourn's turn ledgers, the answers of ``GET /sojourn/v1/programs/{id}``.
 
-A ledger has, for every finished turn, its times, its tokens, the cached and the changed part of its prompt,
-and the tool before it with its duration. A trace needs no more, except tools that ran in parallel with the
-named one.
+For every finished turn, a ledger has times, token counts, the cached and changed parts of the prompt, and the
+tool call before it. It lacks tools that ran in parallel with that call, so the trace lacks them too.
 
-A decision log is not enough: it has the end of each turn and the number of its blocks, but not the lengths of
-prompt and output.
+A decision log cannot be imported: it lacks the lengths of prompts and outputs.
 """
 
 from __future__ import annotations
@@ -54,9 +52,9 @@ class _LedgerProgram(msgspec.Struct, kw_only=True):
 
 
 def read_ledgers(paths: Sequence[str | Path]) -> ImportedTrace:
-    """The programs in files of such answers: one answer per file, one per line, or an array of answers.
+    """Return the programs in files with ledgers: one ledger per file, one per line, or an array of them.
 
-    All times are assumed to be on the clock of one engine. Raises ``TraceError`` naming file and line.
+    All times must be on the clock of one engine. Raises ``TraceError``, which names file and line.
     """
     found: dict[str, tuple[_LedgerProgram, list[_LedgerTurn]]] = {}
     notes = _SkippedCounts()
@@ -87,7 +85,7 @@ def read_ledgers(paths: Sequence[str | Path]) -> ImportedTrace:
 
 
 class _SkippedCounts:
-    """Number of programs and turns left out, by reason."""
+    """Selects usable turns, and counts the programs and turns left out, by reason."""
 
     def __init__(self) -> None:
         self.empty = self.unfinished = self.untold = self.cut = 0
@@ -200,8 +198,8 @@ def _turn(records: list[_LedgerTurn], index: int) -> TraceTurn:
 
 
 def _tool(key: str | None, gap_s: float) -> TraceToolRun | None:
-    """The tool before a turn; ``bash:pytest`` is a shell command. Its duration is the gap, as a server sees
-    it."""
+    """Return the tool call before a turn; ``bash:pytest`` is the shell command ``pytest``. Its duration is
+    the gap, because the server sees only the gap."""
     if not key:
         return None
     name, _, command = key.partition(":")

@@ -1,8 +1,8 @@
-"""Attributes of spans in the common conventions: GenAI (``gen_ai.*``, current and older names), OpenInference
-(``openinference.span.kind``, ``llm.*``) and OpenLLMetry (``traceloop.*``).
+"""Parsers of span attributes in three conventions: GenAI (``gen_ai.*``, current and older names),
+OpenInference (``openinference.span.kind``, ``llm.*``) and OpenLLMetry (``traceloop.*``).
 
-The kinds of spans are those of ``sojourn_integrations.otel.semantic_conventions``, which this package must
-not import; a test compares the two.
+The span kinds equal those of ``sojourn_integrations.otel.semantic_conventions``. This package must not import
+that module, so a test compares the two.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class SpanTokenUsage(NamedTuple):
 
 
 def kind_of(span_name: str, told: Mapping[str, Any]) -> str | None:
-    """Kind of the span: ``agent``, ``workflow``, ``chain``, ``tool`` or ``model``; ``None`` for other
-    spans."""
+    """Return the span's kind from its name and its attributes ``told``: ``agent``, ``workflow``, ``chain``,
+    ``tool`` or ``model``; ``None`` for other spans."""
     operation = told.get("gen_ai.operation.name")
     if operation is not None:
         return _OPERATIONS.get(str(operation))
@@ -75,28 +75,28 @@ def kind_of(span_name: str, told: Mapping[str, Any]) -> str | None:
 
 
 def usage_of(told: Mapping[str, Any]) -> SpanTokenUsage | None:
-    """Token counts of the call; ``None`` unless the span has both prompt and output tokens."""
+    """Return the token counts of a model call; ``None`` if prompt or output tokens are missing."""
     prompt, output, cached = (_count(told, names) for names in (_INPUT, _OUTPUT, _CACHED))
     if prompt is None or output is None:
         return None
     if cached is not None and cached > prompt:
-        # The conventions count cached tokens among the input; some instrumentations do not.
+        # By the conventions, input tokens include cached tokens. Some instrumentations leave those out.
         prompt += cached
     return SpanTokenUsage(prompt, output, cached) if prompt > 0 else None
 
 
 def conversation_of(told: Mapping[str, Any]) -> str | None:
-    """Id of the span's conversation."""
+    """Return the id of the span's conversation; ``None`` if it has none."""
     return _text(told, CONVERSATION)
 
 
 def model_of(told: Mapping[str, Any]) -> str | None:
-    """The model that answered; if the span lacks it, the requested model."""
+    """Return the model that answered, or else the requested model; ``None`` if the span names neither."""
     return _text(told, _MODEL)
 
 
 def tool_of(span_name: str, told: Mapping[str, Any]) -> str:
-    """Name of the tool."""
+    """Return the name of the tool; ``unknown`` if the span has none."""
     named = _text(told, _TOOL_NAME)
     if named is not None:
         return named
@@ -105,7 +105,7 @@ def tool_of(span_name: str, told: Mapping[str, Any]) -> str:
 
 
 def agent_of(span_name: str, told: Mapping[str, Any]) -> str | None:
-    """Name of the agent."""
+    """Return the name of the agent; ``None`` if the span has none."""
     named = _text(told, _AGENT_NAME)
     if named is not None:
         return named
@@ -114,7 +114,7 @@ def agent_of(span_name: str, told: Mapping[str, Any]) -> str | None:
 
 
 def calls_tool(told: Mapping[str, Any]) -> bool | None:
-    """Whether the answer called a tool; ``None`` if the span has no finish reason."""
+    """Return whether the model's answer calls a tool; ``None`` if the span has no finish reason."""
     for name in _FINISH:
         reasons = told.get(name)
         if isinstance(reasons, str):

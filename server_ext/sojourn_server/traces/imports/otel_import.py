@@ -1,15 +1,16 @@
-"""OpenTelemetry's GenAI spans of agent runs, made into a trace.
+"""Import of OpenTelemetry's GenAI spans of agent runs as a trace.
 
     program     the outermost agent or workflow span of a trace; spans of one ``gen_ai.conversation.id`` are
-                one program, also over several traces
-    sub-agent   an agent inside a tool call, or of another conversation than the one around it
-    turn        a model call that tells its prompt and output tokens
-    tools       tool calls that start between one turn's end and the next one's start
-    gap         from there to there; ``human`` where the answer asked for no tool and none ran
+                one program, even in several traces
+    sub-agent   an agent inside a tool call, or with another conversation id than the enclosing agent
+    turn        a model call that reports its prompt and output tokens
+    tools       tool calls that start between the starts of two successive turns
+    gap         time from a turn's end to the next turn's start; ``human`` if the answer called no tool and
+                none ran
 
-Lengths and times are the spans' own. Everything else is inferred: if a prompt grew by less than the last
-output, part of that output was removed; if it shrank by more than 2 %, it is a reset that keeps the tokens
-that the provider had cached. ``shared_prefix_estimate`` infers what runs of one agent share.
+Lengths and times come from the spans. Everything else is inferred. A prompt that grew by less than the last
+output omits part of that output. A prompt that shrank by more than 2 % is a reset, which keeps the tokens
+that the provider had cached. ``shared_prefix_estimate`` infers the prefix that runs of one agent share.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from .otel_spans import OtelSpan, read_spans
 from .shared_prefix_estimate import with_shared_prefixes
 
 _SHRINK_RATIO = 0.98
-"""A prompt shorter than this share of the previous one does not continue it."""
+"""A prompt shorter than this fraction of the previous prompt is a reset."""
 _BACKGROUND = frozenset({otel_attributes.AGENT, otel_attributes.WORKFLOW, otel_attributes.CHAIN})
 
 
 @dataclass(slots=True, eq=False)
 class _AgentRun:
-    """One program whose spans are being collected."""
+    """The spans of one program, collected so far."""
 
     program_id: str
     conversation: str | None
@@ -43,7 +44,7 @@ class _AgentRun:
 
 
 def read_otel(paths: Sequence[str | Path]) -> ImportedTrace:
-    """The programs in files of spans, together. Raises ``TraceError`` if there are no spans for a trace."""
+    """Return the programs of all files with spans as one trace. Raises ``TraceError`` if there are none."""
     spans = [span for path in paths for span in read_spans(path)]
     try:
         return import_spans(spans)
@@ -52,7 +53,7 @@ def read_otel(paths: Sequence[str | Path]) -> ImportedTrace:
 
 
 def import_spans(spans: Sequence[OtelSpan]) -> ImportedTrace:
-    """The programs of ``spans``. Raises ``TraceError`` if no model call has token counts."""
+    """Return the programs of ``spans``. Raises ``TraceError`` if no model call has token counts."""
     once = {(span.trace_id, span.span_id): span for span in spans}
     spans = sorted(once.values(), key=lambda span: (span.start_s, span.trace_id, span.span_id))
     assigner = _SpanAssigner(spans)
@@ -105,7 +106,7 @@ def _no_programs_reason(spans: Sequence[OtelSpan], left_out: int) -> str:
 
 
 class _SpanAssigner:
-    """Determines to which agent run each span belongs."""
+    """Assigns each span to an agent run."""
 
     def __init__(self, spans: Sequence[OtelSpan]) -> None:
         self._spans = spans
@@ -120,7 +121,7 @@ class _SpanAssigner:
         self.unknown_parents = 0
 
     def runs(self) -> list[_AgentRun]:
-        """All runs, in the order in which they started."""
+        """Return all runs, in the order in which they started."""
         for span in self._spans:
             self.unknown_parents += span.parent_id is not None and self._parent(span) is None
             kind = self._kinds[span.trace_id, span.span_id]
@@ -133,8 +134,8 @@ class _SpanAssigner:
         return list(self._runs.values())
 
     def _is_nested_duplicate(self, call: OtelSpan) -> bool:
-        """Whether another span around ``call`` reports the same model call: two instrumentations may be
-        active."""
+        """Return whether a span around ``call`` already reports the same model call. This happens if two
+        instrumentations are active."""
         above = self._parent(call)
         while above is not None and self._kinds[above.trace_id, above.span_id] in (
             otel_attributes.MODEL,
@@ -146,7 +147,8 @@ class _SpanAssigner:
         return False
 
     def _owner(self, span: OtelSpan) -> _AgentRun:
-        """The run of a model or tool call; a new run if no span around it is a run."""
+        """Return the run of a model or tool call. Makes a new run if no enclosing span has one, or for the
+        model calls of a tool."""
         around = self._around(span)
         conversation = otel_attributes.conversation_of(span.attributes)
         if around is None:
@@ -155,7 +157,7 @@ class _SpanAssigner:
             around.conversation = conversation
         tool = self._enclosing_tool(span)
         if tool is not None and self._kinds[span.trace_id, span.span_id] == otel_attributes.MODEL:
-            # A tool that asks a model itself has a context of its own: a sub-agent in all but name.
+            # A tool that calls a model has its own context, so it counts as a sub-agent.
             return self._run(None, f"{tool.trace_id}/{tool.span_id}", around)
         return around
 
@@ -164,7 +166,7 @@ class _SpanAssigner:
         return None if parent is None else self._scope(parent)
 
     def _scope(self, span: OtelSpan) -> _AgentRun | None:
-        """The run to which spans inside ``span`` belong."""
+        """Return the run to which spans inside ``span`` belong."""
         chain: list[OtelSpan] = []
         at: OtelSpan | None = span
         while at is not None and (at.trace_id, at.span_id) not in self._scopes:
@@ -197,7 +199,7 @@ class _SpanAssigner:
         return run
 
     def _enclosing_tool(self, span: OtelSpan) -> OtelSpan | None:
-        """The tool call between ``span`` and the next agent around it."""
+        """Return the tool call that encloses ``span`` within the same agent; ``None`` if there is none."""
         above = self._parent(span)
         while above is not None:
             kind = self._kinds[above.trace_id, above.span_id]
@@ -222,7 +224,7 @@ class _SpanAssigner:
 
 
 def _parent_cycles(by_id: dict[tuple[str, str], OtelSpan]) -> set[tuple[str, str]]:
-    """Spans that are their own ancestors: no tracer writes them, but a file may contain them."""
+    """Return one span of each cycle of parents. No tracer writes cycles, but a file may contain them."""
     cut: set[tuple[str, str]] = set()
     done: set[tuple[str, str]] = set()
     for key in by_id:
@@ -246,7 +248,7 @@ def _program(run: _AgentRun, calls_of: dict[_AgentRun, list[OtelSpan]], first_s:
     turns = [_turn(calls, index, run.tools, started_s) for index in range(len(calls))]
     parent = run.parent
     while parent is not None and parent not in calls_of:
-        parent = parent.parent  # an agent that made no call itself
+        parent = parent.parent  # skip agents without model calls of their own
     parent_turn = offset_s = None
     if parent is not None:
         before = calls_of[parent]
@@ -322,7 +324,7 @@ def _start(span: OtelSpan) -> float:
 
 
 def _tool_run(tool: OtelSpan, following: OtelSpan | None) -> TraceToolRun:
-    # One that was not waited for ran beside the next call.
+    # A tool that still runs when the next model call starts ran in the background.
     background = following is not None and tool.end_s > following.start_s
     name = otel_attributes.tool_of(tool.name, tool.attributes)
     return TraceToolRun(name=name, s=round(tool.end_s - tool.start_s, 6), bg=background)

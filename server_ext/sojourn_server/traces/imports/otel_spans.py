@@ -1,10 +1,10 @@
-"""OpenTelemetry spans from a file, in either of the two shapes in which Python and the collector write them.
+"""Reader of OpenTelemetry spans from files of the collector (OTLP JSON) or of the Python SDK.
 
     OTLP JSON     {"resourceSpans": [{"scopeSpans": [{"spans": [...]}]}]}, one or many; also bare spans
-    SDK JSON      what ``ReadableSpan.to_json`` gives: {"name", "context", "parent_id", "start_time", ...}
+    SDK JSON      output of ``ReadableSpan.to_json``: {"name", "context", "parent_id", "start_time", ...}
 
-Only names, ids, times, status and attributes are read. Attributes may contain prompts; only values of known
-attributes are kept.
+Only names, ids, times and attributes are read. Attributes may contain prompts; ``otel_import`` copies only
+known attributes into the trace.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OtelSpan(NamedTuple):
 
 
 def read_spans(path: str | Path) -> list[OtelSpan]:
-    """All finished spans of a file, in the file's order. Raises ``TraceError`` naming file and line."""
+    """Return all finished spans of a file, in order. Raises ``TraceError``, which names file and line."""
     spans: list[OtelSpan] = []
     for line, record in read_records(path):
         where = f"{path}, line {line}"
@@ -63,7 +63,7 @@ def _list(value: Any, name: str, where: str) -> list[dict[str, Any]]:
 
 
 def _span(raw: dict[str, Any], where: str) -> OtelSpan | None:
-    """The span; ``None`` for a span without an end."""
+    """Return the parsed span; ``None`` if it has not ended."""
     context = raw.get("context")
     if isinstance(context, dict):
         return _sdk_span(raw, context, where)
@@ -124,7 +124,8 @@ def _ended(
 
 
 def _normalized_id(number: str) -> str:
-    """Hexadecimal ids in lower case without ``0x``, so that equal ids compare equal; other ids unchanged."""
+    """Return a hexadecimal id in lower case without ``0x``, so that equal ids compare equal. Other ids stay
+    unchanged."""
     bare = number.lower().removeprefix("0x")
     return bare if all(digit in "0123456789abcdef" for digit in bare) else number
 
@@ -138,7 +139,7 @@ def _nano_s(value: Any, name: str, where: str) -> float:
 
 def _iso_s(value: Any, name: str, where: str) -> float:
     try:
-        # Python 3.10 knows no Z.
+        # Python 3.10 does not parse Z.
         return datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
     except (AttributeError, TypeError, ValueError, OverflowError, OSError):
         raise TraceError(

@@ -10,11 +10,11 @@ from ..trace_schema import TraceProgram
 
 
 def with_shared_prefixes(programs: Sequence[TraceProgram]) -> list[TraceProgram]:
-    """The programs with ``shared_prefix_tokens`` filled in.
+    """Return the programs with ``shared_prefix_tokens`` filled in.
 
-    Cached tokens of a first prompt come from another run. The very first run finds nothing cached, although
-    it has the prefix; two runs on one task share more than the system prompt. So all runs of an agent get the
-    smallest number above 0 that any of them found, or none if all found 0.
+    All runs of an agent get the smallest number of cached tokens above 0 that any of their first prompts had,
+    or none if all had 0. Cached tokens of a first prompt come from another run. The very first run has 0,
+    although it has the prefix, and runs on the same task share more than the system prompt.
     """
     least: dict[str | None, int] = {}
     for program in programs:
