@@ -57,9 +57,11 @@ def test_layers_of_several_kinds_are_kept_as_one_group_and_states_are_refused(tm
     assert "attend to a window" in " ".join(invoke(str(tmp_path), "--dry-run").output.split())
     config.write_text(json.dumps({"layer_types": ["linear_attention", "full_attention"]}))
     told = failure(str(tmp_path), "--dry-run")
-    assert "linear-attention layers" in str(told)
-    assert "--policy stock" in told.next_step
+    assert "layers that keep a state" in str(told)
+    assert told.next_step == "serve it with --policy stock"
     assert dry_run(str(tmp_path), "--policy", "stock")
+    note = invoke(str(tmp_path), "--hf-overrides", "{}", "--dry-run").output
+    assert "would refuse" in " ".join(note.split())
 
 
 def test_every_shipped_preset_is_a_policy():

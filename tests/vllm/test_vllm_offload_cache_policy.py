@@ -3,58 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from sojourn_server.launch.kv_offload_options import CACHE_POLICY
 
 CHUNKS = 6
-
-
-class Known(NamedTuple):
-    program_id: str | None
-
-
-class Programs:
-    """The only question that the policy asks of ``ProgramScheduler``."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, str | None] = {}
-
-    def request(self, request_id: str) -> Known | None:
-        return Known(self.of[request_id]) if request_id in self.of else None
 
 
 class HostMemory:
     """vLLM's manager, and requests that store and load chunks named by numbers."""
 
-    def __init__(self) -> None:
-        from sojourn_server.launch.kv_offload_options import CACHE_POLICY
+    def __init__(self, **options: str) -> None:
         from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-        options = {"cache_policy": CACHE_POLICY["eviction_policy"]}
-        module = {"cache_policy_module_path": CACHE_POLICY["cache_policy_module_path"]}
-        self.manager = CPUOffloadingManager(CHUNKS, **options, **module)
+        self.manager = CPUOffloadingManager(CHUNKS, **options)
         self.policy = self.manager._policy
-        self.programs = Programs()
-        self.policy.follow(self.programs)
+        self.policy.strict = True
 
     def begin(self, request_id: str, program_id: str | None, numbers: Iterable[int]) -> Any:
-        """A request that finds or stores these chunks. Its program is asked for now, as it will leave."""
+        """A request that finds or stores these chunks, and still runs."""
         from vllm.v1.kv_offload.base import ReqContext
 
         context, keys = ReqContext(req_id=request_id), [key(number) for number in numbers]
         for position, each in enumerate(keys):
             context.set_offload_key_position(each, position + 1)
-        self.programs.of[request_id] = program_id
+        if program_id is not None and hasattr(self.policy, "arrived"):
+            self.policy.arrived(request_id, program_id)
         self.manager.on_new_request(context)
         found = [each for each in keys if self.policy.get(each) is not None]
         if found:
             self.manager.prepare_load(found, context)
             self.manager.complete_load(found, context)
+        if hasattr(self.policy, "in_use"):
+            self.policy.in_use(program_id, [number.to_bytes(4, "big") for number in numbers])
         stored = self.manager.prepare_store(keys, context)
         assert stored is not None
         self.manager.complete_store(stored.keys_to_store, context)
-        del self.programs.of[request_id]
         return context
 
     def turn(self, request_id: str, program_id: str | None, *numbers: int) -> None:
@@ -73,7 +58,8 @@ def key(number: int) -> bytes:
 
 @pytest.fixture
 def host() -> HostMemory:
-    return HostMemory()
+    policy, module = CACHE_POLICY["eviction_policy"], CACHE_POLICY["cache_policy_module_path"]
+    return HostMemory(cache_policy=policy, cache_policy_module_path=module)
 
 
 def test_the_newest_kv_goes_first_if_its_program_has_ended(host: HostMemory) -> None:
@@ -98,13 +84,35 @@ def test_what_others_use_too_stays_in_vllms_order(host: HostMemory) -> None:
     assert host.held == {1, 11, 31, 32, 41, 42}
 
 
-def test_a_program_that_goes_on_after_its_end_keeps_its_place(host: HostMemory) -> None:
+def test_a_program_that_goes_on_after_its_end_keeps_its_place_from_its_arrival(host: HostMemory) -> None:
+    host.turn("a1", "A", 1, 2, 3)
     host.turn("b1", "B", 11, 12)
     host.policy.program_ended("B")
+    host.policy.arrived("b2", "B")  # it waits, and has used nothing again
+    host.turn("c1", "C", 21, 22, 23)
+    assert host.held == {1, 11, 12, 21, 22, 23}
+    host.policy.program_ended("B")
+    host.turn("d1", "D", 31)
+    assert host.held == {1, 11, 21, 22, 23, 31}, "it has ended again"
+
+
+def test_what_a_running_request_uses_stays_although_its_first_program_ends(host: HostMemory) -> None:
+    host.turn("z1", "Z", 31, 32)
+    host.turn("b1", "B", 1, 2)
+    host.begin("a1", "A", [1, 2, 3])
+    host.policy.program_ended("B")
+    host.turn("c1", "C", 21, 22, 23)
+    assert host.held == {1, 2, 3, 21, 22, 23}
+
+
+def test_a_turn_that_stores_nothing_leaves_its_program_the_only_user(host: HostMemory) -> None:
     host.turn("a1", "A", 1, 2, 3)
-    host.turn("b2", "B", 11, 12, 13)
-    host.turn("c1", "C", 21, 22)
-    assert host.held == {1, 11, 12, 13, 21, 22}
+    host.turn("b1", "B", 11, 12, 13)
+    host.turn("b2", "B", 11, 12)
+    host.policy.program_ended("B")
+    host.policy.program_ended("B")  # its end may be reported twice
+    host.turn("c1", "C", 21, 22, 23)
+    assert host.held == {1, 2, 3, 21, 22, 23}
 
 
 def test_stores_that_end_after_the_program_count_as_its(host: HostMemory) -> None:
@@ -117,23 +125,35 @@ def test_stores_that_end_after_the_program_count_as_its(host: HostMemory) -> Non
 
 
 def test_without_a_program_that_has_ended_the_order_is_vllms(host: HostMemory) -> None:
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-
-    plain = HostMemory.__new__(HostMemory)
-    plain.manager, plain.programs = CPUOffloadingManager(CHUNKS), Programs()
-    plain.policy = plain.manager._policy
+    plain = HostMemory()
     for number in range(30):
         for each in (host, plain):
             each.turn(f"r{number}", f"P{number % 4}", *range(number % 7 * 10, number % 7 * 10 + number % 4))
         assert host.held == plain.held
 
 
-def test_no_room_changes_nothing(host: HostMemory) -> None:
-    host.turn("b1", "B", *range(CHUNKS))
+def test_too_few_chunks_change_nothing(host: HostMemory) -> None:
+    host.turn("b1", "B", 1, 2)
+    host.turn("a1", "A", 11, 12, 13, 14)
     host.policy.program_ended("B")
-    keys = {key(number) for number in range(CHUNKS)}
-    assert host.policy.evict(1, keys) is None
-    assert host.held == set(range(CHUNKS))
+    assert host.policy.evict(4, {key(11), key(12), key(13)}) is None
+    assert host.held == {1, 2, 11, 12, 13, 14}
+    evicted = host.policy.evict(3, {key(11), key(12), key(13)})
+    assert [each for each, _ in evicted] == [key(2), key(1), key(14)]
+
+
+def test_an_error_of_ours_leaves_vllms_order(
+    host: HostMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.turn("a1", "A", 1, 2, 3)
+    host.turn("b1", "B", 11, 12, 13)
+    host.policy.program_ended("B")
+    host.policy.strict = False
+    monkeypatch.setattr(host.policy, "_used", None)
+    host.turn("c1", "C", 21, 22)  # evicts 13 and 12, and fails when it ends
+    host.turn("d1", "D", 31, 32)
+    assert host.held == {1, 11, 21, 22, 31, 32}, "3 and 2, the least recently used"
+    assert caplog.text.count("it is vLLM's own from now on") == 1
 
 
 def test_what_is_read_is_not_evicted(host: HostMemory) -> None:
@@ -145,34 +165,58 @@ def test_what_is_read_is_not_evicted(host: HostMemory) -> None:
     assert host.held == {1, 2, 3, 13, 21, 22}
 
 
-def test_nothing_is_kept_of_chunks_that_are_gone(host: HostMemory) -> None:
+def test_nothing_is_kept_of_chunks_and_requests_that_are_gone(host: HostMemory) -> None:
     for number in range(300):
         host.turn(f"r{number}", f"P{number % 40}", *range(number % 90, number % 90 + 4))
         if number % 5 == 0:
             host.policy.program_ended(f"P{(number + 3) % 40}")
     policy = host.policy
     assert len(policy._owner) <= CHUNKS
-    assert sum(map(len, policy._owned.values())) + len(policy._ended) <= CHUNKS
-    for number in range(5000):
+    assert sum(map(len, [*policy._owned.values(), *policy._ended.values()])) <= CHUNKS
+    assert all(policy._owned.values())
+    assert not policy._programs
+    for number in range(12_000):
+        policy.arrived(f"lost{number}", f"Q{number}")
         policy.program_ended(f"Q{number}")
-    assert len(policy._ended_programs) == 1000
+    assert len(policy._ended) == 1000
+    assert len(policy._programs) == 10_000
     host.manager.reset_cache()
     assert not policy._owner
     assert not policy._owned
     assert not policy._ended
 
 
-def test_an_engine_beside_vllms_connector_has_it_and_tells_it_of_programs_that_end(make_engine: Any) -> None:
-    engine = make_engine("continuum", blocks=41, host_blocks=60, max_model_len=640)
+@pytest.fixture
+def engine(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Beside vLLM's connector as ``sojourn serve`` sets it up; the simulator's baselines keep LRU."""
+    from sojourn_server.simulator import vllm_offload_transfers
+
+    make = vllm_offload_transfers.vllm_offload_transfer_config
+
+    def with_policy(*args: int) -> Any:
+        config = make(*args)
+        config.kv_connector_extra_config |= CACHE_POLICY
+        return config
+
+    monkeypatch.setattr(vllm_offload_transfers, "vllm_offload_transfer_config", with_policy)
+    return make_engine("continuum", blocks=41, host_blocks=60, max_model_len=640)
+
+
+def test_an_engine_beside_vllms_connector_tells_it_of_requests_and_programs(engine: Any) -> None:
     policy = engine.scheduler.sojourn._cache_policy
     assert policy is engine.scheduler.connector.connector_scheduler.manager._policy
     engine.add("a1", list(range(1, 200)), max_tokens=2, program_id="A")
     engine.plan()
-    assert policy._program_scheduler.request("a1").program_id == "A"
+    assert policy._programs == {"a1": "A"}
+    hashes = engine.scheduler.requests["a1"].block_hashes
+    for block_hash in hashes[:3]:  # as if an earlier turn's chunks were there
+        policy._used(block_hash + bytes(4), "B")
+    engine.scheduler.sojourn._admitted("a1", 0, 0.0)
+    assert set(policy._owner.values()) == {None}
     engine.abort("a1")
     engine.tell({"seq": 1, "type": "program_end", "program_id": "A"})
     engine.plan()
-    assert list(policy._ended_programs) == ["A"]
+    assert list(policy._ended) == ["A"]
 
 
 def test_stock_and_sojourns_own_host_memory_do_without_it(make_engine: Any) -> None:

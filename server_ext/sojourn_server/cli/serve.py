@@ -166,8 +166,8 @@ def serve(
         )
         _print_notes(command.warnings)
         _print_notes(_check_settings(policy, command.argv, role))
-        if policy != STOCK_POLICY:
-            _print_notes(_check_model(model_path, command.argv))
+        if policy != STOCK_POLICY or role is not None:
+            _print_notes(_check_model(model_path, command.argv, role))
         if dry_run:  # before the checks: the command may be for another machine
             sys.stdout.write(command.as_shell() + "\n")
         if tiers.any:
@@ -242,13 +242,18 @@ def _check_engine(policy: str, role: str | None) -> None:
         raise CliError(message, next_step) from None
 
 
-def _check_model(model_path: str, argv: Sequence[str]) -> list[str]:
+def _check_model(model_path: str, argv: Sequence[str], role: str | None) -> list[str]:
     """Check a model whose configuration is on this machine. Returns notes. Raises ``InvalidOption``."""
     from sojourn_server.launch.model_config import check_layers, read_model_config
     from sojourn_server.launch.serve_command import EngineFlags
 
-    config = read_model_config(model_path, EngineFlags(tuple(argv)).value("--revision"))
-    return check_layers(model_path, config) if config is not None else []
+    flags = EngineFlags(tuple(argv))
+    config = read_model_config(model_path, flags.value("--revision"))
+    if config is None:
+        return []
+    next_step = "serve it with --policy stock" + (", without --role" if role is not None else "")
+    elsewhere = any(map(flags.has, ("--config", "--hf-overrides", "--hf-config-path")))
+    return check_layers(model_path, config, next_step, certain=not elsewhere)
 
 
 def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[str]:

@@ -9,55 +9,80 @@ from typing import Any
 
 from .launch_errors import InvalidOption
 
-_STATE_LAYERS = frozenset(
-    {"conv", "gdn", "hybrid", "linear_attention", "mamba", "mamba2", "recurrent", "rwkv", "ssm"}
-)
+HYBRID_ARCHITECTURES = frozenset(
+    {
+        "AliceAIForCausalLM", "BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM",
+        "BailingMoeV3VLForConditionalGeneration", "ClefFlashForJointSchema", "ColBERTLfm2Model",
+        "ColQwen3_5", "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM",
+        "InternS2MobiusForConditionalGeneration", "InternS2PreviewForConditionalGeneration",
+        "JambaForCausalLM", "JambaForSequenceClassification", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM",
+        "Lfm2VlForConditionalGeneration", "MiniCPMOcrForConditionalGeneration",
+        "MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration",
+        "NemotronHForCausalLM", "NemotronHPuzzleForCausalLM", "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Nano_VL_V2", "NemotronH_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3",
+        "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+        "Zamba2ForCausalLM",
+    }
+)  # fmt: skip
+"""Architectures that vLLM 0.31 to 0.33 mark as hybrid: some layers have attention, others keep a state, as
+Mamba or linear attention."""
+_STATE_LAYERS = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mamba2", "recurrent"})
 """Types of layers that keep a state instead of keys and values."""
-_STATE_MODELS = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv"})
-_STATE_KEYS = ("hybrid_override_pattern", "mamba_", "ssm_")
-"""Beginnings of keys that only models with such layers have."""
 
 
 def read_model_config(model: str, revision: str | None = None) -> dict[str, Any] | None:
-    """The configuration of a model directory, or of a hub id that was downloaded before; ``None``: there is
-    none on this machine, or it cannot be read."""
-    path: object = str(Path(model).expanduser() / "config.json")
+    """Return the configuration of a model directory, or of a hub id that was downloaded before.
+
+    ``None``: this machine has none, or it cannot be read.
+    """
     try:
-        if not Path(model).expanduser().is_dir():
+        folder = Path(model).expanduser()
+        path: object = str(folder / "config.json")
+        if not folder.is_dir():
             from huggingface_hub import try_to_load_from_cache
 
             path = try_to_load_from_cache(model, "config.json", revision=revision)
         if not isinstance(path, str):
             return None
         config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ImportError, OSError, ValueError, RecursionError):
+    except (ImportError, OSError, RuntimeError, ValueError, RecursionError):
         return None
     return config if isinstance(config, dict) else None
 
 
-def check_layers(model: str, config: Mapping[str, Any]) -> list[str]:
-    """Check that the KV of all layers can be kept alike. Returns notes. Raises ``InvalidOption`` for a model
-    with state-space or linear-attention layers."""
+def check_layers(model: str, config: Mapping[str, Any], next_step: str, *, certain: bool = True) -> list[str]:
+    """Check that the KV caches of all layers form one group. Returns notes.
+
+    Raises ``InvalidOption``, with ``next_step``, for a hybrid model. It is a note unless the engine will
+    ``certain``ly use this configuration.
+    """
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config  # multimodal models have one
     types = text.get("layer_types", text.get("layers_block_type"))
     kinds = {kind for kind in types if isinstance(kind, str)} if isinstance(types, list) else set()
-    if kinds:
-        has_state = bool(kinds & _STATE_LAYERS)
-    else:
-        has_state = text.get("model_type") in _STATE_MODELS or any(
-            key.startswith(_STATE_KEYS) for key in text
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    is_hybrid = any(isinstance(name, str) and name in HYBRID_ARCHITECTURES for name in names)
+    # A hybrid architecture with attention only is none, as the smallest Granite models show.
+    if kinds & _STATE_LAYERS or (is_hybrid and not kinds):
+        problem = (
+            f"{model} has layers that keep a state (state-space or linear attention) beside attention; "
+            "sojourn supports one kind, so the engine would refuse the model once it is loaded"
         )
-    if has_state:
-        raise InvalidOption(
-            f"{model} has state-space or linear-attention layers; sojourn keeps keys and values only, "
-            "and the engine would refuse the model once it is loaded",
-            "serve it with --policy stock",
-        )
-    if len(kinds) > 1 and any("sliding" in kind or "chunked" in kind for kind in kinds):
+        if certain:
+            raise InvalidOption(problem, next_step)
+        return [f"{problem}; {next_step}"]
+    windows = any("sliding" in kind or "chunked" in kind for kind in kinds) and len(kinds) > 1
+    if windows or (not kinds and text.get("sliding_window") and _alternates(text)):
         return [
             f"{model} has layers that attend to a window; sojourn keeps the whole context of these too "
             "(--disable-hybrid-kv-cache-manager), so that the KV cache holds fewer tokens than with "
             "--policy stock"
         ]
     return []
+
+
+def _alternates(text: Mapping[str, Any]) -> bool:
+    """Return whether a configuration without types of layers has windows in some layers only."""
+    return "sliding_window_pattern" in text or str(text.get("model_type")).startswith(("gemma2", "gemma3"))

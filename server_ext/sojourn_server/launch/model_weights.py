@@ -143,10 +143,10 @@ def known_weights(model: str) -> str | None:
     It is known only for directories, because vLLM may replace a hub id with the path of its own copy. It is
     unknown for a draft model's directory, because vLLM loads the target model instead.
     """
-    config = read_model_config(model) if Path(model).is_dir() else None
-    if config is None or "speculators_config" in config:
-        return None
     try:
+        config = read_model_config(model) if Path(model).is_dir() else None
+        if config is None or "speculators_config" in config:
+            return None
         return weights_fingerprint(model, None)
     except (OSError, ValueError):  # the engine reports the error
         return None

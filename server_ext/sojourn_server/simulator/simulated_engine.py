@@ -284,9 +284,7 @@ def _transfer_config(options: SimulatedEngineOptions, page_bytes: int) -> KVTran
     if not options.host_blocks:
         return None
     if not options.own_tiers:
-        return vllm_offload_transfers.vllm_offload_transfer_config(
-            options.host_blocks, page_bytes, stock=options.sojourn is None
-        )
+        return vllm_offload_transfers.vllm_offload_transfer_config(options.host_blocks, page_bytes)
     from . import tier_transfers
 
     return tier_transfers.tier_transfer_config(options.host_blocks, page_bytes, options.disk_blocks)

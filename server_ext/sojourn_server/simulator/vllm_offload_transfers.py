@@ -1,10 +1,9 @@
 """vLLM's offloading connector with transfers in virtual time.
 
 The scheduler side is vLLM's: it decides which blocks are stored and when, finds them, and evicts them from
-host memory (LRU, or with sojourn's scheduler the order of ``ProgramCachePolicy``). Only the worker side, the
-transfers, is simulated, in the worker's order. Stores begin with the step after the one that computed the
-blocks. Loads begin with the step that orders them. A step waits for stores of blocks that it overwrites. Each
-direction is one FIFO, like one DMA engine per direction.
+host memory (LRU). Only the worker side, the transfers, is simulated, in the worker's order. Stores begin with
+the step after the one that computed the blocks. Loads begin with the step that orders them. A step waits for
+stores of blocks that it overwrites. Each direction is one FIFO, like one DMA engine per direction.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..launch.kv_offload_options import CACHE_POLICY
 from ..vllm.compat import (
     KVConnectorOutput,
     KVTransferConfig,
@@ -114,9 +112,9 @@ class VllmOffloadTransfers:
             yield lane.popleft()
 
 
-def vllm_offload_transfer_config(host_blocks: int, page_bytes: int, *, stock: bool) -> KVTransferConfig:
+def vllm_offload_transfer_config(host_blocks: int, page_bytes: int) -> KVTransferConfig:
     """vLLM's configuration for ``host_blocks`` blocks of host memory; ``page_bytes`` is the block size in the
-    KV cache specification. ``stock``: the engine runs without sojourn.
+    KV cache specification.
 
     Outputs are stored too, unlike in vLLM's default: the next prompt of an agent contains its last output.
     """
@@ -128,6 +126,5 @@ def vllm_offload_transfer_config(host_blocks: int, page_bytes: int, *, stock: bo
         kv_connector_extra_config={
             "cpu_bytes_to_use": host_blocks * chunk_bytes,
             "offload_prompt_only": False,
-            **({} if stock else CACHE_POLICY),
         },
     )

@@ -73,8 +73,8 @@ _NAMES = {
     "vllm.v1.kv_cache_interface": (
         "FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MLAAttentionSpec"
     ),
-    "vllm.v1.kv_offload.base": "ReqContext",
-    "vllm.v1.kv_offload.cpu.policies.base": "CachePolicy, ChunkStatus",
+    "vllm.v1.kv_offload.base": "ReqContext, make_offload_key",
+    "vllm.v1.kv_offload.cpu.policies.base": "ChunkStatus",
     "vllm.v1.kv_offload.cpu.policies.lru": "LRUCachePolicy",
     "vllm.v1.outputs": "AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput",
     "vllm.v1.request": "Request, RequestStatus",

@@ -3,35 +3,32 @@
 KV of ended programs is evicted first, all other KV in vLLM's LRU order.
 
 vLLM loads the class by name, from ``eviction_policy`` and ``cache_policy_module_path`` of the connector's
-configuration. The scheduler adapter then gives it the programs.
+configuration. The scheduler adapter then reports requests and programs. Methods below ``vLLM's hooks`` are
+called inside vLLM's scheduler: an error of sojourn's own leaves vLLM's order and stops nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
-from .compat import LRUCachePolicy
+from .compat import LRUCachePolicy, make_offload_key
 
 if TYPE_CHECKING:
-    from ..core.program_scheduler import ProgramScheduler
     from .compat import ChunkStatus, ReqContext
 
+logger = logging.getLogger("vllm.sojourn")
+
 OffloadKey = bytes
-"""Hash of a block and number of its KV cache group."""
+"""Key of a chunk: the hash of its block and the number of its KV cache group."""
+MAX_REQUESTS = 10_000
+"""Maximum number of requests whose program is remembered; vLLM reports the end of each."""
 MAX_ENDED_PROGRAMS = 1000
-"""Number of ended programs that are remembered because their last stores may still run."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestProgram:
-    """Program of a request, kept in vLLM's context of the request: its stores may end after it."""
-
-    program_id: ProgramId | None
+"""Maximum number of ended programs whose chunks are evicted first."""
 
 
 class ProgramCachePolicy(LRUCachePolicy):
@@ -39,34 +36,43 @@ class ProgramCachePolicy(LRUCachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        self._program_scheduler: ProgramScheduler | None = None
+        self.strict = False
+        """Whether sojourn's own errors are raised instead of logged. For tests."""
+        self._off = False
+        self._programs: OrderedDict[str, ProgramId] = OrderedDict()
+        """Request → its program, from its arrival until vLLM has handled its end."""
         self._owner: dict[OffloadKey, ProgramId | None] = {}
-        """Chunk → the only program that has used it; ``None``: also a second program, or a request of no
-        program."""
+        """Chunk → the only program that has used it; ``None``: several programs, or a request of none."""
         self._owned: dict[ProgramId, dict[OffloadKey, None]] = {}
         """Program → the chunks that it alone has used, in the order of its context."""
-        self._ended: dict[OffloadKey, None] = {}
-        """Chunks of ended programs, in the order in which they are evicted."""
-        self._ended_programs: dict[ProgramId, None] = {}
-        """Programs that have ended, oldest first."""
+        self._ended: OrderedDict[ProgramId, dict[OffloadKey, None]] = OrderedDict()
+        """The same for ended programs. The first is evicted first, the end of its context before the rest."""
 
-    def follow(self, program_scheduler: ProgramScheduler) -> None:
-        """Learn from now on which program each request belongs to."""
-        self._program_scheduler = program_scheduler
+    # -- the scheduler adapter's reports ------------------------------------------------
+
+    def arrived(self, request_id: str, program_id: ProgramId) -> None:
+        """Handle the arrival of a program's request. An ended program goes on: its chunks are kept again."""
+        self._programs[request_id] = program_id
+        if len(self._programs) > MAX_REQUESTS:
+            self._programs.popitem(last=False)
+        keys = self._ended.pop(program_id, None)
+        if keys:
+            self._owned[program_id] = keys
+
+    def in_use(self, program_id: ProgramId | None, block_hashes: Iterable[bytes]) -> None:
+        """Handle the admission of a request, of a program or of none, whose context has these blocks."""
+        group = make_offload_key(b"", 0)
+        keys = (block_hash + group for block_hash in block_hashes)
+        self._attempt(self._used_all, [[key for key in keys if key in self._owner]], program_id)
 
     def program_ended(self, program_id: ProgramId) -> None:
         """Evict the chunks that only this program has used before all others."""
-        self._evict_first(program_id)
-        self._ended_programs[program_id] = None
-        if len(self._ended_programs) > MAX_ENDED_PROGRAMS:
-            del self._ended_programs[next(iter(self._ended_programs))]
+        self._ended.setdefault(program_id, {}).update(self._owned.pop(program_id, {}))
+        if len(self._ended) > MAX_ENDED_PROGRAMS:
+            _, keys = self._ended.popitem(last=False)
+            self._owner.update(dict.fromkeys(keys))
 
     # -- vLLM's hooks ---------------------------------------------------------------
-
-    def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Remember the program of a request while the request is in the engine."""
-        super().on_store_miss(keys, req_context)
-        self._remember(req_context)
 
     def on_request_finished(
         self,
@@ -75,35 +81,26 @@ class ProgramCachePolicy(LRUCachePolicy):
         reused_keys: set[OffloadKey],
         req_context: ReqContext,
     ) -> None:
-        """Record which program has used the chunks of a request."""
+        """Record which program has used the chunks of a request. The request's last store has ended."""
         super().on_request_finished(key_groups, insertion_only_keys, reused_keys, req_context)
-        program_id = self._remember(req_context)
-        for keys in key_groups:
-            for key in keys:
-                if self.get(key) is not None:
-                    self._used(key, program_id)
-        if program_id is not None and program_id in self._ended_programs:
-            self._evict_first(program_id)
+        self._attempt(self._used_all, key_groups, self._programs.pop(req_context.req_id, None))
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         """Evict ``n`` chunks that are not ``protected``; ``None``: there are fewer, and all stay."""
-        free = (key for key in self._ended if key not in protected and self._chunk(key).ref_cnt == 0)
-        first = list(islice(free, n))
+        first = dict(self._attempt(self._of_ended, n, protected) or ())
         rest = super().evict(n - len(first), {*protected, *first})
         if rest is None:
             return None
-        evicted = [(key, self._chunk(key)) for key in first]
         for key in first:
-            self.remove(key)
-        for key, chunk in rest:
-            self._forget(key)
-            evicted.append((key, chunk))
+            super().remove(key)
+        evicted = [*first.items(), *rest]
+        self._attempt(self._forget, [key for key, _ in evicted])
         return evicted
 
     def remove(self, key: OffloadKey) -> None:
         """Remove a chunk."""
         super().remove(key)
-        self._forget(key)
+        self._attempt(self._forget, [key])
 
     def clear(self) -> None:
         """Remove all chunks."""
@@ -112,49 +109,67 @@ class ProgramCachePolicy(LRUCachePolicy):
         self._owned.clear()
         self._ended.clear()
 
-    def _chunk(self, key: OffloadKey) -> ChunkStatus:
-        chunk = self.get(key)
-        assert chunk is not None, "a chunk that was removed is still recorded"
-        return chunk
+    # -- inside -----------------------------------------------------------------
 
-    def _remember(self, req_context: ReqContext) -> ProgramId | None:
-        known = req_context.get_state(RequestProgram)
-        if known is None:
-            programs = self._program_scheduler
-            sender = programs.request(req_context.req_id) if programs is not None else None
-            known = RequestProgram(sender.program_id if sender is not None else None)
-            req_context.set_state(known)
-            if known.program_id is not None:
-                self._ended_programs.pop(known.program_id, None)  # it goes on
-        program_id: ProgramId | None = known.program_id
-        return program_id
+    def _attempt(self, call: Callable[..., Any], *arguments: object) -> Any:
+        """Make a call and return its value; after an error use vLLM's order from now on."""
+        if self._off:
+            return None
+        try:
+            return call(*arguments)
+        except Exception:
+            if self.strict:
+                raise
+            self._off = True
+            logger.exception(
+                "sojourn: the eviction order of host memory failed; it is vLLM's own from now on"
+            )
+            return None
 
-    def _evict_first(self, program_id: ProgramId) -> None:
-        self._ended.update(dict.fromkeys(reversed(self._owned.pop(program_id, {}))))
+    def _used_all(self, key_groups: Sequence[Sequence[OffloadKey]], program_id: ProgramId | None) -> None:
+        for keys in key_groups:
+            for key in keys:
+                if self.get(key) is not None:
+                    self._used(key, program_id)
+
+    def _of_ended(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]]:
+        """Return up to ``n`` chunks of ended programs that nothing reads, in the order of their eviction."""
+        found: list[tuple[OffloadKey, ChunkStatus]] = []
+        for keys in self._ended.values():
+            for key in reversed(keys):
+                if len(found) == n:
+                    return found
+                chunk = self.get(key)
+                if chunk is not None and chunk.ref_cnt == 0 and key not in protected:
+                    found.append((key, chunk))
+        return found
 
     def _used(self, key: OffloadKey, program_id: ProgramId | None) -> None:
-        self._ended.pop(key, None)
         owner = self._owner.setdefault(key, program_id)
         if owner is None:
             return
         if owner == program_id:
-            self._owned.setdefault(owner, {})[key] = None
+            ended = self._ended.get(owner)
+            (ended if ended is not None else self._owned.setdefault(owner, {}))[key] = None
         else:
             self._disown(key, owner)
             self._owner[key] = None
 
-    def _forget(self, key: OffloadKey) -> None:
-        self._ended.pop(key, None)
-        owner = self._owner.pop(key, None)
-        if owner is not None:
-            self._disown(key, owner)
+    def _forget(self, keys: Iterable[OffloadKey]) -> None:
+        for key in keys:
+            owner = self._owner.pop(key, None)
+            if owner is not None:
+                self._disown(key, owner)
 
     def _disown(self, key: OffloadKey, owner: ProgramId) -> None:
-        owned = self._owned.get(owner)
-        if owned is not None:
-            owned.pop(key, None)
-            if not owned:
-                del self._owned[owner]
+        ended = self._ended.get(owner)
+        if ended is not None:
+            ended.pop(key, None)
+            return
+        owned = self._owned.get(owner, {})
+        owned.pop(key, None)
+        if not owned:
+            self._owned.pop(owner, None)
 
 
 def find_cache_policy(connector: Any) -> ProgramCachePolicy | None:

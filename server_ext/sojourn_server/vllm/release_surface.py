@@ -44,7 +44,6 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "KVConnectorWorkerMetadata": ("aggregate",),
     "SupportsHMA": ("request_finished_all_groups",),
     "AsyncModelRunnerOutput": ("get_output",),
-    "CachePolicy": ("on_store_miss",),
     "LRUCachePolicy": ("__init__", "clear", "evict", "on_request_finished", "remove"),
 }  # fmt: skip
 """Class, by its name in ``compat`` → methods that sojourn overrides. Their bodies matter: sojourn replaces
@@ -64,7 +63,6 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     ),
     "AsyncModelRunnerOutput": ("get_kv_connector_output",),
     "LRUCachePolicy": ("get",),
-    "ReqContext": ("get_state", "set_state"),
 }  # fmt: skip
 """Class → methods that sojourn calls or wraps. Only their parameters matter."""
 

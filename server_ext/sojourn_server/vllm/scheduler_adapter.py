@@ -146,7 +146,7 @@ class SchedulerAdapter:
         self._cache_policy = find_cache_policy(connector)
         """Order of eviction in the host memory of vLLM's own connector, if sojourn provides it."""
         if self._cache_policy is not None:
-            self._cache_policy.follow(self.program_scheduler)
+            self._cache_policy.strict = settings.strict
         self._eviction = EvictionAdapter(
             self.program_scheduler,
             self._pool.free_block_queue,
@@ -214,6 +214,9 @@ class SchedulerAdapter:
         )
         self.service.client_event_handler.apply_attached_events(identity, now)
         self.handle(RequestArrived(request.request_id, identity, request.num_prompt_tokens), now)
+        known = self.program_scheduler.request(request.request_id)
+        if self._cache_policy is not None and known is not None and known.program_id is not None:
+            self._cache_policy.arrived(request.request_id, known.program_id)
         self._carry_out(now)
 
     def before_step(self) -> None:
@@ -471,9 +474,9 @@ class SchedulerAdapter:
         if action.kind is EngineActionKind.DROP:
             if self._offload is not None:
                 self._offload.program_ended(program_id, self._queue.owners)
+            self._pinned.drop(program_id)
             if self._cache_policy is not None:
                 self._cache_policy.program_ended(program_id)
-            self._pinned.drop(program_id)
         elif action.kind is EngineActionKind.RELEASE:
             self._pinned.release(program_id)
         elif action.kind is EngineActionKind.PIN_CACHED:
@@ -537,6 +540,8 @@ class SchedulerAdapter:
         request = self._scheduler.requests.get(request_id)
         if known is None or request is None:
             return
+        if self._cache_policy is not None:
+            self._cache_policy.in_use(known.program_id, request.block_hashes)
         if self._offload is not None:
             self._release_preempted(request, known.program_id, self._offload)
             if known.program_id is not None:
