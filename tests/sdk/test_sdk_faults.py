@@ -481,7 +481,10 @@ def test_forks_in_a_thread_pool_while_events_are_put(python: Any, sink: str) -> 
         code = f"""
         import os, signal, threading, time, sojourn
         from concurrent.futures import ThreadPoolExecutor
+        from sdk_settings import resolve_with
         signal.alarm(40)
+        # No heartbeat: all events are counted.
+        sojourn.config.Config.resolve = resolve_with(heartbeat_s=3600)
         sojourn.init({url!r}, threads=True, dialect="sojourn")
         stop = threading.Event()
 
