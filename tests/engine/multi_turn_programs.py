@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine_tools import float32_engine, scheduler_of
@@ -41,6 +41,14 @@ def usual_hint(program: int) -> str:
     return json.dumps({"program_id": f"P{program}", "kv_retention_ttl_seconds": 120})
 
 
+def lora_request(adapters: Sequence[str], program: int) -> Any:
+    """The adapter of a program, for ``LLM.generate``."""
+    from vllm.lora.request import LoRARequest
+
+    number = program % len(adapters)
+    return LoRARequest(f"adapter {number}", number + 1, adapters[number])
+
+
 def generate(
     model: str,
     sojourn: dict[str, Any] | None,
@@ -49,12 +57,14 @@ def generate(
     programs: int = PROGRAMS,
     turns: int = TURNS,
     words: int = WORDS,
+    adapters: Sequence[str] = (),
     **settings: Any,
 ) -> tuple[list[list[int]], Any]:
     """All tokens of all turns of all programs, and sojourn's stats and decisions where it is on.
 
     ``hints`` may be a function that gives the ``agentic_context`` of a program's turn, well formed or not.
-    Prompts are made of the first ``words`` tokens of the vocabulary. ``settings`` are the engine's, besides
+    Prompts are made of the first ``words`` tokens of the vocabulary. ``adapters``: directories of LoRA
+    adapters; programs take them in turn, and as many have the same first prompt. ``settings`` are the engine's, besides
     what all arms have; ``blocks`` is the size of the device's memory.
     """
     from vllm import SamplingParams
@@ -64,8 +74,10 @@ def generate(
     scheduler = scheduler_of(llm)
     # Spread over the vocabulary: the model must have something to continue.
     contexts = [
-        [1 + (7919 * (n + 1) * (i + 3)) % words for i in range(FIRST_PROMPT_TOKENS)] for n in range(programs)
+        [1 + (7919 * (n // max(1, len(adapters)) + 1) * (i + 3)) % words for i in range(FIRST_PROMPT_TOKENS)]
+        for n in range(programs)
     ]
+    loras = [lora_request(adapters, n) for n in range(programs)] if adapters else None
     produced: list[list[int]] = [[] for _ in range(programs)]
     for turn in range(turns):
         params = []
@@ -76,7 +88,7 @@ def generate(
                 SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, extra_args=extra)
             )
         prompts = [{"prompt_token_ids": context} for context in contexts]
-        for n, output in enumerate(llm.generate(prompts, params, use_tqdm=False)):
+        for n, output in enumerate(llm.generate(prompts, params, use_tqdm=False, lora_request=loras)):
             tokens = list(output.outputs[0].token_ids)
             produced[n].extend(tokens)
             more = [

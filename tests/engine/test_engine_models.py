@@ -5,7 +5,10 @@ Small and random, in float32 at temperature 0; each next token depends on all to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "sliding windows and full attention": ("Gemma3Text", {"sliding_window": 64, "sliding_window_pattern": 2}),
 }
 """The model's class in transformers, and what it has besides ``COMMON``."""
+
+
+def flags_of_cpu() -> str:
+    file = Path("/proc/cpuinfo")
+    return file.read_text() if file.is_file() else ""
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +60,22 @@ def make_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return make
 
 
-def says_what_stock_says(model: str, programs: int = 8, *, loads: bool = True, **settings: Any) -> None:
-    """``loads``: whether host memory has what the device lost."""
+def says_what_stock_says(
+    model: str,
+    programs: int = 8,
+    *,
+    loads: bool = True,
+    policies: Sequence[str] = ("continuum", "mori"),
+    run: Callable[..., tuple[list[list[int]], Any]] = generate,
+    **settings: Any,
+) -> None:
+    """``loads``: whether host memory has what the device lost. ``run`` is ``generate``, or calls it."""
     settings = {"programs": programs, "turns": 2, **settings}
-    stock, _ = generate(model, None, hints=False, **settings)
+    stock, _ = run(model, None, hints=False, **settings)
     assert len({tuple(tokens) for tokens in stock}) == programs, "the programs must differ"
-    for policy in ("continuum", "mori"):
+    for policy in policies:
         tiers = with_tiers(host_bytes=HOST_BYTES) if policy == "mori" else {}
-        tokens, report = generate(model, {"policy": policy}, hints=True, **tiers, **settings)
+        tokens, report = run(model, {"policy": policy}, hints=True, **tiers, **settings)
         assert tokens == stock, policy
         kinds = {decision["kind"] for decision in report["decisions"]}
         assert kinds & {"keep", "to_host"}, policy
@@ -84,6 +100,47 @@ def test_a_model_of_sliding_windows_says_what_it_says_on_stock(
 def test_sliding_windows_beside_full_attention_are_kept_whole(make_model: Callable[[str], str]) -> None:
     model = make_model("sliding windows and full attention")
     says_what_stock_says(model, disable_hybrid_kv_cache_manager=True)
+
+
+@pytest.mark.skipif("avx512f" not in flags_of_cpu(), reason="vLLM's CPU engine needs AVX-512 for KV in fp8")
+def test_kv_in_fp8_says_what_it_says_on_stock(loud_model: str) -> None:
+    says_what_stock_says(loud_model, policies=["mori"], kv_cache_dtype="fp8")
+
+
+def test_adapters_say_what_they_say_on_stock(loud_model: str, tmp_path: Path) -> None:
+    """Two programs of each prompt: a block's key has the adapter's name, or they would load each other's KV."""
+    adapters = [make_adapter(tmp_path / str(seed), seed) for seed in (1, 2)]
+    says_what_stock_says(loud_model, policies=["mori"], enable_lora=True, max_loras=2, adapters=adapters)
+
+
+def test_speculative_decoding_says_what_it_says_on_stock(loud_model: str) -> None:
+    """Each engine in a process of its own: vLLM's second engine with it fails in the same process."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    says_what_stock_says(loud_model, policies=["mori"], run=in_a_process, speculative_config=ngram)
+
+
+def in_a_process(*args: Any, **settings: Any) -> tuple[list[list[int]], Any]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(generate, *args, **settings).result()
+
+
+def make_adapter(target: Path, seed: int) -> str:
+    """A LoRA adapter of rank 8 for the loud model, as peft writes it."""
+    import torch
+    from safetensors.torch import save_file
+
+    draw = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(2):
+        for name, size in (("q_proj", 64), ("v_proj", 32)):
+            of = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{of}.lora_A.weight"] = torch.randn(8, 64, generator=draw) * 0.3
+            weights[f"{of}.lora_B.weight"] = torch.randn(size, 8, generator=draw) * 0.3
+    target.mkdir()
+    save_file(weights, str(target / "adapter_model.safetensors"))
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    (target / "adapter_config.json").write_text(json.dumps(config))
+    return str(target)
 
 
 def test_several_groups_are_refused_with_the_flag_that_helps(make_model: Callable[[str], str]) -> None:
