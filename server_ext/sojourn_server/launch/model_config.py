@@ -15,7 +15,7 @@ _STATE_LAYERS = frozenset(
 """Types of layers that keep a state instead of keys and values."""
 _STATE_MODELS = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv"})
 _STATE_KEYS = ("hybrid_override_pattern", "mamba_", "ssm_")
-"""Beginnings of keys that only models with such layers have."""
+"""Beginnings of ``config.json`` keys that only models with such state layers have."""
 
 
 def read_model_config(model: str, revision: str | None = None) -> dict[str, Any] | None:
@@ -36,8 +36,8 @@ def read_model_config(model: str, revision: str | None = None) -> dict[str, Any]
 
 
 def check_layers(model: str, config: Mapping[str, Any]) -> list[str]:
-    """Check that the KV of all layers can be kept alike. Returns notes. Raises ``InvalidOption`` for a model
-    with state-space or linear-attention layers."""
+    """Check that sojourn can keep the KV of the model's layers. Raises ``InvalidOption`` for a model with
+    state-space or linear-attention layers. Returns a note if some layers attend to a window only."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config  # multimodal models have one
     types = text.get("layer_types", text.get("layers_block_type"))
