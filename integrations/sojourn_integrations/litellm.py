@@ -35,7 +35,8 @@ from .safe_scope import fault
 _RETRYING = ("completion", "acompletion", "text_completion", "atext_completion", "responses", "aresponses")
 _ROUTER = ("function_with_fallbacks", "async_function_with_fallbacks")
 _SMALL_BYTES = 4096
-"""Values of the user's body up to this size are decoded. A longer value is never merged with our fields."""
+"""Longest field of the user's body, in bytes of JSON, that is decoded. Our fields are never merged into a
+longer one."""
 
 _MAX_TARGETS = 256
 
@@ -43,7 +44,7 @@ _patches = Patches()
 _as_written = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decoder = msgspec.json.Decoder()
 _targets: dict[str, tuple[str, str] | None] = {}
-"""URL → host and path of an LLM request; ``None`` for any other. A cache, since parsing URLs is slow."""
+"""Cache, since parsing URLs is slow: URL → (host, path) of an LLM request, or ``None`` for any other URL."""
 _posting: ContextVar[bool] = ContextVar("sojourn_litellm_posting", default=False)
 
 
@@ -69,8 +70,8 @@ def patch() -> bool:
 
 
 def unpatch() -> None:
-    """Restore litellm's own functions. A function that another library has patched since then stays as it
-    is."""
+    """Restore litellm's own functions. If another library patched a function after us, its patch stays, and
+    our function beneath that patch only calls litellm's."""
     _patches.undo()
 
 
@@ -92,8 +93,8 @@ def wrap(target: Any) -> Any | None:
 
 
 class _Answer(NamedTuple):
-    """Holds an HTTP response whose body may still be open, under the name that ``end_with_response``
-    reads."""
+    """An HTTP response, in the attribute where ``end_with_response`` looks for it. The response's body may
+    still be open."""
 
     http_response: Any
 
@@ -210,8 +211,8 @@ def _target(url: str) -> tuple[str, str] | None:
 
 
 def _read(name: str, value: Any) -> Any:
-    """Return a field of the body, decoded if we may need it: the model, objects and nulls, but not long
-    values."""
+    """Return the field ``name`` of the body, decoded only if we may need it: the model's name, an object or a
+    null. Long values stay encoded."""
     if type(value) is not msgspec.Raw:
         return value
     text = memoryview(value)

@@ -19,11 +19,11 @@ from weakref import WeakValueDictionary
 from .monkey_patches import wrap_like
 
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""``around(owner, original, args, kwargs)`` replaces ``original(*args, **kwargs)``. It must be a module-level
-function."""
+"""Type of a method's wrapper. ``around(owner, original, args, kwargs)`` runs in place of
+``original(*args, **kwargs)``. The wrapper must be a module-level function."""
 
 _BASE = "__sojourn_base__"
-"""Name of the attribute by which an overlay names the object's own class."""
+"""Name of the attribute in which an overlay keeps the object's own class."""
 
 _classes: dict[tuple[type, tuple[tuple[str, Around], ...]], type] = {}
 _metaclasses: dict[type, type] = {}

@@ -67,7 +67,8 @@ def instrument() -> None:
 def uninstrument() -> None:
     """Undo ``instrument`` and every ``attach``, for existing agents too.
 
-    A method that another library has patched since then keeps that patch, and ours does nothing.
+    If another library patched a method after us, its patch stays, and our function beneath it only calls
+    mini's.
     """
     _patches.undo()
     remove_all_overlays()

@@ -69,8 +69,8 @@ class Patches:
 
     def __init__(self) -> None:
         self.active = False
-        """False after ``undo``: our functions then do nothing, even if another package's patch still calls
-        them."""
+        """False after ``undo``: our functions then only call the originals, for instance where another
+        package's patch still calls ours."""
         self._made: dict[tuple[int, str], _Patch] = {}
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -85,8 +85,8 @@ class Patches:
         self._made[id(owner), name] = _Patch(owner, name, ours, current)
 
     def undo(self) -> None:
-        """Restore the original objects. An attribute that another package has patched since then stays as it
-        is."""
+        """Restore the original attributes. If another package patched an attribute after us, its patch
+        stays."""
         self.active = False
         for key, (owner, name, ours, theirs) in list(self._made.items()):
             if vars(owner).get(name) is ours:
@@ -95,8 +95,9 @@ class Patches:
 
 
 def _is_beneath(ours: Any, current: Any) -> bool:
-    """Return whether ``current`` is ``ours``, or wraps it, as found by ``__wrapped__``. A mark on our
-    function would prove nothing, since ``functools.wraps`` copies marks to the wrapper."""
+    """Return whether our function ``ours`` is ``current`` itself or lies beneath it, by the chain of
+    ``__wrapped__``. A mark on our function would prove nothing, since ``functools.wraps`` copies marks to the
+    wrapper."""
     for _ in range(100):
         if current is None or current is ours:
             break

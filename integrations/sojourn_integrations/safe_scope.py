@@ -16,8 +16,8 @@ class Scope(NamedTuple):
 
 
 def enter(make: Callable[[], Any]) -> Scope | None:
-    """Call ``make``, enter the context manager that it returns, and return both. Returns ``None`` after a
-    failure, which is counted."""
+    """Call ``make`` and enter the context manager that it returns. Returns the manager and the value of its
+    ``__enter__``. Returns ``None`` after a failure, which is counted."""
     try:
         manager = make()
         return Scope(manager, manager.__enter__())

@@ -1,6 +1,7 @@
 """Runs a callback after the import of a top-level package, without importing the package itself.
 
-The hook waits for the *package*, never for one of its modules: a module is loaded before its package is.
+The hook waits for the *package*, never for one of its modules: while a module is imported, the code of its
+package may not have run to the end.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def when_imported(package: str, then: Callable[[], None]) -> None:
 
 
 def body_has_run(package: str) -> None:
-    """Run the callback of ``package`` now. Other import hooks call this after they ran the package's code,
-    since the import system marks the package as loaded only later."""
+    """Run the callback of ``package`` now, since the package's code has run. Other import hooks call this:
+    they notice that earlier than the import system, which marks the package as loaded only later."""
     then = _waiting.get(package)
     forget(package)
     if then is not None:

@@ -54,7 +54,8 @@ def advice(
     blocks_parent: bool | None = None,
     final: bool | None = None,
 ) -> Advice:
-    """Check the hints and return them. Raises ``ValueError``, which names the first invalid hint."""
+    """Return an ``Advice`` of these hints, after checking them. Raises ``ValueError``, which names the first
+    invalid hint."""
     for name, whole in (("priority", priority), ("expected_output_length", expected_output_length)):
         if whole is not None and not (type(whole) is int and abs(whole) < 2**63):
             raise ValueError(f"{name} is {whole!r}; expected a whole number of 64 bits")

@@ -23,7 +23,7 @@ END = "__end__"
 
 _COMPLETE_WEIGHT = 2.0
 _INCOMPLETE_WEIGHT = 0.5
-"""Weight of a node's declared edges in an incomplete graph, as a number of observed visits."""
+"""How many observed visits the declared edges of a node weigh together, if the graph is not complete."""
 _FADED = 0.03
 _MAX_FOUND_NODES = 256
 """Maximum number of undeclared nodes that ``corrected`` adds."""
@@ -111,13 +111,15 @@ class Aeg:
     ) -> Aeg:
         """Return a new graph: this graph, corrected by observed transitions.
 
-        ``seen`` counts how often each edge was taken; ``tools`` maps nodes to tools that are added to them.
+        ``seen`` counts how often each edge was taken. ``tools`` maps nodes to further tools, which are added.
         If a node was left at least once, each of its edges gets p = (count + w · declared) / (all counts +
         w). The declaration weighs ``w`` = 2 visits, or half a visit if the graph is not complete, so unused
-        edges fade. A graph that is not complete loses edges below 0.03; a complete graph keeps them. A node
-        that was never left keeps its edges. The 256 most visited undeclared nodes are added. The result is
-        complete if this graph is complete and no undeclared edge was seen. Raises ``ArgumentError`` if the
-        result is too large to be sent.
+        edges fade. A node that was never left keeps its edges.
+
+        A graph that is not complete loses unused edges whose p is below 0.03. A complete graph keeps them. Up
+        to 256 undeclared nodes are added, the most visited ones. The result is complete if this graph is
+        complete and no undeclared edge was seen. Raises ``ArgumentError`` if the result is too large to be
+        sent.
         """
         counts = {
             (_name(source), _name(target)): float(count)
@@ -188,7 +190,8 @@ def _by_source(counts: Mapping[tuple[str, str], float]) -> dict[str, dict[str, f
 
 
 def _shares(declared: Mapping[str, float | None]) -> dict[str, float]:
-    """Return probabilities that sum to one; edges without a probability share the rest evenly."""
+    """Return the probabilities of a node's edges, scaled to a sum of one. Edges without a probability share
+    the rest evenly."""
     open_ones = sum(p is None for p in declared.values())
     given = sum(p for p in declared.values() if p is not None)
     each = max(0.0, 1.0 - given) / open_ones if open_ones else 0.0

@@ -1,5 +1,5 @@
-"""Settings of the SDK, resolved once. Only this file reads environment variables; ``claim`` also writes
-one."""
+"""Settings of the SDK, resolved once. Only this file reads the SDK's environment variables. Its function
+``claim`` also writes one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Detects a server's dialect with a few GET requests, on the emitter's thread.
 
 The first GET reads sojourn's capabilities page. A server without that page is recognised by its other public
-pages, with one cheap GET for each. Only an answer that no other kind of server gives counts. An unknown
-server gets headers only.
+pages, with one cheap GET for each. An answer decides only if no other kind of server gives it. A server that
+is not recognised gets headers only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class ServerDialect:
         """True if the dialect was given or detected, False if it is assumed."""
 
     def learn(self, dialect: str) -> Dialect:
-        """Set and return the detected dialect. A dialect given by the caller stays in use."""
+        """Record that ``dialect`` was detected, and return this dialect. It becomes the dialect in use,
+        unless the caller named one."""
         if not self.given:
             self.dialect = DIALECTS[dialect]
         self.known = True
@@ -114,7 +115,7 @@ def _identify_other_server(transport: ServerTransport, timeout_s: float) -> str 
 
 
 def _owners(models: dict[str, Any]) -> set[Any]:
-    """Return the ``owned_by`` values of the listed models."""
+    """Return the ``owned_by`` values of all models in ``models``, the answer to ``GET /v1/models``."""
     data = models.get("data")
     if not isinstance(data, list):
         return set()

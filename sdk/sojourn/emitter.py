@@ -107,7 +107,8 @@ class Emitter:
         self._wake = threading.Condition(self._lock)
         self._drained = threading.Condition(self._lock)
         self._inbox: deque[PendingEvent] = deque()
-        """Events without a sequence number. The holder of the lock moves them into ``_pending``, in order."""
+        """Events that ``put`` has added; they have no sequence number yet. Whoever holds the lock moves them
+        into ``_pending``, in order."""
         self._pending = EventQueue(self._queue_events)
         self._sending = 0
         self._seq = itertools.count()
@@ -219,12 +220,13 @@ class Emitter:
 
     @property
     def lock(self) -> threading.RLock:
-        """The queue's lock, for a short atomic step that includes a ``put``."""
+        """The queue's lock, for code that does a ``put`` and another change in one short atomic step."""
         return self._lock
 
     @property
     def pending(self) -> int:
-        """Number of events queued or being sent; the count ``events_queued`` includes them."""
+        """Number of events that are queued or being sent. All of them are counted in ``events_queued`` when
+        this returns."""
         with self._lock:
             self._take_in()  # the thread may hang in a send and not do this
             return self._pending.size + self._sending
@@ -349,7 +351,8 @@ class Emitter:
         self.backing_off = False
 
     def _wait_for_events(self) -> bool:
-        """Sleep until there are events to send, and return True. Returns False once closed and empty."""
+        """Sleep until there are events to send, then return True. Returns False once the emitter is closed
+        and the queue is empty."""
         while True:
             due, wait_s = self._due()
             with self._lock:
@@ -387,7 +390,8 @@ class Emitter:
             return (), None
 
     def _take_in(self) -> None:
-        """Number the events in the inbox and move them into the queue. Called with the lock held."""
+        """Give the events in the inbox their sequence numbers and move them into the queue. Called with the
+        lock held."""
         if self._inbox:
             # One sequence for all programs: it also grows within a program that is resumed by its id.
             count = self._pending.take_in(self._inbox, self._seq)

@@ -22,13 +22,15 @@ class PendingEvent(msgspec.Struct, gc=False):
     fields: dict[str, Any]
 
     def event(self, now: float) -> Event:
-        """Return the event with its age at ``now``. Raises ``TypeError`` for unknown fields."""
+        """Return the event as a wire message, with its age at the time ``now``. Raises ``TypeError`` for
+        unknown fields."""
         age_s = now - self.at_s
         age_s = round(age_s, 6) if age_s > 0.0 else 0.0
         return self.kind(program_id=self.program_id, seq=self.seq, age_s=age_s, **self.fields)
 
     def encode(self, now: float) -> bytes:
-        """Return the event with its age at ``now``, as JSON. Raises ``TypeError`` or ``WireError``."""
+        """Return the event as JSON, with its age at the time ``now``. Raises ``TypeError`` or
+        ``WireError``."""
         return encode(self.event(now))
 
 
@@ -47,7 +49,8 @@ class EventQueue:
         return self.size >= self._limit
 
     def take_in(self, inbox: deque[PendingEvent], numbers: Iterator[int]) -> int:
-        """Number the events of ``inbox``, queue them and return their count. The caller checks the limit."""
+        """Give the events of ``inbox`` their sequence numbers, queue them and return their count. The caller
+        checks the limit."""
         rows = self._rows
         count = 0
         while inbox:

@@ -58,7 +58,8 @@ class Heartbeats:
 
     @property
     def promised(self) -> bool:
-        """True while a program with heartbeats is open, and possibly a moment longer."""
+        """True while a server may expect heartbeats: while a program with heartbeats is open, or a moment
+        longer."""
         return bool(self._open)
 
     def opened(self, program: OpenProgram, now: float) -> None:

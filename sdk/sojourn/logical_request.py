@@ -148,7 +148,8 @@ def _watch_body(response: Any, request: LogicalRequest) -> None:
 
 
 class _ResponseBytes:
-    """Watches the bytes of a response body for the end of the stream."""
+    """Watches the bytes of a response body for the end of the stream, and for token counts if a listener
+    wants them."""
 
     def __init__(self, request: LogicalRequest, readable: bool) -> None:
         self._request = request
@@ -198,8 +199,8 @@ _made: dict[type, type] = {}
 
 
 def _sync_watch(base: type) -> type:
-    """Return a subclass of ``base`` that reports a stream's bytes and end. Subclasses are needed because
-    httpx and httpx2 each check for their own base class."""
+    """Return a subclass of the stream class ``base`` that tells a ``_ResponseBytes`` of the stream's bytes
+    and end. A subclass is needed because httpx and httpx2 each check for their own base class."""
 
     def __init__(self: Any, inner: Any, seen: _ResponseBytes) -> None:
         self._inner, self._seen = inner, seen

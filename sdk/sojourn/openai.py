@@ -23,12 +23,12 @@ from .outgoing_request import LLM_PATHS, OutgoingRequest
 _under_way: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_request", default=None)
 _MAX_TARGETS = 256
 _targets: dict[tuple[int, str], tuple[Any, str]] = {}
-"""A cache, since parsing URLs is slow: (``id()`` of a client's URL object, URL of a request) → (the client's
-URL object, ``host:port``). It holds the URL object so that the ``id()`` stays unique."""
+"""Cache of hosts, since parsing URLs is slow: (``id()`` of a client's URL object, URL of a request) → (that
+URL object, ``host:port``). The URL object is kept so that no other object gets its ``id()``."""
 _swapped: dict[type, type] = {}
 _patched: dict[tuple[type, str], tuple[Any, Any]] = {}
-"""(Class, method name) → (our function, the original). A mark on our function would not do: a tracer's
-wrapper would copy it (``functools.wraps``)."""
+"""What is patched: (class, method name) → (our function, the original). A mark on our function could not tell
+this, since a tracer's wrapper would copy the mark (``functools.wraps``)."""
 
 
 def patch() -> bool:
@@ -55,7 +55,7 @@ def patch() -> bool:
 
 
 def unpatch() -> None:
-    """Restore the original methods. A method that another library has patched since then stays as it is."""
+    """Restore the original methods. If another library patched a method after us, its patch stays."""
     for (kind, name), (ours, theirs) in list(_patched.items()):
         if vars(kind).get(name) is ours:
             setattr(kind, name, theirs)

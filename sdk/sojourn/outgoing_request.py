@@ -30,7 +30,8 @@ class OutgoingRequest:
         self.prepared: Any = None
         """The last attempt to which our fields were added. Only the client's patch reads it."""
         self.bound_for: tuple[str, str | None] = ("", None)
-        """URL of the last attempt and the ``host:port`` found for it. Only the client's patch reads it."""
+        """URL of the request, and the ``host:port`` that this URL leads to. Only the client's patch reads
+        it."""
         self.at_home = False
         """True if the request goes to the server that receives the events."""
         self._around = around
@@ -69,8 +70,8 @@ class OutgoingRequest:
         """Return the body fields and headers to add to one attempt at ``host``.
 
         ``theirs`` is the user's body, ``None`` if it is not a JSON object. If a returned field is also in
-        ``theirs``, its value includes the user's. ``header_names`` are the headers that the user set: these
-        are left out, in any letter case.
+        ``theirs``, the returned value includes the user's value. ``header_names`` are the headers that the
+        user set; they are compared in any letter case, and none of them is returned.
         """
         session = self.turn.session
         assert session.config is not None
@@ -118,8 +119,8 @@ class OutgoingRequest:
 
 
 class RetryScope:
-    """A ``with`` block around a call that retries: all attempts inside count as one logical request, until an
-    attempt is answered. A nested scope does nothing. Never raises."""
+    """A ``with`` block around a call that retries. All attempts inside count as one logical request. After an
+    attempt is answered, the next one begins a new request. A nested scope does nothing. Never raises."""
 
     __slots__ = ("_token", "open", "over")
 
@@ -127,7 +128,7 @@ class RetryScope:
         self.over = False
         """True after the block. Needed because tasks started inside still have the scope in their context."""
         self.open: OutgoingRequest | None = None
-        """The request in progress, or the request whose attempts have all failed so far."""
+        """The logical request that is not answered yet; a next attempt may belong to it."""
         self._token: Token[RetryScope | None] | None = None
 
     def __enter__(self) -> RetryScope:
@@ -148,7 +149,8 @@ class RetryScope:
             self.give_up(error)
 
     def give_up(self, error: BaseException | None = None) -> None:
-        """End the open request, if any, as failed: no further attempt follows."""
+        """End the request ``open`` as failed, because no further attempt follows. A request with an attempt
+        in progress is left alone: it reports its own end."""
         outgoing, self.open = self.open, None
         if outgoing is None or outgoing._busy:
             return  # a request in progress reports its own end

@@ -30,7 +30,7 @@ def register_at_fork(**hooks: Callable[[], object]) -> None:
 
 
 def observe_process(session: ProcessObserver) -> None:
-    """Call the methods of ``session`` at forks and at the process's end, as long as ``session`` lives."""
+    """Arrange that ``after_fork`` and ``exit`` of ``session`` are called, as long as ``session`` lives."""
     global _hooked
     _observers.add(session)
     if _hooked:

@@ -1,9 +1,10 @@
 """The class ``Program``, and the context variable with the current program, step and tool call.
 
 A program is one agent run, from its first LLM request to its last. One context variable holds the program,
-step and tool call around the running code. Entering any of the three is one ``set``, and a thread can take
-over all three at once. Callbacks of some frameworks run in contexts of their own and cannot set the variable.
-Adapters for these frameworks add a *resolver*, a function that reads the framework's context instead.
+step and tool call around the running code. So one ``set`` is enough to enter any of the three, and a thread
+can take over all three at once. Callbacks of some frameworks run in contexts of their own, where setting the
+variable has no effect on the agent. Adapters for these frameworks add a *resolver*: a function that reads
+program, node and tool call from the framework's own context.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from .stats import Counters
 
 MAX_GRAPHS_REPORTED: Final = 4096
-"""Maximum number of graphs remembered as sent. At this limit all are forgotten and sent in full again."""
+"""Maximum number of graphs that a session remembers as sent. At this limit it forgets them all, so the next
+report of each graph is in full again."""
 
 _CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
 
@@ -231,8 +233,8 @@ def _remote_program(id: ProgramId, fields: dict[str, Any]) -> Program:
 def process_program(session: runtime.Session) -> Program:
     """Return the process's own program: the one that ``SOJOURN_PROGRAM_ID`` names, else an implicit one.
 
-    Child processes inherit the variable, so several processes may share one program. Only the first process
-    that uses the id reports the program's end.
+    Child processes inherit ``SOJOURN_PROGRAM_ID``, so several processes may share one program. Only the first
+    process that uses the id reports the program's end.
     """
     found = session.program
     if isinstance(found, Program):
@@ -284,7 +286,7 @@ current_context: ContextVar[ExecutionContext] = ContextVar("sojourn_place", defa
 
 
 class ResolvedContext(NamedTuple):
-    """Program, graph node and tool call of the running code, as a framework's own state names them."""
+    """What a resolver returns: program, graph node and tool call of the running code, if known."""
 
     program: Program | None = None
     node: str | None = None
@@ -351,8 +353,8 @@ def find_scoped_context(counters: Counters) -> tuple[ExecutionContext, str | Non
 
 
 def reset_context(token: Token[ExecutionContext], counters: Counters) -> None:
-    """Reset the context variable to its value before ``token``. A failure is counted in ``counters``: a
-    generator may be finalised in another context."""
+    """Undo the ``set`` of the context variable that returned ``token``. This fails in another context, where
+    Python may finalise a generator. The failure is only counted in ``counters``."""
     try:
         current_context.reset(token)
     except ValueError:

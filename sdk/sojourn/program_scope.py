@@ -57,18 +57,19 @@ class ProgramScope:
     def __init__(self, make: Callable[[], Program], parent_id: str | None = None) -> None:
         """``parent_id``: id of the parent that the caller named, if any."""
         self.make = make
-        """Returns a new program that is not started yet. For adapters that cannot use ``with``."""
+        """Function that returns a new program, not started yet. For adapters that cannot use ``with``."""
         self._parent_id = parent_id
         self._program: Program | None = None
         self._token: Token[ExecutionContext] | None = None
 
     def open(self) -> Program:
-        """Start a program for the whole process and return it. It applies to every thread without a program
-        of its own, until its ``end()``. For consoles and notebooks: no ``with`` block can span several cells.
+        """Start a program for the whole process and return it. Until its ``end()``, it is the program of
+        every thread that is in no other one. For consoles and notebooks: no ``with`` block can span several
+        cells.
 
-        Opening a program ends the one opened before as ``cancelled``, so that a notebook cell can run again.
-        If the earlier program is the named ``parent``, it stays open. A program still open when the process
-        exits ends as ``cancelled``.
+        ``open`` ends the program that an earlier ``open`` started, as ``cancelled``, so that a notebook cell
+        can run again. The earlier program stays open if it is given as ``parent``. A program still open when
+        the process exits ends as ``cancelled``.
         """
         while process_programs and process_programs[-1].id != self._parent_id:
             process_programs.pop().end("cancelled")
@@ -218,8 +219,8 @@ def program(
 
 
 def current_program() -> Program | None:
-    """Return the program around the running code, or ``None`` outside of any program. Requests made there
-    belong to the process's own program."""
+    """Return the program around the running code, or ``None`` if there is none. Requests made outside of any
+    program belong to the process's own program."""
     return find_context(runtime.session().counters)[0].program
 
 

@@ -1,7 +1,8 @@
 """What one LLM request carries about its program: body fields, headers and unsent events.
 
 When a request is sent, earlier events of its program may still wait to be sent, and the request would arrive
-before them (measured: 39 times in 40). So the request carries these events, if the dialect has a place.
+before them (measured: 39 times in 40). So the request carries these events, if the server's dialect (the form
+in which this server takes hints) has a place for events.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def request_parts(program: Program | None = None) -> Parts:
 
 def body_additions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``ours`` to set in a request body that already has the user's fields ``theirs``.
-    The user's values win, and nested objects are merged.
+    If both have a field, the user's value is kept. If both values are objects, they are merged.
 
-    If the user's value is ``null`` where ours is an object, ours is set.
+    If the user's value is ``null`` and ours is an object, our object is set.
     """
     added: dict[str, Any] = {}
     for name, value in ours.items():
@@ -100,11 +101,11 @@ class Turn:
         """Id of the request, the same for every attempt."""
         self._taken: list[PendingEvent] = []
         self._emitter: EmitterId | None = None
-        """Id of the emitter that numbered the taken events."""
+        """Id of the emitter from which this request took events; their sequence numbers are its own."""
 
     def yields_to(self, theirs: Mapping[str, Any]) -> bool:
-        """Return whether the user's body ``theirs`` has a field that the server refuses in combination with
-        our fields."""
+        """Return whether our fields must be left out, because the server would refuse them together with a
+        field of the user's body ``theirs``."""
         server = self.session.server
         if server is None or not server.dialect.yields_to:
             return False

@@ -118,8 +118,8 @@ def check(path: str) -> None:
 
 
 _NO_DETOUR = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-"""Flags for opening the file: do not wait for a pipe, which would block the agent, and do not follow a link,
-since ``remove`` would remove only the link."""
+"""Flags for opening the file. ``O_NONBLOCK``: if the path is a pipe, opening it does not block the agent.
+``O_NOFOLLOW``: a symbolic link is refused, since ``remove`` would remove only the link."""
 
 
 def _open(path: str, flags: int) -> int:
@@ -160,7 +160,8 @@ def _opened(path: str) -> int:
 
 
 def _id_in(path: str, content: bytes) -> ProgramId | None:
-    """Return the id in a file's bytes, ``None`` for an empty file. Raises ``ArgumentError``."""
+    """Return the id in a file's bytes, ``None`` for an empty file. Raises ``ArgumentError`` for bytes that
+    are no id."""
     if not content:
         return None
     try:

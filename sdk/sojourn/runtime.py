@@ -1,7 +1,8 @@
 """The session of this process: the state that ``init()`` sets up and every other module reads.
 
-Before ``init()``, or if ``SOJOURN_DISABLED`` is set, the session is *offline*: programs, steps and tool calls
-are plain scopes, and nothing is sent. The module ``lifecycle`` creates and replaces the session.
+An *offline* session sends nothing, and its programs, steps and tool calls are plain scopes. The session is
+offline if ``SOJOURN_DISABLED`` is set, or if neither ``init()`` nor ``SOJOURN_URL`` has named a server. The
+module ``lifecycle`` creates and replaces the session.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Session:
         self.graphs_reported: set[str] = set()
         """Hashes of the graphs that this emitter has sent in full since a batch was last lost."""
         self.graphs_lost = 0
-        """Number of events lost in sending when ``graphs_reported`` was last checked."""
+        """The count ``dropped_send`` (events lost in sending) at the last check. If it has grown since then,
+        ``graphs_reported`` is cleared, because the server may have restarted."""
         self.program: OpenProgram | None = None
         """The process's own program, for requests and tool calls outside ``program()``."""
         self._answered = threading.Event()
@@ -136,13 +138,13 @@ class Session:
             self._answered.wait(self.config.probe_timeout_s)
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Return the emitter's lock, which keeps other threads from emitting. The session has no lock of its
-        own: garbage collection may end a program at any moment and take two locks in the wrong order (a
-        deadlock)."""
+        """Return a ``with`` block in which no other thread can emit: the emitter's lock. The session has no
+        second lock, because that could deadlock: garbage collection may end a program at any moment, and
+        would then take the two locks in the wrong order."""
         return nullcontext() if self.emitter is None else self.emitter.lock
 
     def emit(self, program: EventSource, kind: type[Event], **fields: Any) -> None:
-        """Queue an event of ``program``, with the class ``kind`` and these fields. Never blocks or raises."""
+        """Queue an event of ``program``: an instance of ``kind`` with ``fields``. Never blocks or raises."""
         if self.emitter is not None:
             self.emitter.put(program, kind, **fields)
 
@@ -182,8 +184,8 @@ class Session:
         return stats
 
     def after_fork(self) -> None:
-        """Reset the session in a forked child. The parent keeps sending heartbeats for its programs and ends
-        them."""
+        """Reset the session in a forked child. Programs that the parent started stay the parent's: it keeps
+        sending their heartbeats and reports their ends."""
         self.counters.after_fork()
         self.heartbeats.after_fork()
         self.program = None
@@ -196,8 +198,8 @@ class Session:
             self.advisor.after_fork()
 
     def _graph_unknown(self, report: PendingEvent) -> None:
-        """Have the graph of ``report`` sent in full again, since the server does not know it. If the report
-        held only the hash, the graph is sent now, otherwise with the next report."""
+        """Send the graph of ``report`` in full again, since the server does not know it. If ``report`` held
+        only the hash, this sends the full graph now. Otherwise the next report of this graph is in full."""
         self.graphs_reported.discard(report.fields["graph_hash"])
         if report.fields["graph"] is None:
             program = self.heartbeats.find(report.program_id)
@@ -210,13 +212,14 @@ class Session:
 
 
 before_exit: list[Callable[[], None]] = []
-"""Functions to call first when the process ends. The module ``program`` adds one that ends open programs."""
+"""Functions to call first when the process ends. The module ``program`` adds the one that ends programs
+opened for the whole process."""
 _session: Session | None = None
 _first_use: Callable[[], Session] = Session
 """Makes the session if ``init()`` was not called. The module ``lifecycle`` sets this function."""
 _lock = threading.RLock()
-"""Held while the session is replaced, including the bounded close of the previous session. Not held during
-the wait for the server's dialect."""
+"""Held while a new session replaces the previous one and while the previous one closes, which takes a bounded
+time. Not held while a thread waits for the server to name its dialect."""
 
 
 def _after_fork() -> None:

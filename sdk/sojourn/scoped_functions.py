@@ -50,7 +50,8 @@ def _coroutine(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..
 
 
 class _GeneratorScope:
-    """The context inside a generator's scope. It is entered whenever the generator's code runs."""
+    """A ``with`` block for each stretch in which the generator's code runs: it puts the code into its scope,
+    and the consumer back into its own context afterwards."""
 
     def __init__(self, fresh: ScopeFactory) -> None:
         self._scope = fresh()
@@ -120,9 +121,9 @@ def _driven(
 def close_generator(
     inner: AsyncGenerator[Any, Any], between: AbstractContextManager[Any]
 ) -> Generator[Any, Any, Any]:
-    """Await ``inner.aclose()``, with ``between`` entered while the generator's code runs, but not while it
-    waits. Without an event loop, a generator that Python destroys waits for ever. Then ``between`` must not
-    stay entered for the unrelated code that runs at that moment."""
+    """Await ``inner.aclose()``. The ``with`` block ``between`` is entered while the generator's code runs,
+    and left while the generator waits. If Python destroys a generator without an event loop, the generator
+    waits for ever. The unrelated code that then goes on must not run inside ``between``."""
     return (yield from _driven(cast("Generator[Any, Any, Any]", inner.aclose().__await__()), between))
 
 

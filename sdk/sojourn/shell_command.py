@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 MAX_COMMAND_CHARS = 8192
 MAX_HEAD_CHARS = 64
-"""Longest command head kept: it becomes a key of bounded histories."""
+"""Maximum length of a head (the name of a command's program); longer heads are cut. Bounds the size of
+histories, which use heads as keys."""
 
 TRIVIAL_HEADS = frozenset(
     {":", ".", "cd", "echo", "export", "exit", "false", "popd", "printf", "pushd", "pwd", "set"}
@@ -71,10 +72,10 @@ def split_command(line: str) -> tuple[str, ...]:
 
 
 def main_head(line: str) -> str | None:
-    """Return the head that dominates the duration of ``line``: the last head that is not trivial, else the
-    first.
+    """Return the head of the command that probably takes most of the line's time: the last one that is not
+    trivial. If all are trivial, returns the first head.
 
-    Filters after a pipe count as trivial. ``None`` without a command.
+    Filters after a pipe count as trivial. Returns ``None`` if ``line`` has no command.
     """
     commands = commands_of(line)
     for command in reversed(commands):
@@ -85,8 +86,8 @@ def main_head(line: str) -> str | None:
 
 
 def command_class(line: str) -> str | None:
-    """Return ``main_head`` as the class of a tool call if it looks like a program's name, else ``None``.
-    Anything else, such as a quoted sentence, may contain arguments, which are never sent."""
+    """Return ``main_head(line)`` as the class of a tool call. Returns ``None`` if the head does not look like
+    a program's name: a quoted sentence, for example, may contain arguments, which are never sent."""
     if len(line) <= MAX_COMMAND_CHARS and (found := _ONE_COMMAND.fullmatch(line)):
         head = found[1]
         if head not in _NOT_HEADS:

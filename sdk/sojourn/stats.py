@@ -22,8 +22,8 @@ from threading import get_ident
 class Counters:
     """Counts, kept separately for each thread, so that ``add`` needs no lock.
 
-    A lock could deadlock with the emitter's lock. Garbage collection may end a program while one of the two
-    locks is held, and ending a program needs both.
+    A lock here could deadlock with the emitter's lock. Garbage collection may end a program at any moment,
+    even while a thread holds one of these two locks. Ending a program would need both.
     """
 
     def __init__(self) -> None:

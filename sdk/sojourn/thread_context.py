@@ -1,15 +1,16 @@
 """Carries the current program into threads and thread pools. Opt-in: ``init(url, threads=True)``.
 
-``asyncio`` tasks and ``asyncio.to_thread`` carry it without this module. Only the SDK's own context variable
-is passed on, with the program that a framework's context names. The internal threads of
-``concurrent.futures`` and ``multiprocessing`` (workers, the manager of a process pool, the feeders of queues)
-get no program when they start, since they would keep it for life.
+``asyncio`` tasks and ``asyncio.to_thread`` carry the program without this module. The new thread gets the
+value of the SDK's own context variable and of no other. If only a framework's context names the program, that
+program is passed on too. The internal threads of ``concurrent.futures`` and ``multiprocessing`` (workers, the
+manager of a process pool, the feeders of queues) get no program when they start, since they would keep it for
+life.
 
 A thread gets its program once, when it starts. A long-lived worker that takes jobs from a queue keeps the
-program that started it. So pass each job its program and use ``with p.here(): ...``. Jobs of a process pool
-run in other processes, which know only the program in ``SOJOURN_PROGRAM_ID``. Pass these jobs their program
-as an argument (a ``Program`` can be pickled) and use ``p.here()`` too, or open a child with
-``program(parent=p)``. Do not use ``program(id=p.id)`` there: the end of its block would end the program.
+program that started it. So pass its program ``p`` to each job, which runs its code in ``with p.here(): ...``.
+Jobs of a process pool run in other processes, which know only the program in ``SOJOURN_PROGRAM_ID``. Pass
+``p`` to these jobs as an argument too (a ``Program`` can be pickled). They use ``p.here()``, or open a child
+with ``program(parent=p)``. Do not use ``program(id=p.id)`` there: the end of its block would end the program.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def _run_inside(here: ExecutionContext, function: Callable[..., Any]) -> Callabl
 
 
 def _is_pool_thread(thread: threading.Thread) -> bool:
-    """Return whether the thread belongs to the standard library's own pools, by its class or target."""
+    """Return whether the thread is an internal one of ``concurrent.futures`` or ``multiprocessing``: its
+    target, or else its class, is defined there."""
     target = getattr(thread, "_target", None)
     code = type(thread).run if target is None else target
     module = getattr(code, "__module__", None) or ""

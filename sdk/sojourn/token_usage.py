@@ -62,8 +62,8 @@ def of_tail(tail: bytes) -> TokenUsage | None:
 
 
 def _usage(given: Any) -> TokenUsage | None:
-    """Return the token counts in either form of the OpenAI API: chat and completions, or Responses. ``None``
-    if there are no counts."""
+    """Return the token counts in a ``usage`` object of the OpenAI API, for chat and completions or for
+    Responses. Returns ``None`` if it has no counts."""
     details = _of(given, "prompt_tokens_details", "input_tokens_details")
     usage = TokenUsage(
         _count(_of(given, "prompt_tokens", "input_tokens")),

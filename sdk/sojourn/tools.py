@@ -49,8 +49,8 @@ class ToolCall:
         self.program = program
         """The program of the call; the current program at the start if none was given."""
         self.status: str | None = None
-        """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``; ``None``: derive it from the
-        exception."""
+        """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``. With ``None``, the exception that
+        ends the block decides; ``ok`` if there is none."""
         self._expected_s = expected_s
         self._started_s: float | None = None
         self._token: Token[ExecutionContext] | None = None
@@ -82,8 +82,8 @@ class ToolCall:
         return self
 
     def stop(self, status: str = "ok", *, duration_s: float | None = None) -> None:
-        """Report the end. Repeating it is harmless. Never raises. ``duration_s``: the duration in seconds, by
-        default the time since ``start()``."""
+        """Report the end of the tool call. Calling it again is harmless. Never raises. ``duration_s`` is the
+        duration in seconds, by default the time since ``start()``."""
         started_s, self._started_s = self._started_s, None
         if started_s is None:
             return
@@ -127,9 +127,9 @@ class ToolCall:
         self.__exit__(kind, error, trace)
 
     def _sane_expectation(self, session: runtime.Session) -> tuple[float | None, float | None]:
-        """Return the expected median and 95th percentile of the duration, in seconds. A valid estimate of the
-        caller is the median, without a percentile. Otherwise both come from earlier calls; they are ``None``
-        if there are none."""
+        """Return the expected median and 95th percentile of the duration, in seconds. If the caller gave a
+        valid estimate, it is the median, and the percentile is ``None``. Otherwise both values come from
+        earlier calls of the tool; without earlier calls both are ``None``."""
         value = self._expected_s
         if value is not None:
             if isinstance(value, (int, float)) and math.isfinite(value) and value >= 0:

@@ -120,17 +120,18 @@ def decode_batch(data: bytes) -> EventBatch:
 
 
 _MAX_DEPTH = 32
-"""Deepest nesting that is kept in a batch with a bad event. A graph, the deepest event, has 7 levels in a
-batch."""
+"""Maximum depth that is kept of a batch too deep for Python's parser; ``NaN`` replaces deeper values. A batch
+with a graph, the deepest kind of event, has 7 levels."""
 _MAX_BRACKETS = 32 * 1024
-"""Maximum number of strings and brackets examined in a batch with a bad event. Ordinary batches have
-fewer."""
+"""Maximum number of strings and brackets in a batch too deep for Python's parser. A batch with more is
+refused. Ordinary batches have fewer."""
 _BRACKETS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
 def _decode_around_bad_events(data: bytes) -> EventBatch:
-    """Decode a batch with Python's parser, which also reads what JSON forbids: half a surrogate pair, bytes
-    that are not UTF-8, ``NaN``. ``decode_event`` refuses such an event later. Raises ``ValueError``."""
+    """Decode a batch that the strict decoder refused, so that its good events are not lost. Python's parser
+    also reads what JSON forbids: half a surrogate pair, bytes that are not UTF-8, ``NaN``. ``decode_event``
+    refuses an event with these later. Raises ``ValueError``."""
     text = data.decode("utf-8", "surrogateescape")
     try:
         document = json.loads(text)

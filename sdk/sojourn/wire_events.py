@@ -1,8 +1,8 @@
 """The events that an agent reports about its program and tools. They hold no arguments and no outputs.
 
 Every event names its program and carries a sequence number that grows within (emitter, program). ``age_s`` is
-the time from the event to its sending, on the client's monotonic clock. With it the server places the event
-on its own clock, so the two machines need not agree on the time of day.
+the time from the event to its sending, on the client's monotonic clock. The server subtracts ``age_s`` from
+its own time, so the two machines need not agree on the time of day.
 """
 
 from __future__ import annotations

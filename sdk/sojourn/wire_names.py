@@ -57,8 +57,8 @@ def call_id_of(text: object) -> CallId:
 
 
 def name_of(text: object, empty: str = "unnamed") -> str:
-    """Return ``text`` as the name of a tool, agent or node, cut to ``MAX_EVENT_NAME_BYTES`` of UTF-8. Without
-    text, returns ``empty``."""
+    """Return ``text`` as the name of a tool, agent or node, cut to ``MAX_EVENT_NAME_BYTES`` of UTF-8. If
+    ``text`` is empty, returns the argument ``empty``."""
     if type(text) is str and 0 < len(text) <= _SHORT and text.isascii():
         return text
     value = _encodable(text) or empty

@@ -64,8 +64,8 @@ def generate(
 
     ``hints`` may be a function that gives the ``agentic_context`` of a program's turn, well formed or not.
     Prompts are made of the first ``words`` tokens of the vocabulary. ``adapters``: directories of LoRA
-    adapters; programs take them in turn, and as many have the same first prompt. ``settings`` are the engine's, besides
-    what all arms have; ``blocks`` is the size of the device's memory.
+    adapters; programs take them in turn, and as many have the same first prompt. ``settings`` are the
+    engine's, besides what all arms have; ``blocks`` is the size of the device's memory.
     """
     from vllm import SamplingParams
 

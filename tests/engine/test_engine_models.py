@@ -108,7 +108,7 @@ def test_kv_in_fp8_says_what_it_says_on_stock(loud_model: str) -> None:
 
 
 def test_adapters_say_what_they_say_on_stock(loud_model: str, tmp_path: Path) -> None:
-    """Two programs of each prompt: a block's key has the adapter's name, or they would load each other's KV."""
+    """Two programs of each prompt: a block's key has the adapter's name, else they would share KV."""
     adapters = [make_adapter(tmp_path / str(seed), seed) for seed in (1, 2)]
     says_what_stock_says(loud_model, policies=["mori"], enable_lora=True, max_loras=2, adapters=adapters)
 

@@ -448,6 +448,27 @@ def test_one_workers_failed_copy_for_a_cancelled_load_is_not_its_blocks_next_own
     assert not connector._cancelled
 
 
+def test_equal_tokens_with_another_image_or_salt_are_other_blocks(engine: Any) -> None:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    def found(image: str | None = None, salt: str | None = None) -> int:
+        place = PlaceholderRange(offset=100, length=4)
+        images = [MultiModalFeatureSpec(None, "image", image, place)] if image is not None else None
+        request = Request(
+            "x", prompt(1, 480), SamplingParams(), None, block_hasher=engine.hash_blocks, mm_features=images,
+            cache_salt=salt,
+        )  # fmt: skip
+        return planner(engine).leading(request.block_hashes)
+
+    turn(engine, "a1", prompt(1, 480), "A")
+    turn(engine, "b1", prompt(2, 480), "B")
+    assert found() == 30
+    assert found(image="one") == 100 // 16, "the blocks before the image"
+    assert found(salt="another user") == 0
+
+
 def test_a_program_that_is_preempted_loads_as_any_other(engine: Any) -> None:
     turn(engine, "a1", prompt(1, 480), "A")
     turn(engine, "b1", prompt(2, 480), "B")

@@ -12,10 +12,11 @@ What is reported
 - A **node** is an agent's turn, with the agent's name. Agents of a team inside a team or inside a
   ``SocietyOfMindAgent`` have names like ``inner/alice``. The requests with which a ``SelectorGroupChat`` or
   ``MagenticOneGroupChat`` picks the next agent belong to the program and to no node.
-- A **tool call** is what an ``AssistantAgent`` executes, handoffs (``transfer_to_bob``) included, with
-  the model's call id. AutoGen turns a tool's exception into a result; it is reported as ``error``, or as
-  ``timeout`` for a ``TimeoutError``. The code of a ``CodeExecutorAgent`` is the tool ``code``; its class
-  is the language, or for shell code the main command. A human's approval of the code is part of the call.
+- A **tool call** is what an ``AssistantAgent`` executes, handoffs (``transfer_to_bob``) included, with the
+  model's call id. AutoGen turns a tool's exception into a result; such a call ends as ``error``, or as
+  ``timeout`` for a ``TimeoutError``. The code of a ``CodeExecutorAgent`` is a call of the tool ``code``. Its
+  tool class is the language, or for shell code the main command. A human's approval of the code is part of
+  the call.
 - ``AgentTool``, ``TeamTool`` and agents that a tool's code runs are **child programs** of that tool call.
 - The **graph** is reported at the start: see ``team_graph``.
 
@@ -53,11 +54,12 @@ from . import run_scopes, tool_calls
 from .team_graph import graph_of
 
 _Wrapper = Callable[[Any, Callable[[], bool]], Callable[..., Any]]
-"""Type of functions that return our wrapper of an AutoGen function, which is the first argument. The second
-argument returns whether the wrapper is active."""
+"""Type of a function that wraps a function of AutoGen and returns the wrapper. The first argument is
+AutoGen's function. The second is a function that returns whether the wrapper is to report."""
 
 _patched: list[tuple[type, str, Any, Any]] = []
-"""Class, attribute name, AutoGen's function and ours, as stored in the class."""
+"""What is patched now: (class, attribute name, AutoGen's function, our function). Both functions are as the
+class stores them, e.g. as ``staticmethod``."""
 _wrapped_classes: dict[type, type] = {}
 _lock = threading.Lock()
 _active = False
@@ -83,8 +85,8 @@ def patch() -> bool:
 
 
 def unpatch() -> None:
-    """Restore AutoGen's own functions. A function that another library has patched since then keeps that
-    patch, and ours does nothing."""
+    """Restore AutoGen's own functions. If another library patched a function after us, its patch stays, and
+    our function beneath that patch only calls AutoGen's."""
     global _active
     with _lock:
         _active = False
@@ -99,7 +101,8 @@ def unpatch() -> None:
 def wrap(target: Any) -> Any | None:
     """Instrument one team or agent, with its agents, tools and model clients, and return it.
 
-    The object gets a subclass of its own class. Returns ``None`` for any other object.
+    Each of these objects gets a subclass of its class, so that other objects of the class stay unchanged.
+    Returns ``None`` for an object that is neither a team nor an agent.
     """
     from autogen_agentchat.agents import BaseChatAgent
     from autogen_agentchat.teams import BaseGroupChat
@@ -139,7 +142,8 @@ def _targets() -> Iterator[tuple[type, str, _Wrapper]]:
 
 
 def _static(kind: type, name: str) -> Any | None:
-    """Return a class's attribute if it is a function or static method, else ``None``."""
+    """Return the attribute as the class itself stores it, unbound; ``None`` if it is no function or static
+    method."""
     found = vars(kind).get(name)
     return found if callable(getattr(found, "__func__", found)) else None
 
@@ -153,8 +157,8 @@ def _replace(kind: type, name: str, theirs: Any, wrapper: _Wrapper) -> None:
 
 
 def _patch_user_classes(agents: Any) -> None:
-    """Patch methods that the user's agent classes override. Called when the agents are used, since their
-    classes are unknown before."""
+    """Patch ``on_messages_stream`` in the user's own agent classes that define it. Called when a team begins
+    a run, since these classes are not known earlier."""
     from autogen_agentchat.base import ChatAgent
 
     name = "on_messages_stream"
@@ -228,9 +232,9 @@ def _agent_run(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
 def _stream(
     original: Any, active: Callable[[], bool], begin: Callable[[Any], run_scopes.RunScope | None]
 ) -> Callable[..., Any]:
-    """Return a wrapper of the async generator function ``original`` that enters a scope's context for each
-    step. The code that consumes the generator runs between two steps, outside of the context. ``begin``
-    returns the scope of the run, or ``None``."""
+    """Return a wrapper of the async generator function ``original`` that reports its run. ``begin`` returns
+    the run's scope, or ``None`` if there is nothing to report. The wrapper is inside the scope's context
+    during each step of the generator, and outside of it between two steps, while the consumer's code runs."""
 
     @functools.wraps(original)
     async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:

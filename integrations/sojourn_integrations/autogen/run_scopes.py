@@ -60,7 +60,7 @@ class TeamRun:
 
 
 class RunFrame(NamedTuple):
-    """Team and agent of the running code within a run."""
+    """Where the running code is within a run: in which team, and in which agent's turn."""
 
     run: TeamRun
     prefix: str = ""
@@ -79,14 +79,15 @@ _graphs: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
 
 
 def resolve() -> ResolvedContext | None:
-    """Return the program whose message is being handled. The SDK calls this as a resolver. It names no node,
-    since turns set the node themselves."""
+    """Return the program of the team whose message AutoGen handles in this task; ``None`` if there is none.
+    The SDK calls this function to find the program of a request. The result names no node, since
+    ``begin_turn`` sets it."""
     handled = _handled()
     return None if handled is None else ResolvedContext(handled.run.program)
 
 
 def _handled() -> RunFrame | None:
-    """Return the frame of the team whose message is being handled; ``None`` if there is none."""
+    """Return the frame of the team whose message AutoGen handles in this task; ``None`` if there is none."""
     if not _teams:
         return None
     core = sys.modules.get("autogen_core")
@@ -178,7 +179,8 @@ class RunScope:
 
 
 def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
-    """Begin a team's run and return its scope; ``None`` if the run has already begun."""
+    """Begin a team's run and return its scope; ``None`` if the running code is already inside a run of this
+    team."""
     here, frame, inside_tool = _around()
     if frame is not None and frame.team == id(team):
         return None
@@ -210,8 +212,9 @@ def _run(
     inside_tool: bool,
     graph: Callable[[Any], Aeg | None],
 ) -> tuple[TeamRun, TeamRun | None, ExecutionContext]:
-    """Return three values: the run of ``runner``, the same run if it begins now (else ``None``), and the
-    context inside the run. ``here``, ``frame`` and ``inside_tool`` are the result of ``_around``."""
+    """Return the run that ``runner``, a team or agent, is part of. If ``frame`` is ``None``, a run begins
+    here. The second value is this run if it begins here, else ``None``. The third is the context inside the
+    run. ``here``, ``frame`` and ``inside_tool`` are the result of ``_around``."""
     if frame is not None:
         return frame.run, None, here
     name = str(runner.name)
@@ -226,8 +229,8 @@ def _run(
 
 
 def _report_graph(program: Program, aeg: Aeg | None) -> None:
-    """Report the graph of a program that the user opened without a graph. It is reported as not complete,
-    since the program may do more than this run."""
+    """Report ``aeg`` as the graph of a program that the user opened, unless the user gave the program a
+    graph. It is reported as not complete, since the program may do more than this run."""
     if aeg is None or (program.aeg is not None and _graphs.get(program) != program.aeg.hash):
         return
     aeg = Aeg(aeg.nodes, [(*edge, p) for edge, p in aeg.edges.items()], complete=False)
@@ -236,7 +239,8 @@ def _report_graph(program: Program, aeg: Aeg | None) -> None:
 
 
 def begin_call(tool: str, call_id: str | None, tool_class: str | None = None) -> ToolCall | None:
-    """Return a new tool call of the run, for the caller to start; ``None`` if the call has already begun."""
+    """Return a new tool call of the run, for the caller to start; ``None`` if the running code is already
+    inside it."""
     here, _ = find_context(session().counters)
     running = here.tool_call
     frame = _frame.get()

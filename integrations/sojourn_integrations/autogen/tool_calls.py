@@ -73,7 +73,8 @@ def run_json(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
 
 
 def run_function(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``FunctionTool.run``, to carry the context into the thread of a function that is not ``async``."""
+    """Wrap ``FunctionTool.run``. AutoGen runs a function that is not ``async`` in a thread; with this wrapper
+    the function has the caller's context there."""
 
     @functools.wraps(original)
     async def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,8 +122,8 @@ def _status_of_result(scope: Scope | None, result: Any) -> str:
 
 
 def _status_of_code(result: Any) -> str:
-    """Return the status of executed code. Exit code 124 means timeout, as for ``timeout(1)``, and 125
-    cancellation."""
+    """Return the status of executed code. Exit code 124 means ``timeout``, as for the command ``timeout(1)``.
+    Exit code 125 means ``cancelled`` if the output contains ``Cancelled``."""
     code = getattr(result, "exit_code", 0)
     if code == 124:
         return "timeout"
@@ -142,8 +143,8 @@ def _note_timeout(error: BaseException) -> None:
 
 
 def _carrying(tool: Any) -> Any:
-    """Return a copy of ``tool`` whose function runs in the present context. Returns ``tool`` itself if its
-    function is ``async``."""
+    """Return a copy of ``tool`` that carries the SDK's current context into the thread of its function.
+    Returns ``tool`` itself if its function is ``async``."""
     try:
         function = tool._func
         if inspect.iscoroutinefunction(function):

@@ -30,7 +30,8 @@ WORKERS = ("--multiprocessing-fork", "from multiprocessing.forkserver import mai
 
 
 class WhenImported:
-    """A meta path finder that runs ``action`` after the module ``name`` is imported. Other finders load it.
+    """A meta path finder that runs ``action`` after the import of the module ``name``. The module itself is
+    found and loaded by the other finders.
 
     The finder stays installed until the import succeeds, since a module that was found may fail to import.
     """

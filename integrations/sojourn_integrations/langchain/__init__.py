@@ -24,8 +24,8 @@ __all__ = ["Handler", "Middleware", "patch", "unpatch", "wrap"]
 
 
 def patch() -> bool:
-    """Add the handler to every later run. ``sojourn.instrumentation`` calls this. Returns False if this
-    LangChain lacks the hook or the context variable."""
+    """Add the handler to every later run. ``sojourn.instrumentation`` calls this. Returns False, without
+    changes, if this LangChain lacks the configure hooks or the context variable of the running config."""
     return install("langchain")
 
 
@@ -37,8 +37,8 @@ def unpatch() -> None:
 def wrap(target: Any) -> Any | None:
     """Return a copy of a runnable (an agent, a chain) with a handler of its own.
 
-    ``None`` for graphs, which ``langgraph`` wraps, for parts of an agent (models, tools, prompts) and for
-    other objects.
+    Returns ``None`` for a graph, which the package ``langgraph`` wraps. Also for a part of an agent (a model,
+    tool or prompt), and for an object that is not a runnable.
     """
     from langchain_core.language_models import BaseLanguageModel
     from langchain_core.prompts import BasePromptTemplate

@@ -1,7 +1,7 @@
 """``Handler``: the callbacks by which LangChain and LangGraph report runs, nodes and tool calls.
 
-The callbacks set no context variables. LangGraph runs a single node in its caller's context, where a variable
-would leak. It ends async runs in a task of their own, where a variable could not be reset.
+The callbacks set no context variables. LangGraph runs the only node of a step in its caller's context, where
+a variable would leak. It ends async runs in a task of their own, where a variable could not be reset.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _hook: ContextVar[Any] | None = None
 _running_config: ContextVar[Any] | None = None
 """LangChain's context variable of the running config, found at first use."""
 _by_hand = False
-"""True once the user's code made a ``Handler``: then the resolver stays after ``remove``."""
+"""True once the user's code has made a ``Handler``. The resolver then stays when ``remove`` removes ours."""
 
 
 def install(user: str) -> bool:
@@ -51,7 +51,7 @@ def install(user: str) -> bool:
 
 
 def remove(user: str) -> None:
-    """Undo ``install`` for ``user``. The handler is removed with its last user."""
+    """Undo ``install`` for the module ``user``. The handler is removed once no module needs it."""
     global _hook
     _users.discard(user)
     if _users or _hook is None:
@@ -81,8 +81,9 @@ def _key(run_id: Any) -> Any:
 
 
 def _above(parent_run_id: Any) -> Any:
-    """Return the id of the parent, in the tree, of a run that starts. Retrievers and models are not in the
-    tree. For a run inside one of them, the parent is the run around the retriever or model."""
+    """Return the id of the run in the tree that is the parent of a starting run. This is LangChain's parent,
+    ``parent_run_id``, unless that is a retriever or model: these are not in the tree. Then the parent is the
+    run around the retriever or model."""
     if parent_run_id is None or tree.get(parent_run_id) is not None:
         return parent_run_id
     around = running_in()
@@ -202,8 +203,8 @@ def _name(serialized: Any) -> str | None:
 
 
 def _call_id_from_inputs(run: RunNode | None, name: str, arguments: Any) -> str | None:
-    """Return the model's call id for a tool call, found in the node's input. Used for langchain-core versions
-    that do not pass the id to ``on_tool_start``."""
+    """Return the id that the model gave to this call of the tool ``name``, found in the input of the node
+    around the call. For langchain-core versions that do not pass the id to ``on_tool_start``."""
     while run is not None and run.inputs is None:
         run = run.parent
     if run is None:

@@ -15,7 +15,7 @@ from sojourn.tools import ToolCall
 
 MAX_INTERRUPTED = 1024
 HUMAN = "human"
-"""Tool name and tool class of the tool call that stands for the wait."""
+"""Name and class of the tool call that stands for the time in which a program waits for a person."""
 
 
 class _InterruptedProgram(NamedTuple):
@@ -30,9 +30,10 @@ class _InterruptedProgram(NamedTuple):
 
 
 class InterruptedPrograms:
-    """Waiting programs by id. A wait is reported as a tool call of class ``human``, so that the server learns
-    how long people take. A waiting program sends no heartbeats, since the wait may last for days. So its
-    lease ends as for any silent client. The program's next request continues the program."""
+    """The programs that wait for a person, by id. A wait is reported as a tool call of class ``human``, so
+    that the server learns how long people take. A waiting program sends no heartbeats, since the wait may
+    last for days. So its lease ends as for any silent client. The program's next request continues the
+    program."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, _InterruptedProgram] = OrderedDict()

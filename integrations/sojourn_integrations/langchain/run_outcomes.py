@@ -9,8 +9,9 @@ from sojourn.program import status_of
 
 
 def tool_status(error: BaseException) -> str:
-    """Return the status of a tool call that raised ``error``: ``timeout``, ``error`` or ``cancelled``, which
-    includes interrupts. A command to the parent graph is an ordinary result: ``ok``."""
+    """Return the status of a tool call that raised ``error``: ``timeout``, ``cancelled`` or ``error``.
+    LangGraph's interrupts count as ``cancelled``. Its ``ParentCommand`` counts as ``ok``: it is a result, not
+    a failure."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GraphInterrupt" in kinds:
         return "cancelled"
@@ -28,7 +29,8 @@ def result_status(output: Any) -> str:
 
 
 def interrupts_of(error: BaseException | None) -> tuple[Any, ...] | None:
-    """Return the interrupts at which a graph stopped (empty for a breakpoint); ``None`` for other errors."""
+    """Return the interrupts at which a graph stopped, if ``error`` is LangGraph's ``GraphInterrupt``; empty
+    for a breakpoint. Returns ``None`` for any other error and for no error."""
     if error is None or all(kind.__name__ != "GraphInterrupt" for kind in type(error).__mro__):
         return None
     given = error.args[0] if error.args else ()

@@ -69,12 +69,12 @@ class GraphStart:
 
 starting_graph: ContextVar[GraphStart | None] = ContextVar("sojourn_langgraph_start", default=None)
 batch_context: ContextVar[tuple[Hashable] | None] = ContextVar("sojourn_langgraph_batch", default=None)
-"""Inside a ``batch()`` of graphs: a tuple with the id of the run around the batch, or with ``None`` if there
-is no such run. ``None`` outside of a batch."""
+"""Set inside a ``batch()`` of graphs, to a tuple of one element: the id of the run around the batch, or
+``None`` if there is no such run. Outside of a batch the variable is ``None``."""
 
 
 class RunNode:
-    """A run that has not ended."""
+    """A node of the ``RunTree``: a LangChain run that has not ended."""
 
     __slots__ = (
         "adopted", "call", "children", "graph", "id", "inputs", "name", "node", "ns", "owns", "parent",
@@ -91,7 +91,8 @@ class RunNode:
         self.owns = False
         """True if the run has a program of its own. The program then ends with the run."""
         self.adopted = False
-        """True if the run stands for the program that the user's code opened around it."""
+        """True if the run has no program of its own and is reported as the program that the user opened
+        around it."""
         self.graph = False
         self.call: ToolCall | None = None
         """The tool call that this run is reported as; ``None`` for a chain."""
@@ -103,7 +104,8 @@ class RunNode:
         self.node: str | None = parent.node if parent else None
         self.saver: object | None = parent.saver if parent else None
         self.resumable = False
-        """True if the program's id comes from the run's thread."""
+        """True if the program's id comes from the LangGraph thread (``thread_id``), so that a later run may
+        go on with it."""
         self.waits: tuple[Any, ...] | None = None
         """Interrupts at which the graph stopped, empty for a breakpoint; ``None`` if there was neither."""
         self.inputs: Any = None
@@ -175,8 +177,8 @@ class RunTree:
             self._node_entered(run)
 
     def chain_ended(self, id: Hashable, error: BaseException | None) -> None:
-        """Record the end of a chain. If the chain has a program of its own, runs inside it that are still
-        open end too."""
+        """Record the end of a chain. If the chain has a program of its own or no parent, this also ends the
+        runs inside the chain that have not ended."""
         run = self._runs.get(id)
         if run is None:
             return
@@ -329,8 +331,8 @@ class RunTree:
     def _thread_program_id(
         self, run: RunNode, start: GraphStart | None, metadata: Mapping[str, Any]
     ) -> str | None:
-        """Return the program id of the run's thread. ``None`` without a thread, or if another run in progress
-        has that id."""
+        """Return the program id that belongs to the run's LangGraph thread. Returns ``None`` if there is no
+        thread or no checkpointer, or if another run in progress has that id."""
         thread = metadata.get("thread_id")
         if thread is None or (start is not None and run.saver is None):
             return None
@@ -397,15 +399,17 @@ class RunTree:
 
 
 def _place() -> ExecutionContext:
-    """Return the context that the user's own ``with`` blocks set."""
+    """Return where the running code is, by the user's own ``with`` blocks alone: their program, step and tool
+    call."""
     here = current_context.get()
     return here._replace(program=process_programs[-1]) if process_programs and here.program is None else here
 
 
 def node_path(ns: str, prefix: str = "") -> str | None:
-    """Return the name that a node has in ``get_graph(xray=True)``, for the node's checkpoint namespace
-    ``ns``: ``sub:model`` for ``sub:UUID|model:UUID``. ``prefix`` is left out, and so are the numbers that
-    LangGraph gives to later sub-graphs of a step. ``None`` if ``ns`` names no node."""
+    """Return a node's name as in ``get_graph(xray=True)``. It comes from the node's checkpoint namespace
+    ``ns``: ``sub:UUID|model:UUID`` gives ``sub:model``. ``prefix``, the namespace of an outer graph, is left
+    out. So are the numbers that LangGraph gives to later sub-graphs of a step. Returns ``None`` if ``ns``
+    names no node."""
     if prefix and ns.startswith(prefix + "|"):
         ns = ns[len(prefix) + 1 :]
     if "|" not in ns:

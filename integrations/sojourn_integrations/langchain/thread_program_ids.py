@@ -21,9 +21,9 @@ _of_process = (os.getpid(), os.urandom(16))
 
 
 def thread_program_id(graph: str, saver: object | None, thread: str, ns: str) -> str:
-    """Return the program id of a thread, always the same for the same arguments. ``ns`` is the namespace of a
-    graph inside another graph of the thread. ``saver`` is the checkpointer; ``None`` if only callbacks report
-    the run."""
+    """Return the program id of a thread. The same arguments give the same id in one process. ``ns`` is the
+    namespace of a graph inside another graph of the thread. ``saver`` is the checkpointer; ``None`` if only
+    callbacks report the run."""
     config = session().config
     named = config.program_id if config is not None else None
     parts = (_bytes(named) if named else _secret(saver), _bytes(graph), _bytes(thread), _bytes(ns))
@@ -36,7 +36,8 @@ def _bytes(text: str) -> bytes:
 
 
 def _secret(saver: object | None) -> bytes:
-    """Return the secret of a checkpointer in this process; a forked process has another one."""
+    """Return the random secret that makes the program ids of this checkpointer's threads unique. A forked
+    process has another secret."""
     global _of_process
     pid = os.getpid()
     try:

@@ -43,7 +43,8 @@ _patched: dict[str, tuple[type, Any, Any]] = {}
 
 def patch() -> bool:
     """Wrap ``stream``, ``astream``, ``batch`` and ``abatch`` of all graphs. ``sojourn.instrumentation`` calls
-    this. Returns False, without changes, if one of these methods is missing."""
+    this. Returns False, without changes, if one of these methods or LangChain's hook for handlers is
+    missing."""
     global _active
     from langgraph.pregel import Pregel
 
@@ -63,8 +64,8 @@ def patch() -> bool:
 
 
 def unpatch() -> None:
-    """Restore LangGraph's own methods. A method that another library has patched since then stays as it
-    is."""
+    """Restore LangGraph's own methods. If another library patched a method after us, its patch stays, and our
+    function beneath that patch only calls LangGraph's."""
     global _active
     _active = False
     for name, (owner, ours, theirs) in list(_patched.items()):
@@ -144,8 +145,9 @@ def _steps(start: GraphStart, inner: Iterator[Any], watch: bool) -> Iterator[Any
 
 
 class _Unfinished:
-    """Ends its run when garbage-collected. Only the run's async generator references this object. It is
-    needed because, without an event loop, Python destroys an async generator without closing it."""
+    """Ends a graph's async run when this object is garbage-collected. Only the run's async generator
+    references the object. It is needed because, without an event loop, Python destroys an async generator
+    without closing it."""
 
     __slots__ = ("_start",)
 
@@ -223,8 +225,8 @@ def _mark() -> Any:
 
 
 def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphStart | None:
-    """Return the ``GraphStart`` of a run. ``None`` if another wrapper of ours has already set it, since both
-    the class and the object may be wrapped."""
+    """Return the ``GraphStart`` of a run that begins. Returns ``None`` if another wrapper of ours has already
+    made one for this run: a graph's class and the graph itself may both be wrapped."""
     try:
         around = starting_graph.get()
         if around is not None and around.run is None and around.graph is graph:
@@ -241,7 +243,8 @@ def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphSt
 
 
 def _watches(graph: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether the graph may stop at a breakpoint, for which no callback is called."""
+    """Return whether to watch this run's chunks for interrupts: true if the graph may stop at a breakpoint,
+    for which LangGraph calls no callback."""
     return bool(
         kwargs.get("interrupt_before")
         or kwargs.get("interrupt_after")
@@ -251,7 +254,7 @@ def _watches(graph: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _look(start: GraphStart, chunk: Any) -> None:
-    """Mark the run as waiting for a person if ``chunk`` is an interrupt."""
+    """Mark the run as waiting for a person if ``chunk`` reports an interrupt."""
     try:
         payload = chunk[-1] if isinstance(chunk, tuple) and chunk else chunk
         if isinstance(payload, dict) and payload.get("type") == "updates":

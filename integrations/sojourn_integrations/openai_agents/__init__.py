@@ -9,10 +9,13 @@ Two ways to use it:
   own hooks.
 
 ``run_programs`` finds the program of a run; ``run_hooks`` reports nodes and tool calls. Checked with 0.6.0
-and 0.24.0. Not visible: a tool's exception that an *async* ``failure_error_function`` turns into text (0.6;
-such a call ends ``ok``), tools that run at the model's provider, and requests over the Responses websocket,
-which bypass the client. ``realtime`` and ``voice`` have runners of their own and are not covered. Without the
-patch, an agent used as a tool runs in the default runner, so its requests count for its caller's program.
+and 0.24.0.
+
+Not reported: tools that run at the model's provider, and requests over the Responses websocket, which bypass
+the client. In 0.6 a tool call ends ``ok`` although the tool raised, if an *async* ``failure_error_function``
+turns the exception into text. ``realtime`` and ``voice`` have runners of their own and are not covered.
+Without the patch, an agent used as a tool runs in the default runner, so its requests count for its caller's
+program.
 """
 
 from __future__ import annotations
@@ -88,7 +91,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Kinds(NamedTuple):
-    """The framework's classes and ours."""
+    """The framework's classes that this package needs, and our subclasses of them."""
 
     RunHooks: Any
     AgentRunner: Any
@@ -153,7 +156,7 @@ class _Runner:
         return getattr(self._inner, name)
 
     async def run(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
-        """Run the agent as ``inner`` does, inside a program."""
+        """Run the agent with the inner runner, inside a program."""
         run = self._begin(starting_agent, input, kwargs)
         if run is None:
             return await self._inner.run(starting_agent, input, **kwargs)
@@ -168,7 +171,7 @@ class _Runner:
         return result
 
     def run_sync(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
-        """Run the agent as ``inner`` does, inside a program."""
+        """Run the agent with the inner runner, inside a program."""
         run = self._begin(starting_agent, input, kwargs)
         if run is None:
             return self._inner.run_sync(starting_agent, input, **kwargs)
@@ -183,7 +186,7 @@ class _Runner:
         return result
 
     def run_streamed(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
-        """Run the agent as ``inner`` does, inside a program, which ends with the task that feeds the
+        """Run the agent with the inner runner, inside a program that ends with the task that feeds the
         stream."""
         run = self._begin(starting_agent, input, kwargs)
         if run is None:
@@ -209,8 +212,8 @@ class _Runner:
 
 
 class _Selective:
-    """Mix-in of the default runner: reports every run after ``patch``, else only the runs of wrapped
-    agents."""
+    """Mix-in that decides which runs the default runner reports. After ``patch`` it reports every run.
+    Before, it reports the runs of wrapped agents, and runs inside those."""
 
     def _tells_of(self, agent: Any) -> bool:
         if _everywhere:

@@ -70,5 +70,5 @@ def _target(handoff: Any) -> Any:
 
 
 def is_read(aeg: Aeg) -> bool:
-    """Return whether this module made the graph, not the user."""
+    """Return whether ``aeg`` was read from an agent by this module; False for a graph that the user made."""
     return any(aeg is each for each in _graphs.values())

@@ -21,7 +21,7 @@ MAX_CACHED_PROGRAMS = 1024
 
 
 class _CachedProgram:
-    """A program between two of its runs."""
+    """A program in the cache, with the objects that represent it and the status of its last run."""
 
     __slots__ = ("holders", "program", "session", "status")
 
@@ -39,7 +39,7 @@ class _CachedProgram:
 
 
 class ProgramCache:
-    """Programs by the framework's own key. Safe to use in threads and finalizers."""
+    """Programs by a key that is made of the framework's own ids. Safe to use in threads and finalizers."""
 
     def __init__(self, *, status: str | None = None) -> None:
         self._kept: OrderedDict[Hashable, _CachedProgram] = OrderedDict()
@@ -72,7 +72,7 @@ class ProgramCache:
         return program
 
     def like(self, matches: Callable[[Any], bool]) -> Hashable | None:
-        """Return the only key for which ``matches`` holds; ``None`` if no key or several keys match."""
+        """Return the key for which ``matches(key)`` is true; ``None`` if no key matches or several do."""
         with self._lock:
             keys = [key for key in self._kept if matches(key)]
         return keys[0] if len(keys) == 1 else None
@@ -96,9 +96,9 @@ class ProgramCache:
             self._end(kept)
 
     def add_holder(self, key: Hashable, holder: object, *, ends: bool) -> None:
-        """Tie the program under ``key`` to ``holder``. When its last holder is garbage-collected, the program
-        ends (``ends=True``) or only stops its heartbeats. Raises ``TypeError`` for an object that is not
-        weakly referable."""
+        """Tie the program under ``key`` to the object ``holder``, e.g. a session. When the program's last
+        holder is garbage-collected, the program ends if ``ends`` is true, else it only stops its heartbeats.
+        Raises ``TypeError`` for an object that is not weakly referable."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is None or id(holder) in kept.holders:

@@ -24,7 +24,8 @@ from sojourn.wire_names import call_id_of
 from sojourn_integrations.safe_scope import fault
 
 _COMMANDS = ("command", "cmd")
-"""Names of tool arguments that hold a shell command. Its main command becomes the tool's class."""
+"""Names of tool arguments that hold a shell command, whose main command becomes the tool class of the
+call."""
 
 
 class Run:
@@ -46,7 +47,7 @@ class Run:
         self._tokens: list[tuple[ContextVar[Any], Token[Any]]] = []
 
     def enter(self) -> None:
-        """Make this the current run, for the code and the tasks that it starts."""
+        """Make this the current run, for the calling code and for the tasks which that code starts."""
         values: tuple[tuple[ContextVar[Any], Any], ...] = ((running, self), (_calling, None))
         if current_context.get().program is not self.program:
             values += ((current_context, ExecutionContext(self.program)),)
@@ -116,7 +117,7 @@ class Call:
 
 
 running: ContextVar[Run | None] = ContextVar("sojourn_agents_run", default=None)
-"""The run around the code."""
+"""The run in which the current task is; ``None`` outside of any run."""
 _calling: ContextVar[Call | None] = ContextVar("sojourn_agents_call", default=None)
 
 
@@ -128,9 +129,9 @@ def resolve() -> ResolvedContext | None:
 
 
 def record_tool_errors(attach_error: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``attach_error`` wrapped so that it also marks the current tool call as failed. The framework
-    calls it, with tracing on or off, for a tool's exception that becomes text for the model. No other
-    function sees that exception."""
+    """Wrap the framework's function ``attach_error``, to mark the current tool call as failed too. The
+    framework calls ``attach_error``, even with tracing off, when a tool's exception becomes text for the
+    model. No other function sees that exception."""
 
     @functools.wraps(attach_error)
     def attach_error_to_current_span(*args: Any, **kwargs: Any) -> Any:
@@ -143,8 +144,8 @@ def record_tool_errors(attach_error: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BaseHooks:
-    """The framework's ``RunHooks``, extended by reports of nodes and tool calls. ``inner``: the user's hooks,
-    which are called too."""
+    """The framework's ``RunHooks``, extended: reports nodes and tool calls, and calls the user's hooks,
+    ``inner``, as well."""
 
     def __init__(self, inner: Any = None, *, by_runner: bool = False) -> None:
         self._inner = inner if inner is not None else import_module("agents.lifecycle").RunHooksBase()
@@ -214,7 +215,8 @@ HOOKS: dict[str, Callable[..., None]] = {
     "on_tool_start": _on_tool_start,
     "on_tool_end": _on_tool_end,
 }
-"""Our hooks by method name; calls of all other methods are only passed on."""
+"""Our hooks, by the name of the ``RunHooks`` method that calls them. Other methods only call the user's
+hooks."""
 
 
 def _timed_out(tool: Any, result: Any, elapsed_s: float) -> bool:

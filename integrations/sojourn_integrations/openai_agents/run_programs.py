@@ -108,9 +108,10 @@ def _following(run: Run, graph: Aeg | None) -> Run:
 class _ConversationKey(NamedTuple):
     key: Hashable
     program_id: str | None
-    """Id that is the same in every process of this machine; ``None`` for a conversation in memory."""
+    """Program id, the same in every process of this machine. ``None`` for a conversation that is not in a
+    file: its program gets a random id."""
     ends: bool
-    """True if the conversation ends with its session object."""
+    """True if the conversation ends once its session object is garbage-collected, as one in memory does."""
 
 
 def _identity(conversation: Any) -> _ConversationKey:

@@ -49,7 +49,7 @@ class _OpenProgram:
     def __init__(self, span: Any, ours: bool) -> None:
         self.span = span
         self.ours = ours
-        """False for a framework's own span, which the framework ends."""
+        """True if ``export`` made the span, and so ends it; False for a framework's own span."""
         self.tools: dict[str, tuple[Any, bool]] = {}
 
 
@@ -136,7 +136,8 @@ class SpanExport(ProgramListener):
         return opened
 
     def _around(self, program: Program) -> Any:
-        """Return the context of a program's parent span; ``None``: the context of the running code."""
+        """Return the context for a program's span: that of the parent program's tool call or span. ``None``
+        if no parent is known; the span is then a child of the current span."""
         parent = self._by_id.get(program.parent_id) if program.parent_id is not None else None
         if parent is None:
             return None
@@ -240,7 +241,8 @@ class SpanExport(ProgramListener):
             )
 
     def request_ended(self, request: LogicalRequest, how: str) -> None:
-        """End the request's span once the outcome is known. The span's end time is now."""
+        """End the request's span. This happens once the server's outcome is known, but the end time written
+        in the span is the time of this call."""
         ended_ns = time.time_ns()
         asked = self._requests.pop(request, None)
         if asked is None:

@@ -34,13 +34,13 @@ run."""
 RETRY_S = 0.7
 """Delay before the only retry, for a request that the server's ledger did not have yet."""
 PAUSE_S = 5.0
-"""Pause after a server error."""
+"""Time after a server error during which no outcome is fetched."""
 FETCH_TIMEOUT_S = 2.0
 
 Turn = Mapping[str, Any]
 Finish = Callable[["Turn | None"], None]
-"""Called once per request, with the request's entry in the server's ledger, or ``None`` if that is
-unknown."""
+"""Function that is called once per request, with the request's entry in the server's ledger. If the entry
+could not be fetched, the argument is ``None``."""
 
 
 class _PendingOutcome:
@@ -67,7 +67,8 @@ class _Group:
 
 
 class _Flush:
-    """A caller that waits until the queue is empty. ``last``: the thread stops afterwards."""
+    """A caller's call to fetch all outcomes now, with the event that ends the caller's wait. ``last``: the
+    fetching thread stops afterwards."""
 
     __slots__ = ("done", "last")
 

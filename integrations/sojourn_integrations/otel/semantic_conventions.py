@@ -140,5 +140,5 @@ class _Telling(threading.local):
 
 
 telling = _Telling()
-"""``telling.span`` is the span that ``source`` now reports on this thread. ``export`` writes no second span
-for it."""
+"""``telling.span`` is the framework's span that ``source`` is reporting on this thread as a program or tool
+call. ``export`` writes no second span for that program or call."""

@@ -50,11 +50,12 @@ except ImportError as error:
 
 MAX_SPANS = 10_000
 _REQUESTS_ONLY = frozenset({"openai", "litellm"})
-"""Adapters that report requests but no programs. So spans of these frameworks are not ignored."""
+"""Adapters that report requests but no programs. So ``source`` does not ignore the spans of these
+frameworks."""
 _CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
 
 _UNMOVED: Any = object()
-"""Marks a span that did not change the program's node."""
+"""Value of ``_Entry.before`` for a span that did not change the program's node."""
 
 Key = tuple[int, int]
 """Trace id and span id."""
@@ -79,7 +80,7 @@ class _Entry:
         self.call: ToolCall | None = None
         """The tool call that this span started."""
         self.before: Any = _UNMOVED
-        """The program's node before this span."""
+        """Node of the program before this span changed it; ``_UNMOVED`` if the span did not change it."""
         self.caught = id(sys.exc_info()[1])
         """``id()`` of the exception being handled when the span started. It is not an error of this span."""
 
@@ -404,8 +405,8 @@ def install(tracer_provider: Any = None, **options: Any) -> SojournSpanProcessor
 
 
 class _Telling:
-    """A ``with`` block for reports that ``source`` derives from ``span``: ``export`` writes no second
-    span."""
+    """A ``with`` block around reports that ``source`` derives from ``span``. Inside it, ``export`` writes no
+    spans of its own."""
 
     __slots__ = ("_before", "_span")
 

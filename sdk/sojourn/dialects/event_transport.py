@@ -69,7 +69,8 @@ class EventTransport(Protocol):
         """Send a batch. An exception counts as a failed batch."""
 
     def after_fork(self) -> None:
-        """In a forked child, drop the parent's unfinished work, and its connections without closing them."""
+        """Drop the parent's unfinished work and connections, in a forked child. The connections are not
+        closed, since the parent still uses them."""
 
     def close(self) -> None:
         """Send the remaining events until the first failure, then release everything. The emitter's ``close``

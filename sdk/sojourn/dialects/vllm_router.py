@@ -22,7 +22,8 @@ MAX_DEADLINE_S = 30 * 86400.0
 durations."""
 MAX_RETENTION_S = 300.0
 """Longest KV retention sent. The router obeys this hint: while it keeps a program's KV, no other program gets
-the space. So the bound is how long the router lets others wait (``force_resume_timeout_seconds``)."""
+the space. It lets others wait at most this long (``force_resume_timeout_seconds``), so no longer retention is
+sent."""
 
 
 class VllmRouterDialect(VllmDialect):

@@ -45,10 +45,11 @@ CLOSE_GRACE_S: Final = 0.05
 """Minimum seconds that ``close`` waits for saving, even if sending has used up the whole time limit."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
 REPORT_EVERY_RUNS: Final = 30
-"""Number of runs after which a changed graph is reported again. Reports are rare, because each version is
-sent in full."""
+"""Number of runs after which a graph is checked again, and reported again if it has changed. The first checks
+come earlier (``REPORT_AT_RUNS``). Reports are rare, because each version is sent in full."""
 REPORT_NEW_EDGE_AFTER_RUNS: Final = 4
-"""Number of runs after which a graph with a new edge is reported again."""
+"""Number of runs after a change of the graph from which a new edge is reported without waiting for the next
+check."""
 MOVED: Final = 0.05
 """Smallest change of an edge's probability for which a graph is reported again."""
 LIKELY: Final = 0.03
@@ -57,8 +58,9 @@ LIKELY: Final = 0.03
 _Declared = tuple[str, "Aeg | None"]
 """Agent type, and the graph declared for it, if any."""
 Fact = tuple[Callable[[Any, Any], None] | None, Any, Any]
-"""An observed event: a function and its two arguments, a ``RunTrace`` and a value. If the function is
-``None``, the value is a ``threading.Event`` to set."""
+"""An observed event, as it is queued: a function and its two arguments, a ``RunTrace`` (or ``None``) and a
+value. If the function is ``None``, the value is a ``threading.Event``: it is set once all facts before it are
+learned."""
 
 
 class Advisor(ProgramListener):
@@ -85,9 +87,11 @@ class Advisor(ProgramListener):
         self._graphs: dict[_Declared, Aeg] = {}
         """Graphs corrected by observed runs."""
         self._renewed: dict[_Declared, tuple[int, int]] = {}
-        """Number of runs when the graph was last checked, and when it last changed."""
+        """Two numbers for each graph: how many runs its agent type had at the last check, and at the last
+        change."""
         self._moved: dict[_Declared, None] = {}
-        """Graphs whose agent type had new runs since the last check."""
+        """Graphs to check again: graphs that are new, or whose agent type had new runs since the last
+        check."""
         self._turns_left_cache: dict[tuple[str, int, str | None], float | None] = {}
         """Estimates of remaining turns that were computed since the last update."""
         self._fresh()
@@ -395,7 +399,7 @@ def _kind(program: Program) -> str | None:
 
 
 def _differ(before: Aeg, after: Aeg) -> bool:
-    """Return whether the changes are large enough to report the graph again."""
+    """Return whether ``after`` differs from ``before`` so much that the graph is to be reported again."""
     if before.nodes != after.nodes or before.complete != after.complete:
         return True
     for edge in before.edges.keys() | after.edges.keys():

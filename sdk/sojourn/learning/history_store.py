@@ -80,7 +80,7 @@ class StoredHistory(NamedTuple):
 
 
 class _Unusable(Exception):
-    """The file was not written by this module, or is of another version."""
+    """Raised for a file that was not written by this module, or is of another version."""
 
 
 class _Stored(msgspec.Struct, frozen=True, array_like=True):
@@ -231,7 +231,8 @@ def _text(run: ProgramRun) -> str:
 
 
 def _duration(tool: Any, tool_class: Any, duration_s: Any, status: Any) -> DurationSample | None:
-    """Return a checked row, or ``None`` for values that this module never writes: SQLite accepts any type."""
+    """Return a row of the table ``durations`` as a sample. Returns ``None`` if the row has values that this
+    module never writes: SQLite accepts any type."""
     if not (_is_name(tool) and (tool_class == "" or _is_name(tool_class)) and status in COUNTED):
         return None
     if not isinstance(duration_s, float) or not math.isfinite(duration_s) or duration_s < 0:

@@ -58,7 +58,8 @@ class RunTrace:
         self.kind = kind
         """The program's agent type."""
         self.turns = 0
-        """Number of LLM requests so far. The agent's thread counts it; the advisor's thread sets the rest."""
+        """Number of LLM requests so far. The agent's thread sets ``turns``, ``graph`` and ``lossy``; the
+        advisor's thread sets all other attributes."""
         self.graph: Aeg | None = None
         """The graph that the program declared, if any. Its edges say which node may follow which."""
         self.lossy = False
@@ -74,8 +75,8 @@ class RunTrace:
         self._tools: dict[tuple[str, str], None] = {}
 
     def entered(self, node: str) -> ProgramRun | None:
-        """Record that the program entered ``node``. If the path is full, return it as a piece of the run;
-        else return ``None``."""
+        """Record that the program entered ``node``. If the path was full before, return it as a piece of the
+        run and begin a new path; else return ``None``."""
         node = name_of(node)
         if node in (START, END):
             return None
@@ -86,8 +87,8 @@ class RunTrace:
         return self._visit(node)
 
     def requested(self, node: str | None) -> ProgramRun | None:
-        """Record an LLM request at ``node``; ``None`` means the current node. Returns the same as
-        ``entered``."""
+        """Record an LLM request at ``node``; ``None`` means the current node. Returns a piece of the run or
+        ``None``, as ``entered`` does."""
         self._turns += 1
         piece: ProgramRun | None = None
         if node is None:

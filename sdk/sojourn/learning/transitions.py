@@ -37,7 +37,7 @@ MAX_SUCCESSORS: Final = 128
 MAX_LEFT: Final = 1024
 """Maximum number of statistics of remaining turns per agent type."""
 MAX_TURN: Final = 64
-"""Turns after this one are counted together."""
+"""Highest turn number that has statistics of its own. Later turns are counted as this turn."""
 MAX_NODE_TOOLS: Final = 16
 SNAPSHOT_VERSION: Final = 1
 _GROWTH = 2.0 ** (1 / HALF_LIFE_RUNS)
@@ -111,12 +111,14 @@ class Transitions:
         return tuple(self._kinds)
 
     def runs(self, kind: str) -> int:
-        """Return the number of runs of the agent type ``kind``, without decay; 0 for an unknown type."""
+        """Return how many runs of the agent type ``kind`` were learned, old runs counted in full; 0 for an
+        unknown type."""
         known = self._kinds.get(kind)
         return 0 if known is None else known.runs
 
     def finished(self, kind: str) -> int:
-        """Return the number of runs of the agent type ``kind`` that were seen to their end, without decay."""
+        """Return how many runs of the agent type ``kind`` were seen to their end, old runs counted in
+        full."""
         known = self._kinds.get(kind)
         return 0 if known is None else known.finished
 

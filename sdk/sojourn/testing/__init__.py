@@ -82,7 +82,7 @@ class LlmRequest(NamedTuple):
 
 
 Reply = str | ToolUse | Sequence[ToolUse] | Answer
-"""A text, tool calls, or both as ``Answer``."""
+"""One entry of a script: a text, one or more tool calls, or an ``Answer`` with text and tool calls."""
 Script = Iterable[Reply] | Callable[[LlmRequest], Reply]
 
 
@@ -98,8 +98,8 @@ class FakeServer:
         api_key: str | None = None,
     ) -> None:
         self.script = script
-        """The answers to LLM requests: a list, used in order and followed by ``reply``, or a function of the
-        ``LlmRequest``, which several threads may call at once."""
+        """The answers to LLM requests. A list is used in order; after its end every answer is ``reply``. A
+        function gets the ``LlmRequest`` and returns the answer; several threads may call it at once."""
         self.mode = mode
         """Behaviour of the events endpoint: one of ``MODES``."""
         self.sojourn = sojourn
@@ -107,11 +107,11 @@ class FakeServer:
         self.api_key = api_key
         """API key, if set: probes and events without this key get the answer 401."""
         self.fail_next = 0
-        """Number of LLM requests to answer with 500."""
+        """Number of coming LLM requests to answer with 500."""
         self.reply = "hello from the fake"
-        """Text of every answer without a script, streamed word by word."""
+        """Text of the answers for which the script has no entry. A stream sends it word by word."""
         self.verdict: Callable[[AnyEvent], Outcome] = lambda event: Outcome.APPLIED
-        """Returns the outcome of each event in a batch."""
+        """Function that returns the server's outcome for one event of a batch."""
         self.chunk_delay_s = 0.0
         self.reply_delay_s = 0.0
         self.probe_delay_s = 0.0

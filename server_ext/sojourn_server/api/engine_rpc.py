@@ -1,7 +1,7 @@
 """Calls from the API server to engines: the interface, and limits on duration, concurrency and repetition.
 
-A call runs on the engine's thread between two steps, so it takes time from generation. For any number of
-clients, an engine gets a polled query at most once per ``CACHE_TTL_S``, and few queries at a time.
+A call runs on the engine's thread between two steps, so it takes time from generation. However many clients
+poll a server, its engine gets the same query at most once per ``CACHE_TTL_S``, and few queries at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .api_errors import RETRY_AFTER_S, ApiError
 
 
 class EngineError(Exception):
-    """The engine gave no result. The text is for the server's log only."""
+    """The engine gave no result. The error's text is for the server's log only."""
 
 
 class EngineUnavailableError(EngineError):
@@ -49,7 +49,8 @@ class EngineRpc(Protocol):
 
 
 PERSIST_OPERATION = "persist"
-"""The query that also starts a write of a program's KV to disk."""
+"""The operation that also starts to write a program's KV to disk, besides returning the state of the
+write."""
 MAX_QUERIES_IN_FLIGHT = 2
 """Maximum number of unanswered queries per operation, except ``persist``."""
 MAX_PERSISTS_IN_FLIGHT = 16

@@ -35,10 +35,11 @@ EVENT_BATCHES_OPERATION = "event_batches"
 MAX_EVENTS_PER_CALL = 64
 """Maximum number of events per call to the engine. The engine takes about 25 µs for an event."""
 MAX_BYTES_PER_CALL = 32 * 1024
-"""Maximum bytes of events per call. One larger event is sent alone. The cost of a graph grows with its
-size."""
+"""Maximum bytes of events per call, because the engine's work on a graph grows with the graph's size. A
+single event above this limit gets a call of its own."""
 MAX_ENGINE_EVENT_BYTES = MAX_BATCH_BYTES - 1024
-"""Maximum size of an event that the engine gets, after re-encoding, which may make it longer."""
+"""Maximum bytes of one event in a call. Each event is encoded again for the call, which may make it longer;
+an event above the limit is rejected."""
 EVENTS_PER_TURN = 16
 """Maximum number of events taken from one client before the next client's turn."""
 MAX_WAITING = 16 * 1024
@@ -47,12 +48,13 @@ the client with the highest weight are refused."""
 CALL_TIMEOUT_S = 30.0
 """Seconds that the engine has to answer a call. After that the intake goes on without the answer."""
 MAX_LATE_CALLS = 4
-"""Number of calls without an answer after ``CALL_TIMEOUT_S`` at which the engine counts as unavailable."""
+"""Number of calls that may be unanswered after ``CALL_TIMEOUT_S``. Once this many are, the engine counts as
+unavailable and gets no new call."""
 REFUSAL_DELAY_S = 1.0
 """Seconds by which a refusal is delayed, so that a client that retries at once does not load the server."""
 MAX_BRACKETS = 32
-"""Maximum number of opening brackets in a malformed event that the engine gets. Deeper nesting might make the
-whole call unreadable."""
+"""Maximum number of opening brackets in a malformed event. One with more is not sent to the engine, because
+deep nesting might make the whole call unreadable."""
 _NO_EVENT = msgspec.Raw(b"null")
 
 ClientKey = tuple[str, str]
@@ -83,8 +85,8 @@ class _Submission:
 
 
 _Part = tuple[_Submission, list[tuple[msgspec.Raw, str]]]
-"""A batch, and those of its events that are in one call. Each event is a pair: the event as the engine gets
-it, and the reason to reject it (``""``: none)."""
+"""A batch's share of one call to the engine: the batch, and a list of its events in the call. Each event is a
+pair of the text that the engine gets and the reason to reject the event (``""``: not rejected here)."""
 
 
 class EventIntake:
@@ -148,7 +150,8 @@ class EventIntake:
     def _make_room(self, newcomer: _Submission) -> bool:
         """Refuse the newest batches of the clients with the highest weight until ``newcomer`` fits.
 
-        Return false if ``newcomer`` itself must be refused. Among equals, the newcomer is refused.
+        Return false if ``newcomer`` itself must be refused, because its own client would have the highest
+        weight, or as high a weight as another.
         """
         own_host, own_connection = newcomer.client
         while self._waiting + newcomer.weight > MAX_WAITING:
@@ -274,11 +277,12 @@ class _Shed(Exception):
 
 
 def _engine_event(raw: msgspec.Raw) -> tuple[msgspec.Raw, str]:
-    """Return the event as the engine gets it, and the reason why this server rejects it, if any.
+    """Return the text that the engine gets for ``raw``, and the reason why this server rejects the event.
 
     A readable event is encoded again, so that it cannot make other events of the call unreadable. A malformed
-    event stays unchanged if it is harmless JSON, because the engine's outcome names its program. In both
-    cases the reason is empty. ``null`` replaces any other event.
+    event is sent unchanged if it is harmless JSON: the engine then rejects it, and its outcome names the
+    event's program. In both cases the reason is empty. Any other event is rejected here: the engine gets
+    ``null`` in its place.
     """
     try:
         again = msgspec.Raw(encode(decode_event(raw)))

@@ -50,9 +50,11 @@ class PrometheusBridge:
         self._gauges_set: dict[tuple[str, str], set[tuple[str, ...]]] = {}
 
     def apply(self, drained: Mapping[str, Any], engine: str) -> None:
-        """Add one engine's answer to ``drain_metrics``, in the format of ``MetricsRecorder.drain``.
+        """Add the values of ``drained`` to the metrics. ``drained`` is what ``MetricsRecorder.drain``
+        returned in one engine.
 
-        Rows that are not in the catalogue are dropped and counted. ``engine``: value of the label ``engine``.
+        Values whose metric or labels are not in ``METRIC_CATALOG`` are dropped and counted. ``engine``: value
+        of the label ``engine``.
         """
         if engine not in self._engines:
             self._engines.add(engine)
@@ -102,7 +104,8 @@ class PrometheusBridge:
         self._metrics[METRICS_DROPPED].labels(reason, engine).inc()
 
     def _start_at_zero(self, engine: str) -> None:
-        """Export counters as 0 before their first increment, which ``rate()`` would otherwise miss."""
+        """Export each counter as 0 before its first increment. Otherwise ``rate()`` would miss this
+        increment."""
         for spec in METRIC_CATALOG.values():
             if spec.kind is MetricKind.COUNTER:
                 for values in _label_combinations(spec):
@@ -177,11 +180,13 @@ def _label_combinations(spec: MetricSpec) -> list[tuple[str, ...]]:
 
 
 def _add_observations(child: Any, bounds: tuple[float, ...], counts: list[int], total: float) -> None:
-    """Add observations to a histogram: ``counts`` of them by bucket, with the sum ``total``.
+    """Add many observations to a histogram at once. ``counts`` has their number in each bucket, ``total`` is
+    the sum of the observed values.
 
     ``prometheus_client`` has no public call for this. Since at least release 0.10, its histogram has one
-    value object per bucket and one for the sum. With any other layout, each observation is made at a value
-    inside its bucket: all counts stay exact, and the sum becomes approximate.
+    value object per bucket and one for the sum, which this function increases. If a release has another
+    layout, this function observes a value inside the bucket for each observation. Then all counts stay
+    exact, and the sum becomes approximate.
     """
     values = getattr(child, "_buckets", None)
     running_sum = getattr(child, "_sum", None)

@@ -38,10 +38,11 @@ def refusal_message(waited_s: float) -> str:
 
 
 def retry_after_s(request_id: str) -> int:
-    """Return the seconds until the client should send a rejected request again, computed from its id.
+    """Return the seconds until the client should send a rejected request again, computed from the request's
+    id.
 
-    Requests that arrive together are rejected together. Their delays differ, so that they do not return
-    together.
+    Requests that arrive together are rejected together. They get different delays, so that their clients do
+    not send all of them again at once.
     """
     first_s, last_s = REFUSAL_RETRY_RANGE_S
     return first_s + zlib.crc32(request_id.encode("utf-8", "replace")) % (last_s - first_s + 1)
@@ -99,14 +100,15 @@ MAX_ERROR_BYTES = 64 * 1024
 """Maximum size of an error body that is rewritten. A longer body is passed on unchanged."""
 
 RequestId = Callable[[Scope], str | None]
-"""Function from an ASGI scope to the engine client's id of its request; ``None`` if it has none."""
+"""Function that returns the id that vLLM's engine client gave the request of an ASGI scope; ``None`` if the
+request has no id."""
 
 _START = "http.response.start"
 _BODY = "http.response.body"
 
 
 class RefusalLookup:
-    """Asks the engine whether and why it rejected a failed request."""
+    """Asks the engine whether it rejected a failed request, and how long the request had waited."""
 
     def __init__(self, engine: EngineRpc) -> None:
         self._engine = engine

@@ -96,7 +96,8 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
     async def get_programs(
         limit: int = Query(100, ge=1, le=MAX_PROGRAMS), status: Status | None = None
     ) -> JSONResponse:
-        """List the newest programs that the engine knows. ``shown`` is the number listed, of ``total``."""
+        """List the newest programs that the engine knows. In the answer, ``shown`` is the number of listed
+        programs and ``total`` is the number of all."""
         found = await query("programs", limit=limit, status=status)
         return JSONResponse(merge_programs(found, limit))
 

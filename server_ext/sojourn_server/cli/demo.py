@@ -189,8 +189,8 @@ def _report(records: list[ArmRecord], result: dict[str, Any]) -> bool:
 def _run_arms(
     options: _DemoOptions, directory: Path, records: list[ArmRecord], facts: dict[str, Any]
 ) -> None:
-    """Run each arm (``stock``, ``sojourn``) and append its record to ``records``. Write the settings that a
-    reader needs to repeat the run into ``facts``."""
+    """Run each arm (``stock``, ``sojourn``) and append its record to ``records``. Also add to ``facts`` the
+    settings with which a reader can repeat the run."""
     from sojourn_server.demo.demo_arm import BLOCK_TOKENS, serve_args
     from sojourn_server.demo.demo_size import FULL_PROGRAMS
     from sojourn_server.demo.demo_tasks import load_tasks
@@ -211,7 +211,7 @@ def _run_arms(
     length = model_length([task.context_tokens for task in tasks])
 
     def describe(size: DemoSize | None) -> tuple[str, ...]:
-        """Write the KV pool and the workload's size into ``facts``. Return the engine flags for that pool."""
+        """Add the sizes of KV pool and workload to ``facts``. Return the engine flags for that pool."""
         contexts = [task.context_tokens for task in tasks]
         resident = options.resident if size is None else size.resident(options.resident)
         blocks = pool_blocks(contexts, BLOCK_TOKENS, resident)
@@ -373,7 +373,7 @@ def _check_installed(plot: Path | None) -> None:
 
 
 def command_line() -> str:
-    """Return this process's command line without secrets, for publication with the figures."""
+    """Return this process's command line without secrets, so that it can be published with the results."""
     from sojourn_server.launch.redaction import redacted
 
     return shlex.join(["sojourn", *redacted(sys.argv[1:])])

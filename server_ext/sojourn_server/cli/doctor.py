@@ -166,8 +166,8 @@ def _engine_checks() -> Iterator[Check]:
 
 
 def _release_check() -> Check:
-    """Return a check that compares the installed, untested vLLM with the newest known release, in the
-    interfaces that sojourn uses."""
+    """Compare the interfaces of vLLM that sojourn uses: those of the installed release, which is not tested,
+    with those of the newest known release. Return the comparison as a check."""
     from sojourn_server.vllm.compat import package_directory
     from sojourn_server.vllm.release_surface import (
         differences,

@@ -24,8 +24,8 @@ REPLICAS_PATH = "/sojourn/v1/replicas"
 def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]:
     """Return the checks of a gateway, its replicas and its prefill/decode pairs; empty for other servers.
 
-    ``goes_on``: True if checks of a single server follow in the report. The gateway forwards the requests of
-    those checks to its replicas.
+    ``goes_on``: True if the report continues with the checks of a single server. Then the result says that
+    the gateway's replicas answer those checks, because the gateway forwards their requests.
     """
     from sojourn.wire_codec import CAPABILITIES_PATH
 
@@ -67,8 +67,8 @@ def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]
 def _pairs_check(
     document: dict[str, Any], states: list[dict[str, Any]], refused: dict[str, str]
 ) -> list[Check]:
-    """Check whether a gateway for prefill and decode engines has engines of both roles. Returns one check;
-    none for other gateways."""
+    """Check whether a gateway for prefill and decode engines has engines of both roles. Returns a list of
+    this one check; the list is empty for other gateways."""
     roles = document.get("pairs")
     if not isinstance(roles, dict):
         return []

@@ -235,7 +235,8 @@ def _check_state(path: Path) -> None:
 
 
 def _check_port(host: str, port: int, suggestion: str = "choose another --port") -> None:
-    """Raise ``CliError`` with ``suggestion`` if the port is taken. Uvicorn would fail later, without it."""
+    """Raise ``CliError`` with ``suggestion`` if the port is taken. Without this check Uvicorn would fail
+    later, and without a suggestion."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

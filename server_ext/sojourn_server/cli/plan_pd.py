@@ -1,6 +1,6 @@
 """``sojourn plan-pd``: choose the ratio of prefill to decode nodes.
 
-Also shows the speed-up of two paths to storage, where decode nodes read KV too (DualPath).
+Also shows the speed-up if decode nodes read KV from storage too, so that storage has two paths (DualPath).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def plan_pd(
     ),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the plan as JSON, - for stdout"),
 ) -> None:
-    """Print the range of prefill-to-decode ratios, the bound of each link, and each division of the nodes."""
+    """Print the useful range of prefill-to-decode ratios, the bound that each link sets on the ratio, and
+    the turns per second for each division of the nodes into prefill and decode nodes."""
     from sojourn_server.policies.prefill_decode.prefill_decode_ratio import (
         AverageTurnSizes,
         NodeLinks,

@@ -194,8 +194,8 @@ async def _measure(
     vocabulary: int,
     decode: bool,
 ) -> None:
-    """Measure the server. Once it answers, append one ``_ProfileMeasurements`` to ``so_far``, then fill that
-    in."""
+    """Measure the server. When the server has answered, append an empty ``_ProfileMeasurements`` to
+    ``so_far``. Then fill this object in step by step."""
     from sojourn_server.policies.costs.engine_profile import EngineLimits
     from sojourn_server.profiling.live_engine_limits import read_block_size, read_limits
     from sojourn_server.profiling.prefill_measurement import PrefillMeasurement, measure_prefill
@@ -322,8 +322,8 @@ def _profile_of(
 def _save_partial(
     measured: _ProfileMeasurements, stopped: CliError, url: str, hardware: str | None, output: Path | None
 ) -> CliError:
-    """Write the results from before the error ``stopped``. Return an error that names the written file, or
-    says that the results are lost because ``output`` is ``None``."""
+    """Write ``measured``, the results up to the error ``stopped``, and return an error that names the written
+    file. If ``output`` is ``None``, write nothing and return an error that says that the results are lost."""
     from sojourn_server.profiling.copy_bandwidth import CopyBandwidth
     from sojourn_server.traces.atomic_files import write_atomically
 

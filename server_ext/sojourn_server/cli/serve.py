@@ -1,4 +1,4 @@
-"""``sojourn serve``: ``vllm serve`` with a policy, the plugin and defaults for CPUs.
+"""``sojourn serve``: run ``vllm serve`` with sojourn's plugin, a policy, and default settings for CPUs.
 
 The process becomes vLLM (exec), so signals, exit codes and output are vLLM's own.
 """
@@ -243,7 +243,8 @@ def _check_engine(policy: str, role: str | None) -> None:
 
 
 def _check_model(model_path: str, argv: Sequence[str], role: str | None) -> list[str]:
-    """Check a model whose configuration is on this machine. Returns notes. Raises ``InvalidOption``."""
+    """Return notes for the user about a model whose configuration is on this machine. Raises
+    ``InvalidOption`` for a model whose kind of layers sojourn cannot serve."""
     from sojourn_server.launch.model_config import check_layers, read_model_config
     from sojourn_server.launch.serve_command import EngineFlags
 

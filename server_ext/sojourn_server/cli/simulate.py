@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICIES = "stock,admit,continuum"
 CLUSTER_POLICIES = "prefix-affinity,thunderagent,saga,mori"
-"""Default policies for several replicas. Those in ``DEFAULT_POLICIES`` have no routing."""
+"""Policies that are simulated by default with several replicas, because they choose a replica for each
+request. The policies in ``DEFAULT_POLICIES`` do not."""
 _RUN_OPTIONS = (
     "policy", "replicas", "hardware", "model", "tp", "async_scheduling", "cpu_ratio", "disk_ratio",
     "programs", "rate", "hours", "seed", "max_gap_s", "human_gaps", "pool_tokens", "max_model_len",

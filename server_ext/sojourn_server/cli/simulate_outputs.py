@@ -128,8 +128,8 @@ def _explain(result: SuiteResult, program_id: str) -> None:
 
 
 def _first_instance(log: RunLog, name: str) -> str:
-    """Return the id of the first simulated run of the trace's program ``name``. Returns ``name`` unchanged if
-    it is the id of a run, or unknown."""
+    """Return the id of the first simulated program that repeats the trace's program ``name``. Returns
+    ``name`` unchanged if it is already the id of a simulated program, or if it is unknown."""
     known = [program.program_id for program in log.programs]
     if name in known:
         return name

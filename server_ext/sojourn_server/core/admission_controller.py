@@ -14,8 +14,8 @@ from .scheduler_state import SchedulerState
 
 
 class AdmissionController:
-    """Asks the admission policy about requests of programs that hold no KV. All other requests are
-    admitted."""
+    """Asks the admission policy whether a request may be admitted, if ``applies_to`` says that the policy
+    decides on it. All other requests are admitted."""
 
     def __init__(self, state: SchedulerState, demand_forecaster: DemandForecaster) -> None:
         self._policy = state.preset.entry
@@ -42,9 +42,10 @@ class AdmissionController:
     def applies_to(self, request_state: RequestState, preempted: bool | None = None) -> bool:
         """Whether the admission policy decides on this request.
 
-        False for requests without a program. If the policy does not forecast, also false for preempted
-        requests, and for programs that hold KV by a lease or another request. ``preempted``: whether the
-        engine preempted the request; ``None``: as last reported.
+        It never decides on requests without a program. A policy that forecasts KV demand decides on all
+        others. Any other policy does not decide on preempted requests, nor on requests of a program that
+        already holds KV, by a lease or by another request. ``preempted``: whether the engine preempted the
+        request; ``None``: as last reported.
         """
         program = request_state.program
         if program is None or not self._policy.gates:
@@ -122,8 +123,8 @@ class AdmissionController:
     def _own(
         self, request_state: RequestState, need_blocks: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView | None:
-        """Return the request as it would run, and stop counting its demand; ``None`` if the policy does not
-        forecast."""
+        """Return the request as the policy would see it if it ran. If its demand is already counted, it is
+        subtracted. Returns ``None`` if the policy does not forecast."""
         if not self._policy.forecasts:
             return None
         self._demand_forecaster.remove_demand(request_state.request_id)

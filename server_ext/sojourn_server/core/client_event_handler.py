@@ -22,7 +22,8 @@ from .events_and_actions import Action, ClientEventReceived, Event, EventAnswere
 from .request_hints import RequestIdentity
 
 EventHandler = Callable[[Event, float], list[Action]]
-"""Type of ``ProgramScheduler.handle``, and of the engine's wrapper that also collects the actions."""
+"""Function that handles an event and returns the actions: ``ProgramScheduler.handle``, or an engine's own
+method that calls it and also collects the actions to carry out."""
 
 EVENT_TYPES = ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")
 
@@ -49,7 +50,8 @@ class ClientEventHandler:
         self._recorder = recorder
 
     def batch(self, data: bytes, now: float) -> OutcomeBatch:
-        """Handle a posted batch of events; returns their outcomes. Raises ``WireError`` if it is no batch."""
+        """Handle a posted batch of events; returns their outcomes. Raises ``WireError`` if ``data`` is no
+        batch."""
         batch = decode_batch(data)
         return OutcomeBatch(outcomes=self._fold(batch.emitter, batch.events, now))
 

@@ -1,4 +1,4 @@
-"""Stores chained block hashes of programs: of last turns, and of contexts that placement has moved."""
+"""Stores chained block hashes of programs: those of their last turns, and those of placed programs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ..metrics.turn_ledger import common_prefix_length
 
 
 class ContextHashStore:
-    """Stores the block hashes of each program's last turn, its context: at most ``max_hashes`` in all.
+    """Stores each program's *context*: the block hashes of its last turn. Keeps at most ``max_hashes`` hashes
+    of all programs together, and drops the oldest contexts first.
 
-    The oldest contexts are dropped first. The hashes show whether a prompt changed or its KV was evicted, and
-    leases granted after a turn find their blocks by them. If a program's context was dropped, the ledger
-    records the cause ``unknown`` for its lost KV.
+    The hashes show whether a prompt changed or its KV was evicted. A lease that is granted some time after a
+    turn uses the hashes to find the turn's blocks. If a program's context was dropped, the ledger records the
+    cause ``unknown`` for its lost KV.
     """
 
     def __init__(self, max_hashes: int = 1_000_000) -> None:
@@ -52,8 +53,8 @@ class ContextHashStore:
 
 
 class PlacedPrefixes:
-    """Block hashes and retention rank of each placed program. A prefix that several programs share counts
-    with the highest of their ranks."""
+    """Stores block hashes (*keys*) and retention rank of each placed program. If several programs share a
+    prefix, the highest of their ranks applies to it."""
 
     def __init__(self) -> None:
         self._of: dict[ProgramId, tuple[Sequence[Any], int]] = {}
@@ -73,8 +74,8 @@ class PlacedPrefixes:
         return common_prefix_length(self.keys_of(program_id), keys)
 
     def put(self, program_id: ProgramId, keys: Sequence[Any], rank: int) -> int:
-        """Store a program's keys and rank. Returns how many of the first keys are also those of a program
-        with a higher rank."""
+        """Store a program's keys and rank. Returns the length of the longest prefix that the program shares
+        with a program of higher rank."""
         self.forget(program_id)
         if not keys:
             return 0

@@ -87,12 +87,12 @@ class DecisionRecorder:
         )
 
     def over(self, program: ProgramState, outcome: str, now: float) -> None:
-        """Log that a program has ended or expired."""
+        """Count a program that has ended or expired, and its duration."""
         self._recorder.count("sojourn_programs_finished_total", outcome=outcome)
         self._recorder.observe("sojourn_program_duration_seconds", now - program.arrived_s)
 
     def moved(self, program_id: ProgramId, move: TierMove, now: float) -> None:
-        """Log that a program was moved to another tier's queue, or will be moved after its turn."""
+        """Log a decision of placement: a program moves to another tier now, or will move after its turn."""
         kind = "to_" + move.to.value if move.when is MoveTiming.NOW else "leaves_after_turn"
         self._decisions.add(now, kind, program_id, move.reason.value)
         self._recorder.count(

@@ -23,7 +23,8 @@ from .scheduler_state import SchedulerState
 REPREDICT_AFTER_TOKENS = 32
 """Number of generated tokens after which a prediction is renewed. Until then each token reduces it by one."""
 MIN_OUTPUT_SAMPLES = 16
-"""Minimum number of outputs of the same agent type and tool. With fewer, a wider group of outputs is used."""
+"""Minimum number of past outputs from which a length is predicted. If outputs of the same agent type and tool
+are fewer, a wider group of outputs is used."""
 MIN_JUDGED_HINTS = 8
 """Minimum number of checked hints of an agent type before the type's hint error counts."""
 MIN_JUDGED_OUTPUTS = 16
@@ -32,13 +33,14 @@ PREDICTION_ERROR_WINDOW = 128
 """Number of newest outputs from which the network's error is computed. Each output counts once, because
 errors within one output are alike."""
 MAX_JUDGED_PREDICTIONS_PER_OUTPUT = 16
-"""Maximum number of checked predictions per output."""
+"""Maximum number of a network's predictions for one output that are compared with its actual length."""
 JUDGED_PREDICTION_SPACING = 1.25
-"""Predictions are checked at output lengths that grow by this factor."""
+"""A network's prediction is checked if the output has grown by this factor since the last checked one."""
 PREDICTION_VALID_TOKENS = 4 * REPREDICT_AFTER_TOKENS
 """Number of generated tokens after which a network's prediction is too old to be used."""
 PREDICTION_VALID_DIVISOR = 4
-"""A prediction stays valid for a quarter of the output if that is more than ``PREDICTION_VALID_TOKENS``."""
+"""A network's prediction stays valid for as many tokens as the output's length divided by this, if these are
+more than ``PREDICTION_VALID_TOKENS``."""
 STEP_SMOOTHING = 0.05
 """Weight of the newest step in the mean step time."""
 ASSUMED_LINK_BYTES_PER_S = 4e9
@@ -65,11 +67,11 @@ class DemandForecaster:
         self._queued_s = 0.0
         self._guess_off = SlidingMean(PREDICTION_ERROR_WINDOW)
         self._known_off = SlidingMean(PREDICTION_ERROR_WINDOW)
-        """Mean errors of newest outputs: ``_guess_off`` of the network's predictions, ``_known_off`` of those
-        without the network at the same positions."""
+        """Mean prediction errors over the newest outputs. ``_guess_off`` is the error of the network,
+        ``_known_off`` the error of the predictor without the network, at the same positions."""
         self._counted: dict[str, RequestGrowth] = {}
-        """Requests whose demand is counted: those of the last sample and those admitted since. Their sizes
-        are as of that time."""
+        """Requests whose demand is counted, with their sizes: those of the last sample, and those admitted
+        since. A size stays as it was at the sample or the admission."""
         self._needed = [0.0] * len(STEP_POINTS)
         """Blocks that the counted requests are expected to need at each of ``STEP_POINTS``."""
         self._room_blocks = self._pool.blocks
@@ -104,10 +106,10 @@ class DemandForecaster:
             self.changes += 1
 
     def remove_demand(self, request_id: str) -> bool:
-        """Subtract a request's demand. Returns whether it was counted.
+        """Subtract a request's demand, if it is counted. Returns whether it was.
 
-        The engine may fail to admit a request that the policy accepted. When the policy is asked about that
-        request again, its demand is subtracted first.
+        Also called before the policy is asked about a request again: the policy may have accepted the request
+        before, and the engine then failed to admit it.
         """
         view = self._counted.pop(request_id, None)
         if view is None:
@@ -153,8 +155,9 @@ class DemandForecaster:
     def broken_off(self, request_state: RequestState, output_tokens: int) -> None:
         """Check the hint of an output that its client aborted. The output's length is not learned.
 
-        The check takes the output as ended here, but counts only if it increases the mean error of hints.
-        Otherwise a client could abort requests to hide false hints, or to confirm them.
+        The hint is compared with the tokens generated before the abort. The error counts only if it is above
+        the mean error of hints. Without the check, a client could abort requests to hide false hints. If each
+        error counted, a client could abort requests to confirm false hints.
         """
         if self.predicts and output_tokens >= 1:
             self._judge_hint(request_state, output_tokens, only_worse=True)
@@ -186,8 +189,8 @@ class DemandForecaster:
         request_state.remaining = None  # so that the next forecast uses the new prediction
 
     def known(self) -> dict[str, float | None]:
-        """Number of learned output lengths (``outputs``), and the two ``prediction_errors``, with
-        (``network_off``) and without (``without_off``) the network."""
+        """What has been learned, for the statistics: ``outputs`` is the number of learned output lengths.
+        ``network_off`` and ``without_off`` are the ``prediction_errors`` with and without the network."""
         prediction_error, baseline_error = self.prediction_errors
         return {
             "outputs": self._lengths.count(),
@@ -208,7 +211,7 @@ class DemandForecaster:
     # -- questions ----------------------------------------------------------------
 
     def look(self, running: Sequence[RunningRequestView], used_blocks: int, now: float) -> int | None:
-        """Sample all running requests. Returns the number of steps until a shortage; ``None``: not soon.
+        """Sample all running requests. Returns the steps until blocks run short; ``None``: they do not soon.
 
         ``used_blocks``: blocks of the whole pool that requests use or leases hold.
         """
@@ -240,13 +243,14 @@ class DemandForecaster:
         return BlockShortage(short_blocks, room, self._pool.block_size, self._step_s)
 
     def foreseen(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
-        """Return the views of running requests, completed with remaining output and recovery cost."""
+        """Return the views in ``running`` with the predicted remaining output and recovery cost filled in."""
         return [self._with_predictions(view, now) for view in running]
 
     def as_running_view(
         self, request_state: RequestState, *, tokens: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView:
-        """Return a waiting request as a running one. ``tokens``: its KV tokens not shared with others."""
+        """Return the view that a waiting request would have if it ran, as input of policies. ``tokens``: its
+        KV tokens that it does not share with others."""
         return RunningRequestView(
             request_id=request_state.request_id,
             program_rank=request_state.rank,

@@ -49,7 +49,8 @@ GaugeValues = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class KVTransferStatus(Protocol):
-    """Status of KV transfer, for an engine of a prefill/decode pair: ``paths`` in capabilities and stats."""
+    """Returns the entry ``paths`` of capabilities and of stats: the status of KV transfer in an engine of a
+    prefill/decode pair."""
 
     def capabilities(self) -> dict[str, Any] | None: ...
 
@@ -66,14 +67,17 @@ class EngineService:
 
     ``refusal`` returns the seconds that a refused request had waited; each refusal is returned once.
 
-    ``pool_state`` returns blocks by state (running, leased, cached, free). ``engine`` describes the engine in
-    capabilities. ``tier_state`` returns, for each tier below the device, its ``used`` and ``free`` blocks,
-    the results of copies (``moves``) and the ``traffic``: bytes moved, seconds, and seconds waited.
-    ``below_device`` returns the part of capabilities on the tiers (``docs/wire.md``), ``None`` without tiers.
-    ``missing`` is the part on mechanisms that are off without tiers, ``None`` if all are on. ``persist``
-    writes the blocks of a chain of hashes to disk. It returns ``stored_blocks``, ``pending_blocks``,
-    ``pending_bytes`` and ``shared``, or the ``reason`` why it cannot. ``paths`` describes KV transfer, for an
-    engine of a prefill/decode pair.
+    Arguments that return state: ``pool_state`` returns the number of blocks in each state (running, leased,
+    cached, free). ``tier_state`` returns, for each tier below the device, its ``used`` and ``free`` blocks.
+    It also returns the numbers of copies by result (``moves``) and the ``traffic``: bytes moved, seconds of
+    copying, and seconds that forward passes waited. ``paths`` returns the status of KV transfer.
+
+    Arguments that are entries of the answer to ``capabilities`` (``docs/wire.md``): ``engine`` describes the
+    engine. ``below_device`` returns the entry on tiers, ``None`` without tiers. ``missing`` lists mechanisms
+    that are off for lack of tiers, ``None`` if all are on.
+
+    ``persist`` writes the blocks of a chain of hashes to disk. It returns ``stored_blocks``,
+    ``pending_blocks``, ``pending_bytes`` and ``shared``, or the ``reason`` why it cannot.
     """
 
     def __init__(
@@ -327,7 +331,8 @@ class EngineService:
         return state.recorder.drain(gauges)
 
     def _count(self, metric: str, label: str, totals: Mapping[str, float]) -> None:
-        """Increase a counter by the growth of its ``totals`` since the last call."""
+        """Increase the counter ``metric`` so that it reaches ``totals``, one total for each value of
+        ``label``."""
         for name, total in totals.items():
             grown = total - self._counted.get((metric, name), 0)
             self._counted[metric, name] = total
@@ -406,9 +411,8 @@ class EngineRefusals:
             self._forget([next(iter(self._waited_s))])
 
     def take(self, name: str) -> float | None:
-        """Seconds that the API server's request ``name`` waited; ``None`` if it was not refused.
-
-        Also removes the refusal, since a client may use the id again.
+        """Return the seconds that a refused request waited, and remove its refusal, since a client may use
+        the id again. ``name`` is the API server's id of the request. ``None`` if the request was not refused.
         """
         found = [request_id for request_id, its in self._names.items() if name in its]
         if not found:

@@ -48,7 +48,7 @@ class UntrackedRequestArrived(_Event, tag="stranger", frozen=True):
 
 
 class RequestAdmitted(_Event, tag="admit", frozen=True):
-    """A request got its blocks and runs from this step on."""
+    """The engine gave a request its blocks; the request runs from this step on."""
 
     request_id: str
     cached_tokens: int
@@ -87,7 +87,8 @@ class RequestPreempted(_Event, tag="preempt", frozen=True):
 
 
 class LoadGivenUp(_Event, tag="unload", frozen=True):
-    """A request lost its blocks to a running one while its KV was being loaded, or before it ran.
+    """A request that was loading its KV, or had loaded it, lost its blocks to a running request before it
+    ran.
 
     The request waits again. The KV that it loaded is still in the lower tier."""
 
@@ -172,7 +173,7 @@ class AdmissionRequested(_Event, tag="enter", frozen=True):
     most_tokens: int = 0
     """Maximum number of tokens that the request may still generate."""
     preempted: bool | None = None
-    """Whether the request is preempted now, by the engine's records; None: as last reported."""
+    """Whether the engine holds the request as preempted now; None: the last reported state applies."""
 
 
 class BlocksNeeded(_Event, tag="room", frozen=True):
@@ -180,7 +181,7 @@ class BlocksNeeded(_Event, tag="room", frozen=True):
 
     need: ReclaimRequest
     freed_blocks: Mapping[ProgramId, int] | None = None
-    """Blocks that ending each program's lease would free; None: all blocks that the lease holds."""
+    """For each program, the number of blocks that become free if its lease ends; None: all that it holds."""
 
 
 class VictimNeeded(_Event, tag="victim", frozen=True):
@@ -216,7 +217,7 @@ class OutputLengthPredicted(_Event, tag="guess", frozen=True):
     at_tokens: int
     """Number of tokens that the request had generated when its hidden states were read."""
     remaining: tuple[float, ...]
-    """Remaining tokens: equally likely values, ascending."""
+    """The prediction: equally likely numbers of tokens still to come, ascending."""
     most_tokens: int = MAX_OUTPUT_TOKENS
     """Maximum number of tokens that the request could still generate at that point."""
 
@@ -242,7 +243,7 @@ class CachedBlocksFound(_Event, tag="pin", frozen=True):
     held_blocks: int | None = None
     """Number of distinct blocks that leases hold now."""
     unheld_blocks: int | None = None
-    """Number of these blocks that no lease holds yet."""
+    """Number of the found ``blocks`` that no lease holds yet."""
     used_blocks: int | None = None
     """Number of blocks that requests use or leases hold now."""
 
@@ -285,7 +286,8 @@ class EngineActionKind(str, Enum):
     PREFETCH = "prefetch"
     """Load the last turn's blocks that are no longer on the device, then report ``PrefetchStarted``."""
     PLACE = "place"
-    """The program's KV belongs in ``tier`` from now on. Its requests may run only if that is DEVICE."""
+    """Treat the program's KV as belonging in ``tier`` from now on. The program's requests may run only if
+    ``tier`` is DEVICE."""
 
 
 class EngineAction(NamedTuple):
@@ -295,7 +297,7 @@ class EngineAction(NamedTuple):
     program_id: ProgramId
     reason: DecisionReason
     tier: Tier | None = None
-    """Target of a ``PLACE``."""
+    """The tier that a ``PLACE`` names; None for other kinds."""
 
 
 class RequestRefused(NamedTuple):
@@ -323,7 +325,8 @@ class RequestLetIn(NamedTuple):
 
 
 class RequestChosen(NamedTuple):
-    """The running request that the event asked to choose."""
+    """The request that was chosen: the one to preempt for a ``VictimNeeded``, the one whose KV is copied for
+    a ``DemandSampled``."""
 
     request_id: str
 

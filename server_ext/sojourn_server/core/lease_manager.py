@@ -31,11 +31,12 @@ class LeaseManager:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._refused: tuple[ReclaimRequest, int] | None = None
-        """The last request for blocks that ended no lease, and ``LeaseTable.changes`` at that time."""
+        """The last ``need`` for which ``make_room`` ended no lease, and ``LeaseTable.changes`` at that
+        time."""
 
     def may_reclaim(self, need: ReclaimRequest) -> bool:
-        """Whether ``make_room`` could end a lease for this request. False without leases, or if leases have
-        not changed since the same request ended none."""
+        """Whether ``make_room`` could end a lease for ``need``. False if there are no leases. While requests
+        run, also false if the same ``need`` ended no lease before and leases have not changed since."""
         leases = self._state.leases
         if not len(leases):
             return False
@@ -75,10 +76,11 @@ class LeaseManager:
     def order(
         self, kind: EngineActionKind, program_id: ProgramId, reason: DecisionReason, now: float
     ) -> None:
-        """End the program's lease, and add the action ``kind`` on its KV to the engine's actions.
+        """Order the engine to do ``kind`` with the program's KV: add this action, and end the program's
+        lease.
 
-        A program without a lease gets no ``RELEASE`` action. ``DROP`` becomes ``RELEASE`` if the preset
-        leaves the KV of ended programs in the cache."""
+        A ``RELEASE`` is added only if the program has a lease. If the preset leaves the KV of ended programs
+        in the cache, a ``DROP`` becomes a ``RELEASE``."""
         state = self._state
         if kind is EngineActionKind.DROP and state.preset.ended is EndedKvHandling.LEFT:
             kind = EngineActionKind.RELEASE
@@ -110,9 +112,9 @@ class LeaseManager:
     ) -> Lease | None:
         """Ask the policy how long to keep ``blocks`` cached blocks; return the lease, if any.
 
-        ``kind``: name of the decision in the log. ``held_blocks``: distinct blocks that leases hold now.
-        ``unheld_blocks``: those of ``blocks`` that no lease holds yet. ``used_blocks``: blocks in use or
-        leased. ``None``: unknown.
+        ``kind``: name of the decision in the log. ``held_blocks``: number of distinct blocks that leases hold
+        now. ``unheld_blocks``: number of the ``blocks`` that no lease holds yet. ``used_blocks``: number of
+        blocks in use or leased. Each of the three is ``None`` if unknown.
         """
         state = self._state
         reload_s = state.reload.seconds(program.context_tokens)
@@ -166,7 +168,8 @@ class LeaseManager:
         return lease
 
     def _hinted_share_blocks(self, tenant: str | None) -> int:
-        """Number of blocks that hinted leases (with a TTL chosen by the client) of one tenant may hold.
+        """Number of blocks that one tenant's hinted leases may hold. A lease is hinted if its client chose
+        the TTL.
 
         The budget is divided equally among tenants with hinted leases or with requests in the engine.
         Requests without a program count as one more tenant.
@@ -182,8 +185,8 @@ class LeaseManager:
         return state.leases.budget_blocks // (len(tenants) + untracked)
 
     def _end_excess_hinted(self, share_blocks: int, blocks: int, now: float) -> None:
-        """End hinted leases of tenants above their share, the soonest-expiring first, until ``blocks`` are
-        released."""
+        """End hinted leases until ``blocks`` are released, but only those of tenants above their share.
+        Leases without a waiting request end first, and among these the ones that expire soonest."""
         held = self._state.leases.hinted_blocks
         excess = {tenant: held[tenant] - share_blocks for tenant in held if held[tenant] > share_blocks}
         if not excess:
@@ -240,9 +243,11 @@ class LeaseManager:
     def cause(
         self, program: ProgramState, before: Sequence[Any] | None, fact: RequestAdmitted
     ) -> tuple[LossCause, EvictedBlock | None]:
-        """Return why the first uncached block of a prompt is missing, and the record of the block's eviction.
+        """Return why the first block of a prompt that was not found in the cache is missing there, and the
+        record of this block's eviction.
 
-        The record is ``None`` if it is unknown. ``before``: block hashes of the program's last turn."""
+        The record is ``None`` if it is not known. ``before``: block hashes of the program's last turn,
+        ``None`` if they are no longer stored."""
         cause = self.release_cause(program.id)
         missing = fact.cached_tokens // self._state.pool.block_size
         if before is None:  # the stored hashes were dropped
@@ -255,8 +260,8 @@ class LeaseManager:
         return (cause or evicted_block.cause), evicted_block
 
     def release_cause(self, program_id: ProgramId | None) -> LossCause | None:
-        """Return why the program's KV was released, as a cause of the turn ledger; ``None``: the KV was not
-        released, or for a reason that the ledger does not count."""
+        """Return why the program's KV was released, as a cause in the turn ledger. Returns ``None`` if the KV
+        was not released. Also ``None`` if it was released for a reason that is no cause in the ledger."""
         ended = self._state.let_go.get(program_id) if program_id is not None else None
         return _LOSS_CAUSE_OF_LEASE_END.get(ended) if ended is not None else None
 

@@ -42,8 +42,8 @@ class Lease:
     anchored: bool = False
     """Whether the TTL is counted from the reported start of a tool."""
     waiting: bool = False
-    """Whether a request of the program has arrived. The lease then lasts until that request is scheduled
-    (Continuum §5.2)."""
+    """True while a request of the program waits to be scheduled. Until it is scheduled, the lease does not
+    expire (Continuum §5.2)."""
 
     def deadline_s(self) -> float:
         """The time at which the lease ends: its expiry, or earlier if the client stays silent."""
@@ -152,7 +152,7 @@ class LeaseTable:
         return lease
 
     def due(self, now: float, limit: int) -> list[tuple[Lease, DecisionReason]]:
-        """Remove and return expired leases with the reasons, at most ``limit``.
+        """Remove and return at most ``limit`` expired leases, each with the reason for its end.
 
         The lease of a program with a waiting request stays until the request is scheduled (Continuum §5.2).
         """
@@ -170,7 +170,8 @@ class LeaseTable:
         return ended
 
     def next_deadline_s(self) -> float | None:
-        """The earliest time at which ``due`` may return a lease; ``None`` without leases."""
+        """Return the time before which ``due`` returns no lease; ``None``: no lease can expire. A lease with
+        a waiting request may be missing here, because it does not expire."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def _push(self, lease: Lease) -> None:

@@ -2,8 +2,8 @@
 
 ``handle`` is the only way to change state. It uses no engine, no clock and no network: an adapter reports
 events with ``now`` and carries out the returned actions. The simulator does the same in virtual time, so a
-recorded run gives the same decisions again. If the handling of an event fails, the actions that it added are
-returned with those of the next event.
+recorded run gives the same decisions again. If the handler of an event raises an exception, the actions that
+it has added by then are returned with those of the next event.
 
 Queries such as ``queue_key`` and ``is_parked`` change nothing. The tables are in ``state``. Only ``core`` and
 ``recording`` may use them.
@@ -146,7 +146,9 @@ class ProgramScheduler:
         }
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Apply one event; return the actions for the engine, in order. An ``Answer`` is the last of them.
+        """Apply one event; return the actions for the engine, in order.
+
+        The result of an event that asks for something is an ``Answer``, always the last action of the list.
 
         Raises ``TypeError`` for an unknown event, and exceptions of policies. Actions that were added before
         an exception are returned with the next event.
@@ -295,7 +297,8 @@ class ProgramScheduler:
         return program.live_requests if program is not None else frozenset()
 
     def context(self, program_id: ProgramId) -> Sequence[Any] | None:
-        """Block hashes of the program's last turn; ``None`` if they were dropped."""
+        """Hashes of the blocks of the program's context after its newest turn; ``None`` if the hashes were
+        dropped."""
         return self.state.contexts.get(program_id)
 
     def leased_programs(self) -> KeysView[ProgramId]:
@@ -307,32 +310,36 @@ class ProgramScheduler:
         return self.state.ledger.of_program(program_id)
 
     def continuation_probability(self, program_id: ProgramId) -> float | None:
-        """Probability that another turn follows the program's last one; ``None``: unknown."""
+        """Probability that the program has another turn after its newest one; ``None``: unknown."""
         program = self._programs.get(program_id)
         return program.goes_on if program is not None else None
 
     def queue_key(self, request_id: str, *, preempted: bool | None = None) -> tuple[Any, ...]:
-        """Sort key of the request in the waiting queue, lowest first. ``preempted``: whether the engine
-        preempted the request; ``None``: as last reported."""
+        """Sort key of the request in the waiting queue, lowest first.
+
+        ``preempted``: whether the engine preempted the request. With ``None``, the engine's last report of
+        this request decides."""
         state = self._requests.states[request_id]
         view = self._request_lifecycle.waiting_view(state)
         return self.preset.order.key(view if preempted is None else view._replace(preempted=preempted))
 
     def promoted_s(self, request_id: str) -> float:
-        """Time at which the request moves to the front of the queue because of its long wait; ``inf``: never,
-        in the present state."""
+        """Time at which the request moves to the front of the queue because of its long wait. ``inf``: it
+        does not, unless its state changes."""
         return self._request_lifecycle.promoted_s(self._requests.states[request_id])
 
     def arrival(self, request_id: str) -> int:
-        """Number of the request in order of arrival; 0 for an unknown request, so that none overtakes it."""
+        """Number of the request in order of arrival. An unknown request gets 0: it counts as the earliest, so
+        that no other request overtakes it."""
         state = self._requests.states.get(request_id)
         return state.arrival if state is not None else 0
 
     def is_overdue(self, request_id: str, now: float) -> bool:
-        """Whether a waiting request may end any lease and overtake later requests.
+        """Whether a waiting request has waited so long that it may end any lease, and may be served before
+        requests that arrived later (see ``passes``).
 
-        True for a request without a program that has waited for ``line_patience_s``. A request of a program
-        is never overdue: it waits only for earlier programs, which is the purpose of leases.
+        This is so for a request without a program after ``line_patience_s``. A request of a program is never
+        overdue: it waits only for earlier programs, which is the purpose of leases.
         """
         state = self._requests.states.get(request_id)
         if state is None or state.program is not None or state.running:
@@ -342,8 +349,8 @@ class ProgramScheduler:
     def passes(self, overdue_id: str, other_id: str, *, preempted: bool) -> bool:
         """Whether an overdue request is served before another waiting request.
 
-        An overdue request overtakes requests that arrived later, except preempted ones. ``preempted``:
-        whether the engine preempted the other request.
+        It is, if the other request arrived later and is not preempted. ``preempted``: whether the engine
+        preempted the other request.
         """
         overdue, other = self._requests.states.get(overdue_id), self._requests.states.get(other_id)
         return overdue is not None and other is not None and not preempted and other.arrival > overdue.arrival
@@ -366,8 +373,10 @@ class ProgramScheduler:
         return self._turns.awaiting_first_token.keys()
 
     def may_reclaim(self, need: ReclaimRequest) -> bool:
-        """Whether ``BlocksNeeded`` could end a lease. False without leases, or if leases have not changed
-        since the same request for blocks ended none."""
+        """Whether a ``BlocksNeeded`` event for ``need`` could end a lease.
+
+        It could not if there are no leases. While requests run, it also could not if the same event ended no
+        lease before and the leases have not changed since."""
         return self._lease_manager.may_reclaim(need)
 
     @property
@@ -386,12 +395,13 @@ class ProgramScheduler:
 
     @property
     def demand_changes(self) -> int:
-        """Number of changes so far after which a rejected request may be admitted: departures of requests and
-        samples of demand."""
+        """Counter of changes that may let a rejected request be admitted: each departure of a request and
+        each sample of demand adds 1."""
         return self._forecaster.changes
 
     def output_length_errors(self) -> dict[str, float | None]:
-        """Number of learned output lengths, and the errors of predictions with and without a network."""
+        """Number of learned output lengths, and the mean errors of their predictions: with the neural network
+        of the output predictor, and without it."""
         return self._forecaster.known()
 
     def placed_tier(self, program_id: ProgramId) -> Tier | None:
@@ -405,8 +415,8 @@ class ProgramScheduler:
     # -- queries for the eviction order -------------------------------------------
 
     def label(self, program_id: ProgramId | None) -> BlockLabel:
-        """The label of a program's blocks, by which lower tiers evict; INACTIVE for ``None`` and for ended
-        programs."""
+        """The label of a program's blocks: its placed tier. Lower tiers choose by it which blocks to evict.
+        INACTIVE if ``program_id`` is ``None``, unknown, or that of an ended program."""
         program = self._programs.get(program_id) if program_id is not None else None
         if program is None or program.status in OVER_STATUSES:
             return BlockLabel.INACTIVE
@@ -445,8 +455,10 @@ class ProgramScheduler:
         return self._predictor.take_changed()
 
     def take_begun_turns(self) -> dict[ProgramId, float]:
-        """Return the programs whose next turn was admitted since the last call, each with the time at which
-        it last used its earlier blocks."""
+        """Return the programs that began a turn since the last call of this method.
+
+        A turn begins when its request is admitted. The value is the end of the program's turn before it, or
+        the program's arrival: until then it used its earlier blocks."""
         return self._predictor.take_begun()
 
     def check(self) -> None:
@@ -485,7 +497,8 @@ class ProgramScheduler:
         return self.preset.victim.victim(views, self._forecaster.need(views, short_blocks, used_blocks), now)
 
     def _moved(self, program: ProgramState, move: TierMove, now: float) -> None:
-        """Log a move of the tier manager, and add the action for the engine."""
+        """Handle a program's move to another tier, as decided by the tier manager: log it, end the program's
+        lease if it is parked, and add the action for the engine."""
         if move.reason is MoveReason.OVER:  # the program's end is logged already
             self._outbox.append(EngineAction(EngineActionKind.PLACE, program.id, DecisionReason.END, move.to))
             return

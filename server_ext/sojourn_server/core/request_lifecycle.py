@@ -72,14 +72,14 @@ class RequestLifecycle:
         """Time of the last arrival or tick."""
 
     def waiting_view(self, request_state: RequestState) -> WaitingRequestView:
-        """Return the request as input of the queue order policy, at the time ``now_s``."""
+        """Return the request's data in the form that the queue order policy reads, as of ``now_s``."""
         program = request_state.program
         leased = program is not None and program.id in self._leases
         return self._requests.waiting(request_state, self.now_s, leased=leased)
 
     def promoted_s(self, request_state: RequestState) -> float:
-        """Time at which the request moves to the front of the queue because of its long wait; ``inf``:
-        never."""
+        """Time at which the request moves to the front of the queue because of its long wait. ``inf``: it
+        does not."""
         return self._state.preset.order.promoted_s(self.waiting_view(request_state))
 
     def arrived(self, fact: RequestArrived, now: float) -> None:
@@ -181,8 +181,9 @@ class RequestLifecycle:
         return RecoveryChosen(recovery)
 
     def load_given_up(self, event: LoadGivenUp, now: float) -> None:
-        """Record that a request lost its blocks before it ran. This counts as a preemption, so that the same
-        request is not the victim every time."""
+        """Record that an admitted request lost its blocks before it ran, perhaps while its KV was loaded.
+
+        This counts as one of its preemptions, so that the same request is not the victim every time."""
         request_state = self._requests.states.get(event.request_id)
         self._forecaster.gone(event.request_id)
         self._admission.drop_holder(event.request_id)
@@ -191,8 +192,8 @@ class RequestLifecycle:
         self._journal.load_given_up(request_state, now)
 
     def finished(self, fact: TurnFinished, now: float) -> LeaseGranted | None:
-        """Remove a request that has left the engine. The turn ends when the last of its requests leaves.
-        Returns the lease that is then granted, if any."""
+        """Remove a request that has left the engine. If it is the last one of its turn, the turn ends, and
+        the program may get a lease. Returns that lease, or ``None``."""
         request_state = self._requests.states.pop(fact.request_id, None)
         self._admission.drop_holder(fact.request_id)
         self._forecaster.gone(fact.request_id)

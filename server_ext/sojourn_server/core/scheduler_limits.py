@@ -19,12 +19,14 @@ class SchedulerLimits:
     """Maximum number of leases that end in one engine step; further ones end in later steps."""
     max_hinted_ttl_s: float = 300.0
     max_held_s: float = 310.0
-    """Maximum seconds of a lease, whatever the client reports, unless the policy granted more."""
+    """Maximum seconds of a lease that a client's reports extend. If the policy granted more, that is the
+    maximum."""
     gate_timeout_s: float = 600.0
-    """Seconds after which a request is refused with an error if placement keeps it waiting."""
+    """Seconds for which placement may keep a request waiting (parked). Then it is refused with an error."""
     line_patience_s: float = 30.0
-    """Seconds of waiting with two effects. A request without a program then overtakes later requests and may
-    end any lease. A program that waits for admission is then no longer overtaken by later requests."""
+    """Seconds after which a waiting request gets privileges. A request without a program may then end any
+    lease, and is served before requests that arrived later. A request that the admission policy has rejected
+    for so long is no longer overtaken by later requests."""
     return_grace_s: float = 2.0
     """Seconds that a lease lasts after the reported end of its tool, so that the next request can arrive."""
     idle_program_s: float = 1800.0

@@ -54,7 +54,8 @@ class Histories:
     turns: TurnHistory = field(default_factory=TurnHistory)
     evicted_waits: SlidingMean = field(default_factory=SlidingMean)
     growth_tokens: SlidingMean = field(default_factory=SlidingMean)
-    """Tokens by which each turn after the first exceeded the longest earlier context of its program."""
+    """Growth of contexts, in tokens per turn: a turn's context minus the longest earlier context of its
+    program. First turns do not count."""
     workflows: WorkflowHistory = field(default_factory=WorkflowHistory)
     output_lengths: OutputLengthHistory = field(default_factory=OutputLengthHistory)
     hints_off: HintErrors = field(default_factory=HintErrors)
@@ -91,7 +92,7 @@ class SchedulerState:
         self.leases = LeaseTable(int(pool.blocks * self.limits.lease_budget_fraction))
         self.contexts = ContextHashStore()
         self.let_go: dict[ProgramId, DecisionReason] = {}
-        """Why the KV of a program was released since the program's last admission."""
+        """By program: why its KV was released. The entry is removed when a turn of the program begins."""
         self.eviction_log = EvictionLog(2 * pool.blocks)
         self.graphs = GraphStore(self.limits.max_graphs, self.limits.max_graph_bytes)
         remembered = max(MIN_REMEMBERED, self.limits.max_programs)

@@ -1,14 +1,14 @@
 """Keeps one queue of programs per tier, asks the placement policy for moves, and parks requests.
 
-Every program with a request in the engine or with KV is in the queue of one tier, its *place*. Events change
-only the policy's next view. ``tick`` is called once per engine step. It asks the policy if there was an event
-or if the policy's interval has passed. So the policy is asked once for a burst of tool ends, and no answer
-changes a step that is being planned.
+Every program with a request in the engine or with KV is in the queue of one tier, its *place*. An event only
+updates what the policy will see when it is next called. ``tick`` is called once per engine step. It calls the
+policy after an event, or when the policy's interval has passed. So a burst of tool ends causes only one call,
+and the policy moves no program while a step is being planned.
 
 A *parked* request is a waiting request that may not run, even if blocks are free. A request is parked while
 its program is not on the device, or if the request arrived after its program was marked to leave the device.
-The engine does not ask about a parked request again before the program is moved. Requests of unknown programs
-are not parked. After an error of the policy no request is parked, and the engine's own order applies.
+The engine skips a parked request until the program is moved. Requests of unknown programs are not parked.
+After an error of the policy no request is parked, and the engine's own order applies.
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ _WaitingEntry = tuple[float, int, str, ProgramId]
 """A waiting request: (start of its wait, its number by arrival, its id, its program's id)."""
 
 MAX_LONGEST_WAITING_IN_VIEW = 16
-"""Maximum number of longest-waiting programs in a view."""
+"""Maximum number of longest-waiting programs that one call of the policy sees."""
 
 MAX_WAITING_IN_VIEW = 256
-"""Maximum number of programs in a view from the front of the Waiting queue."""
+"""Maximum number of programs of the Waiting queue, from its front, that one call of the policy sees."""
 
 ENGINE_PAUSE_S = 120.0
 """Seconds without a tick after which the engine counts as paused, for example because the machine was
 suspended."""
 UNTHROTTLED_PROGRAMS = 200
 MIN_INTERVAL_S_PER_PROGRAM = 50e-6
-"""The minimum interval between two calls of the policy grows by these seconds for each placed program beyond
-``UNTHROTTLED_PROGRAMS``. A call takes about 1 µs per program, so calls take at most 2 % of the time."""
+"""Seconds added to the minimum interval between two calls of the policy for each program beyond
+``UNTHROTTLED_PROGRAMS``; programs in the Waiting queue do not count. A call takes about 1 µs per program, so
+calls take at most 2 % of the time."""
 
 MoveListener = Callable[[ProgramState, TierMove, float], None]
 """Callback for each move; gets the program, the move and ``now``."""
@@ -82,8 +83,8 @@ class _PlacedState:
     last_active_s: float = 0.0
     returning: bool = False
     leaves_after: int | None = None
-    """Arrival number of the newest request when the program was marked to leave the device; later requests
-    wait. ``None``: not marked."""
+    """Arrival number of the newest request at the time when the program was marked to leave the device. Its
+    requests with higher numbers are parked. ``None``: not marked."""
     seen: ProgramTierView | None = None
     """The policy's view of the program, as of the last event."""
     filed: tuple[WaitingKey, ProgramId] | None = None
@@ -124,7 +125,7 @@ class TierManager:
         self._by_id: dict[ProgramId, _PlacedState] = {}
         self._in: dict[Tier, dict[ProgramId, _PlacedState]] = {tier: {} for tier in Tier}
         self._line: list[tuple[WaitingKey, ProgramId]] = []
-        """The Waiting queue: programs with a request, in order."""
+        """The Waiting queue: programs of that tier with a waiting request, sorted by the policy's key."""
         self._oldest: OrderedDict[int, _WaitingEntry] = OrderedDict()
         """Waiting requests in order of arrival, by arrival number. Requests that ``parked_for`` has returned
         are left out."""
@@ -135,13 +136,14 @@ class TierManager:
         self._last_tick_s = -math.inf
         """Time of the last tick."""
         self._why: PlacementTrigger | None = None
-        """The latest event since the policy was last asked; ``None``: no event."""
+        """The latest event since the policy's last call; ``None``: no event."""
         self._last_overdue_admission_s = -math.inf
         """Time at which the policy last promoted an overdue program."""
         self._asked_s = self._ask_at_s = -math.inf
-        """Times at which the policy was last asked, and will be asked again if there is no event."""
+        """Time of the policy's last call; ``_ask_at_s``: time of its next call if there is no event."""
         self._failed: Exception | None = None
-        """An exception of the policy during an event. The next tick raises it, so the event is handled."""
+        """An exception of the policy while an event was handled. It is raised by the next tick instead of
+        at once, so that the event is handled to its end."""
 
     # -- events ----------------------------------------------------------------
 
@@ -295,9 +297,10 @@ class TierManager:
     # -- asking -------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Ask the policy for moves if there was an event or its interval has passed.
+        """Call the policy and apply its moves, after an event or when the policy's interval has passed.
 
-        Raises errors of the policy. After an error placement is off."""
+        With many programs, a minimum time passes between calls. Raises errors of the policy. After an error
+        placement is off."""
         if self._failed is not None:
             error, self._failed = self._failed, None
             raise error
@@ -358,8 +361,8 @@ class TierManager:
         return tuple(found.values())
 
     def _waits(self, entry: _WaitingEntry) -> _PlacedState | None:
-        """Return the place of a waiting request; ``None`` if the request no longer waits. Another request may
-        have its id by now, so the arrival number is compared too."""
+        """Return the state of a request's program; ``None`` if the request no longer waits. A newer request
+        may have the same id, so the arrival number is compared too."""
         _, arrival, request_id, program_id = entry
         place = self._by_id.get(program_id)
         request_state = place.waiting.get(request_id) if place is not None else None
@@ -405,7 +408,7 @@ class TierManager:
         self._in[tier][place.program.id] = place
 
     def _note(self, place: _PlacedState, now: float, why: PlacementTrigger | None) -> None:
-        """Call ``_look`` for an event. An error turns placement off, and the next tick raises it."""
+        """Call ``_look`` for an event. If it fails, turn placement off; the next tick raises the error."""
         try:
             self._look(place, now, why)
         except Exception as error:
@@ -413,7 +416,8 @@ class TierManager:
             self._failed = error
 
     def _look(self, place: _PlacedState, now: float, why: PlacementTrigger | None) -> None:
-        """Update the policy's view of a program. ``why``: an event after which the policy must be asked."""
+        """Update the policy's view of a program. ``why``: the event, if the policy must be called after it;
+        else ``None``."""
         place.seen = self._seen(place)
         if place.tier is Tier.WAITING and place.waiting:
             self._enqueue(place, now)

@@ -42,7 +42,8 @@ class TurnRecorder:
     ) -> TurnRecord:
         """Return a new record for a request that has arrived.
 
-        ``tool`` ran in the gap of ``gap_s`` seconds before. ``leased``: whether the program had a lease."""
+        ``gap_s``: seconds of the gap that the request ended. ``tool``: the tool that ran in that gap.
+        ``leased``: whether the program had a lease."""
         context = fact.identity.context
         return TurnRecord(
             program.id,
@@ -66,8 +67,8 @@ class TurnRecorder:
     ) -> None:
         """Record a request's first admission, and where the KV of its prompt tokens came from.
 
-        ``before``: block hashes of the program's last context. ``shared``: how many of these blocks the
-        prompt begins with. ``None``: unknown.
+        ``before``: block hashes of the program's context after its last turn. ``shared``: how many of these
+        blocks the prompt begins with. Both are ``None`` if the hashes are unknown.
         """
         record.admitted_s = now
         self.awaiting_first_token[fact.request_id] = record
@@ -95,7 +96,8 @@ class TurnRecorder:
             record.first_token_s = now
 
     def close(self, record: TurnRecord, fact: TurnFinished, now: float) -> None:
-        """Complete the record of a request that has left the engine, add it to the ledger, and count it."""
+        """Complete the record of a request that has left the engine, and add it to the ledger and to the
+        metrics."""
         self.awaiting_first_token.pop(fact.request_id, None)
         record.finished_s = now
         record.output_tokens = fact.output_tokens
@@ -138,8 +140,8 @@ class TurnRecorder:
     def close_gap(self, program: ProgramState, now: float) -> float | None:
         """End the gap of a program whose next request has arrived. Returns the length of the gap in seconds.
 
-        ``None`` without a gap, or if another request has already ended the gap. If no tool duration was
-        reported, the tool history learns the gap.
+        Returns ``None`` if there is no gap, or if another request has already ended it. If the client
+        reported no tool duration, the tool history learns the gap.
         """
         program.tools.clear()
         if program.gap_started_s is None or program.live_requests:
@@ -156,7 +158,8 @@ class TurnRecorder:
         return gap_s
 
     def _slowest(self, fact: TurnFinished) -> str | None:
-        """Key of the tool call with the highest median duration: the slowest call determines the gap."""
+        """Key of the turn's slowest tool, by median duration; ``None`` without tool calls. The gap lasts
+        until the slowest of the calls has ended."""
         keys = [call.key for call in fact.tool_calls]
         if len(keys) < 2:
             return keys[0] if keys else None

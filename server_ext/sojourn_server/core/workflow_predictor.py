@@ -28,9 +28,11 @@ from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
 REUSED_SHARE_WEIGHT = 0.5
-"""Weight of the newest turn in the moving average of the share of a program's context that it reuses."""
+"""Weight of the newest turn in a program's moving average of reuse: the share of the last turn's context with
+which the next prompt begins."""
 PREFETCH_HORIZON_S = 300.0
-"""Maximum seconds ahead that a prefetch is planned. The default maximum TTL of a lease is as long."""
+"""Maximum seconds from now to the start of a planned prefetch. The default maximum TTL of a lease is as
+long."""
 
 
 class WorkflowPredictor:
@@ -49,7 +51,7 @@ class WorkflowPredictor:
         self._changed: dict[ProgramId, None] = {}
         """Programs whose eviction key may have changed, in the order of the changes."""
         self._begun: dict[ProgramId, float] = {}
-        """Program whose next turn was admitted → time at which it last used its earlier blocks."""
+        """Programs that began a turn → end of the turn before, or the program's arrival."""
         self._plans: list[tuple[float, ProgramId]] = []
         """Heap of (start time, program) of prefetches. An entry is stale if the program's ``prefetch_at_s``
         differs."""
@@ -79,8 +81,10 @@ class WorkflowPredictor:
         before_blocks: int,
         shared_blocks: int | None,
     ) -> None:
-        """Learn the share of the last turn's context that an admitted request reuses: its prompt begins with
-        ``shared_blocks`` of the ``before_blocks`` blocks."""
+        """Learn how much of the last turn's context an admitted request reuses.
+
+        ``before_blocks``: blocks of that context. ``shared_blocks``: how many of them the prompt begins with;
+        ``None``: unknown."""
         # With several requests the branch of each is unknown, so no branch is marked as abandoned.
         if self._ordered and len(program.live_requests) == 1:
             self._begun[program.id] = (
@@ -109,7 +113,8 @@ class WorkflowPredictor:
         self._predict(program, now)
 
     def tool_reported(self, program: ProgramState, now: float) -> None:
-        """Predict again, since the client reported a tool that the last turn's output did not show."""
+        """Predict the next step again. Called if the client reports a tool that the last turn's output did
+        not show."""
         if self._looks and program.gap_started_s is not None:
             self._predict(program, now)
 
@@ -120,7 +125,7 @@ class WorkflowPredictor:
             self._known.over(program, ended=ended, turn_open=program.gap_started_s is not None)
 
     def idle(self, now: float) -> None:
-        """Learn the present gap of the program that has been idle longest, if it exceeds known gaps."""
+        """Learn the longest gap that is still open, if it is already longer than all learned gaps."""
         if self._looks:
             idle_s = self._table.longest_idle_s(now)
             if idle_s > self._known.gaps_s.value:
@@ -129,8 +134,8 @@ class WorkflowPredictor:
     # -- queries ------------------------------------------------------------------
 
     def owner_view(self, program: ProgramState, left: AbandonedBranch | None = None) -> EvictionCandidateView:
-        """Return a program, or the branch ``left`` that its newest turn abandoned, as input of the eviction
-        policy."""
+        """Return the data from which the eviction policy scores a program's blocks. With ``left``: those of
+        the branch that the program's newest turn abandoned."""
         view = EvictionCandidateView(
             program.rank,
             program.status in OVER_STATUSES,
@@ -144,7 +149,8 @@ class WorkflowPredictor:
         return view._replace(last_turn_s=left.used_s, blocks=left.blocks, in_abandoned_branch=True)
 
     def scale(self, branch_reuse: float = 1.0) -> EvictionScoreScale:
-        """Return the scale of eviction scores. ``branch_reuse``: share of abandoned blocks used again."""
+        """Return the statistics of all programs that eviction scores depend on. ``branch_reuse``: share of
+        abandoned blocks that was used again."""
         return EvictionScoreScale(self._known.gaps_s.value, self._known.context_blocks.value, branch_reuse)
 
     def take_changed(self) -> dict[ProgramId, None]:
@@ -155,8 +161,8 @@ class WorkflowPredictor:
         return taken
 
     def take_begun(self) -> dict[ProgramId, float]:
-        """Return and clear the programs whose next turn was admitted, each with the time at which it last
-        used its earlier blocks."""
+        """Return and clear the programs that began a turn, each with the end of its turn before, or its
+        arrival: until then it used its earlier blocks."""
         taken = self._begun
         if taken:
             self._begun = {}

@@ -190,8 +190,8 @@ def run_program(
 ) -> DemoProgramRecord:
     """Run one agent in ``repository`` and return the record of the run. Times are seconds after ``origin_s``.
 
-    An exception during the run becomes the record's ``error``. ``prepare`` receives the agent before the run;
-    it attaches the sojourn integration, or does nothing in the stock arm.
+    An exception during the run becomes the record's ``error``. ``prepare`` is called with the agent before
+    the run and returns the agent to run. It attaches the sojourn integration, except in the stock arm.
     """
     agent = prepare(make_agent(task, repository, base_url, model, tokenizer, watch=watch))
     arrived_s = time.monotonic() - origin_s

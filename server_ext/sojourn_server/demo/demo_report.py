@@ -24,7 +24,8 @@ RATIOS = {
     "ttft_mean": "ttft_mean_s",
     "prefill_again": "prefill_again_tokens",
 }
-"""Name of a ratio → the figure of both arms. A ratio is stock ÷ sojourn: above 1, sojourn needed less."""
+"""Name of a ratio → name of the figure that it compares. A ratio is the stock arm's figure ÷ the sojourn
+arm's: above 1, sojourn needed less."""
 
 
 def recomputed_prompt_tokens(turns: Sequence[DemoTurnRecord]) -> int:
@@ -70,8 +71,8 @@ def arm_figures(arm: ArmRecord) -> dict[str, Any]:
 
 
 def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return stock ÷ the other arm for each of ``RATIOS``; ``None`` if a value is missing or the divisor
-    is 0."""
+    """Return each of ``RATIOS``: the stock arm's figure ÷ the other arm's. ``None`` if a figure is missing
+    or the divisor is 0."""
     others = [figures for name, figures in arms.items() if name != STOCK]
     stock, other = arms.get(STOCK), others[0] if others else None
     found: dict[str, float | None] = {}

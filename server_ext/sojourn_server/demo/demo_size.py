@@ -17,7 +17,8 @@ FULL_TURNS = 10
 MIN_PROGRAMS = 3
 MIN_TURNS = FINAL_TURNS + 2
 MIN_RESIDENT = 1.5
-"""Smallest KV pool, in final contexts: room for one running program and half of an evicted one."""
+"""Smallest size of the KV pool, as a multiple of a program's context at its end. It has room for a running
+program and half of an evicted one."""
 DEFAULT_BUDGET_S = 600.0
 
 PROMPT_TOKENS = 1024
@@ -29,13 +30,13 @@ _TOKENS_PER_TURN = 288
 """Mean growth of a context in one turn."""
 _OUTPUT_TOKENS_PER_TURN = 61
 _COMPUTED_SHARE = {"stock": 0.83, "sojourn": 0.20}
-"""Prompt tokens that each arm computes ÷ all prompt tokens."""
+"""By arm: share of all prompt tokens that are computed; the others are in the prefix cache."""
 _PREFILL_FACTOR = 1.35
-"""Prefill time per token in the demo ÷ that of one prompt of ``PROMPT_TOKENS``. Above 1, because the demo's
-contexts are longer."""
+"""Prefill time per token in the demo ÷ the one that ``measure_speed`` measures with a single prompt of
+``PROMPT_TOKENS``. Above 1, because the demo's contexts are longer."""
 _DECODE_FACTOR = 0.4
-"""Time per output token in the demo ÷ that of one sequence alone. Below 1, because the demo decodes in
-batches."""
+"""Time per output token in the demo ÷ the one that ``measure_speed`` measures with a single sequence. Below
+1, because the demo decodes in batches."""
 _CHECKS_S = 10.0
 """Seconds per arm for the repositories' tests and for the requests before and after the programs."""
 
@@ -66,9 +67,10 @@ class DemoSize:
         return (self.programs, self.turns) == (FULL_PROGRAMS, FULL_TURNS)
 
     def resident(self, full_resident: float) -> float:
-        """Return the size of the KV pool in final contexts; in the full demo it is ``full_resident``.
+        """Return the size of the KV pool, as a multiple of a program's context at its end.
 
-        The pool shrinks with the number of programs, to ``MIN_RESIDENT`` at least.
+        The full number of programs gets ``full_resident``. With fewer programs the pool shrinks in
+        proportion, but not below ``MIN_RESIDENT``.
         """
         if self.programs >= FULL_PROGRAMS:
             return full_resident
@@ -80,7 +82,8 @@ class DemoSize:
 
 
 def choose_size(speed: EngineSpeed, arms: Sequence[str], budget_s: float = DEFAULT_BUDGET_S) -> DemoSize:
-    """Return the largest demo expected to end within ``budget_s`` seconds; if there is none, the smallest.
+    """Return the largest demo that is expected to end within ``budget_s`` seconds. If none is, return the
+    smallest one.
 
     Turns are reduced before programs, because the demo is about programs that run at the same time.
     """
@@ -106,7 +109,8 @@ def choose_size(speed: EngineSpeed, arms: Sequence[str], budget_s: float = DEFAU
 def expected_s(speed: EngineSpeed, arms: Sequence[str], programs: int, turns: int) -> float:
     """Return the expected seconds for all server starts, the speed measurement and all arms.
 
-    Sizes below the full one take one more server start: the measured server has the full demo's KV pool.
+    The speed is measured on a server with the KV pool of the full demo. So a smaller demo takes one more
+    server start.
     """
     prompt = programs * sum(OPENING_TOKENS + _TOKENS_PER_TURN * turn for turn in range(turns))
     output = programs * turns * _OUTPUT_TOKENS_PER_TURN

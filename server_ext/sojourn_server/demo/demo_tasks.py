@@ -64,7 +64,7 @@ class DemoTask:
         )
 
     def is_fixed(self, repository: Path) -> bool:
-        """Return whether the task's original tests pass in ``repository``. They first overwrite the tests
+        """Return whether the task's original tests pass in ``repository``. First copies them over the tests
         there, which the agent may have changed."""
         shutil.copytree(TASKS_FOLDER / self.name / "repo" / "tests", repository / "tests", dirs_exist_ok=True)
         try:
@@ -82,7 +82,7 @@ class DemoTask:
 
 
 def load_tasks(count: int | None = None) -> list[DemoTask]:
-    """Return all tasks in a fixed order, or ``count`` of them. If there are fewer tasks, they repeat.
+    """Return all tasks in a fixed order, or ``count`` tasks. If ``count`` exceeds their number, they repeat.
 
     Raises ``ValueError`` for a count below 1.
     """

@@ -17,7 +17,8 @@ from ..models.chat_format import CHAT_TEMPLATE, END_OF_MESSAGE, assistant_text
 from .demo_tasks import ScriptedTurn
 
 RESIDENT_PROGRAMS = 3.0
-"""Default size of the KV pool in final contexts: small enough for evictions, large enough for progress."""
+"""Default size of the KV pool, as a multiple of a program's context at its end: small enough for evictions,
+large enough for progress."""
 MARGIN_BLOCKS = 8
 """Additional blocks of the KV pool: the engine's null block, and each program's partly filled last block."""
 
@@ -63,10 +64,11 @@ def tool_call(turn: ScriptedTurn) -> dict[str, Any]:
 
 
 def pool_blocks(context_tokens: Sequence[int], block_tokens: int, resident: float = RESIDENT_PROGRAMS) -> int:
-    """Return the number of KV blocks that hold about ``resident`` of these final contexts.
+    """Return the number of blocks of a KV pool that holds about ``resident`` contexts.
 
-    The result is the mean context in blocks times ``resident``, but at least the largest context, plus
-    ``MARGIN_BLOCKS``. Raises ``ValueError`` if there are no contexts or ``resident`` is not positive.
+    ``context_tokens``: the length of each program's context at its end. The pool is ``resident`` times their
+    mean, but never smaller than the largest of them. ``MARGIN_BLOCKS`` are added. Raises ``ValueError`` if
+    there are no contexts or ``resident`` is not positive.
     """
     if not 0 < resident < math.inf:
         raise ValueError(f"room for {resident} contexts; expected a number > 0")

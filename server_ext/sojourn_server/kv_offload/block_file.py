@@ -11,9 +11,9 @@ A header of 128 bytes, little-endian, then the payload: the bytes of one layer a
      16    8  bytes of payload
      24   16  digest of the ``KvIdentity``
      40   64  key, padded with zeros
-    104   16  the first 16 bytes of the parent's key, the previous block of its context; zeros: none given
+    104   16  the first 16 bytes of the key of the parent, the previous block of the context; zeros: none
     120    4  zeros
-    124    4  CRC-32 of all of the above
+    124    4  CRC-32 of the first 124 bytes
 
 A chain hash identifies tokens, not the model that computed their KV. The header therefore has the digest of
 the identity: a file copied from another model's store is refused. The parent is not needed for reading. It
@@ -79,7 +79,8 @@ class BlockDefect(Enum):
 
 
 class BlockCorrupt(OffloadError):
-    """Raised if a file is not the expected block, for ``reason``. The content of the buffers is undefined."""
+    """Raised if a file is not the expected block; ``reason`` says why. The content of the buffers is
+    undefined."""
 
     def __init__(self, path: Path, reason: BlockDefect) -> None:
         super().__init__(f"KV block {path} cannot be used: {reason.value}")
@@ -105,7 +106,8 @@ class KvIdentity:
     block_tokens: int
     """Tokens of one Full Block (the unit of storage), a multiple of the engine's block size."""
     block_bytes: int
-    """Payload of one Full Block on this rank, all layers: the same for every file of the store."""
+    """Bytes of one Full Block on this rank, in all layers. They are the payload of every file of the
+    store."""
     layers: int
     """Number of layers on this rank."""
     hash_scheme: str
@@ -157,11 +159,12 @@ def write_block(
     parent: bytes = b"",
     durable: bool = False,
 ) -> None:
-    """Write ``payload`` to ``partial`` and rename that file to ``path``. ``identity``: the digest.
-    ``parent``: the key of the previous block, empty if there is none.
+    """Write ``payload`` to the file ``partial``, and rename that file to ``path``. ``identity``: digest of
+    the ``KvIdentity``. ``parent``: the key of the previous block, empty if there is none.
 
     ``durable``: return only when the file and its name are on disk. If the payload changes during the call,
-    its checksum will fail. Raises ``OSError``. The caller must then remove any file of either name.
+    its checksum will fail. Raises ``OSError``; the caller must then remove the files ``partial`` and
+    ``path``, if they exist.
     """
     header = _header(key, identity, parent[:PARENT_BYTES], payload)
     write_file(files, partial, [memoryview(header), *payload], fsync=durable)
@@ -298,7 +301,7 @@ def _length(payload: Sequence[memoryview]) -> int:
 
 
 def read_all(files: FileSystem, fd: int, buffers: Sequence[memoryview]) -> bool:
-    """Fill ``buffers``. Returns false if the file is too short."""
+    """Fill ``buffers`` from an open file. Returns false if the file ends too early."""
     rest = list(buffers)
     while rest:
         count = files.readv(fd, rest[:_MAX_BUFFERS])

@@ -84,7 +84,7 @@ class CpuDeviceBackend:
         return CpuCopy(time.perf_counter() - began)
 
     def hold_compute(self, copy: CpuCopy) -> None:
-        """Do nothing: the copy is complete."""
+        """Do nothing: there is no copy to wait for, since ``copy`` is already complete."""
 
     def slot(self, slot: int) -> memoryview:
         """Return the bytes of a slot, writable."""
@@ -132,8 +132,8 @@ class KvBlockArrays:
     def scatter(
         self, layer: int, blocks: Sequence[memoryview], skip: int, block_ids: Sequence[int], part: int = 0
     ) -> list[int]:
-        """Fill one layer of the engine blocks ``block_ids`` from Full Blocks, leaving out the first ``skip``
-        engine blocks of these. Returns the ids that were filled.
+        """Copy one layer of the Full Blocks ``blocks`` into the engine blocks ``block_ids``. The first
+        ``skip`` engine blocks in ``blocks`` are left out. Returns the ids that were filled.
 
         ``part`` is the position of the layer within each of ``blocks``: 0 if they hold one layer only.
         """

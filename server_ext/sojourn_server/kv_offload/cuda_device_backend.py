@@ -6,7 +6,7 @@
 
 The thread that runs the model never waits for a copy. To save a block that the next step overwrites, it
 calls ``to_host`` with a fence, then ``hold_compute``: the device itself waits. Only the transfer threads of
-``OffloadWorker`` wait, for copies whose end they report or whose bytes they read.
+``OffloadWorker`` wait: for copies whose end they report, and for copies into slots that they read.
 
 Only ``TorchCuda`` imports torch, so that the order of copies can be tested without a device.
 """
@@ -79,7 +79,8 @@ class CudaRuntime(Protocol):
 
 
 class CudaCopy:
-    """Copies that have begun. Keeps the arrays that the device may still read until the copies are done."""
+    """Copies that have begun. Until they are done, this object keeps the arrays of addresses, because the
+    device may still read them."""
 
     def __init__(self, begun: CudaEvent, done: CudaEvent, arrays: tuple[Int64Array, ...]) -> None:
         self._begun = begun
@@ -123,13 +124,15 @@ class CudaDeviceBackend:
         """Slot → the last copy into it, unless that copy is known to be done."""
 
     def fence(self) -> CudaEvent:
-        """Return an event after all work that the calling thread has queued on the device."""
+        """Return an event that passes when the device has done all work that the calling thread has queued so
+        far."""
         event = self._cuda.new_event()
         event.record(self._cuda.compute_stream())
         return event
 
     def to_host(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
-        """Begin to copy blocks of all layers once ``after`` has passed. The last copy into a slot wins."""
+        """Queue copies of blocks, in all layers, to host memory. The device begins them once ``after`` has
+        passed. The last copy into a slot wins."""
         with self._lock:
             self._store_stream.wait_event(after)
             # Copies of one call have no order among them.
@@ -140,8 +143,8 @@ class CudaDeviceBackend:
         return copy
 
     def to_device(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
-        """Begin to copy blocks of all layers to the device once ``after`` has passed and their slots are
-        filled."""
+        """Queue copies of blocks, in all layers, to the device. The device begins them once ``after`` has
+        passed and earlier copies into their slots are done."""
         with self._lock:
             self._load_stream.wait_event(after)
             stable = self._follow_stores([copy.slot for copy in copies])
@@ -174,8 +177,8 @@ class CudaDeviceBackend:
     # -- inside --------------------------------------------------------------------------
 
     def _follow_stores(self, slots: Sequence[int]) -> bool:
-        """Make the load stream wait for unfinished copies into these slots. Return whether all such copies
-        are already done: only then may a slot be read before the load stream reaches the copy."""
+        """Make the load stream wait for unfinished copies into these slots. Return whether there were none:
+        only then are the slots stable sources, as in ``CudaRuntime.copy``."""
         filling = {copy for slot in slots if (copy := self._filling.get(slot)) is not None}
         pending = [copy for copy in filling if not copy.done()]
         for copy in pending:
@@ -186,7 +189,8 @@ class CudaDeviceBackend:
         return not pending
 
     def _addresses(self, block_ids: list[int], slots: list[int]) -> tuple[Int64Array, Int64Array]:
-        """Return the addresses of the blocks' pages and of the slots' parts, page by page."""
+        """Return two arrays of addresses: of the blocks' pages on the device, and of the matching parts of
+        the slots."""
         ids, at = np.array(block_ids, np.int64), np.array(slots, np.int64)
         pages = self._page_address[:, None] + ids[None, :] * self._page_stride[:, None]
         parts = self._host.ctypes.data + at[None, :] * self.block_bytes + self._offsets[:, None]
@@ -250,18 +254,18 @@ class TorchCuda:
 
 
 def _page_aligned(slots: int, slot_bytes: int) -> np.ndarray[Any, Any]:
-    """Return ``slots`` rows of bytes that begin at a page of memory. The system provides pages at their first
-    write or when they are pinned."""
+    """Return an array of ``slots`` rows of bytes; its first byte begins a page of memory. The system provides
+    each page when it is first written or pinned."""
     raw = np.empty(slots * slot_bytes + MEMORY_PAGE_BYTES, np.uint8)
     start = -raw.ctypes.data % MEMORY_PAGE_BYTES
     return raw[start : start + slots * slot_bytes].reshape(slots, slot_bytes)
 
 
 def _pin(cuda: CudaRuntime, host: np.ndarray[Any, Any]) -> list[int]:
-    """Pin all of ``host`` and return the addresses of its chunks.
+    """Pin all of ``host`` in chunks, and return the addresses of the chunks.
 
-    A chunk ends with a slot and with a page of memory: no copy of a slot crosses chunks, and no page is
-    pinned twice. Raises ``RuntimeError``; nothing stays pinned then.
+    The end of a chunk is the end of both a slot and a page of memory. So no copy of a slot crosses chunks,
+    and no page is pinned twice. Raises ``RuntimeError``; nothing stays pinned then.
     """
     slots, slot_bytes = host.shape
     unit = MEMORY_PAGE_BYTES // math.gcd(slot_bytes, MEMORY_PAGE_BYTES)

@@ -15,13 +15,14 @@ DISK_INDEX_TIMEOUT_STEPS = 100
 """Number of steps after which the engine stops waiting for the worker's list of files on disk."""
 
 NO_SIBLINGS_RECHECK_S = 5.0
-"""Seconds without further searches after a search found no other engine's store."""
+"""Duration of a pause of searches, which begins when a search finds no other engine's store."""
 
 MAX_FOUND_KEYS = 1 << 16
 """Maximum number of blocks for which the planner remembers that another engine's store has them."""
 
 MAX_PINNED_SHARE = 0.5
-"""Maximum share of host memory that requests waiting for the disk may pin together."""
+"""Maximum share of host memory that requests waiting for the disk may pin together. A request that waits
+alone may pin more."""
 
 
 class DiskBackoff:
@@ -72,10 +73,10 @@ class _PendingProbe:
 class DiskPlanner:
     """Plans disk writes, reads and deletions for an ``OffloadPlanner``.
 
-    Three invariants hold. (1) A block that the planner reports as on disk can be read, provided that the
-    worker deletes files before it writes. A block that turns out to be missing is forgotten. (2) Files,
-    including those being written, never exceed the disk's budget. (3) A slot of host memory keeps its block
-    while the block is written to disk or read from it.
+    Three invariants hold. (1) A block that the planner reports as on disk can be read. For this, the worker
+    must do a step's deletions before its writes. A block that turns out to be missing is forgotten. (2) The
+    files, including those being written, never exceed the disk's budget. (3) A slot of host memory keeps its
+    block while the block is written to disk or read from disk.
 
     With ``limits.shared``, other engines' stores in the same folder are searched when a request needs blocks.
     Their files are read like this engine's, but never counted as its own, and may disappear before they are
@@ -167,8 +168,8 @@ class DiskPlanner:
     # -- files --------------------------------------------------------------------
 
     def add_existing(self, keys: Sequence[BlockKey]) -> None:
-        """Add the files that an earlier engine left, least recently used first. Delete files beyond the
-        budget, and all of them after a reset."""
+        """Add the files that an earlier engine left, least recently used first. Delete those beyond the
+        budget. After a cache reset, delete all of them instead."""
         self.known = True
         if self._forgotten:
             self._drops += keys
@@ -217,8 +218,8 @@ class DiskPlanner:
     # -- to disk --------------------------------------------------------------------
 
     def order(self, key: BlockKey, rank: RetentionRank) -> None:
-        """Request that a block in host memory is written to disk as soon as possible. After the write the
-        block has the retention rank ``rank``."""
+        """Request a write to disk, as soon as possible, of a block in host memory. Afterwards the block gets
+        the retention rank ``rank``."""
         if self.closed:
             return
         self._ordered[key] = rank
@@ -252,7 +253,8 @@ class DiskPlanner:
         self.spill(host.next_unspilled(min(room, wanted), above=RetentionRank.SPARE))
 
     def _first_ordered(self, most: int) -> list[HostEntry]:
-        """Return up to ``most`` first blocks of ``_ordered``; stops at a block whose slot is being filled."""
+        """Return entries for up to ``most`` of the first blocks in ``_ordered``, and remove from it those
+        that need no write. Stops at a block whose slot is still being filled."""
         found: list[HostEntry] = []
         for key in list(islice(self._ordered, max(0, most))):
             entry = self._host.get(key)
@@ -316,12 +318,13 @@ class DiskPlanner:
     # -- from disk ------------------------------------------------------------------
 
     def disk_read_requested(self, request_id: str) -> bool:
-        """Whether blocks were read for the request since its last load."""
+        """Whether ``stage`` has planned a disk read for the request, and ``abandon`` has not been called
+        since."""
         return request_id in self._staging
 
     def must_wait(self, request_id: str, now: float) -> bool:
-        """Return whether the request must still wait for a search or a disk read. Once a time limit has
-        passed, it need not wait again."""
+        """Return whether the request must still wait for a search or a disk read. When a wait has lasted too
+        long, the request need not wait for that search or read any more."""
         probe = self._probed.get(request_id)
         if probe is not None and not probe.over:
             if now - probe.since_s < self.limits.max_probe_wait_s:
@@ -337,8 +340,8 @@ class DiskPlanner:
         return False
 
     def probe(self, request_id: str, keys: Sequence[BlockKey], now: float) -> bool:
-        """Plan a search of other engines' stores for ``keys``, from the first key that this engine lacks,
-        once per request. Returns whether a search was planned."""
+        """Plan a search of other engines' stores for a request's ``keys``, at most once per request. The
+        search begins at the first key that is nowhere known. Returns whether a search was planned."""
         if not self.limits.shared or self._forgotten or request_id in self._probed:
             return False
         missing = self._from_first_missing(keys)
@@ -403,8 +406,9 @@ class DiskPlanner:
         *,
         at_most: RetentionRank,
     ) -> int:
-        """Plan to read the leading ``keys`` from disk, as far as the disk has them. Returns the number of
-        blocks being read. ``at_most``: highest rank of host memory entries that may be evicted for them."""
+        """Plan to read the leading ``keys`` from disk. Stops at a key that is neither in host memory nor on
+        disk, or when there is no room. Returns the number of blocks being read. ``at_most``: highest rank of
+        the host memory entries that may be evicted for this."""
         host, job = self._host, next(self._numbers)
         ordered: list[HostEntry] = []
         here: list[HostEntry] = []

@@ -66,7 +66,7 @@ _FANOUT = re.compile(r"[0-9a-f]{2}")
 _BLOCK = re.compile(r"((?:[0-9a-f]{2}){%d,%d})\.(kv|partial)" % (MIN_KEY_BYTES, MAX_KEY_BYTES))  # noqa: UP031
 
 _NOT_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Read errors that are not caused by the block's file."""
+"""Error numbers of reads that fail for other reasons than the block's file."""
 
 
 def block_path(store: Path, key: bytes) -> Path:
@@ -268,9 +268,10 @@ class DiskStore:
         """Fill ``buffers``, in order, with the block of ``key``. They may be divided differently than for
         ``put``.
 
-        After any exception the content of ``buffers`` is undefined. Raises ``BlockNotFound``;
-        ``BlockCorrupt``, after removing the file; ``StoreError`` if the file cannot be read: ``has`` is then
-        false until the store is opened again; ``ValueError`` for read-only buffers or another size.
+        After any exception the content of ``buffers`` is undefined. Raises ``BlockNotFound``. Raises
+        ``BlockCorrupt`` after removing a damaged file. Raises ``StoreError`` if the file cannot be read; if
+        the cause is the file itself, ``has`` is then false until the block is stored again or the store is
+        opened again. Raises ``ValueError`` for read-only buffers or another size.
         """
         path = self._path(key)
         payload = block_payload(self.identity, buffers, writable=True)
@@ -354,7 +355,8 @@ class DiskStore:
 
     @contextlib.contextmanager
     def _turn(self, key: bytes) -> Iterator[None]:
-        """Exclude other threads from the files of ``key`` and from its index entry."""
+        """Context manager for one thread's turn with ``key``: other threads use neither its files nor its
+        index entry."""
         with self._changed:
             self._changed.wait_for(lambda: key not in self._busy)
             if self._closed:

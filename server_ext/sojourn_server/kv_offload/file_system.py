@@ -6,8 +6,8 @@ folder. So no link is followed, even if one replaces a folder at any moment. New
 writable by this user only.
 
 The root may be a folder such as ``/tmp`` or a volume that the machine's administrator made: other users may
-change names in it, so everything below the root is checked on each access. A root of another user, in which
-further users may rename folders, is refused.
+change names in it, so everything below the root is checked on each access. A root is refused if other users
+may rename its folders and its owner is neither this user nor user 0.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import NamedTuple, Protocol
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-"""Flags of all opens. ``O_NONBLOCK``: an open does not hang if a pipe is in a file's place; no effect on
-files."""
+"""Flags for opening any file. ``O_NONBLOCK``: if a pipe is in the file's place, opening it does not hang. The
+flag has no effect on files."""
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -34,7 +34,7 @@ class FileEntry(NamedTuple):
     is_file: bool
     is_folder: bool
     size: int
-    """Bytes; 0 if it is not a file."""
+    """Size in bytes; 0 if the entry is not a file."""
     mtime_ns: int
 
 
@@ -76,8 +76,8 @@ class LocalFileSystem:
     """The local file system. KV reveals prompts, so only the owner may access files and folders."""
 
     def __init__(self, root: Path | None = None) -> None:
-        """``root``: as for ``confine``. Without it, only the last part of each path is checked not to be a
-        link."""
+        """``root``: as for ``confine``. Without a root, a link is refused only as the last part of a file's
+        path."""
         self._root = root
         self._private = True
 
@@ -218,7 +218,8 @@ def _check_own(status: os.stat_result, path: Path) -> None:
 
 
 def _check_root(status: os.stat_result, path: Path) -> None:
-    """Raise ``OSError`` for a folder of another user in which further users may rename entries."""
+    """Raise ``OSError`` if other users can rename entries of a folder whose owner is neither this user nor
+    user 0."""
     if status.st_uid in (0, os.geteuid()) or status.st_mode & stat.S_ISVTX or not status.st_mode & _BY_OTHERS:
         return
     raise PermissionError(

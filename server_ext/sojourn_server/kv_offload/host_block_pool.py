@@ -1,4 +1,4 @@
-"""The slots of host memory: which block each slot has, and the order in which slots are reused."""
+"""Keeps track of the slots of host memory: which block each slot has, and in which order slots are reused."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class RetentionRank(IntEnum):
 
     @property
     def until_written(self) -> RetentionRank:
-        """The rank while the disk lacks the block: cold counts as idle, because host memory has the only
-        copy."""
+        """The rank of a block until the disk has it: ``IDLE`` instead of ``COLD``, because host memory has
+        the only copy."""
         return _IDLE if self is _COLD else self
 
 
@@ -100,8 +100,8 @@ class HostBlockPool:
     def begin(
         self, key: BlockKey, rank: RetentionRank, job: int | None, *, on_disk: bool = False
     ) -> HostEntry | None:
-        """Assign an empty slot to a new block and return its entry. ``None``: none is empty, call ``reuse``
-        first."""
+        """Assign an empty slot to a new block and return its entry. ``None``: no slot is empty, so call
+        ``reuse`` first."""
         if not self._free:
             return None
         entry = HostEntry(key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk)
@@ -129,8 +129,8 @@ class HostBlockPool:
         return self.begin(key, rank, job, on_disk=on_disk)
 
     def reuse(self, *, at_most: RetentionRank) -> HostEntry | None:
-        """Evict and return the next entry with at most this rank; ``None``: every entry has a higher rank, is
-        pinned, or is being filled."""
+        """Evict the entry that is next in the order of reuse, and return it. ``None``: every entry has a rank
+        above ``at_most``, is pinned, or is being filled."""
         rank = min(self._idle, default=None)
         if rank is None or rank > at_most:
             return None

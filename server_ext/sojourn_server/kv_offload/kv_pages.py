@@ -1,8 +1,8 @@
 """Finds KV blocks in a worker's memory: each layer has one or more rows of equally spaced pages.
 
 A page is a run of consecutive bytes of one block. vLLM orders the dimensions of a KV cache as the attention
-backend needs them: layers may be interleaved within a block, attention heads may be stored outside the block,
-and a block may consist of several kernel blocks.
+backend needs them. Pages of several layers may be next to each other in one block. The dimension of heads may
+come before that of blocks: then a layer has one row of pages per head. A block may be several kernel blocks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def page_views(name: str, cache: Any, blocks: int) -> list[Any]:
     """Return views of one layer's KV tensor as bytes, each of shape ``(blocks, page bytes)``.
 
     ``cache``: a torch tensor whose first dimension counts blocks, or kernel blocks that divide a block
-    equally. There is one view unless the layout places another dimension outside the block, such as the
-    heads. Raises ``UnsupportedKvCaches`` if the bytes of a page are not consecutive.
+    equally. There is one view for each row of pages: usually one, but, for example, one for each attention
+    head if heads lie outside the blocks. Raises ``UnsupportedKvCaches`` if the bytes of a page are not
+    consecutive.
     """
     import torch
 
@@ -72,9 +73,10 @@ def page_views(name: str, cache: Any, blocks: int) -> list[Any]:
 
 
 def merge_neighbours(pages: Sequence[KvPages]) -> list[KvPages]:
-    """Merge rows of pages that are adjacent in memory, and return as few rows as possible for the same bytes.
+    """Merge rows whose pages touch in memory. Returns rows with the same bytes.
 
-    Layers interleaved within a block are adjacent: one copy then moves a block of all these layers.
+    Only rows that follow each other in ``pages`` are merged. Layers interleaved within a block become one
+    row, so that one copy moves a block of all these layers.
     """
     merged: list[KvPages] = []
     for each in pages:

@@ -61,10 +61,11 @@ class OffloadJobs:
     """The jobs of one step. Each job has a number, and one result is reported for it."""
 
     settles: bool = False
-    """Whether a load was cancelled: the worker then first waits for all loads of earlier steps."""
+    """Whether the worker must first wait for all loads of earlier steps, because one of them was
+    cancelled."""
     awaited: dict[int, list[BlockCopy]] = field(default_factory=dict)
-    """Stores of earlier steps that must end before this step, by job number, because this step overwrites
-    their blocks or uses their slots. The worker repeats stores that failed."""
+    """Job number → copies of a store of an earlier step. The store must end before this step, which
+    overwrites its blocks or uses its slots. The worker repeats a store that failed."""
     saves: list[BlockCopy] = field(default_factory=list)
     """Copies from device to host, in this order, before this step's forward pass overwrites the blocks."""
     loads: dict[str, list[BlockCopy]] = field(default_factory=dict)
@@ -143,8 +144,8 @@ _WORST_FIRST = (
 class RankResults:
     """Combines the reports of an engine's workers, which arrive in different steps.
 
-    Each worker has its part of every block. A job has ended when all workers have reported it. A block counts
-    as copied only if all workers have copied their parts.
+    Each worker copies its own part of every block. A job has ended when all workers have reported it. A block
+    counts as copied only if all workers have copied their parts.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -211,7 +212,8 @@ def _worst(results: Iterable[CopyResult]) -> CopyResult:
 
 
 def _worst_by_key(answers: Sequence[Mapping[BlockKey, CopyResult]]) -> dict[BlockKey, CopyResult]:
-    """Return each key's worst result. Keys missing from an answer have failed there, and are left out."""
+    """Return key → the worst of its results in all answers. A key that an answer lacks is left out: its copy
+    has failed."""
     return {
         key: _worst(each[key] for each in answers)
         for key in answers[0]
@@ -220,19 +222,19 @@ def _worst_by_key(answers: Sequence[Mapping[BlockKey, CopyResult]]) -> dict[Bloc
 
 
 TRANSFER_DIRECTIONS = ("to_host", "to_device", "to_disk", "from_disk")
-"""Every direction of copies, by the name of its thread."""
+"""Names of the directions in which blocks are copied. Each direction's thread has the same name."""
 
 SPEED_SAMPLES = 16
 """Number of newest reports from which the speed of a direction is computed: enough to average out one slow
 copy, few enough to notice that a link has become slow."""
 
 SPEED_MAX_AGE_S = 30.0
-"""Seconds for which a report counts. A link that was slow is used little; once its reports have expired, its
-speed is unknown and is measured again."""
+"""Seconds for which a report counts towards its direction's speed. A slow direction is used little. Once its
+reports have expired, its speed is unknown, so that it is used and measured again."""
 
 
 class OffloadStats:
-    """Sums of the worker's reports."""
+    """Totals of the worker's reports, and the recent speed of each direction."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(TRANSFER_DIRECTIONS, 0.0)

@@ -23,7 +23,8 @@ from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadR
 from .tier_limits import TierLimits
 
 STORE_BATCH_BLOCKS = 32
-"""Number of blocks per store job. If the device reuses one early, the step waits for the whole job."""
+"""Number of blocks per store job. If the device overwrites one of them early, the step waits for the whole
+job."""
 
 _WANTED, _IDLE = (
     RetentionRank.WANTED,
@@ -35,7 +36,8 @@ class _Lookup(NamedTuple):
     """The result of a request's look-up."""
 
     of: tuple[int, BlockKey]
-    """Number of keys and first key. They identify the look-up, because requests only grow at their end."""
+    """Number of keys looked up, and the first key. If both are equal, all keys are: requests only grow at the
+    end."""
     found: list[HostEntry]
 
 
@@ -43,7 +45,7 @@ class _Load(NamedTuple):
     """Blocks that are being loaded for a request."""
 
     entries: list[HostEntry]
-    """Pinned until the worker has copied them."""
+    """The blocks' entries in host memory, pinned until the worker has copied them."""
     block_ids: Sequence[int]
 
 
@@ -53,7 +55,7 @@ class PersistStatus(NamedTuple):
     stored: int
     """Number of leading blocks on disk, without a gap."""
     pending: int
-    """Number of blocks of the context that are still to be written or being written."""
+    """Number of blocks of the context that wait to be written or are being written."""
 
 
 class OffloadPlanner:
@@ -72,11 +74,13 @@ class OffloadPlanner:
         """Request → the pinned blocks that its look-up found."""
         self._last_asked: str | None = None
         self._lost = False
-        """Whether a block has been lost since the last ``take_jobs``: earlier look-ups may have found it."""
+        """Whether a block has been lost since the last ``take_jobs``. If so, earlier look-ups, which may have
+        found it, are repeated."""
         self._loads: dict[str, _Load] = {}
         """Request → its load, until ``take_loaded``."""
         self._being_loaded: set[BlockKey] = set()
-        """Keys of the blocks in ``_loads``. Other requests that need one wait instead of loading it too."""
+        """Keys of the blocks in ``_loads``. A request that needs such a block waits, and does not load it
+        too."""
         self._jobs = OffloadJobs()
         """Jobs of the step being planned, without the disk's."""
         self._wants_step = False
@@ -85,8 +89,8 @@ class OffloadPlanner:
     # -- copies from the device ---------------------------------------------
 
     def evicted(self, key: BlockKey, block_id: int, rank: RetentionRank = RetentionRank.PLAIN) -> bool:
-        """Save the content of a block that this step overwrites. Returns whether host memory has or gets
-        it."""
+        """Copy to host memory a block that this step overwrites, unless host memory has it. Returns false if
+        there is no room."""
         entry = self.host.get(key)
         if entry is not None:
             if entry.job is not None and entry.job in self._storing:
@@ -114,10 +118,10 @@ class OffloadPlanner:
         """Copy cached blocks to host memory before the device evicts them. Returns the number of copies
         planned.
 
-        The device keeps its blocks. A block must not change until its copy ends, or must be reported
-        ``evicted``. ``blocks``: (key, block id) in context order. If space is short, the beginning of the
-        context is stored; its end is evicted first. Only entries whose rank is at most ``at_most`` (default:
-        ``rank``) are replaced.
+        The device keeps its blocks. If a block will change before its copy ends, the caller must call
+        ``evicted`` for it. ``blocks``: (key, block id) in context order. If space is short, only the
+        beginning of the context is stored, because host memory evicts the end first. Only entries whose rank
+        is at most ``at_most`` (default: ``rank``) are replaced.
         """
         used: list[HostEntry] = []
         begun: dict[int, list[tuple[HostEntry, BlockCopy]]] = {}
@@ -147,10 +151,11 @@ class OffloadPlanner:
         return stored
 
     def store_if_room(self, newest_first: Iterable[tuple[BlockKey, int]]) -> int:
-        """Copy the blocks that a turn added to its context to empty or worthless slots of host memory.
-        Returns their number.
+        """Copy a turn's new blocks to host memory, into slots that are empty or have a worthless block.
+        Returns the number of copies planned.
 
-        Reads ``newest_first`` up to the first block that host memory already has.
+        ``newest_first``: blocks of the context. It is read up to the first block that host memory already
+        has.
         """
         added = [*takewhile(lambda block: self.host.get(block[0]) is None, newest_first)]
         # Spare copies do not replace each other: without room for all, each turn would copy a whole context.
@@ -169,8 +174,9 @@ class OffloadPlanner:
     def set_rank(
         self, keys: Sequence[BlockKey], rank: RetentionRank, *, only: RetentionRank | None = None
     ) -> None:
-        """Give a context's blocks in host memory another rank. ``keys``: in context order; the end is evicted
-        first. Cancels requested writes to disk. ``only``: change only blocks that have this rank now."""
+        """Set the retention rank of a context's blocks in host memory, and cancel their requested writes to
+        disk. ``keys``: in context order; the end is evicted first. ``only``: skip blocks that now have
+        another rank."""
         get, cancel_spill = self.host.get, self.disk.cancel_spill
         for key in reversed(keys):
             entry = get(key)
@@ -231,9 +237,9 @@ class OffloadPlanner:
         """Return how many leading ``keys`` can be loaded now. ``None``: ask again, because a disk read or a
         search of other engines' stores is in progress, or another request is loading the first key.
 
-        Found blocks are pinned until the next ``take_jobs``. Blocks of the latest request stay pinned until a
-        look-up for another request: the scheduler looks up the head of its queue in every step. Repeated
-        calls for that request, and calls during a disk read, take O(1).
+        Found blocks are pinned until the next ``take_jobs``. The blocks of the request that was looked up
+        last stay pinned longer, until another request is looked up: the scheduler looks up the head of its
+        queue in every step. A repeated look-up, or one during a disk read, takes O(1).
         """
         if not keys:
             self._drop_lookup(request_id)
@@ -267,10 +273,10 @@ class OffloadPlanner:
         return len(found)
 
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
-        """Plan to fill the request's device blocks ``block_ids`` with ``keys``, all found by ``lookup`` in
-        this step.
+        """Plan to copy the blocks ``keys`` to the request's device blocks ``block_ids``.
 
-        Their slots are pinned until ``take_loaded``. Raises ``KeyError`` if they were not found.
+        The slots of ``keys`` are pinned until ``take_loaded``. Raises ``KeyError`` unless the request's
+        ``lookup`` in this step found all ``keys``.
         """
         self.disk.abandon(request_id)
         before = self._looked_up.pop(request_id, None)
@@ -456,7 +462,8 @@ class OffloadPlanner:
         return found
 
     def _await_store(self, job: int) -> None:
-        """Make the store end before this step's loads and forward pass, so that its slots count as filled."""
+        """Make store job ``job`` end before this step's loads and forward pass. Its slots count as filled
+        from now."""
         entries, copies = self._storing.pop(job)
         if self._jobs.stores.pop(job, None) is None:
             self._jobs.awaited[job] = copies
@@ -466,7 +473,7 @@ class OffloadPlanner:
             self.host.filled(entry)
 
     def _rerank(self, entry: HostEntry, rank: RetentionRank) -> None:
-        """Change an entry's rank, unless the rank is ``WANTED``."""
+        """Give an entry the rank ``rank``, unless its present rank is ``WANTED``."""
         if entry.rank != _WANTED:
             self.host.set_rank(entry, rank)
 

@@ -2,7 +2,7 @@
 
 The worker supports any device whose KV blocks a ``DeviceBackend`` can copy. Each direction has a thread of
 its own: host memory to device, device to host, host to disk, disk to host. A request is scheduled only after
-its load has ended, and others compute meanwhile. So a step waits for loads only after one was cancelled.
+its load has ended; other requests compute meanwhile. So a step waits for loads only if one was cancelled.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ class DeviceBackend(Protocol):
         """Return a fence: a point in the device's work, after everything that it was given so far."""
 
     def to_host(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
-        """Begin to copy blocks once the device has passed fence ``after``. The last copy into a slot wins."""
+        """Order copies to host memory that start once the device has passed fence ``after``. Of several
+        copies into one slot, the last counts."""
 
     def to_device(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
-        """Begin to copy blocks once the device has passed fence ``after`` and their slots are filled."""
+        """Order copies to the device. Each starts once the device has passed fence ``after`` and earlier
+        copies have filled its slot."""
 
     def hold_compute(self, copy: Any) -> None:
         """Make the device finish these copies before any work that it is given from now on."""
@@ -61,7 +63,7 @@ class _PendingStore:
         self.copies = copies
         self._begun = threading.Lock()  # taken once, by the thread that copies
         self.begun = threading.Event()
-        """Set once ``copy`` is set, or once beginning the copy has failed."""
+        """Event that is set once ``copy`` has its value, or once beginning the copies has failed."""
         self.copy: Copy | None = None
         self.over = threading.Event()
         self.copy_result = CopyResult.FAILED
@@ -168,7 +170,7 @@ class OffloadWorker:
 
     @property
     def on_disk(self) -> int:
-        """Number of blocks on disk."""
+        """Number of blocks in this worker's ``DiskStore``."""
         return len(self._disk) if self._disk is not None else 0
 
     @property
@@ -188,8 +190,8 @@ class OffloadWorker:
     # -- inside --------------------------------------------------------------------------
 
     def _unfinished(self, job: int, copies: Sequence[BlockCopy]) -> Sequence[BlockCopy]:
-        """Return a store's copies that the caller must make, so that the store is complete before the
-        step."""
+        """Return the copies of store job ``job`` that the caller must make before the step. Copies that have
+        begun are left out, and the device ends them before the step."""
         store = self._stores.get(job)
         if store is None:
             return copies  # already reported, possibly as failed; copying again is harmless

@@ -25,16 +25,17 @@ from .offload_jobs import ProbeResult
 from .store_folder import find_identity_stores
 
 _MAX_STALE_RATIO = 2
-"""The heap is rebuilt when its length exceeds this multiple of the number of blocks."""
+"""``BlockPrefixTree`` removes outdated items from its heap when the heap is longer than this multiple of the
+number of blocks."""
 
 
 class BlockPrefixTree:
     """Index of a store's blocks by last use and parent block, to evict the last blocks of contexts first.
 
     A block is useful only with all blocks before it, so only blocks without a child in the store are evicted.
-    A key identifies all tokens up to the block's end but does not reveal the parent's key, so the index
-    records that. Keys are identified by their first ``PARENT_BYTES`` bytes, as in the files. No clock and no
-    I/O.
+    The index records each block's parent, because a key does not reveal the parent's key. It compares only
+    the first ``PARENT_BYTES`` bytes of keys (short keys), because files record that much of the parent's key.
+    No clock and no I/O.
     """
 
     def __init__(self) -> None:
@@ -42,11 +43,12 @@ class BlockPrefixTree:
         """Short key → full key, for blocks in the store."""
         self._parents: dict[bytes, bytes] = {}
         self._children: Counter[bytes] = Counter()
-        """Short key → number of children in the store; the block itself may be missing."""
+        """Short key → number of the block's children in the store. The block itself need not be in the
+        store."""
         self._used: dict[bytes, int] = {}
         self._uses = 0
         self._ends: list[tuple[int, bytes]] = []
-        """A heap of (last use, short key); outdated entries are skipped."""
+        """A heap of (last use, short key) of the blocks without children. Outdated items are skipped."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -118,9 +120,9 @@ class BlockPrefixTree:
 class SiblingStores:
     """Reads other engines' stores of ``identity`` in the folder that contains ``own``, this engine's store.
 
-    ``own``: a path without links. Thread-safe; every call waits for the disk. ``leading`` lists the stores
-    again each time, since engines start and stop. A file that its owner deletes is reported as missing; a
-    damaged or foreign file is refused and left for its owner to remove.
+    ``own``: a path without symbolic links. Thread-safe; every call waits for the disk. ``leading`` lists the
+    stores again each time, since engines start and stop. A file that its owner deletes is reported as
+    missing; a damaged or foreign file is refused and left for its owner to remove.
     """
 
     def __init__(self, own: Path, identity: KvIdentity, files: FileSystem | None = None) -> None:
@@ -151,8 +153,9 @@ class SiblingStores:
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
         """Fill ``buffers`` with the block of ``key``, like ``DiskStore.get_into``.
 
-        Raises ``BlockNotFound``; if all copies are unusable, the last ``BlockCorrupt`` or ``StoreError``;
-        ``ValueError`` for buffers of another size or read-only ones.
+        Raises ``BlockNotFound`` if no store has the block. If there are copies but none is usable, raises the
+        ``BlockCorrupt`` or ``StoreError`` of the last one. Raises ``ValueError`` for read-only buffers or a
+        wrong size.
         """
         payload = block_payload(self.identity, buffers, writable=True)
         failed: BlockCorrupt | StoreError | None = None
@@ -218,8 +221,9 @@ SIBLINGS_RESCAN_S = 5.0
 class SharedStore:
     """A ``BlockStore`` that writes to this engine's ``DiskStore`` and also reads those of sibling engines.
 
-    ``counts`` has blocks by outcome: ``stored``, ``already``, ``full``, ``disk_full``, ``evicted``; ``read``,
-    ``borrowed`` (from another engine's store), ``missing``, ``corrupt``, ``failed``.
+    ``counts`` has the number of blocks by outcome. Of writes: ``stored``, ``already``, ``full``,
+    ``disk_full``, ``evicted``. Of reads: ``read``, ``borrowed`` (from another engine's store), ``missing``,
+    ``corrupt``. ``failed`` counts failed reads and evictions.
     """
 
     def __init__(
@@ -238,7 +242,8 @@ class SharedStore:
         """Held while the tree is built. ``_lock`` is free meanwhile, because reading the headers of a large
         store takes seconds."""
         self._pending_changes: list[Callable[[BlockPrefixTree], object]] | None = None
-        """Changes since building began, which are applied at its end."""
+        """Changes to the tree since its building began, applied when it is built; ``None``: it is not being
+        built."""
         self.counts: Counter[str] = Counter()
 
     @classmethod

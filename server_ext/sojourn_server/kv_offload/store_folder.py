@@ -160,8 +160,8 @@ class StoreLock:
 
 
 def _process(fd: int, pid: int = 0) -> str:
-    """Return a description of a lock's holder: process ``pid``, or the id in lock file ``fd`` if ``pid`` is
-    0."""
+    """Return a description of the process that holds a lock, by its id ``pid``. If ``pid`` is 0, the id is
+    read from the lock file ``fd``."""
     return f"process {pid or os.pread(fd, 20, 0).decode('ascii', 'replace').strip() or 'unknown'}"
 
 
@@ -183,7 +183,7 @@ def store_name(store: Path) -> str | None:
 
 
 class FoundStore(NamedTuple):
-    """A store in the root folder that an engine may use."""
+    """A store in the root folder that may be an engine's (see ``find_stores``)."""
 
     path: Path
     manifest: Mapping[str, Any]
@@ -197,14 +197,15 @@ class FoundStore(NamedTuple):
 def find_stores(
     root: Path, known: Mapping[str, Any], weights: str | None, name: str | None = None
 ) -> list[FoundStore]:
-    """Return the stores in ``root`` that an engine may use, before the engine's whole identity is known.
+    """Return the stores in ``root`` that may be an engine's, judged by the part of its identity that is
+    known.
 
-    ``root``: a path without links. ``known``: fields of the engine's ``KvIdentity``. ``weights``: the
-    beginning of its ``model``, if known. ``name``: the name of the engine's own store. Changes nothing.
-    Returns an empty list if there is no store or no root.
+    ``root``: a path without symbolic links. ``known``: fields of the engine's ``KvIdentity``. ``weights``:
+    the beginning of its field ``model``, if known. ``name``: the name of the engine's own store. Changes
+    nothing. Returns an empty list if there is no store or no root.
 
-    Raises errors that the engine would certainly raise: ``IncompatibleStore`` if all stores are of another
-    format or identity; ``StoreInUse`` if all stores that it may write are open; and ``OSError``.
+    Raises the errors that the engine itself would raise later: ``IncompatibleStore`` if all stores are of
+    another format or identity; ``StoreInUse`` if all stores that it may write are open; and ``OSError``.
     """
     others: list[tuple[list[ManifestMismatch], Path]] = []
     found: list[FoundStore] = []
@@ -260,8 +261,8 @@ def find_identity_stores(files: FileSystem, root: Path, identity: KvIdentity) ->
 
 
 def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
-    """Check the manifest in ``path``; write it to a new folder. Raises ``IncompatibleStore`` and
-    ``OSError``."""
+    """Check that the manifest in ``path`` is for ``identity``; in a new folder, write it. Raises
+    ``IncompatibleStore`` and ``OSError``."""
     advice = "Name another directory, or delete this one if what it holds is no longer wanted."
     partial = path / f"{MANIFEST}.partial"
     manifest = _read_manifest(files, path)
@@ -287,8 +288,8 @@ def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
 def _manifests(
     files: FileSystem, root: Path, beginning: str = ""
 ) -> Iterator[tuple[Path, dict[str, Any] | ManifestMismatch]]:
-    """Yield the folders in ``root`` that are named like stores, start with ``beginning`` and have a manifest,
-    each with its manifest. Raises ``OSError``."""
+    """Yield (folder, its manifest) for each folder in ``root`` that has a manifest and a store's name that
+    starts with ``beginning``. Raises ``OSError``."""
     try:
         folders = sorted(entry.name for entry in files.scan(root) if entry.is_folder)
     except FileNotFoundError:
@@ -306,7 +307,8 @@ def _manifests(
 
 
 def _read_manifest(files: FileSystem, path: Path) -> dict[str, Any] | ManifestMismatch | None:
-    """Return the manifest in ``path``; a mismatch if it is not sojourn's; ``None``: there is none.
+    """Return the manifest in ``path``. If it is not sojourn's, return a ``ManifestMismatch``; if there is
+    none, ``None``.
 
     Raises ``OSError``.
     """

@@ -16,7 +16,8 @@ class TierLimits:
     disk_blocks: int = 0
     """Number of blocks that fit on the disk; 0: no disk."""
     spill_below: float = 0.25
-    """Blocks are written to disk while less than this share of host memory is free or also on disk."""
+    """Blocks are written to disk while less than this share of host memory can be reused without loss.
+    Without loss: empty slots, and blocks that are worthless or also on disk or on the device."""
     max_spilling: int = 256
     """Maximum number of blocks being written to disk at once, so that a slow disk's queue stays short."""
     max_staging: int = 4096
@@ -26,6 +27,7 @@ class TierLimits:
     shared: bool = False
     """Whether this engine also reads the stores of other engines in the same root folder."""
     min_probe_blocks: int = 8
-    """Minimum number of blocks for a search of other engines' stores. Computing fewer is faster."""
+    """Other engines' stores are searched only for at least this many blocks; computing fewer blocks is
+    faster."""
     max_probe_wait_s: float = 1.0
     """Maximum seconds that a request waits for a search of other engines' stores."""

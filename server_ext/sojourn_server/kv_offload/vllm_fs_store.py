@@ -55,8 +55,8 @@ class VllmFsLayout:
     """The fields from which vLLM's ``FileMapper`` derives the folder's name, for one worker and one cache
     group.
 
-    ``parallel_agnostic``: as vLLM decides from the attention layout. With one worker it affects only the
-    name.
+    ``parallel_agnostic``: vLLM's value, which depends on the attention layout. With one worker it affects
+    only the folder's name.
     """
 
     model_name: str
@@ -67,7 +67,7 @@ class VllmFsLayout:
     parallel_agnostic: bool = False
     canonical_format: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that a later release adds."""
+    """Fields that a later vLLM release adds to ``config.json``."""
 
     def fields(self) -> dict[str, Any]:
         """Return the content of ``config.json``."""
@@ -210,8 +210,8 @@ class VllmFsStore:
         return PutOutcome.STORED
 
     def _read(self, path: Path, payload: Sequence[memoryview]) -> bool:
-        """Read a block's file. Returns false for a wrong size. (vLLM accepts a longer file; it has other
-        blocks.)"""
+        """Read a block's file. Returns false for a wrong size. (Unlike vLLM, which accepts a longer file: a
+        longer file has other blocks.)"""
         fd = self._files.open(path, os.O_RDONLY)
         try:
             return self._files.size(fd) == self._file_bytes and read_all(self._files, fd, payload)

@@ -4,8 +4,8 @@ A lookup thread finds blocks that the store already has. They are not copied. If
 returned when the step ends, the block is copied and given to the store, which ignores duplicates. While a
 lookup hangs (for ``patience_s`` or more), no further lookup starts.
 
-Blocks of a finished request stay pinned until they are saved, a limited number per step. Saving is abandoned
-if the store accepts nothing for ``patience_s``.
+Blocks of a finished request stay pinned until they are saved. Each step saves a limited number of them. They
+are given up if the store accepts none of them for ``patience_s``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .transfer_manager import TransferManager
 
 LOOKUP_BATCH_KEYS = 16
-"""Number of keys per store lookup. The store counts as hung if one lookup takes longer than
-``patience_s``."""
+"""Number of keys per store lookup for a finished request. The store counts as hung if one lookup takes longer
+than ``patience_s``."""
 
 FINISHED_BLOCKS_PER_STEP = 32
 """Maximum number of Full Blocks of finished requests that one step copies."""
@@ -74,7 +74,7 @@ class BlockSaver:
         the lookup thread writes."""
         self._saves: list[SaveJob] = []
         self._known: set[bytes] = set()
-        """Blocks of this step that the store already has."""
+        """Keys of this step's blocks that the store already has."""
         self._open_lookups = 0
         """Number of lookups queued or running."""
         self._lookup_began_s: float | None = None
@@ -94,8 +94,8 @@ class BlockSaver:
         return len(self._late)
 
     def begin_step(self, saves: Sequence[SaveJob], ended: Iterable[str]) -> None:
-        """Begin a step: look up the blocks of ``saves``. Blocks of the finished requests ``ended`` stay
-        pinned and may be saved in later steps."""
+        """Begin a step: look up the blocks of ``saves`` in the store. ``ended``: finished requests. Their
+        blocks stay pinned and may be saved in later steps."""
         late: dict[str, list[SaveJob]] = {request: [] for request in ended}
         self._saves = []
         for save in saves:
@@ -127,8 +127,8 @@ class BlockSaver:
                 self._lane.submit(lambda made=made: self._run_late_lookup(made))  # type: ignore[misc]
 
     def end_step(self, bad: Collection[int]) -> dict[str, int]:
-        """Copy the blocks that this step filled and hand them to the store, except blocks that depend on
-        ``bad`` blocks.
+        """Copy the blocks that this step filled and hand them to the store. ``bad``: ids of engine blocks
+        that were not filled. A Full Block is left out if it has such a block, or if one comes before it.
 
         Returns request → index of its first block that was not saved.
         """
@@ -157,7 +157,8 @@ class BlockSaver:
     # -- inside -----------------------------------------------------------------------
 
     def _save(self, save: SaveJob, bad: Collection[int], known: Collection[bytes]) -> bool:
-        """Save a block, unless it is known to be stored. Returns whether the store has it or will have it."""
+        """Save a block, unless it is in ``known`` or depends on a block in ``bad``. Returns whether the store
+        has it or will have it."""
         if any(block in bad for block in save.before) or any(block in bad for block in save.block_ids):
             return False
         return save.key in known or self._give(save, self._kv.gather_full(save.block_ids))

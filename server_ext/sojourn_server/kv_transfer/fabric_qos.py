@@ -17,7 +17,8 @@ UNVERIFIED = (
 
 @dataclass(frozen=True, slots=True)
 class VirtualLane:
-    """One of the paper's four virtual lanes, weighted in InfiniBand's high- and low-priority arbiters."""
+    """One of the paper's four virtual lanes: its use, and its weights in InfiniBand's high- and low-priority
+    arbiters."""
 
     use: str
     high: int
@@ -30,7 +31,8 @@ VIRTUAL_LANES: Mapping[int, VirtualLane] = {
     2: VirtualLane("KV", 0, 64),
     3: VirtualLane("the model's point-to-point messages", 192, 192),
 }
-"""Lane number, which is also the service level → lane. Which lane model traffic uses is a guess."""
+"""Number of a virtual lane → the lane. Its service level has the same number. Which lane model traffic uses
+is a guess."""
 
 MODEL_LANE, KV_LANE = 1, 2
 HIGH_LIMIT = 240

@@ -3,7 +3,7 @@
     Read    lease for the whole prompt ── read from storage ── layers streamed back ──▶ kept
     Offer   lease, or the rest of it ── Need what is missing here ── Data ──▶ Complete
 
-A prompt may lack one of the two halves. ``incoming_prompt_table`` notifies peers and the engine.
+A prompt may have only a Read or only an Offer. ``incoming_prompt_table`` notifies peers and the engine.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class PromptReadSide:
     traffic_class: TrafficClass
     state: PromptReadState = PromptReadState.WAITING
     slots: list[BufferSlot] = field(default_factory=list)
-    """Slots of the leading blocks that can be read; empty until the lease is granted."""
+    """Slots of the leading blocks without a failed read; empty until the lease is granted."""
     missing: set[int] = field(default_factory=set)
     """Indices of slots that are not complete yet."""
     in_queue: dict[int, ReadChunk] = field(default_factory=dict)
-    """Number of a link item → chunk of this prompt that waits on the link or is being sent."""
+    """Number of a link item → the prompt's chunk that the item sends, waiting on the link or in flight."""
 
 
 @dataclass(slots=True, eq=False)
@@ -305,8 +305,8 @@ class IncomingPrompt:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the prompt may be evicted: the engine has not asked for it, and no more data will come,
-        because it is complete or its peer has gone."""
+        """Whether the prompt may be evicted: the engine has not asked for it, and no more data will come. No
+        more data comes if the prompt is complete or its peer has gone."""
         if self.expected or (self.read is not None and self.read.state is not PromptReadState.DONE):
             return False
         if self.state is PromptState.COMPLETE:

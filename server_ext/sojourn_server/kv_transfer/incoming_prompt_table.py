@@ -5,9 +5,9 @@ announces that it waits for a transfer, before or after data arrives. When all b
 uses them and then calls ``forget``. A transfer without progress fails within ``patience_s``. While a request
 is queued, the engine repeats ``want``, which keeps the complete prompt in the buffers.
 
-While other transfers wait for buffers, prompts are evicted in this order: first prompts that no queued
-request wants, then prompts of queued requests beyond ``queue_share`` of the slots, last in the queue first.
-Other prompts are not evicted.
+Prompts are evicted only while other transfers wait for buffers: first prompts that no queued request wants.
+If that is not enough, and prompts of queued requests use more than ``queue_share`` of the slots, those last
+in the queue are evicted until the others use less. The first in the queue is always kept.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ EVICTED_LOW_PRIORITY = "its request was among the last in the queue, and others 
 ALL_PEERS_FACTOR = 4
 """The limits for all peers together are this many times the limits for one peer."""
 MAX_SILENT_LEASES = 4
-"""Number of periods of ``lease_s`` without data after which a prompt that has buffers fails, even if its peer
-reports progress. A step of the peer may take long, but not forever."""
+"""A prompt that has buffers fails after this many times ``lease_s`` without data, even if its peer reports
+progress. A step of the peer may take long, but not forever."""
 
 
 class IncomingPromptTable:
@@ -70,7 +70,7 @@ class IncomingPromptTable:
     # -- what the engine asks for ---------------------------------------------------
 
     def expect(self, transfer: str, now: float) -> None:
-        """Announce that the engine waits for a transfer. Raises ``ValueError`` if it already does."""
+        """Announce that the engine waits for a transfer. Raises ``ValueError`` if it waits for it already."""
         prompt = self._prompts.get(transfer)
         if prompt is None:
             prompt = self._prompts[transfer] = IncomingPrompt(self, transfer, now)
@@ -217,9 +217,8 @@ class IncomingPromptTable:
         prompt.fail(message.reason, now, notify=False)
 
     def on_progress(self, conn: int, transfer: str, done: int, now: float) -> None:
-        """Handle a peer's progress report by renewing the prompt's lease. While the prompt waits for buffers,
-        this happens only if the counter ``done`` has grown. ``MAX_SILENT_LEASES`` limits the time without
-        data."""
+        """Handle a peer's progress report: renew the prompt's lease. A prompt that waits for buffers is
+        renewed only if the counter ``done`` has grown. ``MAX_SILENT_LEASES`` limits the time without data."""
         prompt = self._prompts.get(transfer)
         if prompt is None or conn not in prompt.conns() or prompt.claimed:
             return
@@ -227,7 +226,7 @@ class IncomingPromptTable:
             self.ctx.buffers.renew(prompt.name, now)
 
     def open_transfers_on(self, conn: int) -> list[str]:
-        """Return the transfers for which the peer of this connection waits for this engine."""
+        """Return the open transfers for which this connection's peer waits for this engine to act."""
         return [
             transfer
             for transfer, prompt in self._prompts.items()
@@ -308,8 +307,8 @@ class IncomingPromptTable:
     def _make_room(self, now: float) -> None:
         """Evict idle prompts while other transfers wait for buffers, longest idle first.
 
-        A prompt stays for half of ``patience_s`` after it became idle, because its request may still be on
-        the way. It stays no longer, so that waiting transfers do not time out.
+        A prompt is kept for half of ``patience_s`` after it became idle, because its request may still be on
+        the way. Keeping it longer would let the waiting transfers time out.
         """
         ctx = self.ctx
         if not ctx.buffers.waiting:
@@ -338,8 +337,9 @@ class IncomingPromptTable:
         return prompt.transfer in self._wanted and prompt.state is PromptState.COMPLETE
 
     def _beyond_share(self, rest: set[str]) -> list[IncomingPrompt]:
-        """Return those prompts of ``rest`` that exceed the share of the slots for queued requests, last in
-        the queue first. The first in the queue are kept, because they are needed next."""
+        """Return the prompts that make the prompts of queued requests exceed ``queue_share`` of the slots,
+        last in the queue first. ``rest``: transfers of the prompts to consider. The first in the queue are
+        kept, because they are needed next."""
         most = self.ctx.limits.queue_share * self.ctx.limits.slots
         slots: set[int] = set()
         found: list[IncomingPrompt] = []
@@ -374,8 +374,8 @@ class IncomingPromptTable:
         limits = self.ctx.limits
         contexts = {True: 0, False: 0}
         held = {True: keys, False: 0}
-        """Number of keys of this peer's prompts (true) and of all others (false). Prompts of ended
-        connections count as others until their leases end."""
+        """True → number of keys in this peer's prompts; false → in all other prompts. Prompts of ended
+        connections are among the others until their leases end."""
         for prompt in self._prompts.values():
             halves = [half for half in (prompt.read, prompt.offer) if half is not None]
             for half in halves:

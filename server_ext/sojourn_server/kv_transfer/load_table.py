@@ -4,7 +4,7 @@
 
 A load succeeds with the *leading* blocks that arrived, because blocks after a gap are useless. If another
 load is already reading a block, this load waits for that read. If a peer does not send its blocks, this
-engine can read them into the buffers already leased. A new lease would have to wait behind other transfers.
+engine can read them into the buffers that the load has: a new lease would wait behind other transfers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ReadingPeer:
     """Identifies the run of the peer's process that the router chose. A restarted peer has another epoch."""
     or_read_locally: bool = False
     """Whether this engine reads missing blocks from storage itself if the peer fails. It does so only until
-    the first layer of all blocks has arrived: from then on, a step may already wait for the other layers."""
+    the first layer of all blocks has arrived. After that, a step may already wait for the other layers."""
 
 
 class PeerFetch:
@@ -331,7 +331,8 @@ class LoadTable:
     def end(self, load: str, why: str, now: float) -> None:
         """End a load, whether or not its blocks have arrived, and release its buffers. Ignores unknown loads.
 
-        ``why``: reason for the ``LoadEnded`` event; empty: no event, because the engine itself ends the load.
+        ``why``: the reason that the event ``LoadEnded`` gives. If empty, there is no event, because the
+        engine itself ends the load.
         """
         made = self._loads.pop(load, None)
         if made is None:

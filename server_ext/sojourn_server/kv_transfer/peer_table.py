@@ -73,7 +73,7 @@ class HandshakeStage(Enum):
     DIALLED = "dialled"
     """This side dialled and has sent ``HelloMessage``."""
     ANSWERED = "answered"
-    """The peer dialled and has yet to send ``HelloMessage``."""
+    """This side has answered the peer's dial and waits for its ``HelloMessage``."""
     READY = "ready"
 
 
@@ -81,7 +81,7 @@ EXPECTED_MESSAGES: Mapping[HandshakeStage, tuple[type[WireMessage], ...]] = {
     HandshakeStage.DIALLED: (WelcomeMessage, RefusedMessage),
     HandshakeStage.ANSWERED: (HelloMessage,),
 }
-"""Handshake stage → messages that the peer may send then. After the handshake it may send none of them."""
+"""Handshake stage → handshake messages that the peer may send in this stage; none in stage ``READY``."""
 MAX_KEPT_REFUSALS = 256
 """Maximum number of refused peers whose reason is remembered."""
 HANDSHAKE_MESSAGES = (HelloMessage, WelcomeMessage, RefusedMessage)
@@ -107,7 +107,7 @@ class _PeerConn:
 @dataclass(slots=True, eq=False)
 class _DialedAddress:
     dial: DialPeer
-    """The newest dial to this address. Results of earlier dials are ignored."""
+    """The newest dial to this address. Results of its earlier dials are ignored."""
     watch: StallDetector
     conn: int | None = None
     callers: list[PeerCaller] = field(default_factory=list)

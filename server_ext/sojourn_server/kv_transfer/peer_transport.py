@@ -1,6 +1,6 @@
-"""Byte streams between engines, by address: ``unix:PATH``, ``tcp:HOST:PORT``, or a transport of the caller's.
+"""Byte streams between engines, by address: ``unix:PATH``, ``tcp:HOST:PORT``, or a transport that you add.
 
-To add a transport, implement ``PeerTransport``. A write must not return before its memory may be reused, and
+To add a transport, implement ``PeerTransport``. A write may return only once its memory may be reused, and
 bytes must arrive in order or not at all. NVIDIA's NIXL (RDMA between registered memory) is not built in;
 addresses with its scheme are refused with a message.
 """
@@ -44,7 +44,7 @@ class ByteStream(Protocol):
 
 
 class TransportListener(Protocol):
-    """A listening address."""
+    """Listens at one address of a transport."""
 
     @property
     def address(self) -> str:
@@ -238,8 +238,9 @@ PIECE_BYTES = 256 << 10
 """Maximum bytes of one write to a stream; larger messages are sent in pieces. A peer must accept each piece
 within ``patience_s`` seconds."""
 _STALL_CHECKS = 4
-"""Number of timer steps into which ``patience_s`` is divided. A pause of this process then delays only one
-step, and waiting socket events are handled before the next one."""
+"""Number of timer steps into which ``patience_s`` is divided. If this process pauses, only the current step
+expires; waiting socket events are then handled before the next step. So a pause is not taken for a stalled
+peer."""
 
 
 class _QueuedMessage(NamedTuple):

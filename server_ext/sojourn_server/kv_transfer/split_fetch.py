@@ -1,9 +1,9 @@
 """Reads one request's stored blocks in two parts: this engine reads the first, its peer the second.
 
-The router chooses how large each part is. (DualPath reads a request on one side only, and leaves both sides
-to future work.) If the peer fails before one layer of its whole part has arrived, this engine reads that part
-into the same buffers, without a new lease. If the peer fails later, the blocks that have arrived are used and
-the others are computed.
+The router chooses how large each part is. (DualPath reads a request on one side only; reading on both sides
+is its future work.) If the peer fails before the first layer of all its blocks has arrived, this engine reads
+them into the same buffers, without a new lease. If the peer fails later, the blocks that have arrived are
+used and the others are computed.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class SplitFetch:
         return found
 
     def ready(self, layerwise: bool = True) -> int | None:
-        """Return how many leading blocks the request can use now; ``None``: it must wait. Blocks that this
-        engine reads can be used once they are complete. With ``layerwise``, blocks from the peer can be used
-        from their first layer on."""
+        """Return how many leading blocks the request can use now; ``None``: the request must wait. Blocks
+        that this engine reads can be used once they are complete. Blocks from the peer can be used from their
+        first layer on, or, without ``layerwise``, once they are complete."""
         self._claim()
         for piece in self.pieces:
             streams = layerwise and piece.by_peer and piece.load.layers_loaded
@@ -85,8 +85,8 @@ class SplitFetch:
         return sum(piece.load.streamed_s for piece in self.pieces)
 
     def layer(self, layer: int, timeout_s: float) -> list[memoryview]:
-        """Wait up to ``timeout_s`` per part for one layer. Returns this layer of the leading blocks that
-        arrived."""
+        """Wait for one layer, up to ``timeout_s`` for each part. Returns this layer of the leading blocks for
+        which it has arrived."""
         found: list[memoryview] = []
         for piece in self.pieces:
             views: list[memoryview] = []

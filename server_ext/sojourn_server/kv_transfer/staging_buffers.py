@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 
 class SlotMemory:
-    """Memory for ``slots`` Full Blocks of ``layers`` layers each. The operating system provides pages at
-    their first write."""
+    """Memory for ``slots`` Full Blocks of ``layers`` layers each. A page takes physical memory from its first
+    write."""
 
     def __init__(self, slots: int, block_bytes: int, layers: int) -> None:
         """Raises ``ValueError`` for a size below 1 or layers of different sizes."""
@@ -78,7 +78,8 @@ class BufferSlot:
     pins: int = 0
     """Number of threads and messages that are reading or writing the slot."""
     bad: bool = False
-    """Whether the content is unusable: filling failed halfway, and a thread may still write to the slot."""
+    """Whether the content is unusable, because a fill failed halfway. A thread may still write to the
+    slot."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +111,8 @@ class BufferPool:
         self.most_used = 0
         self._changes = 0
         self._refused_at = -1
-        """Value of ``_changes`` when the first waiting lease was last found not to fit."""
+        """Value of the counter ``_changes`` when the first waiting lease last did not fit. The lease is tried
+        again only when the counter has changed."""
 
     @property
     def used(self) -> int:

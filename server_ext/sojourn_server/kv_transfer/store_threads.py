@@ -15,8 +15,8 @@ class StoreThreads:
     """Runs one thread per concurrent read, and one for all writes. Every read and write is reported exactly
     once.
 
-    ``read_done(item, why)`` gets the error of a read, or ``None``. ``write_done(item, outcome)`` gets a
-    ``PutOutcome`` value or ``failed``. The threads call both.
+    The threads report a read with ``read_done(item, why)``: ``why`` is its error, or ``None``. They report a
+    write with ``write_done(item, outcome)``: a ``PutOutcome`` value, or ``failed``.
     """
 
     def __init__(

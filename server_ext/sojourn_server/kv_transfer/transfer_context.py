@@ -14,7 +14,7 @@ from .transfer_link import LinkItem, TrafficClass, TransferLink
 
 
 class StallDetector:
-    """Detects that a transfer has made no progress for ``patience_s`` seconds."""
+    """Detects whether a transfer has made no progress for ``patience_s`` seconds."""
 
     def __init__(self, patience_s: float, now: float) -> None:
         self._patience_s = patience_s
@@ -43,7 +43,7 @@ class LeaseHolder(Protocol):
 
     def granted(self, now: float) -> None: ...
     def layers_advanced(self, slot: BufferSlot, before: int, now: float) -> None:
-        """Handle a slot that now has more layers than ``before``."""
+        """Handle new layers of ``slot``, which had ``before`` layers and now has ``slot.filled``."""
         ...
 
     def slot_lost(self, slot: BufferSlot, why: str, now: float) -> None:
@@ -51,8 +51,8 @@ class LeaseHolder(Protocol):
         ...
 
     def lease_expired(self, now: float) -> bool:
-        """Handle the expiry of the lease. Returns whether the lease ends; false: its blocks are in use, and
-        the lease is renewed."""
+        """Handle the expiry of the lease. Returns true if the lease ends, false if its blocks are in use: the
+        caller then renews the lease."""
         ...
 
 
@@ -135,7 +135,7 @@ class TransferContext:
                     self._holders[name].granted(now)
 
     def release(self, name: str, now: float) -> None:
-        """End a lease. Its slots go to waiting leases at the next ``grant``."""
+        """End a lease. The next ``grant`` gives its slots to waiting leases."""
         self._holders.pop(name, None)
         for slot in self.buffers.release(name):
             self._unwanted(slot, now)

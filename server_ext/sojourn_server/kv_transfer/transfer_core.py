@@ -60,8 +60,8 @@ class LinkState:
 
     queued_bytes: int
     queued_s: float | None
-    """Estimated seconds until a new item would begin; ``None``: unknown. While the link's I/O hangs, at least
-    the seconds for which it has hung."""
+    """Estimated seconds until a new item would begin; ``None``: unknown. If the link's I/O hangs, this is at
+    least the time for which it has hung."""
     moved_bytes: int
 
 
@@ -105,8 +105,7 @@ class TransferCore:
         return count
 
     def load_blocks(self, load: str) -> list[memoryview]:
-        """Return a load's blocks, after ``LoadEnded`` and until ``end_load``. Raises ``ValueError``
-        before."""
+        """Return a load's blocks. Raises ``ValueError`` before ``LoadEnded`` and after ``end_load``."""
         return self.loads.blocks(load)
 
     def load_layer(self, load: str, layer: int) -> list[memoryview]:
@@ -139,7 +138,7 @@ class TransferCore:
 
     def give(self, transfer: str, layer: int, blocks: Sequence[memoryview], now: float) -> bool:
         """Add the next layer of all blocks of a push. Returns whether the push is still open. Raises
-        ``ValueError`` for another layer, or for blocks of a wrong number or size."""
+        ``ValueError`` if ``layer`` is not the next, or the number or size of the blocks is wrong."""
         wanted = self.pushes.give(transfer, layer, blocks, now)
         self._settle(now)
         return wanted
@@ -151,8 +150,9 @@ class TransferCore:
     def expect(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
         """Announce that the engine needs a prompt that a peer pushes to it. Event: ``PromptTransferEnded``.
 
-        Returns false if ``epoch`` is not that of this run: an earlier run of this engine got the prompt.
-        Raises ``ValueError`` if the prompt is expected already.
+        ``epoch``: the run of this engine that the router chose. Returns false if that was an earlier run: it
+        got the prompt, and this run does not have it. Raises ``ValueError`` if the prompt is expected
+        already.
         """
         if epoch is not None and epoch != self.peers.epoch:
             self.ctx.counts["stale"] += 1
@@ -167,8 +167,8 @@ class TransferCore:
         self.prompts.want(transfers, now)
 
     def prompt_blocks(self, transfer: str) -> list[memoryview]:
-        """Return the blocks of a complete prompt, until ``end_prompt``. Raises ``ValueError`` if
-        incomplete."""
+        """Return the blocks of a prompt. Raises ``ValueError`` before the prompt is complete and after
+        ``end_prompt``."""
         return self.prompts.blocks(transfer)
 
     def end_prompt(self, transfer: str, now: float) -> None:
@@ -243,7 +243,7 @@ class TransferCore:
         self.connection_lost(conn, why, now)
 
     def stalled(self, conn: int, now: float) -> None:
-        """End a peer's transfers: it has accepted no data for ``patience_s``. The caller closes the
+        """End the transfers of a peer that has accepted no data for ``patience_s``. The caller closes the
         connection."""
         self.ctx.counts["stalls"] += 1
         self.connection_lost(conn, "the peer accepts no data", now)
@@ -368,7 +368,7 @@ class TransferCore:
             self._report_progress(now)
 
     def _give_up_writes(self, now: float) -> None:
-        """Drop the queued writes if a write hangs, because the engine needs their memory. The memory of the
+        """If a write hangs, drop the queued writes, because the engine needs their memory. The memory of the
         hanging write stays in use until the store returns."""
         writes = self.ctx.writes
         if writes.stuck(now, self.ctx.limits.patience_s):

@@ -20,7 +20,7 @@ class HandleOwner(Protocol):
 
     core: TransferCore
     changed: threading.Condition
-    """Notified after every event."""
+    """Condition that is notified after every event. Its lock guards the core."""
 
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call ``what``, a method of the core, carry out the resulting actions, and return its result."""
@@ -66,7 +66,7 @@ class LoadHandle(TransferHandle[LoadEnded]):
     def __init__(self, owner: HandleOwner, name: str) -> None:
         super().__init__(owner, name)
         self.requested_blocks = 0
-        """Number of blocks that the load tries to get, limited by the buffers."""
+        """Number of blocks that the load tries to get: at most as many as fit the buffers."""
         self.layers_loaded = 0
         """Number of leading layers that have arrived for all blocks of the load."""
         self._first_s = self._newest_s = 0.0

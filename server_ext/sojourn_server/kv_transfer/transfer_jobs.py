@@ -67,8 +67,8 @@ class PushJob(NamedTuple):
 
 
 class SaveJob(NamedTuple):
-    """Store a Full Block that this step fills. If the request is in ``TransferJobs.holds``, the block is full
-    already and may be stored in a later step."""
+    """Store a Full Block that this step fills. For a finished request, which is in ``TransferJobs.holds``,
+    the block is full already and may be stored in a later step."""
 
     request: str
     place: int
@@ -86,10 +86,10 @@ class TransferJobs:
     """The jobs of one step, in the order in which they are carried out."""
 
     ends: list[int] = field(default_factory=list)
-    """Asks whose results are not needed any more."""
+    """Numbers of asks whose results are not needed any more."""
     wants: list[str] = field(default_factory=list)
-    """Contexts that queued requests will ask for. They stay in the buffers until they are in ``expects`` or
-    ``drops``, or until the engine takes no step for the length of a lease."""
+    """Contexts that queued requests will ask for. A context then stays in the buffers until a later step has
+    it in ``expects`` or ``drops``, but no longer than a lease if the engine takes no steps."""
     drops: list[ExpectJob] = field(default_factory=list)
     """Contexts that peers push to this engine and that no request will ask for."""
     aborts: list[str] = field(default_factory=list)
@@ -103,8 +103,8 @@ class TransferJobs:
     saves: list[SaveJob] = field(default_factory=list)
     takes: list[FillJob] = field(default_factory=list)
     holds: list[str] = field(default_factory=list)
-    """Finished requests whose blocks are kept until their push has ended, or until the store has accepted
-    their ``saves``. The worker then reports them as sent."""
+    """Finished requests whose blocks vLLM keeps until their push has ended, or until the store has accepted
+    their ``saves``. The worker then reports to vLLM that they are sent."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -115,7 +115,8 @@ class TransferResults:
     """Results of the jobs of earlier steps."""
 
     ready: dict[int, int] = field(default_factory=dict)
-    """Ask → number of leading blocks that have arrived or will arrive, for each fetch that can be used."""
+    """Ask → number of leading blocks that have arrived or are still arriving. Only fetches that a request can
+    use now."""
     prompts: dict[int, int] = field(default_factory=dict)
     """Ask → number of Full Blocks of the expected context; 0: the context will never be complete."""
     stored: dict[str, int] = field(default_factory=dict)

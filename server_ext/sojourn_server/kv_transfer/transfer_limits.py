@@ -44,7 +44,8 @@ def waiting_write_limit(max_bytes: int, block_bytes: int) -> int:
 
 
 MAX_KEYS_PER_PEER = 1 << 17
-"""Minimum value of ``TransferLimits.peer_keys``: the maximum number of keys in one message."""
+"""Maximum number of keys in one message. ``TransferLimits.peer_keys`` is at least this, so that each peer may
+send one such message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +62,8 @@ class TransferLimits:
     lease_s: float = 30.0
     """Seconds after which a lease on buffers expires if its holder does not renew it."""
     chunk_bytes: int = 1 << 20
-    """Maximum payload of a message that this engine sends, but at least one layer of one block. The engine
-    accepts payloads up to the largest of this, one layer of a block, and 1 MiB: use the same value on all
+    """Maximum payload of a message that this engine sends. If one layer of a block is larger, it is sent
+    whole. The engine accepts payloads up to the same size, or 1 MiB if that is more: use one value on all
     engines."""
     read_width: int = 1
     """Maximum number of concurrent reads from storage. Reads start in the order of the queue."""

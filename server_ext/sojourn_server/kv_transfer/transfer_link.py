@@ -1,14 +1,14 @@
 """A link to storage or to peers: a queue that serves requests in order, with an optional rate limit.
 
-Requests are served one after the other, because all would end late if all were served at once. Each request
-keeps its place: its items precede those of later requests, even if they are queued later, as the layers of
-a push are. While a request has no item in the queue, the link serves the next request.
+Requests are served one after the other, because all would end late if all were served at once. A request
+keeps its place: an item of it that is queued late, such as a later layer of a push, still goes before the
+items of later requests. While a request has no item in the queue, the link serves the next request.
 
 A rate simulates a slower link. Items are paced by timestamps, not by sleeps, so that the link makes up for
 delays of up to ``MAX_LAG_S``.
 
 No clock and no I/O: ``take`` returns items to start, ``over`` records the end of an item's I/O, and
-``finished`` returns items whose time at the link's rate has passed too.
+``finished`` returns items that are over and whose time at the link's rate has passed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TrafficClassArbiter:
     """Chooses the class that sends next: model traffic first, except for a small guaranteed share for KV.
 
     While both classes wait, KV gets ``kv_share`` of the bytes, to within one item of each class. If only one
-    class waits, it gets the whole link. KV earns bytes only while it waits.
+    class waits, it gets the whole link. KV's share accumulates only while KV waits.
     """
 
     def __init__(self, kv_share: float) -> None:
@@ -51,7 +51,7 @@ class TrafficClassArbiter:
             raise ValueError(f"KV's share of a link must be at least 0 and below 1, not {kv_share}")
         self._factor = kv_share / (1 - kv_share)
         self._owed = 0.0
-        """Bytes that KV has earned while waiting."""
+        """Bytes that KV may send before model traffic: its share, accumulated while it waited."""
 
     def take(self, heads: Mapping[TrafficClass, int]) -> TrafficClass:
         """Return the class that sends next. ``heads``: bytes of the first waiting item of each class."""
@@ -121,10 +121,9 @@ class TransferLink:
     ) -> None:
         """``rate``: bytes per second; ``None``: unlimited. Raises ``ValueError`` for 0 or less.
 
-        ``sends``: whether items are sent to peers. Such an item arrives as soon as it starts, so a rate
-        delays its start. ``peer_width``: maximum number of items in flight to one peer. ``late_s``: items
-        late by this many seconds do not count towards ``width``, so that a hanging peer does not block
-        others.
+        ``sends``: whether items are sent to peers. A sent item arrives as soon as it starts, so a rate delays
+        its start. ``peer_width``: maximum number of items in flight to one peer. ``late_s``: items late by
+        this many seconds do not count towards ``width``, so that a hanging peer does not block others.
         """
         check_rate(name, rate)
         if width < 1:
@@ -211,8 +210,8 @@ class TransferLink:
         return found
 
     def wake_at(self) -> float:
-        """Return the time at which ``take`` or ``finished`` will next return an item without another call;
-        infinity: never."""
+        """Return the time at which ``take`` or ``finished`` will next return an item if nothing else is
+        called before; infinity: never."""
         flying = self._in_flight.values()
         return min((item.until_s for item in flying if item.is_over or item.is_held), default=float("inf"))
 
@@ -280,8 +279,8 @@ class TransferLink:
         return self.seconds_for(queued)
 
     def hung_s(self, now: float, patience_s: float) -> float:
-        """Return for how many seconds late I/O has blocked the link: the longest delay if all ``width`` items
-        in flight hang, ``patience_s`` if only some do, 0 if none does."""
+        """Return for how many seconds late I/O has blocked the link. If ``width`` items or more hang, this is
+        the longest delay; if fewer hang, ``patience_s``; if none hangs, 0."""
         stuck = self.stuck(now, patience_s)
         if len(stuck) < self._width:
             return patience_s if stuck else 0.0
@@ -296,8 +295,8 @@ class TransferLink:
         return nbytes * self._newest_s / self._newest_bytes
 
     def moved(self, now: float) -> int:
-        """Return the bytes transferred so far. The part of an item in flight is estimated from the rate, so
-        that a long item shows progress and a late one does not."""
+        """Return the bytes transferred so far. Items in flight count in part, by their time at the link's
+        rate: so a long item shows progress while in time, and none when late."""
         return self.moved_bytes + sum(self._done(item, now) for item in self._in_flight.values())
 
     def _done(self, item: LinkItem, now: float) -> int:
@@ -318,7 +317,8 @@ class TransferLink:
         return item
 
     def _head(self, traffic_class: TrafficClass) -> LinkItem | None:
-        """Return the first item of a class whose peer may get another item now; ``None``: there is none."""
+        """Return the first waiting item of a class; ``None``: there is none. Skips items to peers that may
+        get no further item now."""
         found: tuple[int, LinkItem] | None = None
         for line in [line for line in self._queues if line[0] is traffic_class]:
             first = self._first(line)
@@ -329,7 +329,8 @@ class TransferLink:
         return found[1] if found is not None else None
 
     def _first(self, line: _QueueKey) -> tuple[int, LinkItem] | None:
-        """Return the first item of a queue and the place of its request. Removes the queue if it is empty."""
+        """Return the number of the first request in a queue, and its first item; ``None``: the queue was
+        empty and has been removed."""
         heap = self._queues[line]
         while heap:
             number, request = heap[0]

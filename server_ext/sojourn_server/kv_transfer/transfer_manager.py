@@ -161,7 +161,7 @@ class TransferManager:
         traffic_class: TrafficClass = TrafficClass.KV,
     ) -> PushHandle:
         """Start to push a prompt to the peer at ``address``; the handle's ``give`` adds the layers. Raises
-        ``ValueError`` for an open transfer, no keys, or a duplicate key."""
+        ``ValueError`` for a transfer that is open already, no keys, or a duplicate key."""
         handle = PushHandle(self, transfer)
         self._begin(
             handle, self.core.offer, transfer, address, keys, epoch=epoch, traffic_class=traffic_class
@@ -240,7 +240,8 @@ class TransferManager:
     def _begin(
         self, handle: TransferHandle[Any], what: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Any:
-        """Call ``what`` like ``do``; from this call on, ``handle`` gets the events of its transfer."""
+        """Call ``what`` as ``do`` does, and give ``handle`` the events of its transfer, from those of this
+        call on."""
         name = handle.kind, handle.name
 
         def begin(now: float) -> Any:
@@ -354,8 +355,8 @@ class TransferManager:
                 self._loop.call_later(self._patience_s, self._drop, action.conn, "closed by this side")
 
     def _send(self, action: SendMessage) -> bool:
-        """Queue a message on its connection. Returns false if the connection is gone, or was closed just now
-        because its queue is full or the message is too long."""
+        """Queue a message on its connection. Returns false if the connection is gone. If the queue is full or
+        the message is too long, closes the connection and returns false."""
         conn = self._conns.get(action.conn)
         if conn is None:
             return False

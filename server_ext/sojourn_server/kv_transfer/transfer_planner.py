@@ -10,10 +10,10 @@
     last chunk of the prompt ── Push ──▶       each Full Block once full ── Save ──▶
     finished: held until the push is over      finished: the rest ── Save ──▶ held until saved
 
-An *ask* is one attempt to get a request's KV. vLLM asks again for each waiting request in every step. The
-worker reports a result for every ask, so that no request waits forever. The engine computes the KV of failed
-transfers. After a preemption vLLM asks for the request again: the request then starts over, and can use the
-blocks that it has stored.
+An *ask* is one attempt to get a request's KV. It may last for many steps, in each of which vLLM calls ``ask``
+for the waiting request. The worker reports a result for every ask, so that no request waits forever. The
+engine computes the KV of failed transfers. For a preempted request vLLM calls ``ask`` again: the request then
+starts over, and can use the blocks that it has stored.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class TransferPlanner:
 
     @property
     def open_fetches(self) -> int:
-        """Number of open asks (attempts to get a request's KV): not ended, and no blocks filled yet."""
+        """Number of open asks. An ask (an attempt to get a request's KV) is open until it ends or fills
+        blocks."""
         return sum(entry.ask != 0 for entry in self._entries.values())
 
     @property
@@ -171,8 +172,8 @@ class TransferPlanner:
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
         """Plan the job that fills a request's new blocks. ``block_ids``: all blocks that vLLM has allocated
-        to the request. In order, they are for the tokens that the device has, for ``external_tokens`` to be
-        filled, and for the tokens to compute."""
+        to the request, in context order. First are the blocks whose KV the device has, then those of the
+        ``external_tokens`` to be filled, then those to compute."""
         entry = self._entries.get(request_id)
         if entry is None or entry.phase is not TransferPhase.READY:
             if external_tokens:  # a mistake of the caller: report the blocks as not filled
@@ -200,7 +201,8 @@ class TransferPlanner:
         self._close(entry)
 
     def reject_fill(self, request_id: str, block_ids: Sequence[int], is_async: bool) -> None:
-        """Make the worker report these blocks as not filled."""
+        """Make the worker report these blocks as not filled, so that vLLM computes them. ``is_async``: as in
+        the ``ExternalMatch`` that vLLM got for the request."""
         if is_async:
             self._orders.takes.append(FillJob(0, request_id, 0, list(block_ids)))
         else:
@@ -250,8 +252,8 @@ class TransferPlanner:
                 self.counts["saves_put_off"] += 1
 
     def finished(self, request_id: str, well: bool, block_ids: Sequence[int] = ()) -> FinishOutcome:
-        """Handle a finished request. ``well``: whether it completed normally; if so, those of its blocks that
-        are not saved yet are stored from ``block_ids``."""
+        """Handle a finished request. ``well``: whether it completed normally. If so, those of its blocks
+        ``block_ids`` that are not saved yet will be stored."""
         entry = self._entries.get(request_id)
         if entry is None:
             return FinishOutcome(False, None)
@@ -269,8 +271,9 @@ class TransferPlanner:
         return FinishOutcome(True, transfer_answer_params(entry.params, entry.context, entry.stored))
 
     def abandon(self) -> None:
-        """Cancel transfers that requests wait for, and start no new ones, after an error of sojourn or a
-        cache reset. KV that has been promised to vLLM is still filled in, and held blocks stay held."""
+        """Cancel the transfers that requests wait for, after an error of sojourn or a cache reset. Present
+        requests start no new transfers unless they are preempted later. KV that vLLM counts on is still
+        filled in, and held blocks stay held."""
         for entry in self._entries.values():
             if entry.phase in WAITING_PHASES:
                 self._end(entry)
@@ -297,7 +300,7 @@ class TransferPlanner:
         return [self._key(entry, index) for index in range(first, min(tokens // self._full_tokens, hashed))]
 
     def _ready_end(self, entry: TransferRequest) -> int:
-        """Number of tokens up to the end of the ready blocks."""
+        """Number of tokens from the start of the context to the end of the ready blocks."""
         if entry.is_prompt:
             return entry.view.num_prompt_tokens
         return (entry.first + entry.blocks) * self._full_tokens
@@ -379,7 +382,7 @@ class TransferPlanner:
             entry.saved = place + 1
 
     def _late(self, entry: TransferRequest, ids: Sequence[int]) -> list[SaveJob]:
-        """Return the jobs that save a finished request's blocks, except blocks known to be stored."""
+        """Return the jobs that save those blocks of a finished request that are not known to be stored."""
         first = max(min(entry.saved_before_step, entry.saved), entry.stored)
         end = min(self._full(entry), len(ids) // self._per_full)
         saves = [self._save_of(entry, place, ids, []) for place in range(first, end)]
@@ -425,7 +428,7 @@ class TransferPlanner:
         entry.phase = TransferPhase.NEW
 
     def _take_back(self, ask: int) -> bool:
-        """Cancel the ask's job if the worker has not received it yet. Returns whether that was so."""
+        """Remove the ask's job if the worker has not received it yet. Returns whether the job was removed."""
         orders = self._orders
         for fetch in orders.fetches:
             if fetch.ask == ask:

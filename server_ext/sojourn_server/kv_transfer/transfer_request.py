@@ -195,9 +195,10 @@ class TransferRequest:
     saved_before_step: int = 0
     """Value of ``saved`` before the last step. The store may still refuse the saves of that step."""
     computed: int = 0
-    """Number of tokens with KV in the request's blocks after the last planned step."""
+    """Number of tokens whose KV is in the request's blocks after the last planned step."""
 
     @property
     def has_context_mismatch(self) -> bool:
-        """Whether the pushed KV belongs to other tokens than the request's prompt, as its name shows."""
+        """Whether the pushed KV is of other tokens than the request's prompt. The names of the two contexts
+        then differ."""
         return self.context != self.params.context

@@ -54,7 +54,7 @@ class TransferStepTimes:
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 1.0
-"""Timeout of one answer in seconds, for the server and for its client."""
+"""Maximum seconds of one answer, for the server and for its client."""
 _MAX_ANSWER_BYTES = 1 << 20
 
 
@@ -71,8 +71,8 @@ class StatsServer:
     def __init__(
         self, told: Callable[[], dict[str, Any] | None], *, answer_s: float = ANSWER_TIMEOUT_S
     ) -> None:
-        """Open the socket and start the thread. The thread calls ``told`` for the document of each answer.
-        Raises ``OSError`` if no socket can be opened."""
+        """Open the socket and start the thread. For each answer, the thread calls ``told``, which returns the
+        document. Raises ``OSError`` if no socket can be opened."""
         self._told = told
         self._answer_s = answer_s
         self._folder = tempfile.mkdtemp(prefix="sojourn-paths-")
@@ -134,7 +134,8 @@ def fetch_stats(address: str) -> dict[str, Any] | None:
 
 
 def read_stats(told: bytes, address: str) -> dict[str, Any] | None:
-    """Return the document in the answer ``told``. ``address``: for messages. Raises ``StatsUnavailable``."""
+    """Return the document in ``told``, the server's answer. ``address``: the server's, for error messages.
+    Raises ``StatsUnavailable``."""
     try:
         document = json.loads(told)
     except (ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
 """Messages between engines (peers), the frames that carry them, and the version of the wire format.
 
-A frame is a head of 12 bytes (little-endian), then a message, then a payload. The head:
+A frame is a head of 12 bytes (little-endian), then a message, then a payload. The head (offset, bytes):
 
       0   2  "SJ"
       2   1  version of the wire
@@ -70,7 +70,8 @@ class WelcomeMessage(WireMessage, frozen=True, tag="welcome"):
 
 
 class RefusedMessage(WireMessage, frozen=True, tag="refused"):
-    """Rejects a ``HelloMessage``: the two sides' KV differs in kind. The sender closes the connection."""
+    """Rejects a ``HelloMessage``, because the two sides' KV differs in kind. The rejecting side closes the
+    connection."""
 
     reason: str
 
@@ -94,16 +95,15 @@ class OfferMessage(WireMessage, frozen=True, tag="offer"):
 
 
 class NeedMessage(WireMessage, frozen=True, tag="need"):
-    """Asks for the offered blocks that the sender lacks. The sender repeats it if a block that it expected
-    from another source does not arrive."""
+    """Asks for the offered blocks that the sender lacks. If a block that the sender expected from another
+    source does not arrive, the sender asks for it with a further ``NeedMessage``."""
 
     transfer: str
     indices: list[int]
 
 
 class DataMessage(WireMessage, frozen=True, tag="data"):
-    """One layer of the blocks ``indices``. The payload is that layer of each block. Layers are sent in
-    order."""
+    """Carries one layer of the blocks ``indices`` in its payload. The layers of a block are sent in order."""
 
     transfer: str
     layer: int

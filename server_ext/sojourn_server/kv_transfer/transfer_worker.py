@@ -1,14 +1,15 @@
 """Carries out each step's transfer jobs, on the worker's side of the vLLM connector.
 
-    begin_step       begins this step's jobs: reads and pushes
+    begin_step       starts this step's jobs, such as reads and pushes
     wait_for_layer   returns once this step's streams have filled a layer
-    save_layer       a layer is computed: its pushes are sent while the next layer is computed
+    save_layer       starts to send a computed layer to peers, while the model computes the next layer
     end_step         copies this step's new Full Blocks and hands them to the store
-    take_*           results
+    take_*           return results and measured times
 
-The thread that runs the model calls every method. Other threads look up blocks in the store, gather layers
-for pushes, and fill blocks of requests that are not running yet. Unless ``strict`` is set, no method raises:
-after an error the engine computes the affected KV.
+An *ask* is one attempt to get a request's KV from storage or a peer (``transfer_jobs``). The thread that runs
+the model calls every method. Other threads look up blocks in the store, gather layers for pushes, and fill
+blocks of requests that are not running yet. Unless ``strict`` is set, no method raises: after an error the
+engine computes the affected KV.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ MANAGER_TIMEOUT_S = 30.0
 much sooner."""
 
 WANT_INTERVAL_S = 0.5
-"""Seconds between announcements of the contexts that queued requests will ask for. Leases last much
-longer."""
+"""Seconds between announcements of the contexts that queued requests will ask for. An announcement keeps a
+context in the transfer buffers for the length of a lease, which is much longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +54,7 @@ class _ActiveStream:
 
 @dataclass(slots=True, eq=False)
 class _ActivePush:
-    """One prompt being pushed."""
+    """A prompt whose KV this worker sends to a peer."""
 
     order: transfer_jobs.PushJob
     handle: PushHandle | None
@@ -91,11 +92,12 @@ class TransferWorker:
         patience_s: float = MANAGER_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``leading`` returns how many leading keys the store has; it may block. ``slots``: number of Full
-        Blocks that fit the buffers. ``log`` receives sojourn's own errors; ``strict`` raises them, for tests.
-        ``layerwise``: whether a request may run before all its layers have arrived; may change at any time
-        (false: to measure the benefit). ``patience_s``: maximum seconds for one lookup in the store, and for
-        the store to accept no block of finished requests."""
+        """``leading`` returns how many leading keys of a list the store has; it may block. ``slots``: number
+        of Full Blocks that fit the transfer buffers. ``log`` receives sojourn's own errors. ``strict`` raises
+        them instead, for tests. ``layerwise``: whether a request may run before all its layers have arrived.
+        It may change at any time; false serves to measure what layerwise loading gains. The worker gives up
+        waiting for the store if one lookup takes ``patience_s``, or if the store accepts no block of finished
+        requests for ``patience_s``."""
         self.counts: Counter[str] = Counter()
         self.times = TransferStepTimes()
         """Times summed over all steps."""
@@ -111,11 +113,11 @@ class TransferWorker:
         """Guards ``_fetchings``, ``_lookups``, ``_lookup_began_s``, ``_store_hangs``, ``_taken`` and
         ``_not_filled``, which other threads change."""
         self._lookups: dict[int, float] = {}
-        """Ask → deadline of its store lookup."""
+        """Number of an ask → deadline of the ask's lookup in the store."""
         self._lookup_began_s: float | None = None
         """Start of the running lookup; ``None``: no lookup runs."""
         self._store_hangs = False
-        """Whether the running lookup has taken too long: no ask waits for the store any more."""
+        """Whether the running lookup has taken too long. If so, all asks go on without stored blocks."""
         self._fetchings: dict[int, SplitFetch] = {}
         self._open_fetches: set[int] = set()
         """Asks whose fetch has no result yet."""
@@ -367,8 +369,8 @@ class TransferWorker:
         return stored
 
     def _send_wants(self, more: bool) -> None:
-        """Announce the contexts that queued requests will ask for: every ``WANT_INTERVAL_S``, or now if
-        ``more``."""
+        """Announce the contexts that queued requests will ask for, if the last announcement was at least
+        ``WANT_INTERVAL_S`` ago. ``more``: new contexts were added, so announce them now."""
         now_s = self._clock()
         if self._wanted and (more or now_s - self._wants_said_s >= WANT_INTERVAL_S):
             self._wants_said_s = now_s
@@ -382,8 +384,8 @@ class TransferWorker:
             self.counts["prompts_twice"] += 1
 
     def _gathered(self, ask: int) -> int | None:
-        """Return the number of Full Blocks of a complete context; 0: the context will never be complete;
-        ``None``: wait."""
+        """Return the number of Full Blocks of the context that an ask waits for. ``None``: the context has
+        not arrived completely yet. 0: it never will."""
         prompt = self._prompts.get(ask)
         if prompt is None:
             return 0

@@ -27,7 +27,7 @@ the current stage."""
 
 _POLL_S = 0.25
 _INTERRUPT_GRACE_S = 10.0
-"""Seconds that a server has to end after SIGINT. Then its process group is killed."""
+"""Seconds after SIGINT in which a server may end by itself. Then its process group is killed."""
 
 _STARTUP_STAGES = (
     ("Waiting for application startup", "opening the port"),
@@ -39,8 +39,8 @@ _STARTUP_STAGES = (
     ("making the model", "making the model (first use only)"),
     ("policy ", "importing vLLM"),
 )
-"""Pairs of a text in the log and the stage of the start that begins with it, last stage first. If a vLLM
-release lacks a text, its stage is not shown."""
+"""Pairs (text, stage): when the text appears in the log, the server has reached this stage of starting. The
+last stage comes first. If a vLLM release does not log a text, the stage is not shown."""
 
 
 class ServerStartError(RuntimeError):

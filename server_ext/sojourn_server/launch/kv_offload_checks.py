@@ -1,7 +1,8 @@
 """Checks the options of host memory and disk before an engine starts. The engine's own checks come minutes
 later.
 
-The engine still checks everything: only it knows the whole identity of a store, and the machine may change.
+The engine checks everything again. Only the engine knows all parts of a store's identity, such as the layout
+of the KV, and free memory and disk space may change meanwhile.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def find_usable_stores(
     name: str | None,
     flag: str = DISK_FLAG,
 ) -> list[FoundStore]:
-    """Return the KV stores in the directory ``root``. Raises ``InvalidOption`` if the engine would reject it.
+    """Return the KV stores in the directory ``root``. Raises ``InvalidOption`` if the engine would reject the
+    directory, for example because another engine uses its store.
 
     Errors name the directory as the user wrote it: ``flag`` and ``disk``.
     """
@@ -181,8 +183,8 @@ def _contents_notes(
 def free_space_notes(
     disk: str, disk_gib: float, there: Path, stores: list[FoundStore], flag: str = DISK_FLAG
 ) -> Iterator[str]:
-    """Yield a note if the disk's free space plus the blocks already in ``stores`` is less than
-    ``disk_gib``."""
+    """Yield a note if the store cannot grow to ``disk_gib``: the disk's free space plus the size of the
+    largest of ``stores``, whose space the engine can reuse, is less."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(there)
         # The store can reuse the space of its blocks. With several stores, only the engine knows its own.

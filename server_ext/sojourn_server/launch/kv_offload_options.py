@@ -18,7 +18,7 @@ CACHE_POLICY = {
     "eviction_policy": "ProgramCachePolicy",
     "cache_policy_module_path": "sojourn_server.vllm.offload_cache_policy",
 }
-"""Options of vLLM's own connector that load sojourn's order of eviction in host memory."""
+"""Options of vLLM's own connector that make it evict blocks from host memory in sojourn's order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +103,8 @@ def offload_transfer_config(options: KvOffloadOptions, *, cpu_build: bool, stock
 
 
 def hash_seed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables that make block hashes equal in every process, so that an engine finds
-    stored blocks after a restart. Empty if ``environ`` sets them."""
+    """Return the environment variable that makes block hashes equal in every process, so that an engine finds
+    stored blocks after a restart. The result is empty if ``environ`` already sets a fixed hash seed."""
     return {"PYTHONHASHSEED": "0"} if environ.get("PYTHONHASHSEED") in (None, "random") else {}
 
 

@@ -24,7 +24,7 @@ class MachineMemory(NamedTuple):
     available_bytes: int
     """Memory available now without swapping: free memory and file caches."""
     owner: str
-    """Words for the machine or the control group that sets the total, for messages."""
+    """Text for messages that names what sets the total: this machine or the control group."""
 
 
 class _CgroupFiles(NamedTuple):
@@ -44,10 +44,10 @@ _CGROUP_VERSIONS = {
 
 
 def read_memory(root: Path = Path("/")) -> MachineMemory:
-    """Return the memory that this process and its children may use. ``root`` contains ``proc``.
+    """Return the memory that this process and its children may use. Raises nothing.
 
-    It never raises. On a system without Linux's files, like macOS, all of the machine's memory counts as
-    available.
+    ``root`` is the directory that contains ``proc``. On a system without Linux's files, like macOS, all of
+    the machine's memory counts as available.
     """
     machine, available = _machine(root)
     total, owner = machine, _MACHINE
@@ -96,10 +96,10 @@ def _cgroups(root: Path) -> Iterator[tuple[_CgroupFiles, Path]]:
 
 
 def _below(path: str, shown: str) -> str:
-    """Return the path of a control group relative to a mount. ``shown`` is the group at the mount's top.
+    """Return the control group's ``path`` relative to the mount point of its file system.
 
-    In a container, ``path`` can be the host's path although only the container's own group is mounted. The
-    result is then empty.
+    ``shown`` is the path of the control group that the mount point shows. In a container, ``path`` can be the
+    host's path although only the container's own group is mounted. The result is then empty.
     """
     shown = shown.rstrip("/")
     inside = path == shown or path.startswith(f"{shown}/")

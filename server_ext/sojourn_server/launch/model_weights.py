@@ -10,7 +10,8 @@ from pathlib import Path
 from .model_config import read_model_config
 
 HASHED_TAIL_BYTES = 1 << 16
-"""Number of bytes hashed, at the end of each weight file. Files of models of the same shape begin alike."""
+"""Number of bytes hashed of each weight file. They are the last bytes, because the files of two models of the
+same shape begin alike."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SUFFIX_PRIORITY = (".safetensors", ".bin", ".pt")
@@ -28,10 +29,10 @@ def weights_fingerprint(
     """Return a text that identifies the weights. Raises ``UnknownWeights`` and ``OSError``.
 
     For a directory or file, the text has its path and the sizes and dates of its files. For a hub id or the
-    path of a snapshot, it has the name and the commit, so that all copies of a commit are equal. ``cache`` is
-    the hub's folder on this machine (``None``: unknown); its snapshot gives the commit. ``since_s`` is the
-    engine's start in Unix time (``None``: no check). If the revision changed later, the engine may have
-    loaded the older state, and the weights are unknown.
+    path of a snapshot, the text has the name and the commit. So all copies of a commit have the same text.
+    ``cache`` is the hub's folder on this machine (``None``: unknown). It tells which commit a branch has.
+    ``since_s`` is the engine's start in Unix time (``None``: no check). If the branch got a new commit after
+    that, the engine may have loaded the old one. The weights are then unknown.
     """
     path = Path(model)
     if path.is_file():
@@ -52,8 +53,8 @@ def weights_fingerprint(
 
 
 def _loaded_commit(model: str, revision: str | None, cache: Path | None, since_s: float | None) -> str:
-    """Return the commit of the branch ``revision`` (``None``: main) that the engine has loaded. The arguments
-    are as in ``weights_fingerprint``. Raises ``UnknownWeights``."""
+    """Return which commit of a branch the engine has loaded. ``revision`` is the branch (``None``: main). The
+    other arguments are as in ``weights_fingerprint``. Raises ``UnknownWeights``."""
     advice = "give --revision and a full commit, or the path of a copy"
     name = f"{model} at {revision or 'no revision'}"
     if cache is None:

@@ -23,8 +23,8 @@ STORE_FLAG = "--kv-store"
 _MAX_LISTED = 3
 """Maximum number of stores named in a message."""
 _CUSTOM_BLOCK_SIZE_KEYS = ("lora_rank", "compress_ratios", "deepseek_v4")
-"""Keys of a model's configuration that show latent attention (MLA). For such a model, vLLM on the CPU chooses
-the block size itself."""
+"""Texts that occur in the ``config.json`` of models with latent attention (MLA). For such a model, vLLM on
+the CPU chooses the block size itself."""
 
 
 def check_prefill_decode(
@@ -72,8 +72,8 @@ def check_prefill_decode(
 def keeps_block_size(model_path: str) -> bool:
     """Return whether an engine surely uses the block size given by ``--block-size``.
 
-    vLLM on the CPU overrides it for models with latent attention. The model's configuration shows that. For a
-    hub id no configuration is available here, so the answer is false.
+    For models with latent attention, vLLM on the CPU chooses another block size. The model's ``config.json``
+    shows the kind of attention. Without it, as for a hub id, the result is false.
     """
     try:
         text = (Path(model_path).expanduser() / "config.json").read_text(encoding="utf-8")
@@ -86,11 +86,12 @@ def keeps_block_size(model_path: str) -> bool:
 def _block_size_notes(
     folder: str, stores: list[FoundStore], block_tokens: int | None, *, certain: bool
 ) -> list[str]:
-    """Return a note if all stores have another block size than this engine.
+    """Return a note if all stores were written with another block size than this engine's ``block_tokens``.
 
-    All engines of a store need the same block size, because the names of stored KV depend on it. ``certain``:
-    whether the engine surely uses ``block_tokens``. If so, it raises ``InvalidOption`` instead, because the
-    engine would report the difference only after a minute, without the name of the option.
+    All engines of a store need the same block size, because the names of stored KV depend on it. If the
+    engine surely uses ``block_tokens`` (``certain``), the function raises ``InvalidOption`` instead of
+    returning a note. The engine itself would report the error only after a minute, without the name of the
+    option.
     """
     if block_tokens is None:
         return []

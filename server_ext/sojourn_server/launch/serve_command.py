@@ -36,12 +36,12 @@ FORCED_TOKENS = "sojourn_server.vllm.forced_tokens:ForcedTokens"
 """Value of ``--logits-processors`` that makes a request generate the tokens in its ``replay_ids``."""
 
 CPU_BLOCK_SIZE = 32
-"""Default block size on CPUs, in tokens. vLLM's own default is 128, but only full blocks are reused. Blocks
-below 32 are slow."""
+"""Default block size on CPUs, in tokens. vLLM's own default of 128 reuses less of a prompt, because only full
+blocks are reused. Blocks below 32 are slow."""
 
 CPU_BATCHED_TOKENS = 1024
-"""Default maximum of tokens per step on CPUs. Events wait for the current step, and a small CPU prefills only
-about 500 tokens per second."""
+"""Default maximum of tokens per step on CPUs. It keeps steps short, because clients' events are handled only
+between steps, and a small CPU prefills only about 500 tokens per second."""
 
 DEFAULT_PORT = 8000
 
@@ -250,8 +250,8 @@ class EngineFlags:
         return name if isinstance(name, str) else None
 
     def pop_json(self, flag: str) -> tuple[EngineFlags, dict[str, Any]]:
-        """Return the flags without ``flag``, and its value, a JSON object; {} if the flag is missing. Raises
-        ``InvalidOption``."""
+        """Remove ``flag``. Returns the other flags, and the JSON object that is the value of ``flag``; {} if
+        the flag is missing. Raises ``InvalidOption`` for any other value."""
         if any(_flag_name(arg).startswith(f"{flag}.") for arg in self.args):
             raise InvalidOption(f"sojourn adds to {flag}: give it as one JSON object, not as {flag}.key")
         text = self.value(flag)
@@ -301,8 +301,8 @@ def _warnings(flags: EngineFlags, facts: LaunchEnvironment) -> tuple[str, ...]:
 
 
 def _check_network(network_file: str | None) -> None:
-    """Raise ``InvalidOption`` for a length predictor's weights file that the engine would reject, but only
-    after it has loaded the model."""
+    """Raise ``InvalidOption`` for an unusable file of the length predictor's network weights. The engine
+    would reject the file only after it has loaded the model."""
     if network_file is None:
         return
     from ..predictors.weights_format import WeightsError, read_weights_metadata
@@ -337,8 +337,8 @@ def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
 
 
 def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment) -> dict[str, Any]:
-    """Return ``--kv-transfer-config`` for a prefill or decode engine, and check the flags beside it. Raises
-    ``InvalidOption``."""
+    """Return the value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``
+    if the engine's other options and flags do not fit such an engine."""
     pair = options.pair
     address = listen_address(options.engine_args)
     port = None if address is None else address[1]
@@ -373,8 +373,8 @@ _EXCLUDED_WITH_PREFILL_DECODE = {
 
 
 def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -> str:
-    """Return the value of ``VLLM_PLUGINS``. It is an allow-list, so it must also name the user's other
-    plugins."""
+    """Return the value of ``VLLM_PLUGINS``, the list of plugins that vLLM may load. It names the user's other
+    plugins, which vLLM would not load otherwise, and sojourn if ``ours``."""
     listed = environ.get("VLLM_PLUGINS")
     names = facts.plugins if listed is None else tuple(name.strip() for name in listed.split(","))
     kept = [name for name in dict.fromkeys(names) if name and name != PLUGIN_NAME]

@@ -48,10 +48,11 @@ class DecisionLog:
         return decision
 
     def since(self, seq: int, limit: int) -> tuple[list[Decision], int]:
-        """Return at most ``limit`` decisions from number ``seq`` on, oldest first, and the next ``seq``.
+        """Return at most ``limit`` decisions from number ``seq`` on, oldest first, and the ``seq`` to ask for
+        next.
 
-        The list is empty if ``seq`` is above this engine's newest number, as after a restart of the engine.
-        The next ``seq`` then is the number of this engine's next decision.
+        There are no such decisions if ``seq`` is above this engine's newest number, as after a restart of the
+        engine. The ``seq`` to ask for next is then the number that the engine's next decision will have.
         """
         first = self._ring[0].seq if self._ring else self._next
         start = max(0, seq - first)

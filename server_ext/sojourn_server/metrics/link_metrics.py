@@ -25,7 +25,8 @@ class LinkMetrics:
         self._counted: dict[tuple[str, ...], float] = {}
 
     def take(self, totals: Mapping[str, Any] | None) -> dict[str, list[tuple[dict[str, str], float]]]:
-        """Count the growth of ``totals`` since the last call. Returns the rows of the gauges, by metric name.
+        """Add the growth of ``totals`` since the last call to the counters. Returns the present values of the
+        gauges: metric name → pairs (labels, value).
 
         ``totals`` has the form of ``kv_transfer/transfer_stats.py``. For ``None`` (an engine without links)
         the result is empty.

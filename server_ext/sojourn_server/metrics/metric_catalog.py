@@ -2,9 +2,9 @@
 counted.
 
 Label values are listed too, because each one is a time series that takes storage. A program, session or call
-id is never a label. Labels with open values (``OpenLabel``) are bounded. The recorder learns ``MAX_TOOLS``
-values of ``TOOL`` and counts the rest as ``other``. ``TEXT`` occurs only on gauges with one value per
-process. The API server adds the label ``engine``, the engine's index, as vLLM does.
+id is never a label. The values of an ``OpenLabel`` are not listed, but their number is bounded. The recorder
+learns ``MAX_TOOLS`` values of ``TOOL`` and counts the rest as ``other``. ``TEXT`` occurs only on gauges with
+one value per process. The API server adds the label ``engine``, the engine's index, as vLLM does.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ class MetricSpec:
     kind: MetricKind
     help: str
     labels: Mapping[str, LabelValues] = field(default_factory=lambda: MappingProxyType({}))
-    """Label name → its allowed values. Values are stored in this order."""
+    """Label name → its allowed values. A measurement's label values are stored in the order of these
+    names."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, ascending, without +Inf."""
     shown_at_zero: frozenset[tuple[str, ...]] | None = None
-    """Combinations of label values for which a counter is exposed while it is 0, each in the order of
-    ``labels``; ``None``: all. Other combinations appear with their first count."""
+    """Combinations of label values with which a counter is on the page even while it is 0; ``None``: all
+    combinations. Each has its values in the order of ``labels``. Other combinations appear once counted."""
 
     def series(self) -> int:
         """Maximum number of sample lines of this metric for one engine."""
@@ -153,8 +154,8 @@ PLACEMENTS = frozenset(
         (Tier.WAITING, MoveTiming.NOW, MoveReason.OVER),
     )
 )
-"""Placements (tier, time, reason) that the shipped policies can decide: a third of all combinations. Policies
-of users may decide others."""
+"""Combinations (tier, time, reason) of the moves that the shipped placement policies can decide. They are a
+third of all combinations. Policies of users may decide others."""
 GAP_SOURCES = frozenset({"reported", "inferred"})
 EVENT_TYPES = frozenset(
     {"program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end", "unknown"}
@@ -174,13 +175,14 @@ RATIO_BUCKETS = tuple(2.0**k for k in range(-6, 7))
 ATTENTION_BUCKETS_S = tuple(1e-3 * 2**k for k in range(13))
 """Bounds from 1 ms to 4.1 s, doubling."""
 QUOTA_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0, 1.1, 1.5, 2.0)
-"""Bounds for a step's attention time ÷ compute quota. It exceeds 1 if nothing fits: the step then computes
-one block anyway."""
+"""Bounds for the ratio of a step's attention time to the compute quota. The ratio exceeds 1 if not even one
+block fits the quota, because the step then computes one block anyway."""
 POLICY_BUCKETS_S = tuple(1e-6 * 4**k for k in range(11))
 """Bounds from 1 µs to 1.05 s, each 4 times the one before."""
 
 METRICS_DROPPED = "sojourn_metrics_dropped_total"
-"""Name of the counter of dropped measurements: their metric or labels are not in this catalogue."""
+"""Name of the counter of dropped measurements: their metric or labels are not in this catalogue, or their
+value is invalid."""
 
 
 def _counter(

@@ -1,7 +1,8 @@
 """Collects an engine's metrics as increments until an API server drains them.
 
 ``drain`` returns each increment once, and Prometheus sums over the API servers. (The engine core cannot serve
-a scrape. If it kept totals, each of several API servers would count them.)
+a scrape itself. If the core returned totals, each of several API servers would report them, and the sum would
+be too high.)
 
 Memory stays bounded even if ``drain`` is never called: a histogram keeps bucket counts instead of values, and
 the catalogue bounds the number of label combinations.
@@ -54,10 +55,10 @@ class _Histogram:
 
 
 class MetricsRecorder:
-    """Counts and observes the metrics of the catalogue.
+    """Collects measurements of the catalogue's metrics.
 
-    A measurement that is not in the catalogue is dropped and counted in ``sojourn_metrics_dropped_total``,
-    because a wrong metric must not stop an engine. With ``strict``, as in tests, it raises
+    A measurement that does not fit the catalogue is dropped and counted in ``sojourn_metrics_dropped_total``,
+    because a wrong metric must not stop an engine. With ``strict``, as in tests, such a measurement raises
     ``AssertionError``.
     """
 
@@ -204,12 +205,12 @@ class MetricsRecorder:
 
 
 class ToolLabels:
-    """Learns which tool names become label values: at most ``max_names``. A learnt name is kept for ever, so
-    that a series keeps its meaning.
+    """Chooses at most ``max_names`` tool names that become label values. A learnt name is kept for ever, so
+    that a time series keeps its meaning.
 
-    The first ``max_names`` / 2 names are learnt at once, so that a small deployment has labels from its first
-    call on. Later names are learnt after ``EARNED_AFTER`` calls, so that a client with random names cannot
-    take all places. Calls are counted for at most ``MAX_CANDIDATES`` names of at most 64 characters.
+    The first ``max_names`` / 2 names are learnt on their first call, so that a small deployment has labels at
+    once. Each later name is learnt after ``EARNED_AFTER`` calls, so that a client with random names cannot
+    use up ``max_names``. Calls are counted for at most ``MAX_CANDIDATES`` names of at most 64 characters.
     """
 
     EARNED_AFTER = 8

@@ -27,7 +27,7 @@ class LossCause(str, Enum):
     PRESSURE = "pressure"
     """The lease was reclaimed for another request."""
     CHANGED = "changed"
-    """The prompt differs from the previous turn's context from some token on."""
+    """The prompt repeats the previous turn's context only up to some token. KV after it is of no use."""
     DROPPED = "dropped"
     """The KV was dropped at the program's end or by a cache reset."""
     PREEMPTED = "preempted"
@@ -50,8 +50,8 @@ class EvictedBlock:
 
 
 class EvictionLog:
-    """The last ``capacity`` evicted blocks, by hash. If an older block is lost, the cause of the loss is
-    ``unknown``."""
+    """The last ``capacity`` evicted blocks, by hash. The log forgets blocks that were evicted earlier, and
+    the cause of their loss is then ``unknown``."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = max(1, capacity)
@@ -82,7 +82,8 @@ class TokenSplit:
     new: int
     """Tokens never computed for this program before."""
     tail: int
-    """Tokens computed before, but in a partial block, which is never cached."""
+    """Tokens computed before, but in a partial block, which is never cached, or in a cached block that the
+    engine recomputes on purpose."""
     lost: dict[LossCause, int]
     """Tokens computed before and recomputed, by cause."""
     host: int = 0
@@ -128,10 +129,10 @@ def split_tokens(
 
     ``before_tokens``: tokens of the program's context after its previous turn; 0 for the first turn.
     ``before_full_blocks``: full blocks of that context. ``shared_blocks``: how many of these blocks the new
-    prompt starts with; ``None``: unknown, and all tokens of the context beyond ``device`` count as lost.
-    ``cause``: why the first missing shared block is missing. ``dropped_hit_blocks``: blocks at the end of a
-    hit that the engine recomputes on purpose; they count as ``tail``. The last prompt token is always
-    computed, so a hit never includes its block.
+    prompt starts with. If it is unknown (``None``), all tokens of the context beyond ``device`` count as
+    lost. ``cause``: why the first missing shared block is missing. ``dropped_hit_blocks``: number of cached
+    blocks at the end of a prefix cache hit that the engine recomputes on purpose. They count as ``tail``. The
+    engine always computes the last prompt token, so the block of that token is never part of a hit.
     """
     if shared_blocks is None:
         again = max(0, min(before_tokens, prompt) - device)
@@ -172,12 +173,12 @@ class TurnRecord:
     evictor: str | None = None
     """Program whose request took the first missing block of this turn's prompt."""
     evicted_score: tuple[float, ...] | None = None
-    """The program's eviction score when that block was evicted, the lowest evicted first; ``None`` if the
-    eviction policy has no scores."""
+    """Eviction score of that block's owner when the block was evicted; ``None`` if the eviction policy has no
+    scores. The lowest score is evicted first."""
     goes_on: float | None = None
     """Probability of another turn, predicted at the end of this one."""
     tier: str | None = None
-    """Source of ``goes_on``: an observability tier (``policies.workflow``), not a memory tier."""
+    """Source of ``goes_on``, a ``PredictionSource``: hints, inferred or cold. It is not a memory tier."""
     p_reuse: float | None = None
     """``goes_on`` times the expected share of the next prompt that is in the cache."""
     tool_before: str | None = None
@@ -192,7 +193,7 @@ class TurnRecord:
     outcome: str = "running"
 
     def seconds(self) -> dict[str, float]:
-        """The seconds of a finished turn by phase; they add up to ``wall``."""
+        """Seconds of a finished turn: ``wall``, the whole turn, and its phases, which add up to ``wall``."""
         end = self.finished_s if self.finished_s is not None else self.arrived_s
         admitted = self.admitted_s if self.admitted_s is not None else end
         first = self.first_token_s if self.first_token_s is not None else end
@@ -274,11 +275,11 @@ class TurnLedger:
         self._ring: deque[TurnRecord] = deque(maxlen=capacity)
 
     def close(self, record: TurnRecord) -> None:
-        """Add a finished turn."""
+        """Add the record of a turn that has just finished, and add its numbers to the totals."""
         self.totals.add(record)
         self._ring.append(record)
 
     def of_program(self, program_id: str, limit: int = 200) -> list[TurnRecord]:
-        """The program's newest finished turns, oldest first."""
+        """The last ``limit`` turns of a program among the kept ones, oldest first."""
         found = islice((r for r in reversed(self._ring) if r.program_id == program_id), limit)
         return list(found)[::-1]

@@ -28,11 +28,12 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 """Path of the chat template of both models; ``sojourn serve`` passes it as ``--chat-template``."""
 
 END_OF_MESSAGE = "<|im_end|>"
-"""The token that ends a message. Forced token ids end with this token, so that the engine stops by itself."""
+"""The token that ends a message. If a replay prescribes the tokens to generate, they end with this token, so
+that the engine stops by itself."""
 
 
 def assistant_text(content: str | None, tool_calls: Iterable[Mapping[str, Any]] | None = None) -> str:
-    """Return the text that a model must generate so that the chat template renders this message equally.
+    """Return the text of a message: what the chat template renders, and what a model must generate for it.
 
     ``tool_calls`` are OpenAI tool calls (``{"function": {"name", "arguments"}}``) or the bare functions;
     ``arguments`` is a mapping or its JSON text. Leading white space of ``content`` is dropped (see the

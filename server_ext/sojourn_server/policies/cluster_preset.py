@@ -35,7 +35,7 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "to-urgent": "fairness.tenant_preemption:UrgencyPreemption",
     },
 }
-"""Question (a key of a preset) → policy name → ``module:class`` here. A class is imported when chosen."""
+"""Question (a key of a preset) → policy name → ``module:class`` in this package, imported when chosen."""
 
 DEFAULT_POLICIES = {"stealing": "none", "sharing": "in-order", "yielding": "none"}
 """Question (a key of a preset) → name of the policy that applies if a preset lacks the key."""
@@ -77,7 +77,8 @@ def cluster_preset_names() -> list[str]:
 
 
 def load_cluster_preset(name: str) -> ClusterPreset:
-    """Load a shipped cluster preset. Raises ``PresetError`` with the nearest name for an unknown one."""
+    """Load a shipped cluster preset. For an unknown name, raises ``PresetError`` with the nearest known
+    name."""
     return parse_cluster_preset(_PRESETS.text(name), source=f"{name}.toml")
 
 

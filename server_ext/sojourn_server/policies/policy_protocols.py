@@ -60,7 +60,7 @@ class DecisionReason(str, Enum):
     RESET = "reset"
     SUPERSEDED = "superseded"
     PLACED = "placed"
-    """The program's KV belongs in another tier."""
+    """The placement policy has decided that the program's KV belongs in another tier."""
 
 
 class EndedKvHandling(str, Enum):
@@ -88,10 +88,10 @@ class RetentionPolicy(Protocol):
 class AdmissionPolicy(Protocol):
     """Decides whether a program that holds no KV is admitted now.
 
-    ``gates`` False: every program is admitted, and the policy is never asked. ``reserves_prompt_blocks``:
-    blocks that running requests still need for their prompts do not count as free. ``forecasts``: the
-    scheduler adds the demand forecast to the view. It then asks for every request of a program, also if the
-    request was preempted or the program has a lease.
+    ``gates`` False: every program is admitted, and the policy is never asked. ``reserves_prompt_blocks``
+    True: blocks that running requests still need for their prompts do not count as free. ``forecasts`` True:
+    the scheduler adds the demand forecast to the view. The scheduler then asks the policy about every request
+    of a program, even if the request was preempted or the program has a lease.
     """
 
     gates: bool

@@ -14,7 +14,7 @@ from .placement.placement_views import Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedTurnView:
-    """A turn that has just finished, as input of the retention policy: how long to keep its KV."""
+    """A turn that has just finished. From it the retention policy decides how long to keep the turn's KV."""
 
     program_id: ProgramId
     tool: str | None
@@ -37,7 +37,7 @@ class FinishedTurnView:
     host_reload_s: float | None = None
     """Seconds to copy this context back from host memory; ``None``: no host tier."""
     running_tokens: int = 0
-    """Prompt tokens of the running requests, without this one."""
+    """Prompt tokens of the running requests, without the request of this turn."""
     goes_on: float | None = None
     """Probability that another turn follows; ``None``: unknown, or the preset does not predict workflows."""
     used_share: float | None = None
@@ -45,13 +45,13 @@ class FinishedTurnView:
 
 
 class WaitingRequestView(NamedTuple):
-    """A request in the waiting queue, as input of the queue order policy: which request is next."""
+    """A request in the waiting queue. From it the queue order policy computes the request's sort key."""
 
     preempted: bool
     leased: bool
     """Whether the request's program has a lease."""
     program_rank: int
-    """Rank of the program by its first arrival; of the request's own arrival if it has no program."""
+    """Rank of the program by the arrival of its first request. Without a program: rank of this request."""
     arrival: int
     """Rank of the request by its own arrival."""
     attained_s: float = 0.0
@@ -69,7 +69,8 @@ class WaitingRequestView(NamedTuple):
 
 
 class LeaseView(NamedTuple):
-    """A lease, as input of the lease reclaim policy: which leases end early when blocks run short."""
+    """A lease. The lease reclaim policy decides from such views which leases end early when blocks run
+    short."""
 
     program_id: ProgramId
     program_rank: int
@@ -96,7 +97,7 @@ class ReclaimRequest:
     blocks: int
     """Number of missing blocks, an upper estimate."""
     running: bool
-    """Whether the request runs already. If it gets no blocks, a running request is preempted."""
+    """Whether the request runs already. If a running one gets no blocks, the engine preempts a request."""
     anything_running: bool
     """Whether any request runs; if none does, the engine is idle until blocks are freed."""
     idle_s: float = 0.0
@@ -111,8 +112,8 @@ class RunningRequestView(NamedTuple):
     request_id: str
     program_rank: int
     position: int
-    """Index among the running requests, followed by those whose KV is being loaded; the engine's own choice
-    is the last one."""
+    """Index among the requests that can be preempted: first the running ones, then those whose KV is being
+    loaded. The engine itself would preempt the last one."""
     blocks: int
     """Number of the request's blocks, shared ones included."""
     attained_s: float = 0.0
@@ -151,7 +152,8 @@ class BlockShortage(NamedTuple):
     short_blocks: int = 1
     """Blocks missing now."""
     available_blocks: int = 0
-    """Blocks available to all running requests; a shared block counts once per request. 0: unknown."""
+    """Blocks available to all running requests together; 0: unknown. A shared block counts once for each
+    request that uses it."""
     block_size: int = 16
     step_s: float = 0.0
     """Seconds per recent engine step; 0: unknown."""
@@ -174,8 +176,8 @@ class AdmissionView:
     need_blocks: int
     """Blocks of the program's prompt, an upper estimate."""
     free_blocks: int
-    """Free blocks plus blocks leased to later programs, which can be reclaimed. If the policy
-    ``reserves_prompt_blocks``, minus blocks that running requests still need for their prompts."""
+    """Free blocks plus blocks leased to later programs, which can be reclaimed. If the policy has
+    ``reserves_prompt_blocks``, blocks that running requests still need for their prompts are subtracted."""
     pool_blocks: int
     block_size: int
     max_context_tokens: int
@@ -193,16 +195,18 @@ class AdmissionView:
     idle_s: float = 0.0
     """Seconds for which nothing has run although a request waited; 0 if something runs."""
     own: RunningRequestView | None = None
-    """The request as it would run; set if the policy ``forecasts``."""
+    """The waiting request in the form of a running one, as input of the forecast; set if the policy
+    ``forecasts``."""
     needed_blocks: tuple[float, ...] = ()
     """Demand of the running requests at each of ``kv_demand.STEP_POINTS``; set if the policy
     ``forecasts``."""
     available_blocks: int = 0
-    """Blocks available to all running requests; a shared block counts once per request."""
+    """Blocks available to all running requests together. A shared block counts once for each request that
+    uses it."""
 
 
 class EvictionCandidateView(NamedTuple):
-    """A program that owns cached blocks, as input of the eviction policy: which blocks to evict first."""
+    """A program that owns cached blocks. From it the eviction policy decides how soon to evict the blocks."""
 
     program_rank: int
     over: bool
@@ -212,13 +216,13 @@ class EvictionCandidateView(NamedTuple):
     wanted: bool = False
     """Whether a request of the program is in the engine."""
     p_reuse: float | None = None
-    """Probability that the program's next prompt reuses its context, times the reused share; ``None``:
+    """Probability of another turn, times the share of its prompt that the cached context covers; ``None``:
     unknown."""
     tier: Tier = Tier.DEVICE
     """The tier in which the program's KV is placed."""
     in_abandoned_branch: bool = False
-    """Whether the candidates are blocks that the program's newest turn did not use. Then ``last_turn_s`` and
-    ``blocks`` describe that branch."""
+    """Whether this view is about an abandoned branch: blocks that the program's newest turn did not use. If
+    so, ``last_turn_s`` is the time of their last use, and ``blocks`` their number."""
 
 
 class EvictionScoreScale(NamedTuple):
@@ -227,7 +231,7 @@ class EvictionScoreScale(NamedTuple):
     longest_gap_s: float = 0.0
     """τ_max: the longest recent gap between two turns; seconds."""
     most_blocks: float = 0.0
-    """size_max: the most blocks that one program left recently."""
+    """size_max: the largest recent context of a program at the end of a turn; blocks."""
     branch_reuse: float = 1.0
     """Share of the blocks in abandoned branches that is used again before eviction."""
 
@@ -241,7 +245,8 @@ class AbandonedBranch(NamedTuple):
 
 
 class WorkflowStepView(NamedTuple):
-    """A turn that has just ended, as input of workflow prediction: what the program does next."""
+    """A turn that has just ended. From it the workflow prediction policy predicts what the program does
+    next."""
 
     final: bool = False
     """Whether the client said that no request follows."""
@@ -261,7 +266,8 @@ class WorkflowStepView(NamedTuple):
 
 
 class PrefetchView(NamedTuple):
-    """A program whose tool runs, as input of the prefetch policy: when to load its prefix back."""
+    """A program whose tool runs. From it the prefetch policy decides when to load the program's prefix
+    back."""
 
     successor: str
     """The most likely next step."""

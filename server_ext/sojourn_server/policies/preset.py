@@ -91,7 +91,7 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "cheaper": "preemption.preemption_recovery:CheaperRecovery",
     },
 }
-"""Question (a key of a preset) → policy name → ``module:class`` here. A class is imported when chosen."""
+"""Question (a key of a preset) → policy name → ``module:class`` in this package, imported when chosen."""
 POLICY_PROTOCOLS: dict[str, type] = {
     "retention": RetentionPolicy,
     "entry": AdmissionPolicy,

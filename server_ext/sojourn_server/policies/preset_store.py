@@ -1,4 +1,4 @@
-"""Finds and parses preset files, and builds the policies that they name: for engines and for clusters."""
+"""Finds and parses preset files of engines and clusters, and builds the policies that they name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PolicyRegistry:
     """The policies that one kind of preset (engine or cluster) may name, by question, such as routing."""
 
     registry: Mapping[str, Mapping[str, str]]
-    """Question (a key of a preset) → policy name → ``module:class`` here. A class is imported when chosen."""
+    """Question (a key of a preset) → policy name → ``module:class`` in this package, imported when chosen."""
     protocols: Mapping[str, type]
     """Question (a key of a preset) → the protocol that the policies for this question implement."""
     unasked: Mapping[str, str] = field(default_factory=dict)
@@ -34,10 +34,10 @@ class PolicyRegistry:
     def build(
         self, question: str, document: Mapping[str, Any], source: str, own: CustomClassLoader | None
     ) -> Any:
-        """Build the policy that ``document`` names for a question.
+        """Build the policy that a parsed preset, ``document``, names for a question.
 
         ``source`` is the name of the document in error messages. ``own`` loads classes named as
-        ``module:Class``. Raises ``PresetError``.
+        ``module:Class``. Raises ``PresetError``, also for invalid options of the policy.
         """
         chosen = document.get(question, self.unasked.get(question))
         if isinstance(chosen, str):

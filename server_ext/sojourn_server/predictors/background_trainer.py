@@ -22,9 +22,9 @@ logger = logging.getLogger("vllm.sojourn")
 CPU_SHARE = 0.01
 """Share of one core that predicting and training may use together."""
 BURST_S = 0.25
-"""Maximum processor seconds that the thread may save for later, and also the maximum debt in seconds."""
+"""Processor seconds of its share that the thread may save up, and also that it may overdraw."""
 CREDIT_S = 0.05
-"""Debt in seconds up to which the thread still predicts, since hidden states come in bursts."""
+"""Overdrawn processor seconds up to which the thread still predicts, since hidden states come in bursts."""
 MAX_QUEUED_NOTES = 64
 """Maximum number of queued messages. If the thread is slow, new messages are dropped, to bound the memory."""
 NICENESS = 10
@@ -33,7 +33,7 @@ STOP_TIMEOUT_S = 2.0
 
 
 class LengthPrediction(NamedTuple):
-    """Expected remaining tokens of a request, predicted at ``at_tokens`` generated tokens."""
+    """Equally likely numbers of a request's remaining tokens, predicted after ``at_tokens`` tokens."""
 
     at_tokens: int
     remaining: tuple[float, ...]
@@ -53,8 +53,9 @@ class _OutputEnded(NamedTuple):
 class BackgroundTrainer:
     """Runs the length trainer of one engine in a thread.
 
-    Only ``stop`` waits for the thread. An error in the thread ends the predictions and has no other effect.
-    Raises ``WeightsError`` if ``file`` holds weights for another ``model``.
+    The engine sends the thread messages with ``see`` and ``ended``, and fetches its predictions with
+    ``guesses``. Only ``stop`` waits for the thread. An error in the thread ends its predictions, nothing
+    else. Raises ``WeightsError`` if ``file`` holds weights for another ``model``.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class BackgroundTrainer:
         self._notes: queue.Queue[_HiddenStatesObserved | _OutputEnded | None] = queue.Queue(MAX_QUEUED_NOTES)
         self._guesses: dict[str, LengthPrediction] = {}
         self._lock = threading.Lock()
-        """Guards the predictions. It is held only while one dictionary is merged into another."""
+        """Guards the dictionary of new predictions. It is held only while that is extended or replaced."""
         self.missed = 0
-        """Number of messages dropped because the queue was full or the time was used up."""
+        """Number of messages dropped because the queue was full or the processor time was used up."""
         self.spent_s = 0.0
         """Processor seconds that the thread has used so far."""
         self.loss: float | None = None
@@ -89,16 +90,17 @@ class BackgroundTrainer:
     # -- the engine's side ----------------------------------------------------------
 
     def see(self, requests: Sequence[tuple[str, int]], states: torch.Tensor) -> None:
-        """Queue one hidden state (a row of ``states``) for each of ``requests``, which are pairs of an id and
-        the number of tokens generated so far."""
+        """Queue hidden states for the thread: one row of ``states`` for each of ``requests``.
+
+        ``requests`` are pairs of a request id and the number of tokens generated so far."""
         self._leave(_HiddenStatesObserved(requests, states))
 
     def ended(self, request_id: str, tokens: int | None) -> None:
-        """Queue the end of an output of ``tokens`` tokens; ``None``: the output was aborted."""
+        """Queue for the thread that an output ended with ``tokens`` tokens; ``None``: it was aborted."""
         self._leave(_OutputEnded(request_id, tokens))
 
     def guesses(self) -> dict[str, LengthPrediction]:
-        """Return the latest prediction of each request that has a new one since the last call."""
+        """Return the new predictions since the last call: the latest of each request, by request id."""
         if not self._guesses:
             return {}
         with self._lock:

@@ -27,10 +27,10 @@ which are enough to adapt after a change of load."""
 
 BATCH_SIZE = 64
 MAX_EXAMPLE_USES = 24
-"""Mean number of times that an example is used in training. More would overfit."""
+"""Mean number of times that an example is used in training. A higher number would overfit."""
 
 MIN_EXAMPLES = 2 * BATCH_SIZE
-"""Minimum number of examples before the first prediction."""
+"""Number of examples from which training starts; as many must be trained on before the first prediction."""
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 1e-2
@@ -76,7 +76,7 @@ class LengthTrainer:
         self.skipped = 0
         """Number of hidden states left out because they were not finite."""
         self._due = 0.0
-        """Number of batches still to be trained; not a whole number."""
+        """Number of batches still to be trained. It may be fractional: an example adds part of a batch."""
 
     @property
     def kept(self) -> int:
@@ -85,7 +85,7 @@ class LengthTrainer:
 
     @property
     def due(self) -> bool:
-        """Whether there are new examples to train on."""
+        """Whether a batch is due: training has not caught up with the new examples."""
         return self._due >= 1.0 and self.kept >= MIN_EXAMPLES
 
     def see(
@@ -94,9 +94,9 @@ class LengthTrainer:
         """Record one hidden state per request, and predict how many tokens each request will still generate.
 
         ``requests`` are pairs of an id and the number of tokens generated so far. Returns ``points`` equally
-        likely numbers of remaining tokens per id; empty before enough training. Requests whose state is not
-        finite are left out. Raises ``ValueError`` unless ``states`` has one row per request, of the model's
-        hidden size.
+        likely numbers of remaining tokens per id. The result is empty before enough training, and has no
+        requests whose state is not finite. Raises ``ValueError`` unless ``states`` has one row per request,
+        of the model's hidden size.
         """
         if states.shape != (len(requests), self.hidden_size):
             raise ValueError(
@@ -143,8 +143,8 @@ class LengthTrainer:
         self._under_way.pop(request_id, None)
 
     def train(self) -> float | None:
-        """Train one batch if one is due. Returns the loss in nats; ``None``: no batch was due, or the loss is
-        not finite."""
+        """Train one batch if one is due. Returns its loss in nats; ``None`` if no batch was due, or if the
+        loss is not finite."""
         if not self.due:
             return None
         self._due -= 1.0

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 REPEATS = 5
 CPU_SIDE, CUDA_SIDE = 2048, 8192
-"""Side lengths of the square matrices: large enough that other costs do not matter."""
+"""Side lengths of the multiplied square matrices, large enough that only the multiplication matters."""
 
 
 class ComputeThroughput(NamedTuple):
@@ -20,8 +20,9 @@ class ComputeThroughput(NamedTuple):
 
 
 def measure_compute() -> ComputeThroughput:
-    """Measure throughput as the median of a few products of bfloat16 matrices on one device, and return it.
-    Never raises."""
+    """Return the throughput of one device: operations per second of a product of two bfloat16 matrices.
+
+    The median of a few such products is taken. Never raises."""
     if importlib.util.find_spec("torch") is None:
         return ComputeThroughput(None, "torch is not installed here")
     try:

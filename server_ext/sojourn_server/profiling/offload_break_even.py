@@ -43,8 +43,8 @@ class ContextThreshold(NamedTuple):
         return f"from {math.ceil(self.tokens):,} tokens on{beyond}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return a JSON object whose ``faster`` is ``always``, ``from``, ``never`` or ``not known``, because
-        JSON has no infinity."""
+        """Return a JSON object. ``faster`` says ``always``, ``from`` (``tokens`` on), ``never`` or ``not
+        known``, because JSON has no infinity."""
         if self.tokens is None:
             return {"faster": "not known", "tokens": None, "why": self.why}
         if self.tokens == math.inf:
@@ -56,9 +56,9 @@ class OffloadBreakEven(NamedTuple):
     """The break-even context length by two methods, with the inputs of both."""
 
     measured: ContextThreshold
-    """Break-even from the measured prefill curve and copies."""
+    """Break-even computed from the measured prefill curve and copy bandwidth."""
     closed_form: ContextThreshold
-    """Break-even from the model's dimensions, this machine's throughput and the same copies."""
+    """Break-even computed from the model's dimensions, this machine's throughput and the same bandwidth."""
     copy_s_per_token: float | None
     """Seconds to copy a token's KV out and back."""
     flops_per_s: float | None
@@ -79,8 +79,8 @@ class OffloadBreakEven(NamedTuple):
 def offload_break_even(
     profile: EngineProfile, dimensions: ModelDimensions | None, compute: ComputeThroughput
 ) -> OffloadBreakEven:
-    """Return the break-even context length of offloading by two methods. A method without its inputs gives an
-    unknown length, with the reason. Never raises."""
+    """Return the break-even context length of offloading by two methods. A method whose inputs are missing
+    gives an unknown length, with the reason. Never raises."""
     kv_bytes = profile.limits.kv_bytes_per_token
     down, up = profile.device_to_host_bytes_per_s, profile.host_to_device_bytes_per_s
     if not (kv_bytes and down and up):

@@ -19,8 +19,8 @@ from sojourn_server.traces.prompt_builder import FIRST_ID
 FIRST_LENGTH = 1000
 WARM_UP_TOKENS = 64
 _MIN_CURVE_LENGTHS = 3
-"""Minimum number of measured lengths for an estimate of the remaining time. With fewer, the fit cannot show
-attention, which dominates long prompts."""
+"""Minimum number of measured lengths for an estimate of the remaining time. A fit to fewer does not show the
+cost of attention, which dominates long prompts."""
 
 
 @dataclass(slots=True)
@@ -62,13 +62,13 @@ async def measure_prefill(
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> PrefillMeasurement:
-    """Measure the prefill of several prompt lengths: the median seconds of ``repeats`` samples each, within
-    ``budget_s`` seconds.
+    """Measure the prefill seconds of several prompt lengths, within ``budget_s`` seconds in total.
 
-    Lengths that are predicted to exceed the budget are skipped, with a note. ``vocabulary``: upper bound of
-    the random ids. ``on_sample`` is called before each sample with its description and the estimated
-    remaining seconds (``None`` before enough lengths are known). Each result is stored in ``into`` at once,
-    so that an interrupted caller keeps the results so far. Raises ``RequestError`` if a request fails.
+    The result for a length is the median of up to ``repeats`` samples. From the first length on that is
+    predicted to exceed the budget, lengths are left out, with a note. ``vocabulary``: upper bound of the
+    random ids. ``on_sample`` is called before each sample with its description and the estimated remaining
+    seconds (``None`` before enough lengths are known). Each result is stored in ``into`` at once, so that an
+    interrupted caller keeps the results so far. Raises ``RequestError`` if a request fails.
     """
     # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
     rng = rng or random.Random()
@@ -112,7 +112,7 @@ async def measure_prefill(
 
 
 def _predicted_prefill_s(points: list[tuple[int, float]], tokens: int) -> float:
-    """Return the predicted prefill seconds of ``tokens`` tokens, from shorter lengths; 0.0 without any."""
+    """Return the prefill seconds predicted from ``points``, shorter measured lengths; 0.0 without any."""
     if not points:
         return 0.0
     longest, seconds = points[-1]

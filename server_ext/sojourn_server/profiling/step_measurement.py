@@ -3,13 +3,13 @@
 Three kinds of samples, one kind at a time on an otherwise idle server:
 
     prefill    the prompts of ``prefill_measurement``: n new tokens, nothing cached
-    extension  a cached prefix of c tokens and n new ones: separates the cost of attention pairs from that
-               of tokens
-    decode     B requests at contexts of c tokens, once for one output token and once for 33: the difference
-               is the time of 32 steps. Separates the costs of reading KV and of requests from that of a
-               step. The time between two tokens is not used, because a busy server delivers several at once.
+    extension  n new tokens after a cached prefix of c tokens. With these, the fit can tell the cost of
+               attention pairs from the cost of tokens.
+    decode     B requests at contexts of c tokens, once for one output token and once for 33. The difference
+               is the time of 32 steps. With these, the fit can tell the costs of KV reads, requests and
+               steps. The time between two tokens is not used, because a busy server delivers several at once.
 
-A time to first token is the sum of the steps of its prompt, plus the API server's share. Before a decode
+A time to first token is the time of all steps of the prompt, plus the API server's share. Before a decode
 sample, every prompt is sent once, so that nearly all of its tokens are cached when the B requests run
 together. Requests share no blocks, because reading shared blocks would be cheaper than in production.
 """
@@ -37,8 +37,8 @@ CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_BATCHED_TOKENS = 2048
 """Maximum tokens of a step if the server does not report it: vLLM's smallest default."""
 POOL_SHARE = 0.8
-"""Maximum share of the KV pool that a sample uses; with more, the engine may preempt, which would look like a
-slow step."""
+"""Maximum share of the KV pool that a sample uses. If it used more, the engine might preempt a request, which
+would look like a slow step."""
 
 
 @dataclass(slots=True)
@@ -78,11 +78,11 @@ def decode_sample(seconds: float, context: float, concurrency: int) -> StepSampl
 
 
 def decode_plan(longest: int, limits: EngineLimits, block_size: int = 1) -> list[DecodePlan]:
-    """Return the decode measurements to make: several contexts with one request, then batches at a short and
-    at a longer context, within the limits.
+    """Return the decode measurements to make, cheapest first: single requests at several contexts, and
+    batches at a short and at a longer context.
 
-    The largest batch is the engine's limit, at a shorter context if needed. Only large batches show the cost
-    per request.
+    The largest batch is the engine's limit or 64 requests, whichever is less, with a shorter context if the
+    KV pool requires it. Only large batches show the cost per request.
     """
     room = longest - DECODE_TOKENS
     contexts = sorted({max(1, room * part // 8) for part in (1, 2, 4, 8)})
@@ -122,12 +122,12 @@ async def measure_steps(
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> StepMeasurement:
-    """Measure extensions and decodes within ``budget_s`` seconds. Returns their samples, and those of the
-    prefill ``points``.
+    """Measure extension and decode samples within ``budget_s`` seconds. Returns these and prefill samples.
 
-    The cheapest samples come first; samples that are predicted to exceed the budget are skipped, with a note.
-    ``on_sample`` is called with a description and the estimated remaining seconds. Results are stored in
-    ``into`` at once, so that an interrupted caller keeps them. Raises ``RequestError`` if a request fails.
+    The prefill samples are computed from ``points``. The cheapest samples come first. Samples predicted to
+    exceed the budget are skipped, with a note. ``on_sample`` is called before each with a description and the
+    estimated remaining seconds. Results are stored in ``into`` at once, so that an interrupted caller keeps
+    them. Raises ``RequestError`` if a request fails.
     """
     # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
     rng = rng or random.Random()
@@ -167,7 +167,7 @@ async def measure_steps(
 def expected_steps_s(
     points: list[tuple[int, float]], *, max_tokens: int, limits: EngineLimits, block_size: int, repeats: int
 ) -> float:
-    """Return the estimated seconds of ``measure_steps``, for its prompts only: decode times are unknown."""
+    """Return the estimated seconds that ``measure_steps`` needs for prompts. Decode times are unknown."""
     jobs = _measurement_jobs(max_tokens, limits, block_size, PrefillCurve.fit(points), repeats)
     return sum(job.prefill_s for job in jobs)
 
@@ -229,7 +229,7 @@ class _MeasurementRun:
         self._batched = batched
 
     async def decode(self, point: DecodePlan, repeats: int) -> float:
-        """Measure one decode plan and add its sample. Returns the seconds of its step, 0.0 if it failed."""
+        """Measure one decode plan and add its sample. Returns the seconds per step; 0.0: none was timed."""
         prompts = [
             self._fresh(decode_prompt_tokens(point, self._block_size)) for _ in range(point.concurrency)
         ]

@@ -25,7 +25,7 @@ from sojourn.wire_codec import (
 from sojourn.wire_events import AegGraph
 
 TYPES_PER_GRAPH = 4
-"""Maximum number of stored agent types per graph of ``max_graphs``. Several types can share one graph."""
+"""Maximum number of stored agent types, as a multiple of ``max_graphs``. Several types can share a graph."""
 
 
 class GraphError(InputError):
@@ -107,10 +107,11 @@ class GraphStore:
         return types
 
     def follow(self, graph_hash: str, graph: AegGraph | None, agent_type: str | None = None) -> bool:
-        """Record that a program of ``agent_type`` follows the graph with this hash, and store a new graph.
+        """Record that a program of ``agent_type`` follows the graph with this hash.
 
-        ``graph`` is ``None`` if the client sent only the hash. Returns false if the graph is neither given
-        nor stored. Raises ``GraphError`` for a graph that cannot be accepted; then nothing has changed.
+        A graph that is not stored yet is stored. ``graph`` is ``None`` if the client sent only the hash.
+        Returns false if the graph is neither given nor stored. Raises ``GraphError`` for a graph that cannot
+        be accepted; then nothing has changed.
         """
         if graph_hash not in self._graphs:
             if graph is None:
@@ -136,7 +137,7 @@ class GraphStore:
 
 
 def _checked(graph_hash: str, graph: AegGraph) -> KnownGraph:
-    """Build the graph. Raises ``GraphError`` if it is invalid or has another hash."""
+    """Build the graph that a client sent. Raises ``GraphError`` if it is invalid or has another hash."""
     _check_bounds(graph)  # before anything is built from the graph
     nodes = {node.id: node.tools for node in graph.nodes}
     edges = [(edge.source, edge.target, edge.probability) for edge in graph.edges]

@@ -27,8 +27,9 @@ class ToolHistory:
     """Durations of tool calls in seconds: S[f] of each tool f, and S of all tools (Continuum §4.2, §5.1).
 
     The history keeps the newest ``max_samples_per_tool`` durations of each of the ``max_tools`` most recently
-    observed tools. S is the newest ``MAX_SAMPLES`` durations of any tool. A call of an invented tool costs
-    O(log) and displaces no more durations than a real call. Raises ``ValueError`` for limits below 1.
+    observed tools. S has the newest ``MAX_SAMPLES`` durations of all tools together. Clients may invent tool
+    names: such a call costs O(log) time and displaces no more durations than a real call. Raises
+    ``ValueError`` for limits below 1.
     """
 
     def __init__(self, max_samples_per_tool: int = 1000, max_tools: int = 512) -> None:
@@ -236,8 +237,8 @@ class SlidingMean:
 class SlidingMax:
     """Approximate maximum of the newest ``window`` values.
 
-    ``value`` changes only when the true maximum leaves the range from ``value / factor`` to ``value``. So
-    eviction keys that were computed with it stay valid for long. ``changes`` counts the changes.
+    The approximation, ``value``, changes only when the true maximum leaves the range from ``value / factor``
+    to ``value``. So eviction keys computed with it stay valid for long. ``changes`` counts its changes.
     """
 
     def __init__(self, window: int = 1000, factor: float = 1.5) -> None:
@@ -292,11 +293,12 @@ class SlidingMax:
 
 
 class BranchReuseRate:
-    """Estimates the share of blocks in abandoned branches that are used again before they are evicted.
+    """Estimates the share of blocks of abandoned branches that are used again before they are evicted.
 
-    Old outcomes lose weight. A low share makes such blocks leave early, so it stays low until memory is ample
-    for a while. ``share`` changes only in steps of at least ``stride``, so that eviction keys computed with
-    it stay valid for long. ``changes`` counts the changes.
+    Old blocks lose weight. With a low share, blocks of abandoned branches are evicted early and so rarely
+    used again. So a low share stays low until memory is ample for a while. ``share`` changes only in steps of
+    at least ``stride``, so that eviction keys computed with it stay valid for long. ``changes`` counts the
+    steps.
     """
 
     def __init__(
@@ -318,7 +320,8 @@ class BranchReuseRate:
         self.changes = 0
 
     def observe(self, reused: int, evicted: int) -> None:
-        """Update the share. ``reused`` and ``evicted`` are total numbers of blocks since the start."""
+        """Update the share. ``reused`` and ``evicted``: numbers of blocks with either fate since the
+        start."""
         if (reused, evicted) == self._seen:
             return
         self._reused += reused - self._seen[0]

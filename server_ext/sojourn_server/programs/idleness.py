@@ -28,7 +28,7 @@ MAX_INTERVAL_S = 1e9
 
 
 class IdlenessPhase(str, Enum):
-    """The kind of time that a program spends now; ``NOTHING`` is not counted."""
+    """What a program's present time counts as. ``NOTHING``: it is not counted."""
 
     REASONING = "reasoning"
     ACTING = "acting"
@@ -36,9 +36,10 @@ class IdlenessPhase(str, Enum):
 
 
 class Idleness(NamedTuple):
-    """A program's counted reasoning and acting time, and the kind and start of the running interval.
+    """A program's counted reasoning and acting time up to its last event, and the phase (``counting``) since.
 
-    Only the running interval depends on ``now``, so the object stays valid until the program's next event.
+    The running interval is the time since that event. Only its length depends on ``now``, so the object stays
+    valid until the program's next event.
     """
 
     reasoning_s: float = 0.0
@@ -72,9 +73,10 @@ class IdlenessTracker:
     """Measures a program's idleness from the events of its requests, over the newest ``k`` cycles.
 
     The current cycle is one of the ``k``. A new cycle begins when its first request runs, not when that
-    request arrives. So a request that is aborted before it runs begins no cycle. Events may be repeated, out
-    of order or, at the beginning, missing. If ``now`` is earlier than at the last event (a clock jump), no
-    time has passed, and time continues from ``now``. Raises ``ValueError`` for ``k`` below 1.
+    request arrives. So a request that is aborted before it runs begins no cycle. Events may be repeated or
+    out of order, and the first ones may be missing. If ``now`` is earlier than at the last event (a clock
+    jump), no time is counted for the interval, and the next interval begins at ``now``. Raises ``ValueError``
+    for ``k`` below 1.
     """
 
     __slots__ = (
@@ -112,14 +114,15 @@ class IdlenessTracker:
         self._earlier_reasoning_s = self._earlier_acting_s = 0.0
 
     def arrived(self, request_id: str, now: float) -> None:
-        """Record that a request arrived and waits. A running tool call is over."""
+        """Record that a request arrived and waits. It ends the program's tool call: the program acts no
+        more."""
         self._pass_time(now)
         self._live.setdefault(request_id, False)
         self._count()
 
     def admitted(self, request_id: str, now: float) -> None:
-        """Record that a request runs, for the first time or after a preemption. A call of ``arrived`` before
-        is not required."""
+        """Record that a request runs, for the first time or after a preemption. The method ``arrived`` need
+        not have been called for it."""
         self._pass_time(now)
         if not self._live.get(request_id, False):
             self._live[request_id] = True
@@ -138,7 +141,8 @@ class IdlenessTracker:
         self._count()
 
     def finished(self, request_id: str, now: float) -> None:
-        """Record that a request was answered or aborted. After its last request the program acts."""
+        """Record that a request was answered or aborted. After the last one in the engine the program
+        acts."""
         self._pass_time(now)
         if self._live.pop(request_id, False):
             self._running -= 1

@@ -27,9 +27,9 @@ ALL_OUTPUTS: LengthKey = (None, None)
 class OutputLengthHistory:
     """Lengths of finished outputs in tokens, by agent type and by the tool that ran before the output.
 
-    Each output counts under the pair of type and tool, under the type, and for all outputs. The newest
-    ``max_samples`` of each are kept, for the ``max_keys`` most recently observed keys. So invented names cost
-    bounded memory. Raises ``ValueError`` for limits below 1.
+    Each output is added to three groups: of its agent type and tool, of its agent type, and of all outputs. A
+    group keeps its newest ``max_samples`` lengths. Only the ``max_keys`` most recently observed groups are
+    kept, so invented names cost bounded memory. Raises ``ValueError`` for limits below 1.
     """
 
     def __init__(self, max_samples: int = 500, max_keys: int = 512) -> None:
@@ -51,11 +51,11 @@ class OutputLengthHistory:
             self._window((agent_type, None)).add(tokens)
 
     def known(self, agent_type: str | None, tool: str | None, least: int) -> Sequence[int]:
-        """Return output lengths in tokens, ascending, of the narrowest group with at least ``least`` outputs.
+        """Return the output lengths in tokens, ascending, of the first group with at least ``least`` outputs.
 
-        The groups are the outputs of this agent type after this tool, of this type, and all outputs. Empty
-        if no group has enough. The result is a live view, not a copy. Read it at once, and do not keep or
-        change it.
+        The groups are tried in this order: outputs of this agent type after this tool, all outputs of this
+        agent type, all outputs. Empty if no group has enough. The result is a live view, not a copy. Read it
+        at once, and do not keep or change it.
         """
         for key in ((agent_type, tool), (agent_type, None)):
             window = self._windows.get(key)

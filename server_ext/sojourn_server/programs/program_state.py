@@ -13,13 +13,13 @@ SEQ_WINDOW = 1024
 """A sequence number that is this far behind the newest one counts as seen."""
 _FULL_MASK = (1 << SEQ_WINDOW) - 1
 HALF_LIFE = 20.0
-"""The weight of an outcome is halved after this many later outcomes."""
+"""Number of later outcomes of turns after which the weight of an outcome is halved."""
 MIN_OUTCOMES = 5.0
-"""Minimum total weight of outcomes before hints can count as unreliable."""
+"""Minimum total weight of outcomes. With less, hints count as reliable."""
 MAX_ERROR_RATIO = 1.25
-"""Maximum ratio of the hints' error to the error of a constant prediction."""
+"""Hints count as unreliable if their error exceeds this multiple of a constant prediction's error."""
 ERROR_SLACK = 0.05
-"""Added to the error that ``MAX_ERROR_RATIO`` allows. It matters if both errors are small."""
+"""Error that reliable hints may have beyond ``MAX_ERROR_RATIO``. It matters if both errors are small."""
 CHANCE_ERROR = 0.25
 """Mean squared error of the constant prediction 0.5."""
 
@@ -64,10 +64,10 @@ class SequenceWindow:
 
 
 class HintReliability:
-    """Measures how well hints predicted whether programs continued after their turns.
+    """Measures how well hints predicted whether a turn is followed by another turn (the turn's outcome).
 
     Keeps squared errors of the hinted probabilities and of a baseline. Older errors lose weight. The baseline
-    always predicts the share of turns that were followed by another turn.
+    always predicts the share of earlier turns that were followed by another turn.
     """
 
     __slots__ = ("base_error", "came_back", "declared", "error", "weight")
@@ -89,22 +89,22 @@ class HintReliability:
 
     @property
     def hints_reliable(self) -> bool:
-        """Whether the hints of many programs are not much worse than the constant baseline."""
+        """Whether hints, counted over many programs, are not much worse than the baseline."""
         return self.weight < MIN_OUTCOMES or self.error <= self.base_error * MAX_ERROR_RATIO + ERROR_SLACK
 
     @property
     def no_worse_than_chance(self) -> bool:
-        """Whether the hints of one program are no worse than the constant prediction 0.5. The baseline of
-        ``hints_reliable`` would be too strict here: only a program's last turn has no successor."""
+        """Whether hints, counted over one program, are no worse than the constant prediction 0.5. The
+        baseline is too good to compare with here: all turns of a program but the last have a successor."""
         return self.declared < MIN_OUTCOMES or self.error <= self.declared * CHANCE_ERROR
 
     def numbers(self) -> list[float]:
-        """Return the state as five numbers, from which ``restored`` restores it."""
+        """Return the errors and weights as five numbers, to save them. ``restored`` reads them back."""
         return [self.weight, self.came_back, self.declared, self.error, self.base_error]
 
     @classmethod
     def restored(cls, numbers: Sequence[float]) -> HintReliability:
-        """Restore the state from the result of ``numbers``. Raises ``ValueError`` for other values."""
+        """Build an object from a result of ``numbers``. Raises ``ValueError`` for other values."""
         if len(numbers) != 5 or not all(isinstance(n, (int, float)) and 0 <= n < 1e9 for n in numbers):
             raise ValueError(f"credit: {list(numbers)[:6]!r}; expected five numbers ≥ 0")
         credit = cls()
@@ -139,7 +139,7 @@ class ProgramState:
     """Steps (names of the called tools) of the program's turns, newest last. The turn whose tool still runs
     is left out."""
     steps_begin: bool = True
-    """Whether ``steps`` contains the program's first step."""
+    """Whether ``steps`` begins with the program's first step; false after older steps were dropped."""
     reused_share: float = 1.0
     """Share of the cached context that the next prompt reuses; a moving average."""
     cached_blocks: int = 0
@@ -159,9 +159,9 @@ class ProgramState:
     tier: str | None = None
     """Source of ``goes_on``, a ``PredictionSource``: hints, inferred or cold. It is not a memory tier."""
     pending_declaration: tuple[str, float] | None = None
-    """Agent type and hinted probability of another turn, while its outcome is still unknown."""
+    """Agent type and hinted probability of another turn, while it is unknown whether another turn follows."""
     credit: HintReliability | None = None
-    """Reliability of the program's own hints."""
+    """Reliability of this program's hints; ``None`` without any."""
     prefetch_at_s: float | None = None
     """Start of the planned prefetch; ``None``: no prefetch is planned."""
     expected_steps_left: float | None = None
@@ -178,24 +178,24 @@ class ProgramState:
     pending_tool: str | None = None
     """History key of the tool that runs in this gap, from the last output or the client's report."""
     ranked: bool = False
-    """Whether the program has its final rank, which its first request determines. Client events do not."""
+    """Whether the program has its final ``rank``. Its first request sets it; client events do not."""
     gap_leased: bool = False
     """Whether the program has had a lease in this gap between turns. If so, no second lease is granted."""
     gap_reported: bool = False
-    """Whether the client reported a tool's duration in this gap. If so, the gap itself is not learned."""
+    """Whether the client reported a tool's duration in this gap. If not, the gap's length is learned."""
     gap_started_s: float | None = None
     gap_inferred_s: float | None = None
-    """Time at which a request last ended a gap without a reported tool duration. Later events about that gap
-    do not count."""
+    """Time at which a request last ended a gap whose length was learned as the tool's duration, for want of a
+    report. Later events about tool calls of that gap do not count."""
     hinted_ttl_s: float | None = None
-    """The TTL that the client hinted for the last turn, within its bounds."""
+    """The TTL in seconds that the client hinted for the last turn, clipped to the allowed range."""
     attained_s: float = 0.0
     """Seconds that the program's finished requests ran. Of parallel requests only the longest chain counts
     (Autellix, Algorithm 1)."""
     waited_s: float = 0.0
     """Seconds that the program's finished requests waited in the engine's queue."""
     turns_at_last_end: int | None = None
-    """Value of ``turns`` when the histories last learned the program's end, so that none is learned twice."""
+    """Value of ``turns`` when the histories last learned the program's end. No end is learned twice."""
     last_contact_s: float = 0.0
     heartbeats: bool = False
     """Whether the client promised heartbeats."""
@@ -204,8 +204,8 @@ class ProgramState:
     def reset_for_reuse(self) -> None:
         """Reset the state of an ended program whose id is used again.
 
-        Data that the client declared since the end stays, because it is about the new program. The length of
-        the old context stays too, because the ledger compares it with the new prompt.
+        Data that the client has declared since the old program ended stays, because it is about the new
+        program. ``context_tokens`` stays too, because the ledger compares it with the new prompt.
         """
         self.turns = self.first_prompt_tokens = self.peak_tokens = self.cached_blocks = 0
         self.turns_at_last_end = self.gap_started_s = self.last_turn_s = self.pending_tool = None

@@ -53,9 +53,9 @@ class ProgramTable:
         return self._next_rank
 
     def open(self, program_id: ProgramId, now: float) -> tuple[ProgramState, list[ProgramState]]:
-        """Find or create a program, and record the time of this contact.
+        """Find or create the program with this id, and record ``now`` as the time of its last contact.
 
-        Returns the program, and the programs that were removed from the full table for it.
+        Returns the program, and the programs that were removed from a full table to make room for it.
         """
         program = self._programs.get(program_id)
         if program is not None:
@@ -74,7 +74,7 @@ class ProgramTable:
         return program, forgotten
 
     def signal(self, program: ProgramState, signal: ProgramSignal) -> bool:
-        """Apply ``signal``; returns whether the status changed."""
+        """Change a program's status as ``next_status`` says. Returns whether the status changed."""
         new = next_status(program.status, signal)
         if new is program.status:
             return False
@@ -94,8 +94,8 @@ class ProgramTable:
         return True
 
     def promise_heartbeats(self, program: ProgramState) -> None:
-        """Record that the program's client will send heartbeats. Call this method right after ``open``, with
-        the same ``now``: the program is added as the one heard from last."""
+        """Record that the program's client will send heartbeats. Call this method right after ``open``,
+        because the program is put behind all others in the order of silence."""
         if program.heartbeats:
             return
         was_acting = self._acting[False].pop(program.id, 0) is None
@@ -106,7 +106,8 @@ class ProgramTable:
     def silent(self, now: float, *, idle_s: float, promised_s: float) -> ProgramState | None:
         """Return a program between turns that has been silent for too long; ``None`` if there is none.
 
-        The limit is ``promised_s`` seconds for a program with promised heartbeats, and ``idle_s`` for others.
+        Too long is more than ``promised_s`` seconds if its client promised heartbeats, else more than
+        ``idle_s`` seconds.
         """
         for acting, silence_s in zip(self._acting, (idle_s, promised_s), strict=True):
             program_id = next(iter(acting), None)

@@ -46,12 +46,12 @@ _COMMAND_ARGUMENTS = ("command", "cmd", "script", "keystrokes", "code", "input")
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """One tool call found in an output: the tool's name and the command head, never the arguments."""
+    """One tool call found in an output: the tool's name and a shell command's head, never the arguments."""
 
     name: str
     """Name as the model wrote it, e.g. ``bash`` or ``get_weather``."""
     command: str | None = None
-    """The command head, e.g. ``pytest``, if the tool is a shell."""
+    """Head of the command, e.g. ``pytest``, if the tool is a shell."""
 
     @property
     def key(self) -> str:
@@ -105,7 +105,7 @@ _AGENT_FENCE = "```mswea_bash_command"
 
 
 def _split_fenced_blocks(text: str) -> tuple[str, list[str]]:
-    """Split ``text`` into the text without shell blocks, and the shell blocks that count as actions.
+    """Return ``text`` without its fenced shell blocks, and those blocks that may be tool calls.
 
     If a block has mini-swe-agent's own marker, ordinary ``bash`` blocks are only illustrations.
     """
@@ -280,7 +280,7 @@ _PYTHON_TAGS = re.compile(r"<\|(?:python_tag|python_start|python_end|eom_id|eot_
 
 
 def _pythonic_calls(text: str) -> list[ParsedToolCall]:
-    """Return one or more calls ``name(key=value, …)``; empty if there is other text, since that is prose."""
+    """Return the calls if ``text`` has only calls ``name(key=value, …)``; none if there is other text."""
     text = _PYTHON_TAGS.sub("", text).strip()
     if not text.endswith((")", ")]")):
         return []
@@ -325,8 +325,9 @@ def _pythonic_calls(text: str) -> list[ParsedToolCall]:
 
 
 def _call(name: Any, block: dict[str, Any]) -> list[ParsedToolCall]:
-    """Return the call of ``name`` with the arguments in ``block``, as a list; empty if ``name`` cannot be the
-    name of a tool."""
+    """Return the call of tool ``name`` as a list of one; an empty list if ``name`` cannot be a tool's name.
+
+    ``block`` is the JSON object that holds the arguments."""
     if not isinstance(name, str) or not 0 < len(name.strip()) <= MAX_NAME_CHARS:
         return []
     name = name.strip()

@@ -24,11 +24,12 @@ REPLY_STEP = "(reply)"
 MAX_STEPS = 256
 """Maximum number of steps kept per program. The history learns a longer program in pieces."""
 MAX_UNCONFIRMED_TYPES = 4096
-"""Maximum number of agent types seen in only one program's prompt. A second program confirms the type."""
+"""Maximum number of agent types, named by prompt hash, of which only one program is known. Their steps are
+not learned; a second program confirms the type."""
 
 OBSERVATIONS_VERSION = 1
 NEWEST_WEIGHT = 0.2
-"""Weight of the newest value in the moving average."""
+"""Weight of the newest value in the moving averages of ``ToolOutputTokens``."""
 
 Successors = tuple[tuple[str, float], ...]
 """Possible next steps with their probabilities, likeliest first; ``sojourn.aeg.END`` may be one."""
@@ -51,7 +52,7 @@ class WorkflowHistory:
     # -- what happens ------------------------------------------------------------
 
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
-        """Learn from the first request after a turn: the turn's step, and the length of the tool's output."""
+        """Learn, when the request after a turn arrives, the turn's step and its tool's output length."""
         self.gaps_s.observe(gap_s)
         self._judge(program, came_back=True)
         if prompt_tokens >= program.context_tokens:
@@ -62,9 +63,10 @@ class WorkflowHistory:
             program.steps, program.steps_begin = program.steps[-ORDER:], False
 
     def over(self, program: ProgramState, *, ended: bool, turn_open: bool) -> None:
-        """Learn the steps of a program that is over. ``ended``: the program was not cancelled.
+        """Learn the steps of a program that is over. ``ended``: whether it came to its end, uncancelled.
 
-        ``turn_open``: no request followed the last turn, so that turn's step is not in ``steps`` yet.
+        ``turn_open``: whether the step of its last turn is still missing in ``steps``, since no request
+        followed that turn.
         """
         steps = [*program.steps, step_name(program.pending_tool)] if turn_open else program.steps
         if ended:
@@ -82,12 +84,13 @@ class WorkflowHistory:
         return self.transitions.finished(agent_type_name(program))
 
     def successors(self, program: ProgramState) -> Successors:
-        """Steps that followed the same last steps in programs of the same agent type, likeliest first."""
+        """Return a program's possible next steps: those that followed its last steps in others of its
+        type."""
         past = [*program.steps[-ORDER:], step_name(program.pending_tool)]
         return tuple(self.transitions.predict(agent_type_name(program), past[-ORDER:]))
 
     def hints_reliable(self, program: ProgramState) -> bool:
-        """Whether the hints of this program, and those of its agent type, have been reliable so far."""
+        """Whether hints have been reliable so far, both of this program and of its agent type."""
         if program.credit is not None and not program.credit.no_worse_than_chance:
             return False
         credit = self._credits.get(agent_type_name(program))
@@ -139,8 +142,9 @@ class WorkflowHistory:
     # -- inside --------------------------------------------------------------------
 
     def _judge(self, program: ProgramState, *, came_back: bool) -> None:
-        """Compare the hinted probability of another turn with the outcome, for the program and for the agent
-        type at the time of the hint. ``came_back``: whether another turn followed."""
+        """Compare the last hinted probability of another turn with ``came_back``, whether another followed.
+
+        The error counts for the program and for the agent type that it had at the time of the hint."""
         name, declared = (
             program.pending_declaration
             if program.pending_declaration is not None
@@ -197,8 +201,8 @@ class ToolOutputTokens:
             self._tools.popitem(last=False)
 
     def expected(self, tool: str) -> float:
-        """Expected tokens that a call of ``tool`` adds. For an unknown tool, the average of all tools; 0.0
-        without any observation."""
+        """Expected tokens that a call of ``tool`` adds to the prompt. For an unknown tool, the average of
+        all tools is returned; 0.0 before any observation."""
         return self._tools.get(tool, self._all if self._all is not None else 0.0)
 
     def snapshot(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Recordings of a scheduler's events and answers, so that a replay can be compared with the original.
 
-Imports ``core`` and the packages to its left, and no engine. Start with ``recording_scheduler.py``.
+Imports ``core`` and packages that ``core`` imports, and no engine. Start with ``recording_scheduler.py``.
 
 How it works: a scheduler's decisions depend only on its events and their times. ``RecordingScheduler``
-overrides ``handle`` and the query methods (the questions). It writes one record per call: the event or
-question, the time, the answer, the decisions logged during the call, and the actions.
+overrides ``handle``, which takes events, and the query methods. It writes one record per call: the event or
+query, the time, the answer, the decisions logged during the call, and the actions.
 
 ``simulator.parity_replay`` builds a second ``RecordingScheduler`` from the header, passes it the events at
 their times, and compares its records with the recorded ones. Both schedulers write records with the same

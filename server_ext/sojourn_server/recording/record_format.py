@@ -1,4 +1,4 @@
-"""Converts the inputs (facts) and answers of a scheduler's calls to plain JSON values, and inputs back."""
+"""Converts the inputs (facts) and answers of a scheduler's calls to JSON values, and facts back to inputs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from ..programs.tool_call_parsers import ParsedToolCall
 
 
 class RecordShape(NamedTuple):
-    """Meaning of one kind of record, and the names of its facts and answer by position."""
+    """Description of one kind of record: its meaning, and names for the values of its facts and answer."""
 
     meaning: str
     facts: tuple[str, ...] = ()
     answer: tuple[str, ...] = ()
-    """Names of the positions if the answer is a list, or one name for a single value."""
+    """Names of the values of an answer that is a list, in order; one name for an answer that is one value."""
 
 
 _LEASE_FIELDS = (
@@ -118,8 +118,8 @@ RECORD_SHAPES: dict[str, RecordShape] = {
     "reset": RecordShape("the prefix cache is about to be cleared"),
     "close": RecordShape("the recording ends", ("reason",), ("totals",)),
 }  # fmt: skip
-"""``op`` → kind of record. ``request`` is the request's number: the first answer to its ``arrive`` or
-``stranger`` record."""
+"""``op`` → description of such records. A fact or answer ``request`` is a request's number: the first value
+in the answer of its ``arrive`` or ``stranger`` record."""
 
 DECISION_FIELDS = ("at_s", "kind", "program_id", "reason", "numbers")
 """Names of the fields of each decision in a record, as in the decision log."""
@@ -151,7 +151,8 @@ def read_arrival(facts: Sequence[Any]) -> RequestArrived:
 
 
 def _context(context: AgenticContext | None) -> Any:
-    """Return the hint as plain values, with clipped names. Events are left out: they have other records."""
+    """Return a request's hints as plain values, with clipped names. Events are left out, since they have
+    records of their own."""
     if context is None:
         return None
     ours = context.sojourn
@@ -175,7 +176,7 @@ def _truncated_name(name: str | None) -> str | None:
 
 
 def event_facts(emitter: str, event: AnyEvent) -> tuple[Any, ...]:
-    """Return the emitter, and the event without the fields on which no decision depends."""
+    """Return the emitter and the event, with constants for fields that cannot change a decision."""
     if isinstance(event, ProgramStart):
         event = msgspec.structs.replace(event, name=None)
     elif isinstance(event, ToolStop):
@@ -323,7 +324,7 @@ def lease_answer(lease: Lease | None) -> tuple[Any, ...] | None:
 
 
 def orders_answer(actions: Sequence[Action]) -> list[tuple[str, ...]]:
-    """Return the actions as plain values, without the action that answers the event."""
+    """Return the actions as plain values, without those that are recorded as the event's answer."""
     orders: list[tuple[str, ...]] = []
     for action in actions:
         if isinstance(action, EngineAction):

@@ -83,7 +83,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         histories: Histories,
         versions: dict[str, str],
     ) -> RecordingHeader:
-        """Return the header for a scheduler that is built from these arguments in their present state."""
+        """Return the header for a scheduler built from these arguments. It copies their present state."""
         return cls(
             versions={"sojourn": version("sojourn"), "python": platform.python_version(), **versions},
             preset_toml=preset_toml,
@@ -177,7 +177,7 @@ class RecordingFile:
             self.give_up(error)
 
     def close(self) -> None:
-        """Write all records and close the file."""
+        """Write the records that are not in the file yet, and close it."""
         if self._file is None:
             return
         try:

@@ -35,13 +35,13 @@ class RecordSink(Protocol):
         """Close the file. No further records follow."""
 
     def give_up(self, error: Exception) -> None:
-        """End the recording, because a record could not be encoded."""
+        """End the recording, because ``error`` occurred: a record could not be encoded."""
 
 
 class CallRecorder:
-    """Runs calls and records them with their results. An error in recording ends the recording, not the call.
+    """Runs calls of a scheduler's methods, and records them with their results.
 
-    ``totals`` returns the statistics for the end record.
+    An error in recording ends the recording, not the call. ``totals`` returns statistics for the end record.
     """
 
     def __init__(self, sink: RecordSink, totals: Callable[[], dict[str, Any]]) -> None:
@@ -82,8 +82,10 @@ class CallRecorder:
         return result
 
     def facts(self, make: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
-        """Return ``make(*args)``: a call's arguments as plain values. Use it before the recorded call, which
-        may change the arguments. Empty if nothing is recorded or ``make`` fails."""
+        """Return ``make(*args)``, the facts of a call: its arguments as plain values.
+
+        Use it before the recorded call, which may change the arguments. Returns an empty tuple if nothing is
+        recorded any more. If ``make`` fails, the recording ends and the result is empty too."""
         if self._sink is None:
             return ()
         try:
@@ -260,7 +262,7 @@ class RecordingScheduler(ProgramScheduler):
         return record_format.admission_facts(number, event, chain)
 
     def _answer(self, event: ev.Event, actions: list[ev.Action], state: Any) -> Any:
-        """Return the answer to record for an event. For some events it contains the request's new state."""
+        """Return the answer to record for an event, from the actions or from the request's new state."""
         if isinstance(event, ev.RequestArrived | ev.UntrackedRequestArrived):
             return record_format.request_state_answer(self._requests.states[event.request_id])
         if isinstance(event, ev.RequestAdmitted):
@@ -326,7 +328,7 @@ class RecordingScheduler(ProgramScheduler):
         return answer
 
     def chain_before(self, request_id: str) -> Sequence[Any]:
-        """Return the base for the request's next chain of block hashes, which is recorded as a difference."""
+        """Return the chain of block hashes from which the request's next one is recorded as a difference."""
         chain = self._chains.get(request_id)
         if chain is not None:
             return chain

@@ -93,7 +93,9 @@ class CompletionsClient:
         await self._http.aclose()
 
     async def discover(self, model: str | None) -> ServedModel:
-        """Return the served model named ``model``; the first one for ``None``. Raises ``ServerError``."""
+        """Return the served model named ``model``, or the first served one if that is ``None``.
+
+        Raises ``ServerError``, also if the server does not serve it."""
         answer = await self._get("/v1/models")
         try:
             served = answer.json()["data"]
@@ -133,9 +135,9 @@ class CompletionsClient:
         headers: Mapping[str, str] | None = None,
         return_token_ids: bool = False,
     ) -> Completion:
-        """Generate ``max_tokens`` tokens after ``prompt`` and return the measurements.
+        """Request a completion of ``prompt`` with ``max_tokens`` tokens, and return the measurements.
 
-        Stop tokens in ``body`` can end the output earlier. ``return_token_ids`` asks for the ids of the
+        Only stop tokens in ``body`` can end the output earlier. ``return_token_ids`` asks for the ids of the
         output. vLLM then also returns the prompt's ids before the first token, which increases ``ttft_s`` of
         long prompts. Raises ``RequestError``.
         """
@@ -248,7 +250,7 @@ def _block_size(capabilities: dict[str, Any]) -> int | None:
 
 
 def _refusal(status: int, text: str) -> RequestError:
-    """Return the error of a rejected request, with one of few reasons so that they can be counted."""
+    """Return the error of a rejected request. Its ``reason`` is one of few texts, which can be counted."""
     lowered = text.lower()
     if "context length" in lowered or "max_model_len" in lowered or "maximum input length" in lowered:
         return RequestError("context too long", text[:300])

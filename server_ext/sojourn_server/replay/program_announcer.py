@@ -1,4 +1,4 @@
-"""Reports the replayed programs and tool calls to the server through the SDK, or does not report them."""
+"""Two ways to replay: programs and tool calls are reported to the server through the SDK, or not at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class ProgramAnnouncer(Protocol):
-    """Protocol that reports programs and tool calls to a server, and marks requests with their program."""
+    """Protocol of an object that reports programs and tool calls, and marks requests with their program."""
 
     def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
         """Return a context manager for one run of a program."""
@@ -18,7 +18,7 @@ class ProgramAnnouncer(Protocol):
         ...
 
     def request_parts(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return body fields and headers to add to the next request of the current program."""
+        """Return (body fields, headers) to add to the next request of the current program."""
         ...
 
     def close(self) -> None:

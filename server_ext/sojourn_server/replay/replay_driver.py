@@ -50,12 +50,12 @@ class ReplayOptions:
     """Whether requests force the server to generate the planned tokens, so that prefixes are reused as in the
     trace."""
     hide_lengths: bool = False
-    """Whether requests hide their output length from the server. ``max_tokens`` then allows the whole
-    context, and a stop token ends the forced tokens. Only with ``force_tokens``."""
+    """Whether to hide from the server how long a request's output will be. ``max_tokens`` is then all that
+    the context allows, and the last forced token is a stop token. Only with ``force_tokens``."""
     vocabulary: int = DEFAULT_VOCABULARY
     block_size: int | None = None
-    """Tokens per KV block of the server, whose cache reuses only whole blocks. ``None``: as the server
-    reports."""
+    """Tokens per KV block of the server, whose cache reuses only whole blocks. ``None``: as the
+    server reports."""
 
     def __post_init__(self) -> None:
         if self.concurrency < 1 or (self.block_size is not None and self.block_size < 1):
@@ -132,7 +132,7 @@ class Replay:
         await asyncio.gather(*(one(program) for program in self._roots))
 
     async def _family(self, program: TraceProgram, parent_id: str | None) -> None:
-        """Run a program and its sub-agents. Return when all have ended."""
+        """Run a program and, at their start times, its sub-agents. Return when all have ended."""
         program_id = f"{program.program_id[:_MAX_WIRE_ID]}@{self._run_id}"
         turns_done = [asyncio.Event() for _ in program.turns]
 
@@ -195,7 +195,7 @@ class Replay:
         )
 
     def _fitting(self, builder: PromptBuilder) -> tuple[int, str]:
-        """Return how many turns from the first on can be replayed, and why the next turn cannot be."""
+        """Return how many of the program's first turns fit the context limits, and why the next does not."""
         plans = builder.plans
         limit, clip = self._served.max_context_tokens, self._options.max_context_tokens
         for index, plan in enumerate(plans):
@@ -249,8 +249,9 @@ class Replay:
         self.tally.add_turn(outcome)
 
     def _max_output_tokens(self, prompt_tokens: int) -> int:
-        """Return the maximum output in tokens that fits the server's context; ``DEFAULT_OUTPUT_BUDGET`` if
-        the context is unknown."""
+        """Return how many output tokens fit in the server's context after a prompt of ``prompt_tokens``.
+
+        Returns ``DEFAULT_OUTPUT_BUDGET`` if the server does not report its maximum context."""
         limit = self._served.max_context_tokens or prompt_tokens + DEFAULT_OUTPUT_BUDGET
         return max(1, limit - prompt_tokens)
 

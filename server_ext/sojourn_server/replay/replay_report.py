@@ -70,11 +70,11 @@ class ReplayTally:
         self.first_error: str | None = None
 
     def add_turn(self, outcome: ReplayedTurn) -> None:
-        """Count an answered turn."""
+        """Add an answered turn."""
         self.turns.append(outcome)
 
     def add_program(self, outcome: ReplayedProgram) -> None:
-        """Count a program that ended."""
+        """Add a program that ended or was skipped."""
         self.programs.append(outcome)
 
     def add_error(self, error: RequestError) -> None:
@@ -93,7 +93,7 @@ class ReplayTally:
         return Counter(program.reason for program in self.programs if not program.finished)
 
     def notes(self) -> list[str]:
-        """Return notes on what limits comparisons of these figures with others."""
+        """Return notes about what makes these figures less comparable with those of other replays."""
         notes = []
         if any(turn.completion.cached_tokens is None for turn in self.turns):
             notes.append(CACHED_TOKENS_MISSING)

@@ -38,8 +38,8 @@ UNROUTED_ROUTE = RoutingDecision("", "policy_failed")
 
 
 class AffinityCore(RoutingCore):
-    """Routing core with four policies: routing, work stealing, tenants' shares, preemption between
-    tenants."""
+    """Routing core that keeps each program at one replica, its home. Four policies decide: routing, work
+    stealing, tenants' shares, and preemption between tenants."""
 
     def __init__(
         self,
@@ -168,8 +168,9 @@ class AffinityCore(RoutingCore):
         return self.fleet.longest_tokens
 
     def _is_queue_full(self, tenant: str) -> bool:
-        """Whether the queue accepts no further request of ``tenant``. If tenants share capacity, a tenant
-        with less than an equal part of the queue may exceed the limit, up to twice the limit in total."""
+        """Whether a new request of ``tenant`` must be rejected because ``most_waiting`` requests wait. If
+        tenants share capacity, a tenant that has less than an equal part of ``most_waiting`` may exceed this
+        limit. The total never exceeds twice the limit."""
         most = self.limits.most_waiting
         if self.waiting < most or not self.tenants.take_turns or self.waiting >= 2 * most:
             return self.waiting >= most
@@ -483,8 +484,8 @@ class AffinityCore(RoutingCore):
     # -- dispatch -----------------------------------------------------------------
 
     def _dispatch(self, now: float, *, epoch: bool) -> None:
-        """Send eligible requests. With ``epoch``, also run work stealing and preemption between tenants. Work
-        stealing also runs after a replica has become idle."""
+        """Send the requests for which a replica has capacity. With ``epoch``, also run work stealing and
+        preemption between tenants. Without it, work stealing runs only after a replica has become idle."""
         self._release_unanswered_homes(now)
         if self._has_unrouted:
             self._capacity_changed, self._has_unrouted = True, False
@@ -510,16 +511,16 @@ class AffinityCore(RoutingCore):
 
     @contextmanager
     def _counted_failures(self) -> Iterator[None]:
-        """Context manager that catches and counts a ``PolicyCallError`` of its block. The next epoch tries
-        again."""
+        """Context manager that catches and counts a ``PolicyCallError`` of its block. The policy is called
+        again in the next epoch."""
         try:
             yield
         except PolicyCallError as error:
             self.counts.policy_failed(error)
 
     def _send_eligible(self, now: float) -> None:
-        """Send the requests that wait for any replica while one has capacity. Then send the requests that
-        wait for a replica that has become less loaded."""
+        """Send the requests that wait for any replica, as long as some replica has capacity. Then send
+        requests from the queues of single replicas whose load has fallen."""
         while self._capacity_changed or self.homes.capacity_grew:
             self._capacity_changed = self.homes.capacity_grew = False
             self._send_failed(now)
@@ -560,8 +561,9 @@ class AffinityCore(RoutingCore):
 
 
 def _can_retry_at(replica: Replica, request: RoutedRequest) -> bool:
-    """Whether a failed request may still be sent to this replica. False if the replica drains. If the request
-    failed there, True only while the replica is suspect, since a new instance may soon replace it."""
+    """Whether a failed request may wait for this replica. A replica where the request has not failed counts
+    unless it drains. A replica where the request failed counts only while it is suspect, since a new instance
+    may soon replace it."""
     if replica.replica_id in request.failed_at:
         return replica.health is ReplicaHealth.SUSPECT
     return replica.health is not ReplicaHealth.DRAINING

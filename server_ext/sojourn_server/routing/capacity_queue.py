@@ -5,11 +5,12 @@ routes again only requests that fit into the largest free capacity, in order of 
 This keeps a pass over 10,000 requests cheap.
 
 A request that needs less may pass one that needs more, within bounds. The first request of a tenant's queue
-is late if it has waited for ``patience_s``, or if ``patience`` others were admitted meanwhile. Then the
-replica with the most free capacity is reserved: it accepts no other program until it has enough capacity for
-the request or is empty. One replica is reserved at a time, for the first tenant in the order with a late
-request. Tenants earlier in the order do not wait for it. The reserved replica's free capacity only grows, and
-another replaces it only if that one has more. So the request is admitted as soon as enough programs there
+is late if it has waited for ``patience_s``. It is also late if ``patience`` other requests were admitted
+since it became the first. For a late request, the replica with the most free capacity is reserved: it accepts
+no other program until it has enough capacity for the request or is empty. One replica is reserved at a time,
+for the first tenant in the order that has a late request. The requests of tenants before this one need not
+wait for the late request. The reserved replica's free capacity only grows. Another replica is reserved
+instead only if it has more free capacity. So the late request is admitted as soon as enough programs there
 have ended.
 """
 
@@ -24,8 +25,8 @@ from .routing_queue import RoutedRequest, TenantQueue, WaitingQueue
 from .tenant_accounting import TenantAccounting
 
 MAX_FAILED_ROUTES = 512
-"""Maximum number of requests in one pass that are routed and still have to wait. Reached only if the needs of
-waiting requests are unknown."""
+"""Maximum number of requests that one pass routes in vain, so that they still have to wait. Reached only if
+the needs of waiting requests are unknown."""
 TENANT_REORDER_DIVISOR = 32
 """Tenants are sorted again after 1/32 of the waiting tenants were served. With up to 63 tenants, that is
 after each request. With more, each tenant is served at most once between two sorts."""
@@ -38,8 +39,8 @@ request, the id of a reserved replica that it must not use, and ``now``."""
 class CapacityQueue:
     """Routes the requests of a waiting queue when a replica has capacity.
 
-    ``reserved_replica``: id of the reserved replica, if any. ``admitted_count``: number of requests admitted
-    so far, including new ones that did not wait.
+    ``reserved_replica``: id of the replica that is reserved for a late request, if any. ``admitted_count``:
+    number of requests that got a replica so far, including new ones that did not wait.
     """
 
     def __init__(
@@ -58,11 +59,12 @@ class CapacityQueue:
         self.reserved_replica: str | None = None
         self.admitted_count = 0
         self.is_closed_to_new = False
-        """True if the capacity that some waiting request needs is unknown. Then new requests wait too."""
+        """True if it is unknown how much capacity some waiting request needs. Then a new request waits too,
+        unless it goes to its program's home or may pass waiting requests."""
 
     def place(self, place: PlaceCallback, now: float) -> bool:
-        """Route the waiting requests that may fit, by calling ``place``. Returns False if some requests have
-        not been routed yet."""
+        """Route the waiting requests that may fit. The callback ``place`` routes one request. Returns False
+        if the pass reached its limit before some requests were routed even once."""
         self.reserved_replica, self.is_closed_to_new = None, False
         line, fleet = self._line, self._fleet
         if not line:
@@ -123,6 +125,6 @@ class CapacityQueue:
 
 
 def _max_fitting_tokens(replica: ReplicaView) -> float:
-    """The largest need, in tokens, that may fit on this replica. Requests that need more are not routed
-    now."""
+    """Largest number of tokens that a request may need to fit on this replica. Infinite if no program has its
+    home there: an empty replica accepts any request."""
     return max(0, replica.room_tokens) if replica.homed else math.inf

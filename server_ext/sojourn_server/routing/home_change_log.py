@@ -16,8 +16,8 @@ from .routed_programs import Key
 FLUSH_S = 0.010
 FLUSH_CHANGES = 100
 MAX_LOGGED_PROGRAMS = 20_000
-"""Maximum number of programs whose latest change is kept. A copy that lacks a dropped change gets all
-homes."""
+"""Maximum number of programs whose latest change is kept. Older changes are dropped. A gateway that has not
+received a dropped change gets all homes."""
 
 Home = tuple[str, str]
 """Replica id and instance. The instance changes when the replica restarts."""
@@ -34,10 +34,10 @@ class HomeChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HomeChanges(msgspec.Struct, frozen=True):
-    """The latest change of each program in the versions after ``since`` up to ``version``, in order.
+    """A batch of changes: the latest one of each program whose home changed after version ``since``.
 
-    ``full``: ``changes`` lists all homes and replaces the reader's copy. ``life`` identifies the core that
-    numbers the versions. Versions of two cores cannot be compared.
+    ``version`` is that of the last change. ``full``: ``changes`` lists all homes and replaces the gateway's
+    copy. ``life`` identifies the core that numbers the versions. Versions of two cores cannot be compared.
     """
 
     life: str
@@ -100,8 +100,8 @@ class HomeChangeLog:
         return max(0.0, self._first_s + self._flush_s - now)
 
     def flush(self, now: float, everything: Callable[[], Iterable[tuple[Key, Home]]]) -> HomeChanges | None:
-        """Return the next batch if it is due, else ``None``. ``everything`` returns all homes, for a full
-        batch."""
+        """Return the next batch if it is due, else ``None``. ``everything`` is a function that returns all
+        homes. It is called only if the log has dropped changes that belong to the batch."""
         if self.due_s(now) != 0.0:
             return None
         changes = self.since(self._flushed, self.life, everything)
@@ -111,8 +111,9 @@ class HomeChangeLog:
     def since(
         self, version: int, life: str, everything: Callable[[], Iterable[tuple[Key, Home]]]
     ) -> HomeChanges:
-        """Return the changes that a copy at ``version`` of the core ``life`` lacks, flushed or not. Return
-        all homes if ``life`` is another core or the log does not reach back to ``version``."""
+        """Return the changes after ``version`` of the core ``life``: those that a gateway lacks. Whether they
+        were in a batch before does not matter. Return all homes if ``life`` is another core, or if the log
+        has dropped some of these changes."""
         if life != self.life or not self._forgotten <= version <= self.version:
             homes = tuple(HomeChange(*key, self.version, *home) for key, home in everything())
             return HomeChanges(self.life, 0, self.version, homes, full=True)

@@ -23,8 +23,8 @@ from .routing_limits import RoutingLimits
 from .routing_status import PairEngineStatus, ProgramRouteStatus
 
 ROLE_MISSING_TIMEOUT_S = 5.0
-"""Seconds that requests wait for a role without engines, if no supervisor starts engines. This covers an
-engine that misses one or two polls, but not one that has to load its model."""
+"""Seconds that requests wait while a role (prefill or decode) has no engine, if no supervisor starts engines.
+An engine that misses one or two polls is back in time. An engine that has to load its model is not."""
 RETRY_AFTER_S = 5.0
 """``Retry-After``, in seconds, of requests that are rejected because a role has no engine."""
 MAX_PAIR_PROGRAMS = 200_000
@@ -200,7 +200,8 @@ class PairCore(RoutingCore):
         self._engines_changed = True
 
     def _unschedule(self, engine: PairEngine) -> None:
-        """Remove an engine and its requests from the pair scheduler."""
+        """Remove an engine from the pair scheduler. Requests that have both engines go on there; all others
+        are queued again."""
         role, number = engine.seen.role, engine.number
         if number is None:
             return
@@ -251,8 +252,9 @@ class PairCore(RoutingCore):
         """Return the role without engines, if any, and the longest context, in tokens, that both roles can
         hold.
 
-        A draining engine does not count for its role, but a suspect one does. The result is cached, because
-        each request reads it and there may be a thousand engines.
+        A role has no engines if none is registered or all of them drain; a suspect engine counts. The longest
+        context covers all registered engines. The result is cached, because each request reads it and there
+        may be a thousand engines.
         """
         if self._roles is None:
             present = {engine.seen.role for engine in self.engines.values() if not engine.draining}
@@ -334,8 +336,9 @@ class PairCore(RoutingCore):
         return program
 
     def _submit(self, flight: PairRequest) -> None:
-        """Queue a request at the pair scheduler. If no engine can hold the context size, reduce it: it was an
-        estimate, or the larger engines are gone. An engine itself rejects a request that it cannot serve."""
+        """Queue a request at the pair scheduler. If no decode engine can hold the request's context, queue it
+        with the largest size that fits: the size was an estimate, or the larger engines are gone. An engine
+        itself rejects a request that it cannot serve."""
         asked = flight.asked
         decode_tokens = self.pairs.decode.largest_kv_tokens()
         tokens = max(1, asked.context_tokens)
@@ -430,7 +433,8 @@ class PairCore(RoutingCore):
             self._replay(flight, now)
 
     def _replay(self, flight: PairRequest, now: float) -> None:
-        """Submit a request to the pair scheduler again, to get other engines if possible."""
+        """Submit a request to the pair scheduler again, because an engine did not answer it. The pair
+        scheduler chooses its engines anew."""
         self._remove_from_pairs(flight)
         flight.prefill_id = flight.decode_id = flight.sent = None
         flight.prefilled = False

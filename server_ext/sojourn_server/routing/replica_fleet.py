@@ -124,7 +124,7 @@ class ReplicaFleet:
         self.capacity_tokens = 0
         """KV capacity of all replicas on their devices."""
         self.room_tokens = 0
-        """KV capacity of all replicas in all tiers."""
+        """KV capacity of all replicas in all tiers, used or free."""
         self.longest_tokens = 0
         """Longest context that any replica can compute; 0: there is no replica."""
         self.max_running = 0
@@ -177,8 +177,8 @@ class ReplicaFleet:
         return self._full_load < math.inf and replica.sent_load >= self._full_load
 
     def missing(self, replica: Replica) -> tuple[int, int]:
-        """Numbers of tokens and of requests in flight that have to end before a replica gets another
-        request."""
+        """How many tokens and how many requests of those in flight must end before a replica gets another
+        request. A request's tokens end with it."""
         if math.isinf(self._full_load):
             return 0, 0
         tokens = replica.in_flight_tokens - math.ceil(self._full_load * replica.capacity_tokens) + 1
@@ -188,8 +188,9 @@ class ReplicaFleet:
         return max(0, tokens), max(0, requests)
 
     def most_room(self, but: str | None = None) -> ReplicaView | None:
-        """The view of the replica with the most free capacity among those that accept new programs, empty
-        ones first. ``None``: there is none. ``but``: id of a replica to leave out."""
+        """The view of the replica with the most free capacity; ``None``: no replica accepts new programs.
+        Only replicas that accept new programs are compared. An empty replica wins over others. ``but``: id of
+        a replica to leave out."""
         best: ReplicaView | None = None
         for view in self.views:
             if not view.takes_new or view.replica_id == but:
@@ -209,12 +210,13 @@ class ReplicaFleet:
         return views
 
     def fitting(self, tokens: int) -> int:
-        """``tokens``, or the longest context that any replica can compute if that is less."""
+        """Limit ``tokens`` to the longest context that any replica can compute. Without replicas there is no
+        limit."""
         return min(tokens, self.longest_tokens) if self.longest_tokens else tokens
 
     def seen(self, event: ReplicaRegistered, now: float) -> bool:
-        """Process a registration; return whether waiting requests have to be routed again. The caller must
-        first remove an earlier instance of the replica.
+        """Process a registration; return whether waiting requests have to be routed again. If an earlier
+        instance of the replica is in the fleet, the caller must remove that one first.
 
         Raises ``ValueError`` for invalid sizes, such as no KV memory.
         """
@@ -289,15 +291,16 @@ class ReplicaFleet:
         self.changed(replica, now)
 
     def queued(self, replica: Replica, tokens: int, requests: int) -> None:
-        """Add to the size (``tokens``) and number of the requests that wait for the replica at the gateway.
-        Negative values subtract."""
+        """Count requests that begin to wait for the replica at the gateway: their number and their total
+        ``tokens``. Negative numbers count requests that stop waiting."""
         replica.queued += requests
         replica.queued_tokens += tokens
         self._stale.add(replica.replica_id)
 
     def homed(self, replica: Replica, tokens: int, programs: int = 0) -> None:
-        """Add to the size (``tokens``) and number of the programs whose home is the replica. Negative values
-        subtract."""
+        """Count programs that get their home at the replica: their number and their total ``tokens``.
+        Negative numbers count programs that leave. With ``programs`` 0, only the size of a program
+        changes."""
         replica.homed += programs
         replica.homed_tokens += tokens
         self._stale.add(replica.replica_id)

@@ -17,17 +17,17 @@ from .routing_queue import RoutedRequest, can_move
 from .routing_tables import RoutedRequestTable, RoutingTables
 
 MAX_REPLICAS_COMPARED = 8
-"""Maximum number of replicas whose resident programs are compared for a new program: those with the most free
-capacity."""
+"""Maximum number of replicas offered to a policy that reads their resident programs, for a request without
+cached KV. These are the replicas with the most free capacity."""
 MAX_PREFIX_PIECES = 200_000
 """Maximum number of prompt pieces remembered per replica; each takes a few hundred bytes."""
 
 
 class PrefixIndex:
-    """Hashes of the prompt pieces sent to each replica, bounded: the least recently used are dropped.
+    """Hashes of the prompt pieces that were sent to each replica, at most ``most_pieces`` per replica.
 
-    A hash covers its piece and all pieces before it, so a prompt matches up to its first unknown hash. Raises
-    ``ValueError`` for ``most_pieces`` below 1.
+    The least recently used hashes are dropped. A hash covers its piece and all pieces before it, so a prompt
+    matches up to its first unknown hash. Raises ``ValueError`` for ``most_pieces`` below 1.
     """
 
     def __init__(self, most_pieces: int = MAX_PREFIX_PIECES) -> None:
@@ -37,7 +37,8 @@ class PrefixIndex:
         self._replicas: dict[str, OrderedDict[int, None]] = {}
 
     def computed(self, replica_id: str, prefix: Sequence[int]) -> None:
-        """Record that a prompt is sent to a replica. ``prefix``: hashes of the prompt's pieces."""
+        """Record that a prompt is sent to a replica, which will compute it. ``prefix``: hashes of the
+        prompt's pieces."""
         known = self._replicas.setdefault(replica_id, OrderedDict())
         # Last piece first, so that the end of a prompt is forgotten before its beginning.
         for piece in reversed(prefix):
@@ -80,8 +81,9 @@ class RequestPlacer:
     def route(
         self, request: RoutedRequest, now: float, reserved_replica: str | None = None, *, leaves: bool = False
     ) -> RoutingDecision:
-        """Return the policy's decision about a request, without carrying it out. The request must not move to
-        ``reserved_replica``. ``leaves``: the program has to leave its home. Raises ``PolicyCallError``."""
+        """Return the policy's decision about a request, without carrying it out. To the policy,
+        ``reserved_replica`` accepts no new programs. ``leaves``: the policy decides as if the program had no
+        home. Raises ``PolicyCallError``."""
         program = request.program
         shut = request.failed_at if reserved_replica is None else (*request.failed_at, reserved_replica)
         home = parent_home = None
@@ -198,7 +200,7 @@ class RequestPlacer:
 
 
 def _largest_capacity(views: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
-    """The replicas to compare for a new program: those with the most free capacity."""
+    """The ``MAX_REPLICAS_COMPARED`` replicas with the most free capacity, or all if there are fewer."""
     if len(views) <= MAX_REPLICAS_COMPARED:
         return views
     return nlargest(
@@ -220,8 +222,9 @@ class RequestStealer:
         self._requests = requests
 
     def each(self, now: float) -> Iterator[tuple[RoutedRequest, str, str]]:
-        """Yield each request to move, with its new replica and the reason. The caller must move it before it
-        asks for the next. Raises ``PolicyCallError``; earlier moves stay valid."""
+        """Yield the requests to move, each with its new replica and the reason. The caller must move a
+        request before it asks this iterator for the next one. Raises ``PolicyCallError``; earlier moves stay
+        valid."""
         if not self._policy.steals or not self._requests.queues:
             return
         if all(self._fleet.full(replica) for replica in self._fleet):

@@ -1,12 +1,12 @@
 """Programs that a gateway routes: their homes, estimates of their size and turns, and the programs at each
 replica.
 
-``ResidentPrograms`` counts the programs at each home replica, for policies that read them. It counts programs
-that have a request or are expected to send one. A program without a request counts only if its agent type is
-known, and only for a limited time, since many clients never end their programs. A change only marks a
-program, and the next query counts the marked ones again. Programs with the same numbers of turns done and
-turns left form one group. So the cost of a query depends on the number of changes and groups, even with
-thousands of programs.
+``ResidentPrograms`` counts the programs at each home replica, for policies that read these numbers. It counts
+programs that have a request or are expected to send one. A program without a request counts only if its agent
+type is known, and only for a limited time, since many clients never end their programs. When a program
+changes, it is only marked; the next query counts the marked programs again. Programs with the same numbers of
+turns done and turns left form one group. So the cost of a query depends on the number of changes and groups,
+not on the number of programs.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class RoutedProgram:
 class RoutedProgramTable:
     """Live programs, least recently active first.
 
-    Above ``most`` programs, the tenant with the most programs loses its least recently active one. So no
-    tenant displaces another's programs.
+    If there are more than ``most``, one program without requests is removed: the least recently active one of
+    the tenant that has the most programs. So a tenant with many programs does not displace those of others.
     """
 
     def __init__(self, most: int = 200_000) -> None:
@@ -132,8 +132,9 @@ class RoutedProgramTable:
         return program, forgotten
 
     def _oldest_idle(self, but: RoutedProgram) -> RoutedProgram | None:
-        """The least recently active program without requests; ``None``: there is none. It belongs to the
-        tenant with the most programs among those that have such a program. ``but`` is never returned."""
+        """The program to remove to make room; ``None``: there is none. Tenants are searched in turn, the one
+        with the most programs first. The first tenant with an idle program (one without requests) loses the
+        least recently active of these. The program ``but`` is never returned."""
         for of_tenant in sorted(self._of.values(), key=len, reverse=True):
             for program in of_tenant.values():
                 if not program.in_flight and not program.waiting and program is not but:
@@ -209,8 +210,8 @@ class ProgramEstimator:
         return context_tokens + (round(left) if left is not None else 0)
 
     def turns_left(self, program: RoutedProgram) -> float | None:
-        """Expected number of turns left; ``None``: unknown. Always ``None`` without an agent type: such a
-        client may not announce a program's end either."""
+        """Expected number of turns left; ``None``: unknown. Always ``None`` if the program has no agent type:
+        a client that states none may not announce a program's end either."""
         if program.agent_type is None:
             return None
         return self._left(self._turns, program.agent_type, program.turns, 10_000)
@@ -282,7 +283,7 @@ def _read_means(entries: Any) -> OrderedDict[str | None, SlidingMean]:
 
 
 class _CountedProgram(NamedTuple):
-    """The values with which a program was counted at a replica."""
+    """A program as it was last counted at a replica: the values to subtract when it changes."""
 
     program: RoutedProgram
     replica_id: str
@@ -310,7 +311,8 @@ class ResidentPrograms:
         self._sorted: dict[str, tuple[ResidentProgramGroup, ...]] = {}
         """The same groups, sorted, for replicas without changes since the last query."""
         self._lapses: list[tuple[float, int, RoutedProgram]] = []
-        """Heap of programs without a request, by the time of their last event."""
+        """Heap of counted programs without a request, by the time of their last event. They stop counting
+        ``for_s`` later."""
         self._lapse_s: dict[int, float] = {}
         """Time of each program's earliest entry in ``_lapses``."""
 
@@ -323,8 +325,8 @@ class ResidentPrograms:
     def at(
         self, replica_ids: Iterable[str], but: RoutedProgram | None, now: float
     ) -> dict[str, tuple[ResidentProgramGroup, ...]]:
-        """Non-empty groups of programs at each of these replicas, in a fixed order. The program ``but`` is
-        not counted."""
+        """Groups of programs at each of these replicas, by replica id. Replicas without programs are left
+        out. The groups of a replica are in a fixed order. The program ``but`` is not counted."""
         self._catch_up(now)
         own = self._counted.get(id(but))
         found = {}
@@ -416,8 +418,8 @@ def turns_left(program: RoutedProgram) -> float:
 
 
 def build_resident_programs(routing: RoutingPolicy) -> ResidentPrograms:
-    """Build the ``ResidentPrograms`` that a routing policy reads. A policy class that does not declare
-    ``reads_residents`` sees none."""
+    """Build the ``ResidentPrograms`` that a routing policy reads. They count nothing if the policy does not
+    set ``reads_residents``."""
     return ResidentPrograms(
         float(getattr(routing, "resident_for_s", math.inf)),
         wanted=bool(getattr(routing, "reads_residents", False)),

@@ -54,7 +54,7 @@ class FailedRequest(Protocol):
 
 
 class RoutingCore(ABC):
-    """State machine of one gateway or one coordinator. Not thread-safe.
+    """State machine that routes the requests of one gateway or one coordinator. Not thread-safe.
 
     ``life`` identifies this core, so that ``changes_since`` does not mix its versions with those of another
     core.
@@ -66,7 +66,7 @@ class RoutingCore(ABC):
         self.journal = HomeChangeLog(life)
         """Changes of programs' homes."""
         self.changes = 0
-        """Number of changes so far to state that a successor needs."""
+        """Number of changes so far to the state that a successor has to take over."""
         self.drained: MutableMapping[str, str] = {}
         """Instance of each drained replica, by replica id. If this instance returns after a short absence, it
         drains again."""
@@ -119,7 +119,7 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def sent_request(self, request_id: str) -> routing_events.SendRequest | None:
-        """The last decision about a request; ``None``: the request waits, or is unknown."""
+        """The ``SendRequest`` with which a request was sent; ``None``: the request waits, or is unknown."""
 
     @abstractmethod
     def replica(self, replica_id: str) -> LeasedReplica | None:
@@ -178,13 +178,13 @@ class RoutingCore(ABC):
         return self.journal.flush(now, self._all_homes)
 
     def changes_since(self, version: int, life: str) -> HomeChanges:
-        """Changed homes that a copy at ``version`` of the core ``life`` lacks; all homes if the log does not
-        reach back to that version."""
+        """Homes that changed after ``version`` of the core ``life``. All homes, if ``life`` is another core
+        or the log has dropped some of these changes."""
         return self.journal.since(version, life, self._all_homes)
 
     def snapshot(self, now: float) -> RoutingState | None:
-        """State for a successor; ``None``: this kind of core has none. It has no requests: gateways report
-        these to the successor."""
+        """State for a successor; ``None``: this kind of core has none. The state contains no requests, since
+        gateways report their requests to the successor."""
         return None
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
@@ -232,7 +232,8 @@ class RoutingCore(ABC):
             self._reject_unrouted(request_id, error)
 
     def _reject_early(self, event: routing_events.RequestReceived) -> bool:
-        """Reject a request that this core cannot serve; return whether the request was rejected."""
+        """Reject a request that this core cannot serve now, before its size and the queue are checked. Return
+        whether it was rejected."""
         return False
 
     def _is_queue_full(self, tenant: str) -> bool:
@@ -283,7 +284,7 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def _lose(self, replica_id: str, now: float) -> None:
-        """Remove a replica; its requests are routed again."""
+        """Remove a replica. Its requests are routed again, or aborted if their client has the first byte."""
 
     @abstractmethod
     def _drain_started(self, event: routing_events.ReplicaDrainStarted, now: float) -> None: ...

@@ -1,6 +1,6 @@
 """Events that a routing core takes, and actions that it returns.
 
-Gateways and a coordinator exchange these structs, so the tags are part of that protocol.
+Gateways and a coordinator send each other these structs. So the structs' tags are part of a wire protocol.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class RequestFinished(RoutingEvent, frozen=True, tag="Ended"):
     replica_id: str | None = None
     """The replica that answered; ``None``: the client gave up, whether the request was waiting or sent."""
     answered: bool | None = True
-    """Whether the request was answered with status 200, completely or in part. ``None``: unknown; then it was
-    answered if its answer had begun."""
+    """Whether the request was answered with status 200, completely or in part. ``None``: unknown. Then an
+    ``AffinityCore`` takes it as answered if the client has the first byte; a ``PairCore`` does not."""
     prompt_tokens: int = 0
     """Number of prompt tokens that an engine of a pair counted; 0: unknown."""
 
@@ -289,7 +289,7 @@ AnyRoutingAction = (
 )
 
 HOME_LEFT_REASONS = ("drain", "failed")
-"""``drain``: the home drains. ``failed``: a request of the program failed there."""
+"""Why a program had to leave its home. ``drain``: the home drains. ``failed``: a request failed there."""
 
 REJECTION_CODES = (
     "bad_request",

@@ -49,8 +49,8 @@ def build_core(
     expects_engines: bool = False,
     life: str = "",
 ) -> RoutingCore:
-    """Build the core for these rules. ``expects_engines`` and ``life`` are as in ``PairCore`` and
-    ``RoutingCore``."""
+    """Build the core for these rules. ``expects_engines``: a supervisor starts missing engines (only for
+    pairs). ``life`` identifies the core."""
     if isinstance(rules, PrefillDecodeRules):
         return build_pair_core(rules.read_side, limits, expects_engines=expects_engines, life=life)
     return build_routing_core(rules, limits, life=life)
@@ -59,8 +59,8 @@ def build_core(
 def build_routing_core(
     preset: ClusterPreset, limits: RoutingLimits | None = None, *, life: str = ""
 ) -> AffinityCore:
-    """Build a core from a preset. The preset's ``send_below_load`` replaces that of ``limits``. ``life``: as
-    in ``RoutingCore``."""
+    """Build a core from a preset. The preset's ``send_below_load`` replaces that of ``limits``. ``life``
+    identifies the core."""
     return AffinityCore(
         preset.routing,
         preset.stealing,
@@ -75,8 +75,9 @@ def build_routing_core(
 def build_pair_core(
     read_side: str, limits: RoutingLimits | None = None, *, expects_engines: bool = False, life: str = ""
 ) -> PairCore:
-    """Build a core for pairs. ``read_side``: a key of ``READ_SIDE_POLICIES``. ``expects_engines``: as in
-    ``PairCore``. Raises ``ValueError`` for another ``read_side``."""
+    """Build a core for pairs. ``read_side``: a key of ``READ_SIDE_POLICIES``. ``expects_engines``: a
+    supervisor starts missing engines. ``life`` identifies the core. Raises ``ValueError`` for another
+    ``read_side``."""
     if read_side not in READ_SIDE_POLICIES:
         raise ValueError(f"read_side is {read_side!r}; expected {', '.join(READ_SIDE_POLICIES)}")
     pairs = PairScheduler(side=READ_SIDE_POLICIES[read_side]())
@@ -84,8 +85,8 @@ def build_pair_core(
 
 
 def routing_reasons(preset: RoutingRules) -> tuple[str, ...]:
-    """All known values of ``SendRequest.reason`` for a core with these rules. A custom policy class need not
-    list its own."""
+    """All known values of ``SendRequest.reason`` for a core with these rules. The reasons of a custom policy
+    class are missing if the class does not list them."""
     if isinstance(preset, PrefillDecodeRules):
         return PAIR_REASONS
     routed: Iterable[str] = getattr(preset.routing, "reasons", ())

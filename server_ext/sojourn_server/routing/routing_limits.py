@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 MAX_ERROR_CHARS = 200
-"""Maximum length kept of a policy's error message."""
+"""Number of characters to which a policy's error message is cut."""
 
 
 class PolicyCallError(RuntimeError):
@@ -21,8 +21,8 @@ class RoutingLimits:
     """A request waits at the gateway while its replica's load is at least this; ``inf``: requests queue in
     the engines."""
     most_waiting: int = 20_000
-    """Maximum number of waiting requests. If tenants share capacity, a tenant with less than an equal part of
-    them may still add requests, up to twice this number in total."""
+    """Maximum number of waiting requests. If tenants share capacity, a tenant that has less than an equal
+    part of this number may exceed it. The total never exceeds twice this number."""
     wait_s: float = 600.0
     """A request that waits longer than this is rejected."""
     line_patience_s: float = 30.0

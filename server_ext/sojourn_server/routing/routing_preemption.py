@@ -61,8 +61,8 @@ class RoutingPreemption:
         self._placer = placer
 
     def preempt_less_urgent(self, now: float) -> int:
-        """Preempt requests; return how many were recalled from a replica. Raises ``PolicyCallError``. Even
-        then each open request is in a queue or at a replica."""
+        """Preempt requests of less urgent tenants; return how many were recalled from a replica. Raises
+        ``PolicyCallError``. Also after this error, each open request is in a queue or at a replica."""
         if not self._policy.yields or not self._requests.waiting or len(self._tenants.shares) < 2:
             return 0
         recalled = 0
@@ -78,7 +78,8 @@ class RoutingPreemption:
         return recalled
 
     def _carry_out(self, plan: PreemptionPlan, now: float) -> int:
-        """Carry out a plan; returns how many requests were recalled."""
+        """Carry out a plan, and queue the requests again that lost their replica, even after an error.
+        Returns how many requests were recalled."""
         unqueued: list[RoutedRequest] = []
         try:
             return self._apply_preemption(plan, unqueued, now)
@@ -88,8 +89,8 @@ class RoutingPreemption:
                 self._requests.enqueue_for_any(request)
 
     def _apply_preemption(self, plan: PreemptionPlan, unqueued: list[RoutedRequest], now: float) -> int:
-        """Carry out a plan; return how many requests were recalled. ``unqueued`` collects the requests that
-        the caller has to queue again."""
+        """Move the plan's requests and send the blocked one; return how many requests were recalled. Adds the
+        requests that the caller has to queue again to ``unqueued``."""
         recalled = 0
         for request in plan.others:
             program = request.program
@@ -192,7 +193,8 @@ class RoutingPreemption:
         return self._ask_policy(blocked, view, others, replica.replica_id, for_capacity=True)
 
     def _at_home(self, replica: Replica) -> list[RoutedRequest]:
-        """Requests that could leave a replica together with their programs, queued ones before sent ones."""
+        """Requests whose programs have their home at this replica and could leave it. Requests that still
+        wait come before sent ones."""
         queue = self._requests.queues.get(replica.replica_id)
         request = queue.oldest(MAX_VICTIM_CANDIDATES) if queue is not None else []
         newest = [self._requests.by_id[request_id] for request_id in reversed(replica.in_flight)]

@@ -13,8 +13,8 @@ from operator import attrgetter
 from .routed_programs import Key, RoutedProgram
 
 CHUNK = 128
-"""Maximum number of requests in a chunk. A search examines the requests of one chunk; a queue of 10,000 has
-80 to 160 chunks."""
+"""Maximum number of requests in a chunk of a ``TenantQueue``. A search examines the requests of one chunk; a
+queue of 10,000 has 80 to 160 chunks."""
 
 _NUMBER = attrgetter("number")
 
@@ -46,8 +46,8 @@ class RoutedRequest:
     """Ids and instances of replicas that did not answer and are gone. Such an instance may turn out to be
     alive."""
     lost_with: str | None = None
-    """Id of the last replica that disappeared while it had the request. ``None`` again once it is known
-    whether the replica had accepted the request."""
+    """Id of the last replica that disappeared while it had the request. ``None`` again once a
+    ``RequestFailed`` tells that the replica had accepted the request."""
     reason: str = ""
     moved_from: str | None = None
     left_because: str = ""
@@ -55,7 +55,8 @@ class RoutedRequest:
     """KV capacity that the request waits for, as stated by its last routing decision; 0: it has to be routed
     first."""
     recalled_from: str | None = None
-    """The replica from which the request was recalled; ``None`` again once another replica answers it."""
+    """The replica from which the request was recalled; ``None`` again once any replica answers the
+    request."""
     recalled: bool = False
     """Whether the request was recalled before. If so, it is not recalled again."""
     first_since: int | None = None
@@ -63,8 +64,9 @@ class RoutedRequest:
 
 
 def can_move(request: RoutedRequest) -> bool:
-    """Whether a request and its program may go to another replica. They may only between turns, once per
-    turn, and not after a failure."""
+    """Whether a request and its program may go to another replica. A request that has failed at a replica may
+    not. A program may not while another of its requests is sent, nor again in the turn in which it last
+    moved."""
     program = request.program
     if request.failed_at:
         return False

@@ -1,7 +1,7 @@
 """Snapshot of a core for its successor: replicas, programs with their homes, and statistics.
 
-It has no requests. Gateways report the requests that they have sent (``RequestSent``) to the successor, and
-submit the waiting ones again.
+The snapshot contains no requests. Gateways report the requests that they have sent to the successor
+(``RequestSent``), and submit the waiting ones again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROUTING_STATE_VERSION = 1
 
 
 class SavedReplica(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A replica in a snapshot; fields as in ``ReplicaRegistered``."""
+    """A replica in a snapshot: the fields of its ``Replica`` that a successor needs."""
 
     replica_id: str
     instance: str
@@ -32,7 +32,7 @@ class SavedReplica(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SavedProgram(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A program in a snapshot; fields as in ``RoutedProgram``."""
+    """A program in a snapshot: the fields of its ``RoutedProgram`` that a successor needs."""
 
     tenant: str
     program_id: str

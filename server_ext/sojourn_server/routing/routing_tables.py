@@ -69,7 +69,7 @@ class ProgramAffinity:
         return before
 
     def resize(self, program: RoutedProgram, size_tokens: int) -> None:
-        """Change the number of tokens that a program counts with at its home."""
+        """Change the number of tokens that are counted for a program at its home."""
         replica = self._fleet.get(program.home)
         if replica is not None and size_tokens != program.size_tokens:
             self._fleet.homed(replica, size_tokens - program.size_tokens)
@@ -91,8 +91,8 @@ class RoutedRequestTable:
         """All requests in progress."""
         self.anywhere = WaitingQueue(by_tenant=tenants.take_turns)
         self.failed = WaitingQueue(by_tenant=False)
-        """Requests that wait for any replica except those where they failed. They have a separate queue,
-        because free capacity that suits other requests may be of no use to them, and vice versa."""
+        """Requests that failed at a replica and wait for any other. Their queue is separate, because free
+        capacity that suits other requests may be of no use to them, and vice versa."""
         self.queues: dict[str, WaitingQueue] = {}
         """Non-empty queues by replica."""
         self.waiting = 0
@@ -223,8 +223,8 @@ class RoutedRequestTable:
                 self.enqueue_for_any(request)
 
     def replica_came(self, replica: Replica) -> None:
-        """If this instance had been declared gone, mark it as failed again for the requests that failed
-        there."""
+        """Process the registration of a replica that may have been declared gone by mistake. If the same
+        instance returns, the requests that failed there may not use it, as before."""
         came = (replica.replica_id, replica.instance)
         for request in [one for one in self.by_id.values() if came in one.failed_at_gone]:
             waits_anywhere = request.sent_s is None and request.replica_id is None

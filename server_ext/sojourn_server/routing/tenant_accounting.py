@@ -14,8 +14,8 @@ from .routing_limits import RoutingCounters
 from .routing_queue import TenantQueue
 
 MAX_NEW_ESTIMATES = 256
-"""Maximum number of programs with a new request whose remaining work is estimated per epoch. The others keep
-their last estimate."""
+"""Maximum number of programs whose remaining work is estimated per epoch because of a new request. Further
+programs keep their last estimate for now."""
 MIN_REFRESHED_ESTIMATES = 64
 """Minimum number of estimates per epoch. If there are fewer new requests, old estimates are renewed. A full
 round over 10,000 waiting programs takes about 16 s."""
@@ -64,7 +64,8 @@ class TenantAccounting:
 
     @property
     def take_turns(self) -> bool:
-        """Whether tenants take turns by their shares; False: requests are served in order of arrival."""
+        """Whether the tenants' requests are served in turn, by the tenants' shares. False: requests are
+        served in order of arrival."""
         return self._policy.divides_capacity
 
     @property
@@ -139,9 +140,9 @@ class TenantAccounting:
             self._counts.policy_failed(error)  # shares stay as they were
 
     def _counting(self, tenant: str, now: float) -> list[RunningTaskView]:
-        """The tenant's programs that count for its share. A stated deadline earlier than ``now`` plus the
-        work left is replaced by that time. This depends on ``now``, so it is not part of the stored
-        estimate."""
+        """The tenant's programs that count for its share, each with its deadline. If the client stated a
+        deadline before ``now`` plus the work left, the program counts with the latter time instead. That time
+        depends on ``now``, so it is computed here and not stored."""
         tasks = islice(self._tasks.get(tenant, {}).values(), self._fleet.max_running or DEFAULT_MAX_RUNNING)
         return [
             RunningTaskView(task.work_s, now + task.work_s)
@@ -151,8 +152,9 @@ class TenantAccounting:
         ]
 
     def used(self, tenant: str, *, room: bool = False) -> float:
-        """Fraction of all capacity that a tenant's requests use. With ``room``, the larger of this and the
-        fraction of KV capacity in all tiers that the tenant's programs use."""
+        """Fraction of all device KV capacity that a tenant's requests in flight use. With ``room``, also
+        compute the fraction of KV capacity in all tiers that the tenant's programs use, and return the larger
+        one."""
         fleet = self._fleet
         used = self._tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0
         if room and fleet.room_tokens:

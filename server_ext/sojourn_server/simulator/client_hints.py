@@ -1,6 +1,7 @@
 """Hints of a simulated client: the context of each request, and client events.
 
-The server receives no other data about a program, and none about its future lengths, durations or turns.
+The server receives no other data about a program. No hint tells the program's real future: the expected
+number of turns left is an estimate from finished programs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ AGENT_NODE = "agent"
 
 
 class ClientHistory:
-    """Numbers of turns of finished programs, learnt as by the SDK. All clients of a run share one history."""
+    """Learns how many turns finished programs had, with the SDK's estimator. All clients of a run share one
+    history."""
 
     def __init__(self) -> None:
         self._transitions = Transitions()
@@ -82,13 +84,14 @@ class ClientHints:
         return context
 
     def queue_events(self, events: Iterable[dict[str, Any]], now: float) -> bool:
-        """Queue events to be sent. Returns whether the queue was empty."""
+        """Queue events to be sent. Returns whether the queue was empty before."""
         was_empty = not self._unsent
         self._unsent += [(now, event) for event in events]
         return was_empty
 
     def pop_unsent(self, now: float) -> list[dict[str, Any]]:
-        """Remove and return all unsent events, oldest first, each with its age."""
+        """Remove and return all unsent events, oldest first. Each gets ``age_s``, the seconds since it was
+        queued."""
         taken, self._unsent = self._unsent, []
         return [{**event, "age_s": round(now - at_s, 6)} for at_s, event in taken]
 

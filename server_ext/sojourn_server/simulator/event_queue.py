@@ -28,8 +28,8 @@ class VirtualClock:
 
 
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...], "deque[Event] | None", bool]
-"""(due time in virtual seconds, sequence number, callback, its arguments, FIFO that holds the event or
-``None``, whether it is a background event)"""
+"""A scheduled callback: (due time in virtual seconds, sequence number, callback, its arguments, FIFO that
+holds the event or ``None``, whether it is a background event)"""
 
 
 class EventQueue:
@@ -52,7 +52,8 @@ class EventQueue:
         self._foreground_events += not background
 
     def in_line(self, line: deque[Event], at_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Append ``call(*args)``, due at ``at_s``, to the FIFO ``line``, whose events are due no later.
+        """Schedule ``call(*args)`` for ``at_s``, at the end of the FIFO ``line``. No event in ``line`` may be
+        due after ``at_s``.
 
         The heap holds only the first event of each FIFO: a small heap stays in the processor's cache.
         """
@@ -64,7 +65,8 @@ class EventQueue:
         self._foreground_events += 1
 
     def run_until(self, limit_s: float, max_events: int = sys.maxsize) -> int:
-        """Run events due by ``limit_s``, at most ``max_events``. Returns the number of events run."""
+        """Run the events that are due at ``limit_s`` or before, at most ``max_events``. Returns how many were
+        run."""
         events, ran = self._events, 0
         while events and ran < max_events:
             at_s, _, call, args, line, background = events[0]

@@ -18,7 +18,7 @@ from .simulation_run import (
 )
 
 HOST_MEMORY_POLICIES_HINT = "host memory, such as lru-offload or continuum+host"
-"""Part of an error message: the policies that have host memory."""
+"""Part of an error message: which policies use host memory."""
 
 
 class SweepError(ValueError):
@@ -76,7 +76,8 @@ class ParameterSweep:
         """The sweep's specifications: for each value in turn, all of ``specs`` with that value.
 
         A policy that does not use the field has the same specification at all values, and ``run_suite`` runs
-        it once. Raises ``SweepError`` if no policy uses the field, and ``PolicyError``.
+        it once. Raises ``SweepError`` if no policy uses the field. Raises ``PolicyError`` for an unknown
+        policy.
         """
         if not any(self._affects(spec) for spec in specs):
             named = ", ".join(spec.policy for spec in specs)

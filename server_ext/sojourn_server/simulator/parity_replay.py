@@ -1,7 +1,8 @@
 """Replays a recording on a rebuilt scheduler, and compares its decisions and answers with the recorded ones.
 
 If they are equal (parity), simulated results are valid for the engine: the same policy objects make the same
-decisions for the same input. The replay does not import the engine, since its answers are in the recording.
+decisions for the same input. The replay does not import the engine, since the recording contains the calls
+that the engine made.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class ParityDifference:
     record: str
     """The recorded line."""
     before: tuple[str, ...]
-    """Last recorded lines of the same program."""
+    """Last recorded lines of the same program before this record."""
     raised: str | None = None
     """Exception of the replay, if any."""
 
@@ -117,8 +118,8 @@ def _decisions(decisions: Sequence[Any]) -> list[Any]:
 
 
 def _first_differing_leaf(where: str, old: Any, new: Any) -> tuple[str, Any, Any] | None:
-    """First (place, old, new) where two JSON values differ, also in number type or sign of zero; else
-    ``None``."""
+    """First place where two JSON values differ: (place, old, new); ``None`` if they are equal. 1 and 1.0
+    differ, and so do 0.0 and -0.0."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(key for key in new if key not in old)]:
             found = _first_differing_leaf(f"{where}.{key}", old.get(key), new.get(key))
@@ -137,7 +138,7 @@ def _first_differing_leaf(where: str, old: Any, new: Any) -> tuple[str, Any, Any
 __all__ = ["ParityDifference", "ParityReport", "RecordingError", "replay_recording"]
 
 RECENT_RECORDS = 4000
-"""Number of preceding records among which a program's earlier records are searched."""
+"""Number of records before a difference that are searched for earlier records of the same program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +150,7 @@ class ParityReport:
     versions: dict[str, str]
     """Versions of sojourn, the engine and Python at recording time."""
     records: int
-    """Number of compared records, including the one that differs."""
+    """Number of compared records, including the one that differs, if any."""
     span_s: float
     """Seconds of the engine's clock from the first to the last compared record."""
     decisions: dict[str, int]
@@ -291,7 +292,7 @@ class _ParityReplay:
 
     @property
     def span_s(self) -> float:
-        """Seconds from the first record with a time to the last."""
+        """Seconds from the first compared record that has a time to the last one."""
         return self._last_s - self._first_s if self._first_s is not None else 0.0
 
     def run(self) -> ParityDifference | None:
@@ -327,7 +328,7 @@ class _ParityReplay:
         return None
 
     def _before(self, wanted: RecordedCall) -> list[RecordedCall]:
-        """The last records of the same program."""
+        """The last records of the program of ``wanted`` before it, at most six."""
         program_id = self.player.program_of(wanted)
         if program_id is None:
             return []

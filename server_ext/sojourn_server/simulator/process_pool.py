@@ -68,10 +68,10 @@ def run_in_processes(
     thread with the task's number; ``on_done`` also gets the answer. Each task has a fresh process: modules
     loaded by one task are invisible to the others, and its memory is freed. If the system can fork, processes
     fork from a server that has imported only ``preload``; slow imports then happen once for all tasks. The
-    first call in a process fixes ``preload``.
+    server starts at the first call in a process: other ``preload`` modules of later calls are ignored.
 
-    Raises the exception of a task, or ``WorkerDiedError`` for a process without an answer. All other
-    processes are ended first.
+    Raises the exception of a task, or ``WorkerDiedError`` for a process that ended without an answer. Before
+    that, all other processes are ended.
     """
     context = _process_context(preload)
     answers: list[Any] = [None] * len(tasks)
@@ -141,8 +141,8 @@ def _worker_environment() -> Iterator[None]:
 
 @contextmanager
 def _deferred_sigint() -> Iterator[None]:
-    """Context that defers Ctrl-C while a process starts. The terminal sends SIGINT to every process. The new
-    process ignores it, and the parent handles it afterwards."""
+    """Context that defers Ctrl-C while a new process starts. The terminal sends SIGINT to the parent and to
+    the new process. The new process ignores it, and the parent handles it at the end of the context."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

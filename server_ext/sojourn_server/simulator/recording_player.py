@@ -21,9 +21,9 @@ class RecordingPlayer:
     def __init__(self, program_scheduler: RecordingScheduler) -> None:
         self.program_scheduler = program_scheduler
         self._request_ids: dict[int, str] = {}
-        """Requests in the engine, by arrival number."""
+        """Id of each request in the engine, by the request's arrival number."""
         self._programs: dict[int, str] = {}
-        """Program of each request, by arrival number."""
+        """Id of each request's program, by the request's arrival number."""
 
     def call(self, record: RecordedCall) -> SchedulerCall:
         """The scheduler call that ``record`` describes, not yet made. Raises ``ValueError``, ``TypeError`` or
@@ -32,7 +32,7 @@ class RecordingPlayer:
         return make(record.now, *record.facts)
 
     def program_of(self, record: RecordedCall) -> str | None:
-        """The program of a record; ``None`` if it has none."""
+        """Id of the program that a record is about; ``None`` if it is about no program."""
         shape = record_format.RECORD_SHAPES[record.op]
         facts = dict(zip(shape.facts, record.facts, strict=True))
         if "request" in facts:

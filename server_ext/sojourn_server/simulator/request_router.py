@@ -1,4 +1,5 @@
-"""Routers in front of simulated engines: interface and views. A router selects which requests enter now."""
+"""Interface of routers in front of simulated engines, and what routers see. A router selects the waiting
+requests that enter an engine now."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class RequestRouter(Protocol):
     is_open: bool
     """Whether every request enters at once; ``select_requests`` is then not called."""
     tick_s: float
-    """Longest interval between two calls, in virtual seconds; ``inf``: events alone cause calls."""
+    """Longest interval between two calls of ``select_requests``, in virtual seconds; ``inf``: events alone
+    cause calls."""
 
     def select_requests(self, view: RequestRouterView, now: float) -> Sequence[str]:
         """Ids of waiting requests that enter now, in this order. Called after every arrival, finished turn,
@@ -71,7 +73,7 @@ class ClusterRouter(RequestRouter, Protocol):
     """A router in front of several engines."""
 
     def replica_of(self, program_id: str) -> int:
-        """Number of the engine, from 0, for the program whose request was just admitted."""
+        """Number of the engine, from 0, that gets the program's request, which was just admitted."""
         ...
 
 

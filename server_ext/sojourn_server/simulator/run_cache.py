@@ -29,9 +29,9 @@ class RunOutcome(msgspec.Struct, kw_only=True):
 
     log: RunLog
     orders: dict[str, EvictionReplayResult] = msgspec.field(default_factory=dict)
-    """Replay results by eviction order, if the run recorded its block accesses."""
+    """Results of replaying the run's block accesses, by eviction order. Empty if they were not recorded."""
     sent_s: list[float] = msgspec.field(default_factory=list)
-    """Send time of each request of the access log."""
+    """Time at which each request was sent, in the order of the access log."""
 
 
 class _CachedRun(msgspec.Struct, kw_only=True):
@@ -72,7 +72,7 @@ class RunCache:
         return self._folder / f"{label}-{hashlib.sha256(key).hexdigest()[:12]}.msgpack.gz"
 
     def _made_of(self, spec: RunSpec) -> str:
-        """Digest of the code and of the files that the specification names."""
+        """Digest of all that a run is made of: the code, and the files that the specification names."""
         digest = hashlib.sha256(self._code.encode())
         # With replicas, the part of the policy after ROUTING/ may be a file too.
         engines = spec.policy.partition("/")[2] if spec.replicas is not None else None
@@ -83,7 +83,7 @@ class RunCache:
 
 
 def code_digest(package: Path | None = None) -> str:
-    """Digest of all source files that a run depends on. ``package`` is the root of our packages."""
+    """Digest of all source files that a run depends on. ``package``: the folder ``sojourn_server``."""
     here = package if package is not None else Path(__file__).parents[1]
     digest = hashlib.sha256()
     for package_name in _PACKAGES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 SLO_FACTOR = 1.5
-"""Deadline of a program as a multiple of its completion time alone (SAGA §9.1)."""
+"""Deadline of a program ÷ the time in which it completes alone on an empty engine (SAGA §9.1)."""
 
 
 class TurnLog(msgspec.Struct, kw_only=True):
@@ -41,16 +41,16 @@ class TurnLog(msgspec.Struct, kw_only=True):
     preempted_before_first_token_s: float = 0.0
     """Virtual seconds between preemption and resumption, before the first token."""
     preempted_after_s: float = 0.0
-    """Virtual seconds between preemption and resumption, after the first token."""
+    """Virtual seconds between preemption and resumption, if the turn already had its first token."""
     evictor: str | None = None
     """Program that evicted the first missing block of this turn's prompt, if the adapter knows it."""
     evicted_score: tuple[float, ...] | None = None
-    """Eviction score of this turn's program when that block was evicted, if the policy has scores; the lowest
-    is evicted first."""
+    """Eviction score of this turn's program when the first missing block of its prompt was evicted. The
+    lowest score is evicted first. ``None``: the policy has no scores, or the adapter does not know."""
     optimum_tokens: int | None = None
-    """Tokens that Bélády's eviction order would have recomputed in this turn, on this run's accesses. The
-    order minimises the sum over all turns, not each turn. ``None``: accesses were not recorded, or host
-    memory was used."""
+    """Tokens that this turn would have recomputed with Bélády's eviction order, on this run's accesses. The
+    order minimises the sum over all turns, so a single turn may recompute more than with another order.
+    ``None``: accesses were not recorded, or host memory was used."""
     goes_on: float | None = None
     """Probability of another turn, as predicted by the policy at the end of this one."""
     tool: str | None = None

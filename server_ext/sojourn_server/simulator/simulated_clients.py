@@ -25,7 +25,8 @@ GATEWAY_EMITTER = "gateway"
 """Emitter name of events that the gateway sends."""
 
 ACCEPTED_OUTCOMES = ("applied", "deferred")
-"""Outcomes of valid events. ``deferred``: as on a network, a ``tool_start`` may arrive before its request."""
+"""Outcomes that the server may give a client event without a defect. ``deferred``: a ``tool_start`` arrived
+before the request that it belongs to, as on a network."""
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class RequestInTransit(NamedTuple):
     log: TurnLog
     prompt: list[int]
     known: list[Any]
-    """Hashes of leading blocks of the prompt, known from the previous turn."""
+    """Block hashes of the start of the prompt, which are known from the program's previous turn."""
     events: list[dict[str, Any]]
     """Client events that the request carries."""
     context: dict[str, Any] | None
@@ -91,7 +92,7 @@ class SimulatedClients:
         self._names = list(self._sim_replicas)
         self._first_engine = sim_replicas[0].engine
         self.replicas_with_messages: set[str] = set()
-        """Engines with an undelivered message."""
+        """Names of engines whose inbox has an undelivered message."""
         self.outputs = SimulatedOutputs()
         self.active: dict[str, ActiveProgram] = {}
         """Programs that have arrived and are not over."""
@@ -100,9 +101,10 @@ class SimulatedClients:
         self._attempts: dict[str, int] = {}
         """Number of times that each unanswered request was recalled from an engine."""
         self._homes: dict[str, str] = {}
-        """Engine that received each program's last request."""
+        """Name of the engine that received each program's last request."""
         self._moved: set[str] = set()
-        """Programs that changed engines. An engine may receive their events without the requests of these."""
+        """Programs that changed engines. The new engine may answer ``missing`` to an event of such a program,
+        because the former engine got the ``tool_start``. This is no defect."""
         self._unsent_events: dict[str, list[dict[str, Any]]] = defaultdict(list)
         """Events of programs without an engine; their first request carries them."""
         self._gateway_event_seq = 0
@@ -224,7 +226,7 @@ class SimulatedClients:
         return self._names[number]
 
     def _after_call_delay(self, what: Callable[[], None]) -> None:
-        """Run ``what`` after the API server's delay. Requests and events keep their order."""
+        """Call ``what`` after the API server's delay. Requests and events keep their order."""
         if self._call_s:
             self._event_queue.at(self._event_queue.now_s + self._call_s, what)
         else:
@@ -444,5 +446,5 @@ def agent_type_of(plan: ProgramPlan, *, is_child: bool = False) -> str:
 
 
 def engine_request_id(request_id: str, attempt: int) -> str:
-    """A request's id in an engine, unique per attempt: a recalled attempt may still be leaving the engine."""
+    """A request's id in an engine. Each attempt has its own: a recalled one may still be in the engine."""
     return request_id if not attempt else f"{request_id}~{attempt}"

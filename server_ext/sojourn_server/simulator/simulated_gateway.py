@@ -64,8 +64,8 @@ def _decode_s(latency: LatencyModel, prompt_tokens: int, steps: int) -> float:
 
 
 def _step_s(latency: LatencyModel, new: int, context: int, *, samples: bool = True) -> float:
-    """Seconds of a step that adds ``new`` tokens to a context of ``context`` tokens; ``samples``: a token is
-    sampled."""
+    """Seconds of a step of one request: it adds ``new`` tokens to a context of ``context`` tokens.
+    ``samples``: whether the step also samples an output token."""
     pairs = new * context + new * (new + 1) // 2
     return latency.step_s(
         StepWork(
@@ -83,17 +83,18 @@ def _step_s(latency: LatencyModel, new: int, context: int, *, samples: bool = Tr
 DEFAULT_TENANT = "lab"
 """Tenant of programs whose workload has no tenants."""
 TICK_INTERVAL_S = 0.1
-"""Interval of ticks, for presets that steal requests or divide capacity (SAGA §5.2, §6.2)."""
+"""Interval at which the routing core gets the time, for presets whose decisions depend on it: those that
+steal requests, divide capacity or make requests yield (SAGA §5.2, §6.2)."""
 PREFIX_CHUNK_TOKENS = 256
 """Prompt tokens per prefix hash."""
 MAX_WAITING_REQUESTS = 1_000_000
 
 
 class SimulatedGateway:
-    """The gateway's routing core, used in place of a ``RequestRouter``. It handles events one by one, without
-    views.
+    """The gateway's routing core, used in place of a ``RequestRouter``.
 
-    Like the baselines, it rejects no request for lack of capacity or a long wait.
+    It gets each event as it occurs, while a ``RequestRouter`` gets a view of the whole state. Its limits are
+    so high that it rejects no request for lack of capacity or a long wait, as the baselines do not.
     """
 
     is_open = False

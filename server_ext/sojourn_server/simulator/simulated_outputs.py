@@ -19,20 +19,21 @@ from sojourn_server.traces.trace_schema import TraceToolRun
 
 
 class SimulatedOutputs:
-    """Tool calls of simulated outputs, without durations. It replaces the adapter's ``ToolCallReader``,
-    because simulated tokens cannot be decoded to text.
+    """Knows the tool calls of simulated outputs, but not how long the tools run. It replaces the adapter's
+    ``ToolCallReader``, because simulated tokens cannot be decoded to text.
     """
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[ParsedToolCall, ...]] = {}
-        """Calls by ``id()`` of the request's list of output tokens, which lives as long as the request."""
+        """Tool calls of each output. The key is the ``id()`` of the request's list of output tokens, which
+        lives as long as the request."""
 
     def set_calls(self, token_ids: Sequence[int], runs: Sequence[TraceToolRun]) -> None:
         """Set the tool calls of an output."""
         self._calls[id(token_ids)] = tuple(ParsedToolCall(run.name, run.cmd) for run in runs)
 
     def forget(self, token_ids: Sequence[int]) -> None:
-        """Remove an output whose request has left the engine."""
+        """Remove the tool calls of an output whose request has left the engine."""
         self._calls.pop(id(token_ids), None)
 
     def read(self, token_ids: Sequence[int]) -> tuple[ParsedToolCall, ...]:
@@ -44,7 +45,7 @@ TrueLengthLookup = Callable[[str], int]
 """Returns the total output tokens of a request, by its id."""
 
 MEAN_ABSOLUTE_NORMAL = sqrt(2 / pi)
-"""Mean |x| of a normally distributed x with mean 0, in standard deviations."""
+"""Mean of |x| ÷ standard deviation, for a normally distributed x with mean 0."""
 
 _NORMAL_SCORES = tuple(
     NormalDist().inv_cdf((point + 0.5) / QUANTILE_POINTS) for point in range(QUANTILE_POINTS)

@@ -40,7 +40,7 @@ class ReplicaStepCounts:
 
 @dataclass(slots=True)
 class _Step:
-    """A step that has been planned."""
+    """A step that the scheduler has planned, and that has not ended yet."""
 
     planned: SchedulerOutput
     sampled: dict[str, InFlightTurn]
@@ -58,8 +58,9 @@ class SimulatedReplica:
     With asynchronous scheduling, the engine plans each step when the previous step begins, without knowing
     that step's results.
 
-    ``due_s`` is the virtual time of the engine's next action: the end of its step, or ``inf`` if it is idle.
-    If it has requests but can run none, it is the end of a copy or the next poll (a lease may have ended).
+    ``due_s`` is the virtual time of the engine's next action: the end of its step, or ``inf`` if the engine
+    is idle. If the engine has requests but can run none, ``due_s`` is the end of the next copy, or an earlier
+    retry: a lease may have ended by then.
     """
 
     def __init__(
@@ -104,12 +105,13 @@ class SimulatedReplica:
         return bool(self._steps) and self._steps[0].is_computing
 
     def submit(self, message: Callable[[], None]) -> None:
-        """Queue the delivery of a request or event until the engine is between two steps."""
+        """Put ``message`` in the inbox: a function that gives the engine a request or event. It is called
+        when the engine is between two steps."""
         self._inbox.append(message)
 
     def cancel(self, request_id: str) -> InFlightTurn | None:
-        """Withdraw a request. The engine aborts it before its next action. Returns the turn; ``None`` if the
-        request has not reached the engine."""
+        """Withdraw a request. The engine aborts the request before its next action. Returns the request's
+        turn, or ``None`` if the engine does not have the request (yet)."""
         if request_id not in self.account.live:
             return None
         self._recalled_ids.append(request_id)

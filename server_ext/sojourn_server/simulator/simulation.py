@@ -35,7 +35,7 @@ CLUSTER_STALL_CHECK_PASSES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
-    """Length of a run in virtual seconds, and options of what it records."""
+    """Length of a run in virtual seconds, what the run records, and what the policy knows of outputs."""
 
     until_s: float | None = None
     """End of the run; ``None``: when all programs have finished."""
@@ -47,7 +47,8 @@ class SimulationOptions:
     oracle: bool = False
     """Whether the policy knows the length of each output."""
     prediction_error: float | None = None
-    """Error with which the policy knows the length of running outputs: mean |ln(actual ÷ predicted)|."""
+    """Mean error with which the policy predicts the length of running outputs: mean |ln(actual ÷ predicted)|.
+    ``None``: the policy's own predictions."""
     max_virtual_s: float = 30 * 86400.0
     """Limit of a run without ``until_s``; reaching it adds a note."""
 
@@ -55,9 +56,10 @@ class SimulationOptions:
 class Simulation:
     """One policy on one workload. Call ``run()`` once.
 
-    ``engines`` are pairs of an engine and the transfers of its host memory (or ``None``), all of one shape.
-    ``front`` is the gateway's routing core or a router. ``standalone``: a single engine outside a cluster.
-    Its logs name no replica. Client events during a step run at the end of the step, each with its own time.
+    ``engines`` are pairs: an engine, and the transfers of its host memory (or ``None``). All engines have the
+    same options. ``front`` is the gateway's routing core or a router. ``standalone``: a single engine outside
+    a cluster. Its logs name no replica. Client events during its steps are handled at the end of the step,
+    each with its own time.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class Simulation:
             with_hints=with_hints,
         )
         self._due: list[tuple[float, int]] = []
-        """Due times of engines, as a heap; an entry that differs from the engine's ``due_s`` is stale."""
+        """Heap of (due time, engine number). An entry is stale if its time is not the engine's ``due_s``."""
         self._replicas_in_step = 0
         self._stepped_s = 0.0
         """End of the latest step."""
@@ -124,7 +126,7 @@ class Simulation:
             install_scripted_outputs(sim_replica.engine, sim_replica.account, self._clients.outputs, options)
 
     def observe_programs(self, programs: Iterable[ProgramPlan]) -> None:
-        """Let clients and gateway learn from programs that ended before the run, as if each had run alone.
+        """Let clients and gateway learn from ``programs``, as if each of them had run alone before this run.
         Call this before ``run``."""
         for plan in programs:
             kind = self._clients.observe_program(plan)
@@ -184,7 +186,7 @@ class Simulation:
         return due[0][0] if due else NEVER_S
 
     def _pop_due_replicas(self) -> list[SimulatedReplica]:
-        """The due engines, in order of their numbers, which leave the heap."""
+        """Remove the engines that are due now from the heap, and return them in order of their numbers."""
         numbers = set()
         while self._next_s() <= self._clock.now_s:
             number = heapq.heappop(self._due)[1]
@@ -196,9 +198,12 @@ class Simulation:
             heapq.heappush(self._due, (sim_replica.due_s, self._numbers[sim_replica.replica]))
 
     def _begin_steps(self, over: Sequence[SimulatedReplica]) -> None:
-        """Begin the next step of every engine that is between two steps, if it has messages, or is in
-        ``over`` (its step has just ended) and due. An engine in ``over`` with a step planned ahead plans one
-        more."""
+        """Begin the next step of engines that are between two steps.
+
+        These are engines with messages, and engines in ``over`` that are due. ``over`` are the engines whose
+        step has just ended. If an engine in ``over`` has planned a step ahead, that step now runs, and the
+        engine plans one more.
+        """
         now, messages = self._clock.now_s, self._clients.replicas_with_messages
         numbers = {self._numbers[replica] for replica in messages}
         numbers.update(
@@ -261,7 +266,7 @@ class Simulation:
         self._event_queue.at(every_s, sample, background=True)
 
     def _sample(self) -> OccupancySample:
-        """Occupancy averaged over the replicas, since the pool size in the log is per replica."""
+        """Occupancy now. Blocks are means over the replicas, since the log's pool size is per replica."""
         active = self._clients.active
         acting = [program for program in active.values() if program.state == "acting"]
         held = 0
@@ -319,10 +324,11 @@ class Simulation:
 def install_scripted_outputs(
     engine: SimulatedEngine, account: TokenAccounting, outputs: SimulatedOutputs, options: SimulationOptions
 ) -> None:
-    """Make ``engine`` emit the outputs that ``account`` holds for its requests.
+    """Make ``engine`` emit the output tokens that ``account`` holds for each request.
 
-    The adapter, if any, reads tool calls from ``outputs`` if outputs contain them. An oracle or a prediction
-    error in ``options`` replaces the adapter's predictor.
+    If the engine has sojourn's adapter, ``options`` change the adapter too. With
+    ``outputs_contain_tool_calls`` it reads tool calls from ``outputs``. With ``oracle`` or a
+    ``prediction_error`` it gets another predictor.
     """
 
     def next_token(request: Any) -> int:
@@ -350,8 +356,8 @@ def install_scripted_outputs(
 
 
 HASH_STRIDE = 8
-"""Every how many blocks of a context one is looked up. A sample is enough, since eviction takes runs of
-blocks."""
+"""Of this many consecutive blocks of a context, one is looked up in the cache and stands for all. That is
+enough, since eviction takes runs of blocks."""
 
 
 def sample_occupancy(

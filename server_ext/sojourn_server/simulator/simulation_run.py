@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from .workloads.program_plans import PlaybackOptions, ProgramPlanner
 
 UNBOUNDED_HOST_TOKENS = 40_000_000
-"""Host memory of ``free-io`` in KV tokens, enough for 500 long contexts. A run that fills it adds a note."""
+"""Host memory of the policy ``free-io`` in KV tokens: 500 long contexts fit. If it fills up, a note is
+added."""
 
 HISTORY_SEED = 1_000_003
-"""Difference between the seed of the programs in ``RunSpec.seen`` and the seed of the run."""
+"""This plus the seed of the run is the seed of the ``RunSpec.seen`` programs that ended before the run."""
 
 OCCUPANCY_SAMPLES = 200
 """Occupancy samples of a run."""
@@ -39,7 +40,7 @@ DISK_POLICIES_HINT = "a disk tier, such as continuum+host or mori"
 """Part of an error message: the policies that have a disk."""
 
 OnProgress = Callable[[str, float, int], None]
-"""(label, virtual seconds, programs finished)"""
+"""Callback for progress: gets (label of the run, virtual seconds so far, number of finished programs)."""
 
 
 class SimulatorError(ValueError):
@@ -86,8 +87,9 @@ class RunSpec:
     """Programs end before a turn with more tokens; ``None``: the engine's longest context."""
     record_accesses: bool = False
     seen: int = 0
-    """Number of programs that ended before the run, made with another seed. From them, gateway and clients
-    learn the turns and context sizes of each agent type. Only for synthetic workloads with ``replicas``."""
+    """Number of programs that gateway and clients have seen before the run, made with another seed. From
+    these, both learn the turns and context sizes of each agent type. Only for synthetic workloads with
+    ``replicas``."""
 
     @property
     def label(self) -> str:
@@ -236,8 +238,8 @@ def workload_program_ids(spec: RunSpec) -> list[str]:
 
 
 def first_program_ids(spec: RunSpec) -> list[str]:
-    """Trace ids of the programs that arrive under every policy: all programs of an open loop, or the first
-    ones of a closed loop. Sub-agents follow their parents. Raises like ``run_simulation``."""
+    """Trace ids of the programs that arrive whatever the policy: all programs of an open loop, or the first
+    ``programs`` of a closed loop. A parent's sub-agents follow it. Raises like ``run_simulation``."""
     _, shape = device_for_run(spec, cpu_ratio=0.0)
     coming = [plan for _, plan in _arrival_process(spec, _context_fitting_pool(shape)).initial()][::-1]
     found: dict[str, None] = {}
@@ -284,17 +286,18 @@ def device_for_run(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, Devic
 
 
 def uses_cpu_ratio(policy: SimulatorPolicy) -> bool:
-    """Whether ``RunSpec.cpu_ratio`` has an effect, as for all policies with limited host memory."""
+    """Whether ``RunSpec.cpu_ratio`` has an effect: the policy has host memory of limited size."""
     return policy.host_cache and policy.limit is not UpperBound.FREE_IO
 
 
 def uses_disk_ratio(policy: SimulatorPolicy) -> bool:
-    """Whether ``RunSpec.disk_ratio`` has an effect, as for all policies with sojourn's tiers."""
+    """Whether ``RunSpec.disk_ratio`` has an effect: the policy has sojourn's tiers."""
     return policy.own_tiers
 
 
 def _cpu_ratio(spec: RunSpec, policy: SimulatorPolicy) -> float:
-    """The ratio, or 0 if unused. With 0, an engine profile needs no bandwidths of host memory."""
+    """``cpu_ratio`` of the specification, or 0 if the policy does not use it. With 0, an engine profile works
+    without bandwidths of host memory."""
     return spec.cpu_ratio if uses_cpu_ratio(policy) else 0.0
 
 
@@ -344,7 +347,8 @@ def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> 
 
 
 def _context_fitting_pool(shape: DeviceShape) -> DeviceShape:
-    """``shape`` with its context limited to the pool, in which the longest request must fit alone."""
+    """``shape`` with its maximum context reduced to the size of the KV pool, because vLLM requires that the
+    longest request fits the pool."""
     # vLLM's null block is part of the pool.
     usable = (shape.kv_pool_tokens // shape.block_size - 1) * shape.block_size
     if usable < shape.block_size:
@@ -424,7 +428,7 @@ def _new_run_log(spec: RunSpec, shape: DeviceShape, engine: SimulatedEngine) -> 
 def _host_transfers(
     policy: SimulatorPolicy, shape: DeviceShape, latency: LatencyModel, engine: SimulatedEngine
 ) -> Any:
-    """Transfers of an engine's host memory; ``None`` without host memory."""
+    """Simulated transfers to and from an engine's host memory; ``None`` if the engine has none."""
     if not engine.options.host_blocks:
         return None
     from .vllm_offload_transfers import VllmOffloadTransfers

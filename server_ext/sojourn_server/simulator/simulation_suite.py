@@ -25,18 +25,18 @@ from .simulation_run import RunSpec, engine_policy, run_simulation
 from .simulator_policies import UpperBound
 
 OnProgress = Callable[[int, float, int], None]
-"""(number of the run, virtual seconds, programs finished)"""
+"""Callback for progress: gets (number of the run, virtual seconds so far, number of finished programs)."""
 
 
 @dataclass(slots=True)
 class SuiteResult:
-    """Rows in the requested order, and their logs."""
+    """Rows in the order of the specifications, and the logs of the rows that were simulated."""
 
     rows: list[RunRow] = field(default_factory=list)
     logs: list[RunLog] = field(default_factory=list)
     orders: list[dict[str, int]] = field(default_factory=list)
-    """For each row: eviction order → tokens that it recomputes on the accesses of the ``stock`` run under the
-    same load; empty if no accesses were recorded."""
+    """For each row: eviction order → tokens that the order recomputes on the accesses of the ``stock`` run
+    under the row's load. Empty if no accesses were recorded."""
 
 
 PRELOAD_MODULES = (
@@ -81,8 +81,9 @@ def run_suite(
     """Run ``planned_runs(specs)`` in ``processes`` processes (default: one per core). Callbacks get the index
     of a run in that list.
 
-    ``kept`` provides finished runs and stores new ones. ``name`` gives the name of a run in errors. Raises
-    like ``run_simulation``, or ``WorkerDiedError`` if a process dies; other runs are then aborted.
+    Runs found in the cache ``kept`` are not repeated; new ones are stored there. ``name`` gives the name of a
+    run in errors. Raises like ``run_simulation``, or ``WorkerDiedError`` if a process dies. Either error
+    aborts the other runs.
     """
     planned = planned_runs(specs)
     outcomes: dict[RunSpec, RunOutcome] = {}

@@ -1,9 +1,10 @@
 """Policies of the simulator by name: baselines, presets, upper bounds, and cluster policies.
 
 Baselines with a preset receive the same client events as Sojourn's policies. They free a program's blocks at
-the program's end, which the systems of their papers know too. ``stock`` (alone, behind a router or with host
-memory) keeps blocks until they are reused. The preset ``known-ends`` is ``stock`` plus program ends: compare
-a policy with ``known-ends`` to see its own gain.
+the program's end: the systems in their papers also know when a program ends. ``stock`` does not free blocks
+at that time, whether alone, behind a router or with host memory: it keeps them until they are reused. The
+preset ``known-ends`` is ``stock`` with program ends. Compare a policy with ``known-ends`` to see what the
+policy gains beyond knowing program ends.
 """
 
 from __future__ import annotations
@@ -127,9 +128,10 @@ BASELINES: dict[str, Baseline] = {baseline.name: baseline for baseline in _ALL}
 
 
 class UpperBound(str, Enum):
-    """Bounds on the recomputed tokens of policies. ``belady`` is the minimum of all eviction orders on the
-    accesses of the ``stock`` run. The other two recompute no token. Their times are not bounds: they serve
-    requests in order of arrival, and another order may have a shorter mean TTFT or completion time."""
+    """Upper bounds on what policies can gain, as lower bounds on recomputed tokens. ``belady`` is the minimum
+    of all eviction orders on the accesses of the ``stock`` run. ``free-io`` and ``unlimited`` recompute no
+    token. Their times are not bounds: both serve requests in order of arrival, and another order may have a
+    shorter mean TTFT or completion time."""
 
     BELADY = "belady"
     """Offline: the fewest recomputed tokens on the accesses of the ``stock`` run."""
@@ -160,7 +162,8 @@ class SimulatorPolicy:
     oracle: bool = False
     """Whether the policy knows the length of each output."""
     prediction_error: float | None = None
-    """Error with which the policy knows the length of running outputs: mean |ln(actual ÷ predicted)|."""
+    """Mean error with which the policy predicts the length of running outputs: mean |ln(actual ÷ predicted)|.
+    ``None``: the policy's own predictions."""
     limit: UpperBound | None = None
     paper: str = ""
     leaves_out: str = ""
@@ -175,8 +178,8 @@ class SimulatorPolicy:
 
     @property
     def eviction_order(self) -> str | None:
-        """Name of the policy's eviction order in the package ``limits``. ``None`` if it is not there, or if
-        the policy's losses also depend on admission control, retention or host memory."""
+        """Name of the eviction order in the package ``limits`` that evicts as this policy does. ``None`` if
+        none does, or if the policy's losses also depend on admission control, retention or host memory."""
         if self.limit is not None or self.host_cache or not self.request_router.is_open:
             return None
         preset = self._preset()
@@ -211,7 +214,7 @@ ORACLE_SUFFIX = "+oracle"
 
 
 ERROR_SUFFIX_PATTERN = re.compile(r"\+erring=(\d*\.?\d+)$")
-"""Suffix that lets a preset know the length of running outputs with this mean error."""
+"""Suffix such as ``+erring=0.5``: the preset predicts the length of running outputs with this mean error."""
 
 
 def policy_names() -> list[str]:
@@ -275,7 +278,7 @@ def find_policy(name: str) -> SimulatorPolicy:
 
 
 def _is_preset(name: str) -> bool:
-    """Whether the name without suffixes is a shipped preset or a preset file."""
+    """Whether the name, without ``+host`` and ``+oracle``, is a shipped preset or a preset file."""
     plain = name.replace(HOST_SUFFIX, "").replace(ORACLE_SUFFIX, "")
     return plain in preset_names() or plain.endswith(".toml")
 
@@ -299,10 +302,10 @@ def _policy_from_file(name: str) -> SimulatorPolicy:
 
 
 DEFAULT_ROUTING = "prefix-affinity"
-"""Routing for an engine policy that is named without one, as in vLLM's and SGLang's routers."""
+"""Routing for an engine policy that is named without a routing. vLLM's and SGLang's routers work this way."""
 
 ROUTERS: dict[str, Callable[[int], ClusterRouter]] = {"thunderagent": ThunderAgentRouter}
-"""Routers that replace the gateway, by name. Each is built with the number of engines."""
+"""Routers that replace the gateway, by name. Call one with the number of engines to build it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,11 +337,11 @@ def routing_names() -> list[str]:
 
 
 def find_cluster_policy(name: str) -> ClusterPolicy:
-    """The cluster policy ``name``: ``ROUTING/ENGINE``, or a routing or an engine policy alone.
+    """The cluster policy ``name``: ``ROUTING/ENGINE``, or one of the two parts alone.
 
-    A routing alone uses the engine policy of its preset. An engine policy alone, or a TOML file, uses its own
-    router, or else ``DEFAULT_ROUTING``. A name that is both is read as a routing. Raises ``PolicyError`` with
-    the nearest name.
+    To a routing alone, the engine policy of its preset is added. To an engine policy alone (a name or a TOML
+    file), its own router is added, or else ``DEFAULT_ROUTING``. A name that is both is read as a routing.
+    Raises ``PolicyError`` for an unknown name, with the nearest known one.
     """
     routing, slash, engine = name.partition("/")
     if routing in routing_names():

@@ -97,7 +97,8 @@ class ThunderAgentRouter:
         return [request.request_id for request in going]
 
     def replica_of(self, program_id: str) -> int:
-        """Number of a program's backend, from 0; known once ``select_requests`` has admitted a request."""
+        """Number of a program's backend, from 0. Call it only after ``select_requests`` has admitted a
+        request of the program."""
         backend = self._programs[program_id].backend
         assert backend is not None
         return backend
@@ -149,7 +150,8 @@ class ThunderAgentRouter:
         return capacity_tokens - sum(known.needs_tokens for known in self._active(backend))
 
     def _begin(self, known: _RoutedProgram, capacity_tokens: int) -> None:
-        """Activate a new program on the backend with the fewest tokens among those where it fits, if any."""
+        """Activate a new program if it fits on a backend. Of several such backends, use the one with the
+        fewest tokens."""
         fitting = [b for b in self._backends if self._remaining(capacity_tokens, b) >= known.needs_tokens]
         if fitting:
             known.backend = min(fitting, key=lambda b: sum(other.tokens for other in self._active(b)))
@@ -208,8 +210,8 @@ class ThunderAgentRouter:
 
 
 def _pause_priority(known: _RoutedProgram) -> int:
-    """Rank of a program when programs are resumed, lowest first. 0: it returned and waits. 1: it is new (no
-    second request yet). 2: it runs a tool."""
+    """Priority of a paused program: those with the lowest number are resumed first. 0: its request waits, and
+    is not its first. 1: it is new (no second request yet). 2: it runs a tool."""
     if known.steps == 1:
         return 1
     return 0 if known.reasoning else 2

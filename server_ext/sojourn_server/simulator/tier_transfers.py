@@ -65,7 +65,7 @@ class _DiskTransferLane:
             yield self._jobs.popleft()
 
     def next_done_s(self) -> float:
-        """End of the first job; ``inf`` if there is none."""
+        """End of the job that ends next; ``inf`` if no job is running."""
         return self._jobs[0].done_s if self._jobs else float("inf")
 
 
@@ -76,7 +76,7 @@ class TierTransfers:
         self._latency = latency
         self._block_bytes = block_bytes
         self._stores: dict[int, float] = {}
-        """End time of each running store, in order."""
+        """End time of each running store (copy from the device to host memory) by job number, in order."""
         self._to_host_free_s = 0.0
         self._to_device_free_s = 0.0
         self._loads: deque[_Load] = deque()
@@ -123,7 +123,8 @@ class TierTransfers:
         return began_s + took_s
 
     def finished(self, now: float) -> KVConnectorOutput | None:
-        """Worker's report of transfers done by ``now``, each reported once; ``None`` if there are none."""
+        """Report, as from a worker, the transfers that have ended by ``now``, each once. ``None`` if there
+        are none."""
         for job in [job for job, done_s in self._stores.items() if done_s <= now]:
             del self._stores[job]
             self._results.stored[job] = CopyResult.MOVED
@@ -166,7 +167,7 @@ class TierTransfers:
 
     @property
     def has_unsubmitted(self) -> bool:
-        """Always false: transfers that have not begun wait in the planner."""
+        """Always false. A transfer waits in the planner until a step orders it, which queues it at once."""
         return False
 
     def _copy_s(self, blocks: int, *, to_host: bool) -> float:

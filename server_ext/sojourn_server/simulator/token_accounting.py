@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MOVED_CAUSE = "moved"
-"""Cause of recomputing tokens that only another engine of the cluster has computed."""
+"""Cause of recomputation: the tokens were computed before, but only by another engine of the cluster."""
 
 
 @dataclass(slots=True)
@@ -29,14 +29,14 @@ class InFlightTurn:
     output: list[int]
     """Token ids that the request will generate."""
     prefill_until: int = 0
-    """Number of tokens at the last admission; computing these counts as prefill."""
+    """Number of the request's tokens at its last admission. Computing these tokens counts as prefill."""
     admitted: bool = False
     computed: int = 0
     """Number of tokens whose KV the request holds."""
     had: int = 0
-    """Tokens in full blocks that the request lost at its last preemption."""
+    """Number of tokens in full blocks that the request had just before its last preemption."""
     reached: int = 0
-    """Largest value of ``computed`` so far."""
+    """Largest value that ``computed`` has had so far. A preemption resets ``computed``, not this."""
     preempted_s: float | None = None
     """Time of the preemption while the request waits to resume; else ``None``."""
     loading_tokens: int = 0
@@ -49,8 +49,8 @@ class InFlightTurn:
 class TokenAccounting:
     """Computed, cached and lost tokens of one engine.
 
-    ``elsewhere`` are hashes of all blocks that any engine of a cluster has computed, shared by the engines.
-    ``None``: a single engine.
+    ``elsewhere`` are hashes of all blocks that any engine of a cluster has computed. The engines share this
+    set and add to it. ``None``: a single engine.
     """
 
     def __init__(self, block_size: int, elsewhere: set[bytes] | None = None) -> None:
@@ -178,8 +178,8 @@ class TokenAccounting:
         return turn
 
     def recalled(self, request_id: str, now: float) -> InFlightTurn:
-        """Account for a request that a gateway withdraws before its first token. A later request that
-        computes the same blocks counts as recomputing them."""
+        """Account for a request that a gateway withdraws before its first token. Its blocks count as
+        computed: a later request that computes them again recomputes them."""
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         self._note(turn.request.block_hashes[: turn.computed // self._block_size])
@@ -190,7 +190,8 @@ class TokenAccounting:
         return turn
 
     def cut_off(self, now: float) -> None:
-        """End the run. Tokens that unfinished requests have not recomputed yet do not count as recomputed."""
+        """Account for requests that the end of the run cuts off. Lost tokens that they have not recomputed
+        yet do not count as recomputed."""
         for turn in self.live.values():
             _end_preemption(turn, now)
             turn.log.generated_tokens = turn.request.num_output_tokens
@@ -207,8 +208,8 @@ class TokenAccounting:
 
     @staticmethod
     def _reduce_losses(log: TurnLog, tokens: int) -> None:
-        """Subtract ``tokens`` that the turn did not recompute after all, first from ``moved``, then
-        ``evicted``."""
+        """Subtract ``tokens`` from the turn's losses, since the turn did not recompute them after all.
+        Subtract first from ``moved``, then from ``evicted``."""
         moved = min(max(0, tokens), log.regenerated.get(MOVED_CAUSE, 0))
         _subtract_loss(log, MOVED_CAUSE, moved)
         _subtract_loss(log, "evicted", tokens - moved)
@@ -247,8 +248,8 @@ def annotate_from_scheduler(log: TurnLog, program_scheduler: Any) -> None:
 
 
 def _split_losses_by_cause(log: TurnLog, record: Any) -> None:
-    """Split a turn's ``evicted`` tokens by the causes in the turn ledger's ``record``, as far as it has any,
-    and note the evicting program."""
+    """Move a turn's ``evicted`` tokens to the causes that ``record``, the turn's entry in sojourn's ledger,
+    gives for them. Tokens without such a cause stay ``evicted``. Also copy the evicting program and score."""
     log.evictor = getattr(record, "evictor", None)
     score = getattr(record, "evicted_score", None)
     log.evicted_score = None if score is None else tuple(map(float, score))

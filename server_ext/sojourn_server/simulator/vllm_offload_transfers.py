@@ -1,9 +1,10 @@
 """vLLM's offloading connector with transfers in virtual time.
 
 The scheduler side is vLLM's: it decides which blocks are stored and when, finds them, and evicts them from
-host memory (LRU). Only the worker side, the transfers, is simulated, in the worker's order. Stores begin with
-the step after the one that computed the blocks. Loads begin with the step that orders them. A step waits for
-stores of blocks that it overwrites. Each direction is one FIFO, like one DMA engine per direction.
+host memory (LRU). Only the worker side is simulated. It does the transfers in the same order as vLLM's
+worker. Stores begin with the step after the one that computed the blocks. Loads begin with the step that
+orders them. A step waits for stores of blocks that it overwrites. Each direction is one FIFO, like one DMA
+engine per direction.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class VllmOffloadTransfers:
         self._stores.append(_Transfer(job_id, job.req_id, self._store_lane_free_s))
 
     def finished(self, now: float) -> KVConnectorOutput | None:
-        """Worker's report of transfers done by ``now``, each reported once; ``None`` if there are none."""
+        """Report, as from a worker, the transfers that have ended by ``now``, each once. ``None`` if there
+        are none."""
         metadata = OffloadingWorkerMetadata()
         for copy in self._take_done(self._stores, now):
             metadata.mark_completed(copy.job_id)
@@ -103,7 +105,7 @@ class VllmOffloadTransfers:
 
     @property
     def has_unsubmitted(self) -> bool:
-        """Whether stores wait for the next step to begin."""
+        """Whether there are stores that will begin only with the next step."""
         return bool(self._to_submit)
 
     @staticmethod

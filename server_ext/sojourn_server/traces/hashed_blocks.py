@@ -20,7 +20,7 @@ def has_block_ids(program: TraceProgram) -> bool:
 
 
 def block_runs(program: TraceProgram) -> list[BlockRuns]:
-    """Return the block ids of each turn's prompt."""
+    """Return the block ids of each turn's prompt, as runs that are merged as far as possible."""
     runs: list[BlockRuns] = []
     for turn in program.turns:
         kept = _first_blocks(runs[-1], turn.hash_lcp or 0) if runs else ()

@@ -7,10 +7,10 @@ A trace has no text. A KV cache depends only on lengths and common prefixes, and
     reset     the first ``prefix_tokens`` of the previous prompt + fresh ids
     return    the first ``prefix_tokens_any`` of an older prompt + fresh ids   (interleaved conversations;
               the trace does not name the older prompt, so the one with the nearest length is used)
-    shared    the first ``shared_prefix_tokens`` of a first prompt are common to its group, or to its source
-              if the program is the only one of its group: for example a system prompt
+    shared    the first ``shared_prefix_tokens`` of a first prompt, such as a system prompt, are the same for
+              all programs of a group, and for those programs of a source that are alone in their groups
     blocks    if the trace has block ids, prompts are built block by block, so any two prompts share the
-              same prefix as in the recording; an output is the part of the next prompt that repeats it
+              same prefix as in the recording; an output is taken from the next prompt, which repeats it
 
 Ids depend on program, turn and ``copy`` only. So repeated runs send equal prompts, and copies of a program
 share only the prefix of their group.
@@ -45,8 +45,8 @@ __all__ = [
 DEFAULT_VOCABULARY = 8000
 """Upper bound of token ids; common models have larger vocabularies."""
 _PREFIX_SLACK_TOKENS = 64
-"""A prompt still continues the previous one if its recorded common prefix is at most this much shorter:
-sources round common prefixes down to whole blocks."""
+"""Tokens by which a recorded common prefix may be shorter than the previous prompt. Up to this number, the
+prompt counts as a continuation, because sources round common prefixes down to whole blocks."""
 _HISTORY_TURNS = 12
 """Number of earlier turns that ``prefix_tokens_any`` covers."""
 
@@ -57,10 +57,11 @@ class TurnPlan(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     reused_tokens: int = 0
-    """Number of leading tokens that equal the prompt and output of turn ``base``. A cache could provide
-    them."""
+    """Number of leading prompt tokens that repeat turn ``base``: its prompt, then its output. A cache could
+    provide their KV."""
     dropped_tokens: int = 0
-    """Number of tokens at the start of the previous output that this prompt omits after ``reused_tokens``."""
+    """Number of tokens at the start of the previous output (thinking) that this prompt omits. The rest of
+    that output follows the reused tokens."""
     base: int | None = None
     """Index of the earlier turn that this turn continues, usually the previous one; ``None`` for the first
     turn."""
@@ -72,7 +73,10 @@ class TurnPlan(NamedTuple):
 
 
 def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan]:
-    """Return the plan of every turn: its recorded lengths times ``token_scale``, each at least 1."""
+    """Return the plan of every turn, with the recorded lengths times ``token_scale``.
+
+    Prompts and outputs have at least one token.
+    """
     plans: list[TurnPlan] = []
     for index, turn in enumerate(program.turns):
         output = _scaled(turn.output_tokens, token_scale)
@@ -102,9 +106,9 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
 def recomputed_tokens(plans: Sequence[TurnPlan], index: int, cached_tokens: int, block_size: int) -> int:
     """Return the number of prompt tokens of turn ``index`` that the server recomputed.
 
-    That is what a perfect cache provides, less ``cached_tokens``, which the server reported. A perfect cache
-    provides the whole blocks of the reused prefix. The prompt's last token is always computed, and the last
-    generated token never has KV, so neither counts as reused.
+    These are tokens that a perfect cache would have provided. It would have provided the whole blocks of the
+    reused prefix, and the server reported only ``cached_tokens``: the result is the difference. The prompt's
+    last token is always computed, and the last generated token never has KV, so neither counts as reused.
     """
     plan = plans[index]
     if plan.base is None:
@@ -170,7 +174,7 @@ class PromptBuilder:
         self._private_seed = self._public_seed if copy == 0 else seed_from_text(f"blocks/{scope}#{copy}")
         self._system = system_blocks
         self._contexts: dict[int, tuple[list[int], list[int]]] = {}
-        """(prompt, output) of the turns that later turns continue."""
+        """Turn → its (prompt, output), for the newest turn and for turns that a later turn continues."""
 
     def prompt(self, index: int) -> list[int]:
         """Return the token ids of turn ``index``'s prompt. Call this for the turns in order. The caller may
@@ -205,8 +209,10 @@ class PromptBuilder:
         return ids + self._draw(f"{self._name}/{index}/unshown", plan.output_tokens - len(ids))
 
     def answered(self, output_ids: Sequence[int]) -> bool:
-        """Use the server's real output in later prompts. Returns False, and changes nothing, if its length
-        differs from the plan."""
+        """Replace the last turn's planned output by the server's real output, for later prompts.
+
+        Returns False, and changes nothing, if the real output's length differs from the plan.
+        """
         last = max(self._contexts)
         prompt, output = self._contexts[last]
         if len(output_ids) != len(output):
@@ -236,8 +242,10 @@ class PromptBuilder:
         return ids[start - first * size : end - first * size]
 
     def _last_block(self, index: int, place: int, size: int) -> list[int]:
-        """Return the ids of block ``place``, the incomplete last one of turn ``index``'s prompt. Its block id
-        is taken from a later turn that completes the block, if there is one."""
+        """Return the token ids of block ``place``, the incomplete last block of turn ``index``'s prompt.
+
+        If a later turn completes the block, the token ids are made from the block id recorded there.
+        """
         while index + 1 < len(self.plans) and _continues(self.plans[index], self.plans[index + 1], index):
             index += 1
             if count_blocks(self._runs(index)) > place:

@@ -1,4 +1,4 @@
-"""Fast generator of synthetic token ids: slices of one list after a beginning that is unique per seed."""
+"""Makes lists of synthetic token ids fast: ids that encode the seed, followed by slices of one long list."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FIRST_ID = 300
 MIN_VOCABULARY = FIRST_ID + 100
 _MASK = (1 << 64) - 1
 _CHUNK = 4096
-"""Minimum length of the list to slice from, so that a long draw needs few slices."""
+"""Maximum length of a slice. The list to slice from is longer, so that a long draw needs few slices."""
 
 
 def seed_from_text(text: str) -> int:

@@ -19,7 +19,7 @@ class TraceToolRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     name: str = "unknown"
     cmd: str | None = None
-    """First program of a shell command line, or a sub-command of an editor tool."""
+    """Name of the first executable in a shell command line, or sub-command of an editor tool."""
     s: float | None = None
     """Duration in seconds; ``None`` if the source does not record it."""
     bg: bool | int = False
@@ -64,7 +64,7 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     hash_lcp: int | None = None
     """Number of leading blocks of the previous prompt that this prompt keeps, if block ids were recorded."""
     hash_runs: tuple[tuple[int, int], ...] | None = None
-    """Ids of the full blocks after those, as runs (first id, count), if block ids were recorded."""
+    """Ids of the full blocks after the ``hash_lcp`` kept ones, as runs (first id, count), if recorded."""
 
     @property
     def idle_s(self) -> float:
@@ -121,7 +121,7 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     hash_scope: str | None = None
     """Scope in which equal block ids mean equal text: ``global`` (the trace) or ``program``."""
     tenant: str | None = None
-    """Tenant of the program."""
+    """Customer or team to which the program belongs, if several share the server."""
     agent_type: str | None = None
     """Agent type that the client would report."""
 

@@ -32,8 +32,8 @@ AMPLE_FREE_SHARE = 0.5
 
 
 class DemandMonitor:
-    """Reports running requests to the demand forecaster. Copies the KV of the request that will probably be
-    preempted to host memory in advance."""
+    """Reports running requests to the demand forecaster, which may expect that one of them will be preempted.
+    Copies the KV of that request to host memory in advance."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class DemandMonitor:
         self._due_in = 0
 
     def before_step(self, now: float) -> None:
-        """Make a forecast every few steps."""
+        """Make a forecast every few steps, and copy the KV of the request that it expects to be preempted."""
         if not self._program_scheduler.predicts_outputs:
             return
         self._due_in -= 1
@@ -97,7 +97,7 @@ class DemandMonitor:
         )
 
     def _copy_ahead(self, request: Request, offload: OffloadManager) -> None:
-        """Copy the request's full blocks to host memory, without the last block, which still changes."""
+        """Copy the request's full blocks to host memory. Its incomplete last block would still change."""
         blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
         full = request.num_computed_tokens // self._scheduler.block_size
         # A repeated copy of a long context takes only the new blocks, or all blocks if host memory lost the
@@ -155,7 +155,7 @@ class AllocationFallback:
         """Install the wrapper for the next step, or remove it if memory is ample and no request waits.
 
         The wrapper runs for every running request and is most of the adapter's cost. Most steps of an engine
-        without pressure do not need it. Evictions in steps without it have no causing request.
+        without pressure do not need it. Evictions in steps without it are recorded without a causing request.
         """
         scheduler = self._scheduler
         free = scheduler.kv_cache_manager.block_pool.free_block_queue.num_free_blocks
@@ -242,8 +242,8 @@ class AllocationFallback:
     ) -> int:
         """Return an estimate of how many blocks the allocation lacks, at least 1.
 
-        Blocks that may turn out to be shared count as missing. Reservations of transfers do not. If the
-        estimate is too low, the next round of ending leases asks for more.
+        Blocks that may turn out to be shared count as missing. Blocks reserved for transfers are not counted.
+        If the estimate is too low, the next round of ending leases asks for more.
         """
         block_size = self._scheduler.block_size
         manager = self._scheduler.kv_cache_manager
@@ -259,10 +259,11 @@ class AllocationFallback:
         return max(1, int(needed - manager.block_pool.get_num_free_blocks()))
 
     def _choose_victim(self, request: Request, missing_blocks: Callable[[], int]) -> Request:
-        """Return the victim: the policy's choice, or vLLM's own choice if the policy makes none.
+        """Return the request to preempt for ``request``: the policy's choice, or else vLLM's own.
 
-        If vLLM would choose ``request`` itself, the last candidate takes its place (a loading request, if
-        any). A running victim gets the lowest priority, so that vLLM's priority branch preempts it next.
+        If vLLM would choose ``request`` itself, the last candidate is chosen instead: a loading request, if
+        there is one. A running victim gets the lowest priority, so that vLLM's priority branch preempts it
+        next.
         """
         self.restore_victim()
         candidates = [*self._scheduler.running, *self._loading()]
@@ -285,8 +286,9 @@ class AllocationFallback:
     def _loading(self) -> list[Request]:
         """Return the requests that load KV into their blocks and can give these blocks up.
 
-        If they could not be victims, a request that runs alone beside them would preempt itself in each step.
-        With another connector than sojourn's the list is empty: it may write to the blocks at any time.
+        These requests can be victims. Otherwise a request that runs alone beside them would preempt itself in
+        each step. With another connector than sojourn's the list is empty, because that connector may write
+        to the blocks at any time.
         """
         if not isinstance(self._scheduler.connector, SojournConnector):
             return []
@@ -311,7 +313,10 @@ class AllocationFallback:
 
 
 def count_unshared_blocks(blocks: Sequence[KVCacheBlock]) -> int:
-    """Return how many of a request's blocks only it uses. O(log blocks): only a prefix can be shared."""
+    """Return how many of a request's ``blocks`` no other request or lease uses.
+
+    Takes O(log blocks), because only a prefix can be shared.
+    """
     if not blocks or blocks[0].ref_cnt <= 1:
         return len(blocks)
     return len(blocks) - bisect_left(blocks, True, key=lambda block: block.ref_cnt <= 1)

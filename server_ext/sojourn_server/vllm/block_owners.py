@@ -20,7 +20,7 @@ reuses or resets it."""
 
 
 class BlockOwners:
-    """Table of the owners (programs) of each cached block in one pool, including ended programs.
+    """Table of the owners of each cached block in one pool, and of the blocks that ended programs left.
 
     Every operation takes O(1) time per block, for any number of owners.
     """
@@ -78,8 +78,8 @@ class BlockOwners:
     def end(self, program_id: ProgramId) -> list[KVCacheBlock]:
         """Remove an ended program as an owner of its blocks.
 
-        Return the blocks that now have one owner or none, the last block of the context first. Blocks of
-        ``MANY`` do not change and are not returned.
+        Return the blocks that now have one owner or none, the last block of the context first. Blocks with
+        the owner ``MANY`` do not change and are not returned.
         """
         changed: list[KVCacheBlock] = []
         for block_id, block in reversed(self.blocks.pop(program_id, {}).items()):
@@ -97,17 +97,17 @@ class BlockOwners:
         return changed
 
     def found(self, block_id: int) -> None:
-        """Record that a request reuses the content of the block."""
+        """Record that a request has found the block in the cache and reuses its content."""
         # The record matters only when a program ends, so it is skipped while no block has an owner.
         if (self.of or self.orphans) and block_id not in self.of:
             self.orphans.pop(block_id, None)
             self.common.add(block_id)
 
     def taken(self, blocks: Iterable[KVCacheBlock]) -> Iterator[tuple[KVCacheBlock, Owner]]:
-        """Forget the owners of blocks that get other content. Yield each cached block that had an owner, and
-        the owner.
+        """Forget the owners of blocks that were taken for other content. Yield (block, owner) for each cached
+        block that had an owner.
 
-        If only an ended program has used a block, that program counts as its owner.
+        If only an ended program has used a block, that program counts as the block's owner.
         """
         if not (self.of or self.orphans or self.common):
             return

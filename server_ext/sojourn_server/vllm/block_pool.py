@@ -159,8 +159,8 @@ class PinnedBlocks:
 class EvictionAdapter:
     """Keeps a pool's free queue in the order of the preset's eviction policy.
 
-    ``guarded`` runs a call and returns ``None`` if it fails. ``failed`` is called with an error of the queue;
-    from then on the queue keeps vLLM's own order.
+    ``guarded`` runs a call and returns ``None`` if it fails. If the queue has an error, it calls ``failed``
+    with the error, and keeps vLLM's own order from then on.
     """
 
     def __init__(
@@ -184,7 +184,8 @@ class EvictionAdapter:
         self._scale_changes = 0
 
     def before_step(self) -> None:
-        """Score changed programs again, or all programs if the policy's score scale changed."""
+        """Bring eviction scores up to date. If the policy's score scale has changed, that means all scores,
+        otherwise the scores of programs that have changed."""
         if self._by_program:
             self._guarded(self._rescore)
 

@@ -86,10 +86,10 @@ _NAMES = {
     ),
     "vllm.v1.worker.gpu_worker": "Worker as GPUWorker",
 }
-"""Names by upstream module. ``X as Y`` gives the name ``Y`` here."""
+"""Module of vLLM → the names that sojourn imports from it. ``X as Y``: vLLM's ``X`` is called ``Y`` here."""
 
 UPSTREAM: dict[str, tuple[str, str]] = {}
-"""Name in this module → (upstream module, name there)."""
+"""Name in this module → (module of vLLM that defines it, its name there)."""
 for _module, _names in _NAMES.items():
     for _entry in _names.split(", "):
         _upstream_name, _, _alias = _entry.partition(" as ")

@@ -37,8 +37,8 @@ UTILITY = "sojourn_call"
 """The method of the engine core that answers all calls: ``(operation, payload) -> str``."""
 
 STREAMS_END_S = 10.0
-"""Seconds that clients have to read the end of their answers after the engine has stopped. Then the server
-closes the connections."""
+"""Seconds between the engine's stop and the closing of connections by the server. In this time clients can
+read the end of their answers."""
 
 _NO_METHOD = re.compile(r"has no attribute '_?sojourn")
 _SHUTTING_DOWN = "shutting down"

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 PAIR_CONNECTORS = frozenset(
     {"NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector"}
 )
-"""vLLM's KV connectors for prefill/decode pairs. An engine with one is in a pair, even as ``kv_both``."""
+"""vLLM's KV connectors for prefill/decode pairs. An engine with one of them is in a pair, even if its
+``kv_role`` is ``kv_both``."""
 
 
 def host_s_per_token(scheduler: Scheduler, profile: EngineProfile | None) -> float | None:
@@ -53,7 +54,10 @@ def offload_capacity_blocks(scheduler: Scheduler) -> tuple[int, int]:
 
 
 def offload_description(scheduler: Scheduler) -> dict[str, Any] | None:
-    """Return host memory and disk as the engine reports them to clients; ``None`` without a connector."""
+    """Return host memory and disk as the engine reports them to clients.
+
+    ``None`` without a connector, and with ``PathsConnector``, which has neither.
+    """
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, PathsConnector):
         return None
@@ -73,14 +77,17 @@ def offload_description(scheduler: Scheduler) -> dict[str, Any] | None:
 
 
 def kv_transfer_member(scheduler: Scheduler) -> KVTransferMember | None:
-    """Return the status object of an engine in a prefill/decode pair; ``None`` for any other engine."""
+    """Return the status object of ``PathsConnector``; ``None`` for an engine without this connector."""
     connector = scheduler.connector
     return connector.member if isinstance(connector, PathsConnector) else None
 
 
 def is_one_of_a_pair(scheduler: Scheduler) -> bool:
-    """Return whether the engine exchanges KV with another engine for each request: by our connector, by one
-    of vLLM's, or by any connector with the role of a producer or consumer."""
+    """Return whether the engine is one of a prefill/decode pair, to judge by its connector.
+
+    It is with ``PathsConnector``, with one of ``PAIR_CONNECTORS``, and with any other connector whose
+    ``kv_role`` is ``kv_producer`` or ``kv_consumer``.
+    """
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, SojournConnector):
         return False

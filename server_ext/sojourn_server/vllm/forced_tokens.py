@@ -6,10 +6,11 @@ token, or set ``max_tokens`` to their number. Everything else is real: prefill, 
 parsing. Preemption is harmless: the position is the request's number of output tokens, which preemption
 keeps.
 
-``--logits-processors sojourn_server.vllm.forced_tokens:ForcedTokens`` for model runner V1 (the CPU, and CUDA
-with ``VLLM_USE_V2_MODEL_RUNNER=0``); ``:ForcedTokensV2`` for model runner V2, the CUDA default. Neither is an
-entry point, because both runners load the same entry points and each rejects the other's classes. Speculative
-decoding is not supported: drafted tokens would have to be forced too.
+Model runner V1 (the CPU, and CUDA with ``VLLM_USE_V2_MODEL_RUNNER=0``) needs vLLM's option
+``--logits-processors sojourn_server.vllm.forced_tokens:ForcedTokens``. Model runner V2, the CUDA default,
+needs ``:ForcedTokensV2`` instead. Neither class is an entry point, because both runners load the same entry
+points and each rejects the other's classes. Speculative decoding is not supported: drafted tokens would have
+to be forced too.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ MAX_REPLAY_IDS = 65_536
 """Maximum number of token ids in a request's ``replay_ids``."""
 
 _vocab_size: int | None = None
-"""Size of the vocabulary; set when a processor is built in this process. The API server does not know it when
-it validates requests. The engine checks again, because an id beyond the vocabulary must not stop it."""
+"""Size of the vocabulary, set when a logits processor is built in this process. The API server builds
+none, so it validates requests without the size. The engine therefore checks the ids again: an id beyond the
+vocabulary would stop it."""
 
 
 def replay_ids(params: SamplingParams) -> list[int] | None:
@@ -112,9 +114,9 @@ class ForcedTokensV2(LogitsProcessorV2):
     """Forces tokens in model runner V2. State is kept by request slot. Its interface is tested, but it has
     not been run on CUDA.
 
-    The device has one table of forced ids per slot, as wide as the longest list so far. A row's number of
-    output tokens is its position plus one, minus the prompt's length, so ``apply`` never waits for the
-    device.
+    The device has one table with a line of forced ids for each slot. The table is as wide as the longest list
+    so far. The device itself computes how many output tokens a request has: its position plus one, minus the
+    prompt's length. So ``apply`` never waits for the device.
     """
 
     @classmethod

@@ -1,11 +1,11 @@
 """vLLM's queue of free blocks, in an eviction order by program.
 
 ``BlockPool.free_block_queue`` *is* vLLM's eviction order: the pool reuses blocks from its front. This queue
-replaces it. Blocks without a program stay in vLLM's linked list and keep vLLM's order. With an order by
-program, cached blocks of programs are in buckets, and the bucket with the lowest score is evicted first. A
-program has one bucket for the blocks of its newest turn. It has another one for each earlier turn with blocks
-that no later turn used (an abandoned branch, a compacted context). Cost: O(1) per block; O(log buckets) for
-each rescored bucket; O(buckets) once after the scale of scores has changed.
+replaces it. Blocks without a program stay in vLLM's linked list and keep vLLM's order. If the policy orders
+blocks by program, cached blocks of programs are in buckets, and the bucket with the lowest score is evicted
+first. A program has one bucket for the blocks of its newest turn. It has another bucket for each earlier turn
+with blocks that no later turn used (an abandoned branch, a compacted context). Cost: O(1) per block; O(log
+buckets) for each rescored bucket; O(buckets) once after the scale of scores has changed.
 
 Blocks that only an ended program has used stay cached. They are evicted before all blocks with an owner, in
 the order in which the programs ended. Blocks that another request has used too are a common prefix: they are
@@ -39,7 +39,7 @@ OnEvicted = Callable[[KVCacheBlock, Owner, "Score | None"], None]
 order selected it)."""
 
 ENDED_BUCKET: Bucket = (ProgramId(""), -math.inf)
-"""Bucket of blocks whose only program has ended, evicted before all scores."""
+"""Bucket of blocks whose only program has ended. It has no score and is evicted before all other buckets."""
 
 MAX_ABANDONED_BUCKETS = 16
 """Maximum number of abandoned branches of a program. If there are more, the oldest two are merged."""
@@ -61,7 +61,8 @@ def _falls_back(
 
 
 class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
-    """Free blocks of one pool in eviction order. All blocks are free when this queue replaces ``replaced``.
+    """Free blocks of one pool in eviction order. It replaces vLLM's queue ``replaced`` while all blocks
+    are still free.
 
     Without a ``scorer``, blocks keep vLLM's order, except that cached blocks of ended programs go first.
     ``before_reuse`` gets all blocks that are about to be reused. Then ``evicted`` gets each cached block that
@@ -108,11 +109,11 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
                 self._rebucket(block)
 
     def remove_owner(self, program_id: ProgramId) -> list[int]:
-        """Remove an ended program from its blocks. Return the ids of blocks that now have no owner.
+        """Remove an ended program as an owner of its blocks. Return the ids of blocks that now have no owner.
 
         Blocks that only this program has used are evicted next, after uncached blocks and after blocks of
-        programs that ended before. Other free blocks in buckets join the blocks without a program: uncached
-        blocks at the front, cached blocks at the end. Blocks of ``MANY`` do not change.
+        programs that ended before. Other free blocks of buckets join vLLM's list if they now have no owner:
+        uncached blocks at its front, cached blocks at its end. Blocks with the owner ``MANY`` do not change.
         """
         ownerless: list[int] = []
         try:
@@ -140,12 +141,12 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_falls_back
     def rescore(self, program_id: ProgramId) -> None:
-        """Score the program's buckets again."""
+        """Compute the scores of the program's buckets again, and move the buckets in the eviction order."""
         for used_s in self._left.get(program_id, ()):
             self._file((program_id, used_s))
 
     def rescale(self) -> None:
-        """Score all buckets again before the next use, because the scale of scores has changed."""
+        """Have all scores computed again at the next read, because the scale of scores has changed."""
         if self._order is not None:
             self._order.rescaled = True
 
@@ -154,7 +155,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         """Move the free blocks of the program's previous turn to the bucket of an abandoned branch.
 
         Call this when the new turn has all its blocks: it then does not use the blocks that are still free.
-        ``used_s`` is the time of their last use.
+        ``used_s`` is the time at which the moved blocks were last used.
         """
         bucket = self._buckets.get((program_id, NEWEST_TURN))
         if bucket is None:
@@ -219,7 +220,10 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield blocks in eviction order. The queue must not change while one bucket is read."""
+        """Yield the free blocks after ``cursor`` (``None``: all free blocks) in eviction order.
+
+        The queue must not change while one bucket is read.
+        """
         within = self._bucket_of.get(cursor.block_id) if cursor is not None else None
         if within is None:
             if cursor is not None and cursor.next_free_block is None:
@@ -343,8 +347,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._file(name)
 
     def _list_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield the list's blocks after ``cursor`` (``None``: all); ended programs' blocks follow uncached
-        blocks."""
+        """Yield the blocks of vLLM's list after ``cursor`` (``None``: all). The blocks of ``ENDED_BUCKET``
+        come in between, after the uncached blocks at the front of the list."""
         ended = self._buckets.get(ENDED_BUCKET)
         if ended is None or (cursor is not None and not self._among_first(cursor)):
             yield from super().iter_blocks_after(cursor)

@@ -115,7 +115,7 @@ def computes_logits() -> bool:
 
 
 class HiddenStateWorkerMixin:
-    """Mix-in that adds hidden state capture to a vLLM worker class. List it before that class."""
+    """Mix-in that adds hidden state capture to a vLLM worker class. List it before that class as a base."""
 
     _sojourn_capture: HiddenStateCapture | None = None
 

@@ -33,8 +33,8 @@ class HistoryFile:
     """Loads histories at start, and saves them every few minutes and at the end. Without ``path`` it does
     nothing.
 
-    Each data-parallel engine has its own file, ``path`` plus ``.rank0`` and so on: they learn from different
-    requests. Errors of the file system are logged, never raised.
+    Data-parallel engines learn from different requests, so each has its own file: ``path`` plus ``.rank0``
+    and so on. Errors of the file system are logged, never raised.
     """
 
     def __init__(self, path: str | None, now: float, rank: int | None = None) -> None:
@@ -137,7 +137,7 @@ class HistoryFile:
                 _remove(partial)
 
     def _set_aside(self, suffix: str) -> str:
-        """Append ``.suffix`` to the file's name. Return a text for the log that says what happened."""
+        """Rename the file by appending ``.suffix``. Return a text for the log that says how this went."""
         assert self._path is not None
         kept = self._path.with_name(f"{self._path.name}.{suffix}")
         try:

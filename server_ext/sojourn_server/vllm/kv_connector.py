@@ -82,7 +82,7 @@ class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
 
 
 class MatchedTokens(NamedTuple):
-    """Tokens of a request that the connector can supply, as last answered to vLLM."""
+    """The connector's last answer to vLLM about a request: which of its tokens the connector can supply."""
 
     computed: int = 0
     """Number of tokens on the device; the supplied tokens follow them."""
@@ -133,7 +133,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         """Return how many tokens can be supplied after the first ``computed`` tokens, and the match to
         remember.
 
-        ``None`` instead of a number: not known yet, vLLM asks again.
+        If the number is not known yet, it is ``None``, and vLLM asks again.
         """
         raise NotImplementedError
 
@@ -180,7 +180,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens can be supplied after those on the device, and whether they load
-        asynchronously. ``None`` instead of a number: not known yet, vLLM asks again."""
+        asynchronously. If the number is not known yet, it is ``None``, and vLLM asks again."""
         self._matches.pop(request.request_id, None)
         if request.skip_reading_prefix_cache or self._is_off():
             return 0, False
@@ -258,7 +258,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self._worker = self._open_worker(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step's jobs. vLLM calls this before the forward pass writes anything."""
+        """Begin all of a step's jobs, because vLLM calls this before the forward pass writes anything."""
         assert isinstance(kv_connector_metadata, StepOrders)
         self._begin_step(kv_connector_metadata)
 

@@ -96,15 +96,17 @@ class ConnectorOptions:
         return value
 
     def whole(self, name: str, default: int | None = None, *, flag: str = "", unit: str = "") -> int:
-        """Return a whole number of at least 1. ``flag``: option of ``sojourn serve``, for the error."""
+        """Return an option's whole number, at least 1. Errors name ``sojourn serve``'s ``flag`` for it."""
         value = self._given.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(name, f"a whole number{unit}, at least 1", flag)
         return value
 
     def size(self, name: str, at_least: int, what: str, *, flag: str) -> int:
-        """Return a number of bytes of at least ``at_least``, the size of one block. ``what`` and ``flag``
-        name the block and the option in errors."""
+        """Return an option's number of bytes, at least ``at_least``, the size of one block.
+
+        Errors call this block ``what``. They name ``sojourn serve``'s ``flag`` for the option.
+        """
         value = self.whole(name, flag=flag, unit=" of bytes")
         if value < at_least:
             raise self._wrong(name, f"at least {what}, {at_least}", flag)
@@ -144,7 +146,8 @@ class KVConnectorSettings:
     block_tokens: int
     """Number of tokens per engine block."""
     identity: KvIdentity
-    """Identity of the stored blocks: engine blocks (host memory and disk) or Full Blocks (transfers)."""
+    """Identity of the KV in stored blocks. A stored block is an engine block in host memory and on disk, and
+    a Full Block in transfers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +163,8 @@ class KVOffloadSettings(KVConnectorSettings):
     disk: str | None
     disk_bytes: int
     disk_name: str | None
-    """Name of this engine's store; ``None`` if the engine does not read other engines' stores beside it."""
+    """Name of this engine's store. ``None``: the store has no name, and the engine does not read the stores
+    of other engines beside it."""
     max_stage_wait_s: float
 
     @classmethod
@@ -225,9 +229,9 @@ class KVOffloadSettings(KVConnectorSettings):
         )
 
     def open_disk(self, block_bytes: int, layers: int) -> tuple[DiskStore | None, SiblingStores | None]:
-        """Open and return this worker's store on disk, and the stores of other engines beside it; ``None``
-        for each that the settings lack.
+        """Open and return this worker's store on disk, and the stores of other engines beside it.
 
+        Without ``disk`` both are ``None``. Without ``disk_name`` the second is ``None``.
         ``block_bytes`` and ``layers`` describe the worker's KV tensors. Raises ``OffloadError`` if the store
         is in use or for another model.
         """
@@ -422,7 +426,7 @@ def _check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
 
 
 def _partial_retention(spec: KVCacheSpec) -> str:
-    """Return a description of the tokens that a layer keeps KV of; empty if these are all tokens."""
+    """Return, as text for an error, which tokens a layer keeps KV of; empty if it keeps KV of all tokens."""
     from .compat import FullAttentionSpec, MLAAttentionSpec
 
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def model_identity(vllm_config: VllmConfig, *, sure: bool = True) -> str:
-    """Return a text that identifies the model's weights, shape and load format (and seed, if random).
+    """Return a text that identifies the model: weights, shape, load format, and the seed of dummy weights.
 
-    With ``sure``, it raises ``SettingsError`` if other weights could have the same identity. KV that is
-    shared or outlives the engine needs this.
+    With ``sure``, raises ``SettingsError`` if other weights could have the same identity. KV that is shared
+    or outlives the engine needs this.
     """
     model = vllm_config.model_config
     shape = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()[:16]

@@ -39,9 +39,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self.settings = KVOffloadSettings.read(vllm_config, kv_cache_config)
         self._block_size = self.settings.block_tokens
         self._answered: set[str] = set()
-        """Worker side: requests with an ended load that is not reported yet."""
+        """Worker side: requests whose load was rejected and has not been reported as ended yet."""
         self._not_filled: set[int] = set()
-        """Worker side: device blocks that loads of the requests in ``_answered`` did not fill."""
+        """Worker side: device blocks that an ended load did not fill, until vLLM asks for them."""
         if role is KVConnectorRole.SCHEDULER:
             self.planner = OffloadPlanner(self.settings.limits())
             self._rank_results = RankResults(self.settings.ranks)
@@ -108,8 +108,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Handle the results of earlier jobs: first ended loads, because vLLM may repeat them in the next
-        step."""
+        """Handle the results of earlier jobs. Loads that have ended are handled first, because vLLM may
+        repeat a load in the next step."""
         if connector_output.invalid_block_ids:  # vLLM may repeat block ids of loads that have ended
             self._load_errors |= connector_output.invalid_block_ids & self.planner.loading_blocks()
         for request_id in connector_output.finished_recving or ():
@@ -165,7 +165,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Return whether jobs need a step to run, even if no request needs one."""
+        """Return whether jobs wait for a step. vLLM then makes a step even if no request needs it."""
         return not self.off and self.planner.has_jobs
 
     def reset_cache(self) -> bool:

@@ -88,7 +88,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._pool: BlockPool | None = None
         """vLLM's block pool; set only if a reset of the pool alone must turn the connector off."""
         self._cached: object = None
-        """The pool's hash table at the start. vLLM replaces it at a reset, so a change shows a reset."""
+        """Hash table of ``_pool`` at the start. A reset of the pool replaces it by another table."""
         if role is KVConnectorRole.SCHEDULER:
             self.planner = TransferPlanner(
                 block_tokens=self.settings.block_tokens,
@@ -158,7 +158,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return self.planner.finished(request.request_id, completed, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Return whether jobs need a step to run, even if no request needs one."""
+        """Return whether jobs wait for a step. vLLM then makes a step even if no request needs it."""
         return self.planner.has_jobs or (self._is_off() and not self._stop_sent)
 
     def reset_cache(self) -> bool:
@@ -294,7 +294,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return KVTransferStats(data=asdict(times)) if times else None
 
     def _warn_context_too_large(self, contexts: int) -> None:
-        """Log a warning when the first context does not fit the buffers."""
+        """Log a warning if ``contexts``, the number of contexts too large for the buffers, is above 0."""
         if contexts:
             self._warned_context_too_large = True
             logger.warning(
@@ -306,7 +306,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTransferStats:
-        """Return the statistics with ``data`` from another process."""
+        """Return statistics made from the ``data`` that another process has sent."""
         return KVTransferStats(data=data or {})
 
     def status(self) -> dict[str, Any] | None:

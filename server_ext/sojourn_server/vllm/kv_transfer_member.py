@@ -47,10 +47,10 @@ class KVTransferMember:
         self.is_over = False
         """Whether the engine has left the pair."""
         self.alone: StockEngineService | None = None
-        """The service that answers calls if the scheduler is vLLM's own. The first call makes it."""
+        """The service that answers calls if the scheduler is vLLM's own; ``None`` before the first call."""
 
     def ask(self, executor: Any) -> None:
-        """Refresh the worker's status. If the worker does not answer, the last status stays."""
+        """Ask the worker for its status and keep it. Without an answer, the last status stays."""
         if self._stats_address is not None:
             try:
                 self._status = transfer_stats.fetch_stats(self._stats_address)

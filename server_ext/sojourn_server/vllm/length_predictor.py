@@ -101,7 +101,7 @@ def computed_tokens_after(planned: SchedulerOutput) -> dict[str, int]:
 
 
 def are_read(config: VllmConfig) -> bool:
-    """Return whether the engine's worker class captures hidden states; log a warning if it does not."""
+    """Return whether hidden states can be read: whether the worker class captures them. Warns if not."""
     if config.parallel_config.worker_cls not in WORKER_CLASSES.values():
         logger.warning(
             "sojourn: worker class %s does not capture hidden states; predictions do without. "

@@ -28,7 +28,7 @@ from .free_block_queue import ProgramFreeBlockQueue
 from .kv_offload_connector import SojournConnector
 
 STORE_AHEAD_STEPS = 2
-"""Number of steps of maximum size for which blocks are copied to host memory in advance."""
+"""Blocks are copied to host memory in advance for this many steps, each of the maximum number of tokens."""
 STORE_AHEAD_DEVICE_SHARE = 0.25
 """Maximum share of the device's blocks that is copied to host memory in advance."""
 STORE_AHEAD_HOST_SHARE = 0.125
@@ -91,7 +91,7 @@ class OffloadManager:
             int(STORE_AHEAD_DEVICE_SHARE * pool.blocks),
             int(STORE_AHEAD_HOST_SHARE * pool.host_blocks),
         )
-        """Number of blocks copied in advance: the ones that are next in eviction order."""
+        """Number of blocks at the front of the eviction order that are copied in advance."""
         self._taken = self._store_ahead_blocks
         """Number of blocks that the device has reused since the last copies in advance."""
         self._under_pressure = False
@@ -265,11 +265,11 @@ class OffloadManager:
         return {**planner.state(), "traffic": {**traffic.totals(), **under_way}}
 
     def link(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
-        """Return recent copy times: seconds per token to host memory, seconds per token back, and seconds
-        that the queued copies take.
+        """Return the speed of the link to host memory: seconds per token to host memory, seconds per token
+        back, and seconds that the queued copies take.
 
-        A time per token is ``None`` before the first copy in its direction. The first time is
-        ``NO_OFFLOAD_S_PER_TOKEN`` if host memory lacks space for ``blocks`` blocks of preempted requests.
+        A time per token is ``None`` before the first copy in its direction. If host memory lacks space for
+        ``blocks`` blocks of preempted requests, the time to host memory is ``NO_OFFLOAD_S_PER_TOKEN``.
         """
         traffic, settings = self._connector.traffic, self._connector.settings
         token_bytes = settings.block_bytes / settings.block_tokens
@@ -284,7 +284,7 @@ class OffloadManager:
         )
 
     def count_leading_copied(self, keys: Iterable[BlockKey]) -> int:
-        """Return how many of the first ``keys``, up to a gap, are in host memory or being copied there."""
+        """Return how many ``keys`` before the first missing one are in host memory or being copied there."""
         host = self._connector.planner.host
         return sum(1 for _ in takewhile(lambda key: host.get(key) is not None, keys))
 
@@ -377,7 +377,7 @@ class OffloadManager:
             self._preempted_contexts[program_id] = still
 
     def _unwanted_keys(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Remove one use of these keys. Return the keys that no other preempted request will load."""
+        """Count one use less of each key. Return the keys that no preempted request will load any more."""
         wanted, unwanted = self._wanted, []
         for key in keys:
             if wanted[key] > 1:  # requests may share a prefix
@@ -410,7 +410,7 @@ class OffloadManager:
         return rank
 
     def _runs(self, program_id: ProgramId) -> bool:
-        """Return whether a request of the program has been admitted. The program then loads no more KV."""
+        """Return whether the engine has an admitted request of the program. The program then loads no KV."""
         scheduler = self._program_scheduler
         live = map(scheduler.request, scheduler.live_requests(program_id))
         return any(known is not None and known.admitted for known in live)

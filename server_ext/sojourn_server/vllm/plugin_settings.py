@@ -62,8 +62,8 @@ class PluginSettings:
     gate_timeout_s: float = _LIMITS.gate_timeout_s
     """Seconds after which a request is refused with an error if its program is not placed on the device."""
     line_patience_s: float = _LIMITS.line_patience_s
-    """Seconds after which a waiting request without a program goes before later requests and may end any
-    lease."""
+    """Seconds after which a waiting request without a program is overdue. It then goes before requests that
+    arrived later, and may end any lease."""
     max_programs: int = _LIMITS.max_programs
     compute_quota_s: float = 0.0
     """Maximum seconds of attention computation per step, estimated from the profile; 0: no limit."""
@@ -167,8 +167,10 @@ class PluginSettings:
 def build_program_scheduler(
     settings: PluginSettings, preset: Preset, pool: KVPoolConfig, histories: Histories, rank: int | None
 ) -> ProgramScheduler:
-    """Return the engine's ``ProgramScheduler``. If ``tape_file`` is set, it records its events and decisions.
-    ``rank``: data-parallel rank, if any."""
+    """Return the engine's ``ProgramScheduler``. ``rank``: data-parallel rank, if any.
+
+    If ``tape_file`` is set, the ``ProgramScheduler`` records its events and decisions.
+    """
     from ..core.program_scheduler import ProgramScheduler
 
     profile = settings.profile()
@@ -199,7 +201,7 @@ def build_program_scheduler(
 
 
 def check_scheduling(preset: Preset, scheduling_policy: str) -> None:
-    """Raise ``SettingsError`` if the preset contradicts vLLM's ``--scheduling-policy``."""
+    """Raise ``SettingsError`` if the preset places programs, but ``--scheduling-policy`` is priority."""
     if preset.placement.places and scheduling_policy == "priority":
         raise SettingsError(
             f"--scheduling-policy is priority, but policy {preset.name} orders programs by where "

@@ -1,4 +1,4 @@
-"""Limits how many prompt tokens a step of vLLM's scheduler computes, by a compute quota (DuetServe, D7).
+"""Limits how many prompt tokens a step of vLLM's scheduler computes, by a compute quota (DualPath §6.2, D7).
 
 ``Scheduler.schedule`` calls ``_reserve_prefill_lookahead`` for each request, after the look-ups in prefix
 cache and connector and before it allocates blocks. The method returns how many tokens the step computes; 0
@@ -56,7 +56,7 @@ class PrefillQuota:
         program_scheduler: ProgramScheduler,
         guarded: Callable[..., Any],
     ) -> PrefillQuota | None:
-        """Install the quota of the settings in the scheduler and return it; ``None`` if they have none.
+        """Install the quota in the scheduler and return it; ``None`` if ``settings`` have no quota.
 
         Raises ``SettingsError``.
         """
@@ -82,7 +82,7 @@ class PrefillQuota:
         self.step = None
 
     def preempted(self, request: Request) -> None:
-        """Give the step's quota back what a preempted request has taken from it."""
+        """Return to the step's quota what a preempted request has taken from it."""
         if self.step is not None:
             self.step.leave(request.request_id)
 
@@ -103,8 +103,10 @@ class PrefillQuota:
             self._recorder.count("sojourn_quota_cuts_total")
 
     def _settle(self, request: Request, computed: int, new: int) -> int:
-        """Return how many of the request's ``new`` tokens the step computes, after its ``computed`` tokens.
-        This replaces vLLM's ``_reserve_prefill_lookahead``."""
+        """Return how many of the request's ``new`` tokens the step computes.
+
+        ``computed`` is the number of tokens before them. Replaces vLLM's ``_reserve_prefill_lookahead``.
+        """
         running = request.status == RequestStatus.RUNNING
         if running and new <= self._decode_tokens and not request.is_prefill_chunk:
             return self._settled(request, computed, new)
@@ -135,7 +137,7 @@ class PrefillQuota:
             self.step.take(request.request_id, computed, chunk)
 
     def _decodes_s(self) -> float:
-        """Return the seconds of attention that decoding requests take. Called only in steps with a prompt."""
+        """Return the seconds of attention for the step's decoding requests. Called if it has a prompt."""
         seconds = self.quota.costs.seconds
         return sum(
             seconds(request.num_computed_tokens, 1 + len(request.spec_token_ids))

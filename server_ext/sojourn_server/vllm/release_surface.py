@@ -120,8 +120,9 @@ def wheel_source(wheel: Path) -> ReadSource:
 def read_surface(read: ReadSource) -> dict[str, str]:
     """Return the release's surface, the parts that sojourn uses: upstream name → description.
 
-    Missing parts are left out. A method's description is its parameters; an overridden method's also has a
-    digest of its body. Raises ``SyntaxError`` for a source that this Python cannot parse.
+    Missing parts are left out. The description of a method is its parameters. For a method that sojourn
+    overrides it also has a digest of the body. Raises ``SyntaxError`` for a source that this Python cannot
+    parse.
     """
     surface: dict[str, str] = {}
     parse = cache(lambda module: _parse(read, module))
@@ -148,7 +149,7 @@ def known_surfaces() -> dict[str, dict[str, str]]:
 
 
 def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """Return one line for each name that is gone, new, or different from the expected one."""
+    """Return one line for each name that is missing in ``found``, new in it, or described differently."""
     lines: list[str] = []
     for name in sorted({*found, *expected}):
         now, before = found.get(name), expected.get(name)

@@ -69,11 +69,12 @@ class PolicyRequestQueue(RequestQueue):
     """vLLM's waiting queue as a priority queue by ``key(request)``, lowest first, with admission control.
 
     A request with ``gated(request)`` needs admission. If ``may_be_admitted`` rejects the first gated request,
-    all gated requests wait until the next step (``open_step``). Other requests pass them, unless
-    ``blocks_queue`` of the first one returns true: then no request is returned. A ``parked`` request is not
+    all gated requests wait until the next step (``open_step``). Requests that are not gated pass them. But if
+    ``blocks_queue`` is true of the rejected request, no request passes it. A ``parked`` request is not
     returned until ``rekey`` finds that it is no longer parked.
 
-    If the oldest ``untracked`` request is ``overdue``, it is returned before the requests that it ``passes``.
+    The oldest request without a program (``untracked``) may be ``overdue``. It is then returned before each
+    request that it ``passes``.
 
     ``bool`` is true if a request can be admitted now. ``len`` counts all requests, so that the engine knows
     that it has work left.
@@ -162,7 +163,7 @@ class PolicyRequestQueue(RequestQueue):
             self.remove_request(request)
 
     def rekey(self, request: Request) -> None:
-        """Move a request whose state may have changed. Does nothing if it is not in this queue."""
+        """Move a request to the position of its present state. Ignores a request of another queue."""
         if request in self._open or request in self._gated or request in self._parked:
             peeked = self._peeked
             self.remove_request(request)
@@ -206,7 +207,7 @@ class PolicyRequestQueue(RequestQueue):
         return free[2] if free is not None else overdue
 
     def _first_before(self, overdue: Request, requests: _RequestHeap) -> tuple[QueueKey, int, Request] | None:
-        """Return the lowest entry of the requests that ``overdue`` does not pass."""
+        """Return the entry with the lowest key among the ``requests`` that ``overdue`` does not pass."""
         entries = (
             entry
             for entry in requests.entries()
@@ -264,7 +265,7 @@ class WaitingQueueAdapter:
         """Id of a gated request → (step of the last look-up, number of its prompt's blocks that other
         requests hold)."""
         self._last_rejected: tuple[str, int] | None = None
-        """Id of the request that admission rejected last, and the number of forecast changes by then."""
+        """Last request that admission rejected: its id, and the number of forecast changes until then."""
 
     def open_step(self) -> None:
         """Start a step, before the scheduler plans it."""
@@ -282,8 +283,8 @@ class WaitingQueueAdapter:
         self._shared.pop(request_id, None)
 
     def loading(self) -> list[Request]:
-        """Return the waiting requests with blocks for KV that is being loaded or has been loaded, in the
-        queue's order. Requests that vLLM has taken out of the queue to look at them are missing."""
+        """Return the waiting requests that hold blocks for KV which is being loaded or has been loaded, in
+        the queue's order. A request is missing while vLLM has taken it out of the queue to look at it."""
         return [
             request
             for request in self._scheduler.kv_holding_waiting
@@ -308,8 +309,8 @@ class WaitingQueueAdapter:
     def admit_nobody(self) -> None:
         """Admit no further request in this step, as vLLM does after a preemption.
 
-        Call it after a request gave up its load: its blocks must not go to later requests before the worker
-        has answered. With asynchronous scheduling the answer comes one step later."""
+        Call this after a request gave up its load. Later requests must not get the request's blocks before
+        the worker has answered. With asynchronous scheduling the answer comes one step later."""
         self._admits_nobody_until = self._steps + bool(self._scheduler.scheduler_config.async_scheduling)
         self._queue.fill_step()
 
@@ -324,7 +325,7 @@ class WaitingQueueAdapter:
             self.give_up_load(request, connector)
 
     def promote(self, now: float) -> None:
-        """Move the requests in the queue whose keys have changed because they have waited."""
+        """Move each queued request whose key has changed, because it has waited, to its new position."""
         while self._promotions and self._promotions[0][0] <= now:
             _, request_id = heapq.heappop(self._promotions)
             request = self._scheduler.requests.get(request_id)
@@ -424,7 +425,7 @@ class WaitingQueueAdapter:
         return promised
 
     def _admitted_loading(self) -> list[Request]:
-        """Return the admitted requests that wait for a connector to load their KV, and hold its blocks."""
+        """Return the admitted requests that wait until a connector has loaded KV into their blocks."""
         in_flight = self._scheduler._inflight_prefills
         return [request for request in in_flight if request.status != RequestStatus.RUNNING]
 

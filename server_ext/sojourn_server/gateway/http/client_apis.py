@@ -17,7 +17,7 @@ from . import proxy_headers
 
 
 class ClientApi(Enum):
-    """A client API; the value is the path under which engines serve it."""
+    """A client API. The value of each member is the path under which engines serve that API."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"

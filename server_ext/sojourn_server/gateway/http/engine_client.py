@@ -25,8 +25,9 @@ IDLE_CONNECTION_S = 3.0
 """Longest idle time of a reused connection. vLLM closes connections after five idle seconds, and a write to a
 closing connection costs a retry."""
 STALE_CONNECTION_S = 1.0
-"""Idle seconds that decide why a reused connection broke. If it was idle for longer, the engine probably
-closed it without reading the request. If it was idle for less, the engine read the request and died of it."""
+"""Idle time of a reused connection, in seconds, that tells why it broke during a request. After a longer idle
+time, the engine probably closed it without reading the request. After a shorter one, the engine counts as
+having read the request and died of it."""
 _ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
 """Error texts of an API server whose engine core is dead. The server itself keeps running for a moment."""
 
@@ -105,7 +106,8 @@ async def ask_engine(
 
 
 def bearer(key: str | None, authorization: str | None = None) -> str | None:
-    """The ``Authorization`` header for ``key``; without a key, the client's ``authorization``."""
+    """The ``Authorization`` header for an engine: made of the gateway's ``key`` if it has one, else the
+    client's ``authorization``."""
     return f"Bearer {key}" if key else authorization
 
 
@@ -128,7 +130,8 @@ class _SendAttempt:
     """State of one attempt to send a request. It tells whether a failed attempt may be repeated."""
 
     idle_s: float = 0.0
-    """How long the connection was idle before. After a long time, the engine may have closed it just now."""
+    """Seconds for which the reused connection was idle before this request; 0 for a new connection. After a
+    long idle time, the engine may have closed it just as the request was sent."""
     answering: bool = False
     """Whether the status line and headers of an answer have arrived."""
 
@@ -167,9 +170,10 @@ async def send_to_engine(
 ) -> EngineAnswer:
     """Send a request and wait for the first byte of its answer. Raises ``ReplicaRequestError``.
 
-    The request is sent a second time only if the engine has probably not seen it: it could not be written, or
-    its connection had been idle for ``STALE_CONNECTION_S`` and was closed before an answer. The second sign
-    is not certain, so a failure of the repeated request counts as ``computing``.
+    The request is sent a second time in two cases, in which the engine has probably not seen it. Either it
+    could not be written completely. Or its connection had been idle for ``STALE_CONNECTION_S`` and was closed
+    before an answer. In the second case the engine may have read it after all, so a failure of the repeated
+    request counts as ``computing``.
     """
     attempt = _SendAttempt()
     is_written = True

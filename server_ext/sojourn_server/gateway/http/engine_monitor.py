@@ -53,7 +53,8 @@ class MonitoredEngine:
 
 
 class EngineMonitorProtocol(Protocol):
-    """Monitor of a gateway's engines. By default, no engine is missing or refused."""
+    """What a gateway needs of the monitor of its engines. A monitor without ``missing`` and ``refused``
+    reports no such engines."""
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
         """Check now whether a replica is alive."""
@@ -86,7 +87,8 @@ class EngineMonitor(EngineMonitorProtocol):
         poll_s: float = POLL_S,
         read: Callable[..., EngineDescription] = describe_engine,
     ) -> None:
-        """``read`` builds an engine's description from its answers, as in ``EngineProbe``."""
+        """``read``: function that builds an engine's description from its answers, passed to
+        ``EngineProbe``."""
         self._watched = {
             url: MonitoredEngine(EngineProbe(url, session, key=engine_key, read=read)) for url in urls
         }

@@ -40,9 +40,9 @@ class EngineProbe:
         accepts: Callable[[Collection[str]], bool] = lambda answered: True,
         max_error_polls: int = MAX_ERROR_POLLS,
     ) -> None:
-        """``read`` builds a description from the engine's answers. ``accepts(paths)``: whether answers to
-        these paths suffice for the first description. ``max_error_polls``: after this many consecutive health
-        checks that return an error, the engine counts as dead."""
+        """``read`` builds a description from the engine's answers. ``accepts`` gets the paths that the engine
+        has answered, and tells whether they suffice for its first description. After ``max_error_polls``
+        consecutive health checks that return an error, the engine counts as dead."""
         self.url = url
         self.described: EngineDescription | None = None
         """The engine's last accepted description. The owner of the probe sets it."""
@@ -64,7 +64,7 @@ class EngineProbe:
         them."""
 
     def mark_lost(self) -> None:
-        """Record that the engine is gone; the next one at this address is another engine."""
+        """Record that the engine is gone. An engine that answers at this address later is another one."""
         self.described = None
         self.lives_before += 1
 
@@ -91,8 +91,10 @@ class EngineProbe:
             return None
 
     async def describe(self) -> EngineDescription | None:
-        """Request the engine's description; ``None``: no usable description now. An incomplete description
-        never replaces that of a known engine, since it would look like another engine."""
+        """Request the engine's description; ``None``: no usable description now.
+
+        Once ``described`` is set, an incomplete description is not usable: values that it lacks would make
+        the engine look like another one."""
         found = await asyncio.gather(*(self.get(path) for path in _DESCRIPTION_PATHS))
         statuses = {status for status, _ in found}
         self.asks_for_key = 401 in statuses

@@ -23,8 +23,8 @@ RESIDENCY_POLL_S = 5.0
 """Interval of ``ResidencyTracker``'s polls, equal to MORI's control interval."""
 MAX_PROGRAMS_PER_POLL = 1000
 STRAGGLER_WAIT_S = 0.5
-"""Seconds to wait for further answers after the first, if one answer is enough. Clients of these routes give
-up after one or two seconds."""
+"""Seconds to wait for further answers after the first success, for routes that need only one answer. Their
+clients give up after one or two seconds."""
 
 
 class EngineReplies(NamedTuple):
@@ -64,7 +64,7 @@ class EngineQueries:
     ) -> EngineReplies:
         """Send a GET to the engines for which ``of`` is true, and return their answers.
 
-        ``others_s``: how long to wait for the other engines after the first answer; ``None``: until all have
+        ``others_s``: how long to wait for the other engines after the first success; ``None``: until all have
         answered.
         """
         engines = [engine for engine in self._replicas.engines() if of(engine)]
@@ -81,8 +81,8 @@ class EngineQueries:
         return replies
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
-        """Capabilities of all engines in the format of one engine, so that clients see a single server. Empty
-        if no engine runs sojourn."""
+        """Capabilities of all engines, merged into one document of the format that an engine returns, so that
+        clients see a single server. Empty if no engine runs sojourn."""
         found = await self.ask("/sojourn/v1/capabilities", authorization, others_s=STRAGGLER_WAIT_S)
         # A proxy in front of an engine may answer 200 to anything.
         ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}

@@ -20,8 +20,8 @@ from ...routing.routing_events import NicQueueReported, PairEngineRegistered, Pa
 from ...routing.routing_status import LinkStats
 
 DEFAULT_CAPACITY_TOKENS = 1 << 20
-"""Assumed KV capacity of an engine that reports none. The loads of such engines then differ only by their
-requests."""
+"""Assumed KV capacity of an engine that reports none. Such engines all count as equally large, so routing
+compares them by their requests alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,10 @@ class EngineDescription:
 def describe_engine(
     capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
 ) -> EngineDescription:
-    """Build a description from an engine's answers. An engine with sojourn reports everything, plain vLLM
-    only its KV capacity. ``life``: number of engines lost at this address before."""
+    """Build a description from an engine's answers. ``life``: number of engines lost at this address before.
+
+    An engine with sojourn reports all values of a description. Plain vLLM reports only some of them, such as
+    its KV capacity."""
     engine = capabilities.get("engine")
     engine = engine if isinstance(engine, dict) else {}
     pools = cache_pools(metrics)
@@ -238,7 +240,8 @@ def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -
 
 
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
-    """Why an engine of ``kind`` cannot form a pair with an engine of ``ours``; empty if it can."""
+    """Why an engine with the values ``kind`` cannot form a pair with the served engines, whose values are
+    ``ours``; empty: it can."""
     (model, size, tokens, kv), (our_model, our_size, our_tokens, our_kv) = kind, ours
     if kind[:3] == ours[:3]:
         if kv == our_kv or not kv or not our_kv:
@@ -259,10 +262,11 @@ def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str
 def dominant_compatibility(
     engines: Iterable[tuple[EngineCompatibility, PairRole]], ours: EngineCompatibility | None
 ) -> EngineCompatibility | None:
-    """The kind of engines to serve, as values that a pair must share; ``None``: there are no engines.
+    """Choose the kind of engines to serve: the values that all served engines must share. ``None``: there are
+    no engines.
 
-    The kind with most engines wins, among kinds that have both roles. ``ours`` is the kind served now. It
-    wins a tie, and stays if no kind has both roles.
+    Among the kinds with engines of both roles, the one with most engines is chosen. ``ours`` is the kind
+    served now. It wins a tie. If no kind has both roles, ``ours`` stays while it has an engine.
     """
     roles: dict[EngineCompatibility, list[PairRole]] = {}
     for kind, role in engines:
@@ -297,8 +301,8 @@ def registration_event(
 
 def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:
     """The event that reports a node's storage NIC queue: the sum of its engines' queues, since they share the
-    NIC. ``None`` if an engine does not know its queue, or no engine reports one. Then the core keeps its own
-    estimate."""
+    NIC. ``None`` if no engine reports a queue, or if one of the reporting engines does not know its length.
+    Then the core keeps its own estimate."""
     reported = [links[STORAGE_READ].queued_s for links in engines if STORAGE_READ in links]
     known = [seconds for seconds in reported if seconds is not None]
     return NicQueueReported(node, sum(known)) if reported and len(known) == len(reported) else None

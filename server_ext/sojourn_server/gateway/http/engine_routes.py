@@ -28,8 +28,8 @@ from .tenant_keys import TenantKeys
 logger = logging.getLogger(__name__)
 
 WATCH_DELAY_S = 0.02
-"""Seconds until the gateway begins to watch for a client's disconnect. It notices a disconnect at most this
-much late."""
+"""Seconds from the start of a request until the gateway begins to watch for its client's disconnect. If the
+client disconnects before, the gateway notices it when it begins to watch."""
 
 
 class DisconnectWatcher:

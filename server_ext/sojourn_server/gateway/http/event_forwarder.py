@@ -45,7 +45,7 @@ REPLAY_WAIT_S = 1.0
 REPLAY_RETRY_S = 5.0
 """Delay before a program's events are sent again to an engine that did not accept them."""
 MAX_GRAPHS_SENT = 1024
-"""Maximum number of hashes of sent graphs remembered per engine."""
+"""Maximum number of graphs per engine of which the gateway remembers that it has sent them."""
 
 
 class EventForwarder:
@@ -139,17 +139,17 @@ class EventForwarder:
         return self.names.event(tenant, raw)
 
     def home(self, tenant: str, program_id: str) -> str | None:
-        """The replica that is a program's home."""
+        """Id of the replica that is a program's home; ``None``: it has none."""
         return self._routing_backend.home(tenant, program_id)
 
     def piggyback(
         self, tenant: str, event: AnyEvent, authorization: str | None, *, own: bool
     ) -> RecordedEvent | None:
         """Record an event that a request carries to its replica; return the record. Heartbeats and program
-        ends are not recorded, and return ``None``.
+        ends are not recorded: for them it returns ``None``.
 
-        ``own``: the event is about the request's own program. A ``ProgramEnd`` of this program does not end
-        it yet.
+        A ``ProgramEnd`` ends its program at the routing core. ``own``: the event is about the request's own
+        program. Then its end only drops the records, since the request has yet to run.
         """
         key = (tenant, event.program_id)
         if not isinstance(event, ProgramEnd):
@@ -186,8 +186,8 @@ class EventForwarder:
         self._catch_up(key, replica_id)
 
     def release(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
-        """Tell a program's former replica to release the program. ``authorization``: header of the program's
-        last request; ``None``: the recorded one."""
+        """Tell a program's former replica to release the program's KV. ``authorization``: header of the
+        program's last request; ``None``: that of its last recorded event is used."""
         event = {"type": "program_end", "program_id": left.program_id, "status": "cancelled"}
         record = self.known.get((left.tenant, left.program_id))
         if record is not None:
@@ -217,9 +217,10 @@ class EventForwarder:
         *,
         piggyback: bool = False,
     ) -> RecordedEvent | None:
-        """Record an event; return its record. ``home``: the replica that receives the event now. ``None``: no
-        replica does, or it is not known which replica gets the request that carries the event. ``piggyback``:
-        a request carries the event."""
+        """Record an event; return its record, or ``None`` if such events are not recorded.
+
+        ``piggyback``: a request carries the event. ``home``: the replica that receives the event now. It is
+        ``None`` if no replica does, or if the request that carries the event has no replica yet."""
         is_new = self.known.get(key) is None
         shown = authorization if self._engine_key is None else None
         kept = self.known.note(key, event, shown, self._clock(), delivered=piggyback or home is not None)
@@ -280,8 +281,9 @@ class EventForwarder:
         return said
 
     def _has(self, heard: set[str], key: Key, kept: RecordedEvent) -> bool:
-        """Whether an engine needs no copy of the graph of ``kept``: it has one, or the gateway has none to
-        send. ``heard``: hashes of graphs that the engine received in full."""
+        """Whether the graph of the event ``kept`` need not be sent to an engine. It need not if the engine
+        has the graph, or if the gateway does not have it. ``heard``: hashes of the graphs that the engine
+        received in full."""
         event = kept.event
         return not isinstance(event, AegReport) or (
             event.graph_hash in heard or self.known.graph(key[0], event.graph_hash) is None
@@ -298,8 +300,8 @@ class EventForwarder:
     def _with_full_graph(
         self, tenant: str, event: AnyEvent, raw: msgspec.Raw, to: _EngineBatch
     ) -> msgspec.Raw:
-        """The event for this engine, with the full graph if the engine lacks it. Clients send a full graph
-        once, and then only its hash."""
+        """The event as it is sent to one engine. Clients send a full graph once, and then only its hash. If
+        the engine lacks the graph, it is added to the event."""
         if not isinstance(event, AegReport):
             return raw
         if event.graph_hash in to.heard or event.graph_hash in to.spelt or event.graph is not None:

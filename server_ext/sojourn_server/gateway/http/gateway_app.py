@@ -72,7 +72,8 @@ class GatewayOptions:
     in_pairs: bool = False
     """True if engines either prefill or decode, so that a request needs one of each."""
     read_side: str | None = None
-    """Policy that chooses the engine that reads KV from storage; only with ``in_pairs``."""
+    """Name of the policy that chooses which engine of a pair reads KV from storage; only with
+    ``in_pairs``."""
 
     def __post_init__(self) -> None:
         for name in ("engine_key", "admin_key"):
@@ -142,8 +143,8 @@ class Gateway:
         beside: Callable[[], list[Awaitable[Any]]],
         before: Callable[[], Awaitable[None]] | None = None,
     ) -> Starlette:
-        """Build the ASGI application. ``beside`` returns its background tasks. ``before`` is awaited before
-        they start."""
+        """Build the ASGI application. At its start it awaits ``before()``, then starts the awaitables that
+        ``beside()`` returns as background tasks."""
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:

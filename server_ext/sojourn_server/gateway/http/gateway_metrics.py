@@ -75,8 +75,8 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.waiting = 0
-        """Number of requests that are at no replica. No other metric shows requests that lack capacity or a
-        replica."""
+        """Number of requests that wait at the gateway and were not sent to a replica. Requests that wait for
+        capacity, or because there is no replica, appear in no other metric."""
         self._waiting = gauge("waiting", "Requests that wait at the gateway, for one replica or for any.")
         self._waiting.set_function(lambda: self.waiting)
         self._load = gauge(
@@ -109,7 +109,7 @@ class GatewayMetrics:
         )
         self._shown: set[str] = set()
         self._shown_pairs: set[tuple[Gauge, tuple[str, ...]]] = set()
-        """Label sets of roles and links that are exposed now."""
+        """Gauges of pair engines' roles and links, each with a set of labels, that are exposed now."""
         self._users: set[str] = set()
 
     # -- events ---------------------------------------------------------------------
@@ -169,8 +169,8 @@ class GatewayMetrics:
     # -- queries --------------------------------------------------------------------
 
     def moves(self, since: int, limit: int, tenant: str | None = None) -> tuple[Sequence[ProgramMove], int]:
-        """Up to ``limit`` moves from number ``since`` on, and the ``since`` for the next call. With
-        ``tenant``, only that tenant's moves."""
+        """Up to ``limit`` recorded moves of programs, oldest first, and the value of ``since`` for the next
+        call. ``since``: number of the first move. With ``tenant``, only that tenant's moves."""
         found = [move for move in self._moves if move.number >= since and tenant in (None, move.tenant)][
             :limit
         ]

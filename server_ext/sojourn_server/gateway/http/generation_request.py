@@ -1,7 +1,7 @@
 """The parts of a generation request that routing needs: its program, its length, whether it streams.
 
-Only the fields below are read. None of them decides which tenant is charged. All other fields reach the
-engine byte for byte.
+Only the fields of ``_Body`` are read. None of them decides which tenant is charged. All other fields reach
+the engine byte for byte.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from .client_apis import ClientApi
 
 MAX_TOKENS = 2**31
 PREFIX_PIECE_BYTES = 1024
-"""Bytes of a prompt per hash, about 16 of vLLM's blocks."""
+"""Size of the pieces into which a prompt is divided for its prefix hashes, in bytes. A piece is about as long
+as 16 of vLLM's blocks."""
 SESSION_KEY = "session_id"
 """Field of a body, or of its ``vllm_xargs``, that names the program of a request without a hint."""
 
@@ -152,8 +153,8 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
 
 
 def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """The fields of a JSON object, as raw JSON. Raises ``InvalidGenerationRequest``: earlier parsing skips
-    unknown fields, so their names may still be invalid."""
+    """The fields of a JSON object, as raw JSON. Raises ``InvalidGenerationRequest`` if a field is invalid.
+    Even a body that has been parsed may hold one, because the parser skips unknown fields."""
     try:
         return _members.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -178,8 +179,10 @@ def without_identity(body: bytes) -> bytes:
 def with_names(
     body: bytes, of: Callable[[str], str], change: Callable[[dict[str, msgspec.Raw]], None] | None
 ) -> bytes:
-    """The body of a parsed request, with session ids mapped by ``of`` and the fields of its hint changed by
-    ``change`` (``None``: the hint is removed). If a field is repeated, the last one counts. Raises
+    """The body of a parsed request with other names in it.
+
+    ``of`` maps each session id to a new one. ``change`` is called with the fields of the hint and changes
+    them; ``None``: the hint is removed. If a field is repeated, the last one counts. Raises
     ``InvalidGenerationRequest``."""
     document = members_of(body)
     _rename_session(document, of)
@@ -195,8 +198,8 @@ def with_names(
 
 
 def with_hint(body: bytes, change: Callable[[dict[str, msgspec.Raw]], None]) -> bytes:
-    """The body of a parsed request, with the fields of its hint changed by ``change``. Raises
-    ``InvalidGenerationRequest``."""
+    """The body of a parsed request with another hint: ``change`` is called with the fields of the hint and
+    changes them. Raises ``InvalidGenerationRequest``."""
     return with_names(body, str, change)
 
 
@@ -237,11 +240,12 @@ def _count_ids(prompt: bytes) -> int | None:
 
 
 INITIAL_TOKENS_PER_BYTE = 0.25
-"""Tokens per byte of JSON before any count: English has about four characters per token."""
+"""Tokens per byte of JSON that are assumed until an engine has counted a prompt's tokens: English has about
+four characters per token."""
 MIN_TOKENS_PER_BYTE, MAX_TOKENS_PER_BYTE = 0.05, 1.0
-"""Bounds of the ratio, valid for any tokenizer."""
+"""Bounds of the tokens per byte that are learned, wide enough for any tokenizer."""
 MEAN_WEIGHT = 0.1
-"""Weight of the newest answer in the moving mean."""
+"""Weight of the newest prompt in the moving mean of tokens per byte."""
 MIN_SAMPLE_BYTES = 2_000
 """Minimum size of a prompt from which tokens per byte are learned: in shorter prompts most tokens come from
 the chat template."""
@@ -251,8 +255,8 @@ _MEDIA_PARTS = (b'"image_url"', b'"input_image"', b'"input_audio"', b'"audio_url
 
 
 class PromptSizeEstimator:
-    """Estimates prompt lengths from tokens per byte: a moving mean, by model, over prompts that engines have
-    counted."""
+    """Estimates how many tokens a prompt has, from its bytes and the model's mean of tokens per byte. This
+    moving mean is learned from prompts whose tokens an engine has counted."""
 
     def __init__(self) -> None:
         self._ratios: OrderedDict[str | None, float] = OrderedDict()
@@ -266,7 +270,7 @@ class PromptSizeEstimator:
         )
 
     def learn(self, question: GenerationRequest, prompt_tokens: int) -> None:
-        """Update the model's tokens per byte by an engine's count."""
+        """Update the model's tokens per byte. ``prompt_tokens``: the engine's count for this request."""
         size = question.prompt_bytes
         if question.prompt_tokens is not None or size < MIN_SAMPLE_BYTES or prompt_tokens <= 0:
             return

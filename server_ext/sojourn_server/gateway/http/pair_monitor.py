@@ -38,9 +38,10 @@ logger = logging.getLogger(__name__)
 class PairMonitor(EngineMonitor):
     """Registers the prefill and decode engines at given addresses.
 
-    An engine that cannot be part of a pair gets no requests, and the log says so once. The monitor accepts
-    only engines of one kind, with the same model and KV format. At the start that is the kind of most
-    engines. It may change until a pair exists, and afterwards only when all engines of that kind are gone.
+    An engine that cannot be part of a pair gets no requests, and the log says so once. All accepted engines
+    are of one kind, the served kind: they have the same model and KV format. At the start this is the kind
+    of which there are most engines. The served kind may change until a pair exists. After that it changes
+    only when all engines of it are gone.
     """
 
     def __init__(
@@ -76,10 +77,10 @@ class PairMonitor(EngineMonitor):
         self._said: tuple[int, int] | None = None
         """Number of accepted engines of each role in the last log line."""
         self._running_polls = 0
-        """Number of ``poll_all`` calls in progress. No engine is registered before they have ended."""
+        """Number of ``poll_all`` calls in progress. The last of them to end registers the engines."""
 
     async def poll_all(self) -> None:
-        """Poll all engines once, then choose the kind that is served."""
+        """Poll all engines once. Then choose the kind that is served, and register the engines of it."""
         self._running_polls += 1
         try:
             await super().poll_all()

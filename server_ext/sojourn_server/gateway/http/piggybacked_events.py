@@ -30,9 +30,9 @@ class PiggybackedEvents:
         fits: bool = True,
     ) -> None:
         """``context``: the client's hint. ``tenant``, ``authorization``: those of the client. ``program_id``:
-        the request's program; ``None``: it has none, even if its hint names one. ``fits``: whether the events
-        still fit into the hint after ids were replaced by the engines' names. If not, all events are
-        forwarded separately."""
+        the request's program; ``None``: the request has none, even if its hint names one. ``fits``: whether
+        the hint is still short enough for the events after the gateway replaced ids by the engines' names. If
+        not, all events are forwarded separately."""
         self._forwarder = forwarder
         self._tenant = tenant
         self._authorization = authorization
@@ -63,9 +63,11 @@ class PiggybackedEvents:
             self.kept.add(kept)
 
     def towards(self, replica_id: str, body: bytes) -> bytes:
-        """Return the body to send to this replica. Events of programs whose home is this replica stay in it.
-        All others are removed and forwarded to their homes. ``body``: the client's body, or an earlier
-        result."""
+        """Return the body to send to the replica ``replica_id``.
+
+        It keeps the events of the request's own program and of programs at home at that replica. Events of
+        other programs are removed and forwarded to their homes. ``body``: the client's body, or the result of
+        an earlier call."""
         staying: list[tuple[msgspec.Raw, AnyEvent | None]] = []
         leaving: list[msgspec.Raw] = []
         for raw, event in self._events:

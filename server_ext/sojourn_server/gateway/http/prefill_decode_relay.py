@@ -30,8 +30,8 @@ _ANSWER_FIELDS = (
     "stream_options", "n", "best_of", "use_beam_search", "min_tokens", "logprobs", "top_logprobs",
     "logprob_token_ids", "prompt_logprobs", "echo", "background", "store", "ec_transfer_params",
 )  # fmt: skip
-"""Fields that ``prefill_body`` removes. They concern only an answer, and might forbid an answer of one
-token."""
+"""Fields that ``prefill_body`` removes. Most of them concern only the client's answer, and might forbid an
+answer of one token. ``ec_transfer_params`` could name another request's data."""
 
 
 class _BodyFields(msgspec.Struct):
@@ -52,9 +52,10 @@ _ABSENT = (b"", b"null")
 
 
 def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
-    """The body for the decode engine if the request has no prefill stage; ``None`` if it has one.
+    """The body for the decode engine of a request without a prefill stage; ``None``: the request has one.
 
-    ``body`` has been parsed before. Raises ``InvalidGenerationRequest``.
+    ``body`` has been parsed before; its transfer parameters are removed. Raises
+    ``InvalidGenerationRequest``.
     """
     if api not in (ClientApi.CHAT, ClientApi.COMPLETIONS):
         return None  # these APIs have one prompt and one answer
@@ -88,9 +89,10 @@ def prefill_body(
     """The body for the prefill engine: without a program, with an answer of one token, and with the
     destination of its KV.
 
-    ``transfer``: a unique name. ``peer``: address of the decode engine's KV transfer manager. ``epoch``: that
-    manager's expected instance; empty: any. ``decode_share``: fraction of the stored prompt that the decode
-    engine's node reads. ``body`` has been parsed before. Raises ``InvalidGenerationRequest``.
+    ``transfer``: a unique name for this transfer of KV. ``peer``: address of the decode engine's KV transfer
+    manager. ``epoch``: the instance of that manager that the gateway expects; empty: any. ``decode_share``:
+    the prompt's KV may be in storage; the decode engine's node reads this fraction of it. ``body`` has been
+    parsed before. Raises ``InvalidGenerationRequest``.
     """
     document = members_of(without_identity(body))
     for name in _ANSWER_FIELDS:
@@ -113,8 +115,8 @@ def prefill_body(
 
 
 def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
-    """The parameters in the prefill engine's answer that tell where the KV is. ``None``: the answer has none,
-    so the engine does not prefill for others."""
+    """The parameters in the prefill engine's answer that tell where the KV is. ``None``: the answer has no
+    such parameters, so the engine that gave it does not prefill for decode engines."""
     try:
         found = _members.decode(answer).get(TRANSFER)
         params = msgspec.json.decode(found) if found is not None else None
@@ -124,8 +126,9 @@ def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
 
 
 def decode_body(body: bytes, params: dict[str, Any]) -> bytes:
-    """The body for the decode engine: the client's body with ``params``, which tell where the KV is. The
-    client's own value of that field is removed, since it could name another request's memory. Raises
+    """The body for the decode engine: the client's body with ``params``, which tell where the KV is.
+
+    The client's own transfer parameters are removed, since they could name another request's memory. Raises
     ``InvalidGenerationRequest``."""
     return _without_transfer(members_of(body), params)
 

@@ -19,7 +19,8 @@ MAX_UNDELIVERED_EVENTS = 64
 """Maximum number of events per program that no engine has received."""
 MAX_RUNNING_TOOLS = 64
 EVENTS_PER_PROGRAM = 4
-"""Number of events that count as one more program toward the limit of the records."""
+"""Number of tool events in a program's record that weigh as much as one more program toward
+``MAX_RECORDED_PROGRAMS``."""
 
 Key = tuple[str, str]
 """Tenant and program id."""
@@ -75,12 +76,13 @@ class TenantBoundedCache(Generic[Value]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedEvent:
-    """An event and its time of arrival. The JSON of its graph is stored in ``ProgramEventRecords``."""
+    """An event and its time of arrival. The JSON of a graph is not stored here, but in
+    ``ProgramEventRecords``."""
 
     event: AnyEvent
     at_s: float
     in_full: bool = True
-    """False: the event had only the hash of its graph."""
+    """Whether the event arrived in full. False: it had only the hash of its graph."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,17 +97,18 @@ class ProgramEventRecord:
     undelivered: list[RecordedEvent] = field(default_factory=list)
     """Tool events that arrived while the program had no home."""
     place: ReplicaInstance | None = None
-    """The replica that has received all these events; ``None``: no replica has."""
+    """The replica that has all events of the program; ``None``: no replica has them all."""
     missed: int = 0
-    """Number of changes so far that a replica did not receive at once. If it grows during a replay, the
-    replay is incomplete."""
+    """Number of times that ``has_unsent`` has cleared ``place``. If it grows while the events are sent to a
+    replica, that replica does not have all of them."""
     telling: tuple[ReplicaInstance, asyncio.Future[bool]] | None = None
-    """The replica to which the events are being sent, and a future that tells whether it accepted them."""
+    """The replica to which the events were last sent, and a future that tells whether it accepted them."""
     again_s: float = 0.0
     """Earliest time at which the events are sent again, after an engine did not accept them."""
 
     def has_unsent(self, place: ReplicaInstance | None = None) -> None:
-        """Record that the replica ``place`` lacks an event; ``None``: that every replica does."""
+        """Record that the replica ``place`` does not have all events of the program, so that they are sent
+        again. ``None``: no replica has them all."""
         if place is None or place == self.place:
             self.place = None
             self.missed += 1
@@ -148,8 +151,8 @@ class ProgramEventRecords:
     def note(
         self, key: Key, event: AnyEvent, authorization: str | None, now_s: float, *, delivered: bool
     ) -> RecordedEvent | None:
-        """Record an event; return its record, or ``None`` for a heartbeat or a program's end. ``delivered``:
-        an engine receives the event now."""
+        """Record an event; return its record. A heartbeat or a program's end is not recorded, and the result
+        is ``None``. ``delivered``: an engine receives the event now."""
         record = self._programs.get(key)
         if isinstance(event, (Heartbeat, ProgramEnd)):
             return None

@@ -42,7 +42,7 @@ class ProgramIdMapper:
         self._only = next(iter(tenants), "")
         self._tenants = {_tag(tenant): tenant for tenant in tenants}
         self._cut: TenantBoundedCache[str] = TenantBoundedCache(MAX_SHORTENED_IDS)
-        """Long ids by their shortened forms."""
+        """Long ids, by tenant and shortened id."""
         self._lock = threading.Lock()
         """Held while names are mapped, since large requests are mapped in threads."""
 
@@ -61,8 +61,9 @@ class ProgramIdMapper:
         return f"{tag}/{cut}"
 
     def key(self, name: str) -> Key | None:
-        """Return the tenant and the program id behind ``name``, the engine's name for a program. ``None``:
-        the name belongs to no tenant here. A shortened id that has not been used lately stays shortened."""
+        """Return the tenant and the program id for ``name``, an engine's name for a program. ``None``: no
+        tenant here has that name. If ``name`` has a shortened id and the long one is no longer remembered,
+        return the shortened id."""
         if not self.apart:
             return (self._only, name)
         tag, _, program_id = name.partition("/")
@@ -91,9 +92,9 @@ class ProgramIdMapper:
             return None
 
     def request(self, tenant: str, body: bytes, question: GenerationRequest) -> tuple[bytes, bool]:
-        """Return a request's body with the engines' names for its programs, and whether the events in its
-        hint still fit. Events that do not fit are removed. A hint that the gateway cannot read is removed
-        too, since an engine might read it. Raises ``InvalidGenerationRequest``."""
+        """Return a request's body with the engines' names for its programs, and whether the events of its
+        hint were kept. The events are removed if the names make the hint too long. A hint that the gateway
+        cannot read is removed too, since an engine might read it. Raises ``InvalidGenerationRequest``."""
         has_hint = question.context is not None
         if not self.apart or not (has_hint or question.has_bad_hint or question.names_session):
             return body, True
@@ -119,9 +120,10 @@ class ProgramIdMapper:
         return with_names(body, lambda name: self.of(tenant, name), change if has_hint else None), fits
 
     def answer(self, tenant: str, document: dict[str, Any], *, shows_all: bool = False) -> dict[str, Any]:
-        """Return an engine's answer about a tenant's program, with the tenant's own ids.
+        """Translate an engine's answer about a tenant's program: return it with the tenant's own ids.
 
-        Programs of other tenants are anonymous in it; with ``shows_all`` they keep the engine's names.
+        Programs of other tenants are called ``FOREIGN_PROGRAM_ID``; with ``shows_all`` they keep the engine's
+        names.
         """
 
         def named(name: str) -> str:
@@ -151,9 +153,9 @@ class ProgramIdMapper:
 
 
 def _shorten(hint: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw], most_bytes: int) -> None:
-    """Remove the longest fields of a hint until the hint has at most ``most_bytes``. The engines' names may
-    have made it too long, and engines ignore such a hint. Program ids stay. ``own``: the fields of the hint's
-    ``sojourn`` part."""
+    """Shorten a hint to ``most_bytes`` by removing its longest fields, but no program ids. The engines' names
+    may have made the hint too long, and engines ignore a hint that is too long. ``own``: the fields of the
+    hint's ``sojourn`` part."""
     while len(msgspec.json.encode(hint)) > most_bytes:
         of_both = [(hint, name) for name in hint.keys() - {*PROGRAM_ID_FIELDS, "sojourn"}]
         of_both += [(own, name) for name in own.keys() - {"v"}]

@@ -23,13 +23,13 @@ from .program_event_records import Key, RecordedEvent
 from .replica_addresses import ReplicaAddresses
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
-"""Shortest and longest wait until KV is written to the shared disk. The lower bound is a few steps of the old
-engine; after the upper bound the new replica computes the KV."""
+"""Bounds, in seconds, of the time limit for writing KV to the shared disk. The limit is never shorter than a
+few steps of the old engine. If the limit passes, the new replica computes the KV."""
 RELEASE_DELAY_S = 30.0
 """Seconds after which a program is released at its old engine, if no request of the program has gone to its
 new home."""
 MAX_RELEASE_ATTEMPTS = 4
-"""Maximum number of release delays for a program whose new home is gone."""
+"""Number of release delays after which a program is released even if it has no home."""
 STORE_POLL_S = 0.02
 COMPUTED_TOKENS_PER_S = 5_000.0
 """Assumed prefill speed. The gateway does not wait longer for KV than it takes to compute it."""
@@ -45,7 +45,7 @@ class _StoredKv(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class _PendingRelease:
-    """A release of a program that has not been sent to its old replica."""
+    """A release that is still to be sent to the old replica of a program."""
 
     left: routing_events.ReleaseProgramKv
     timer: asyncio.TimerHandle | None = None
@@ -115,8 +115,9 @@ class ProgramMigrator:
     ) -> None:
         """Prepare a replica for a program's next request, and wait until the request may be sent.
 
-        ``moved_from``: the former home if the program moves, else ``None``. ``reason``, ``left_because``: as
-        in ``SendRequest``. ``authorization``: for requests to engines. ``riding``: events inside the request.
+        ``moved_from``: the former home if the program moves, else ``None``. ``reason`` and ``left_because``
+        come from ``SendRequest``. ``authorization``: for requests to engines. ``riding``: events that the
+        request itself carries.
         """
         self._stay(key, replica_id)
         # After two moves without a request in between, its KV is still at the first home.
@@ -151,8 +152,9 @@ class ProgramMigrator:
         self._metrics.moved(key[0], key[1], moved_from, moved_to, reason, kv, waited_s, left_because)
 
     def release(self, left: routing_events.ReleaseProgramKv) -> None:
-        """Release a program's KV at its former replica after the program's next request or a delay. Until
-        then the KV can still be written to the shared disk."""
+        """Release a program's KV at its former replica, but not at once: the KV may still have to be written
+        to the shared disk. It is released when the program's next request is ready to be sent, or after a
+        delay."""
         key = (left.tenant, left.program_id)
         self._stay(key, left.replica_id)
         one = _PendingRelease(left)
@@ -163,7 +165,8 @@ class ProgramMigrator:
         one.timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._late, key, one)
 
     def _late(self, key: Key, one: _PendingRelease) -> None:
-        """Handle a release, ``one``, whose delay has passed without a request of the program."""
+        """Send the release ``one``, whose delay has passed without a request of the program. If the program
+        has no home, or a request of it waits, start another delay instead."""
         one.times += 1
         # A program that lost its home with a replica may return to the replica that has its KV.
         is_homeless = self._forwarder.home(*key) is None and one.times < MAX_RELEASE_ATTEMPTS
@@ -202,8 +205,8 @@ class ProgramMigrator:
             self._leaving.pop(key, None)
 
     async def _written_out(self, key: Key, moved_from: str, authorization: str | None) -> bool:
-        """Wait until a program's KV at ``moved_from`` is on the shared disk, but not longer than computing
-        the KV takes. Returns whether at least half of it is there."""
+        """Wait until a program's KV at ``moved_from`` is on the shared disk. The wait is limited to the time
+        that computing the KV takes. Returns whether at least half of the KV is on the disk."""
         address = self._replicas.get(moved_from)
         if address is None:
             return False

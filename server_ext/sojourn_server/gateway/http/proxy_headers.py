@@ -29,8 +29,8 @@ _CONSUMED_HEADERS = frozenset(b"host content-length expect accept-encoding x-dat
 def engine_request_headers(
     headers: RawHeaders, *, key: str | None, rank: int | None, session: str | None
 ) -> CIMultiDict[str]:
-    """Headers for the engine. ``key``: replaces the client's key. ``session``: replaces the client's session
-    id; ``None``: no session id is sent. ``rank``: data-parallel rank, if any."""
+    """Headers for the engine. ``key``: if given, replaces the client's key. ``session``: replaces the
+    client's session id; ``None``: no session id is sent. ``rank``: data-parallel rank, if any."""
     headers = list(headers)
     dropped = _HOP_BY_HOP | _CONSUMED_HEADERS | _connection_headers(headers) | {SESSION.lower().encode()}
     if key is not None:
@@ -51,7 +51,8 @@ def engine_request_headers(
 
 
 def without_credentials(headers: RawHeaders) -> RawHeaders:
-    """Return an operator's headers without the key, which must not reach engines."""
+    """Return the headers of an operator's request without those that carry the operator's key. Engines must
+    not get that key."""
     return [pair for pair in headers if pair[0].lower() not in (b"authorization", b"x-api-key")]
 
 
@@ -91,5 +92,5 @@ def _connection_headers(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[byt
 
 
 def decoded_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Return headers in the form of ASGI: pairs of bytes."""
+    """Convert decoded headers, which are text, to the form of ASGI: pairs of name and value as bytes."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

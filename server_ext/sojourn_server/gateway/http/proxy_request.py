@@ -59,11 +59,13 @@ AsgiScope = MutableMapping[str, Any]
 LARGE_BODY_BYTES = 1 << 20
 """Larger bodies are processed in a thread, so that other requests do not wait."""
 SILENT_ENGINE_S = 5.0
-"""Seconds of silence after which the gateway gives up the answer of a replica that counts as dead."""
+"""If a replica counts as dead and is silent for this many seconds, the gateway gives up the rest of its
+answer."""
 STOPPING_RETRY_S = 5.0
 """``Retry-After``, in seconds, of a gateway that stops. A restart takes a few seconds."""
 MAX_RESPONSE_IDS = 100_000
-"""Maximum number of remembered answers of the responses API. A later request may continue each by its id."""
+"""Maximum number of answer ids of the responses API that are remembered. A later request may name one to
+continue that conversation."""
 SESSION = proxy_headers.SESSION.lower().encode()
 
 
@@ -93,7 +95,7 @@ class ProxyContext:
         self.clock = clock
         self.sizes = PromptSizeEstimator()
         self.conversations: OrderedDict[tuple[str, str], str] = OrderedDict()
-        """Program whose request got an answer of the responses API, by tenant and answer id."""
+        """The program to which each answer of the responses API belongs, by tenant and answer id."""
 
     async def refuse(self, send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
         """Answer with the error ``refused``, and count it."""
@@ -161,7 +163,7 @@ class ProxyRequest:
             )
         self._meter = ResponseMeter(stream=question.stream)
         self._is_given_answer = False
-        """Whether the request was answered with status 200, completely or in part."""
+        """Whether an answer with status 200 has begun. It may have ended early."""
         self._is_answered = False
         """Whether the answer is complete."""
         self.has_begun = False
@@ -245,8 +247,8 @@ class ProxyRequest:
 
     @property
     def _prompt_tokens(self) -> int | None:
-        """Number of prompt tokens that an engine counted; ``None``: unknown. Streams report it only on
-        request, prefill engines always."""
+        """Number of prompt tokens that an engine counted; ``None``: unknown. A prefill engine always reports
+        it. A stream reports it only if the client asked for that."""
         return self._meter.prompt_tokens or self._prefilled_tokens
 
     async def _until_answered(self) -> None:

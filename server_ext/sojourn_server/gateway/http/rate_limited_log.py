@@ -33,7 +33,8 @@ class RateLimitedLog:
         self._unsaid: dict[str, int] = {}
 
     def log(self, level: int, message: str, *arguments: object, exc_info: bool = False) -> None:
-        """Log a message at a level of ``logging``. ``exc_info``: with the current exception."""
+        """Log a message, unless the same one was logged less than ``every_s`` ago. ``level``: as in
+        ``logging``. ``exc_info``: also log the current exception."""
         now = self._clock()
         if now - self._said_s.get(message, -math.inf) < self._every_s:
             self._unsaid[message] = self._unsaid.get(message, 0) + 1

@@ -15,9 +15,9 @@ MAX_BODY_BYTES = 64 << 20
 MAX_HELD_BYTES = 2 << 30
 """Maximum total size of all bodies. A body is kept until its answer ends, in case it has to be sent again."""
 MAX_TENANT_SHARE = 0.5
-"""Maximum fraction of the total that one tenant may use, if there are several tenants."""
+"""Maximum fraction of ``MAX_HELD_BYTES`` that one tenant may use, if there are several tenants."""
 BODY_TIMEOUT_S = 60.0
-"""Longest pause within a body, in seconds. A whole body may take this long plus its size ÷
+"""Maximum time, in seconds, without new bytes of a body. The whole body may take this time plus its size ÷
 ``MIN_BYTES_PER_S``."""
 MIN_BYTES_PER_S = 256 << 10
 BUDGET_RETRY_S = 2.0
@@ -58,8 +58,8 @@ class BodyBudget:
         """Bytes held by each tenant, without zeros."""
 
     def begin(self, tenant: str, max_bytes: int | None = None) -> RequestBody:
-        """Create the ``RequestBody`` of one request. ``max_bytes``: a limit of its own, if lower than the
-        general one."""
+        """Create the ``RequestBody`` of one request. ``max_bytes``: a limit for this body, used if it is
+        lower than the limit for all bodies."""
         return RequestBody(self, tenant, min(max_bytes or self._max_body_bytes, self._max_body_bytes))
 
     def check(self, tenant: str, more_bytes: int) -> None:
@@ -70,7 +70,7 @@ class BodyBudget:
             raise BodyRejected(503, "gateway_full", message, BUDGET_RETRY_S)
 
     def add(self, tenant: str, more_bytes: int) -> None:
-        """Add to the number of bytes held; negative numbers release."""
+        """Add ``more_bytes`` to the bytes that a tenant holds. A negative number releases bytes."""
         self.held_bytes += more_bytes
         left = self._held_of.get(tenant, 0) + more_bytes
         if left:
@@ -128,8 +128,8 @@ class RequestBody:
 
     @contextlib.contextmanager
     def beside(self, body_bytes: int) -> Iterator[None]:
-        """Context manager that also counts a second body, made from this one, during its block. Never
-        raises."""
+        """Count a second body of ``body_bytes`` towards the limits while a ``with`` statement runs. That body
+        was made from this one. Never raises."""
         self._bodies.add(self._tenant, body_bytes)
         try:
             yield
@@ -137,5 +137,5 @@ class RequestBody:
             self._bodies.add(self._tenant, -body_bytes)
 
     def free(self) -> None:
-        """Stop counting the body."""
+        """Remove this body from the bytes that count towards the limits."""
         self.becomes(0)

@@ -1,4 +1,4 @@
-"""Reads token counts, the id and the ends of events from an answer while it passes through the gateway."""
+"""Reads an answer while it passes through the gateway: its token counts, its id, and where its events end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class ResponseMeter:
 
     @property
     def output_tokens(self) -> int:
-        """The engine's count of output tokens; if not reported, the number of a stream's events."""
+        """The engine's count of output tokens. If there is none, the number of a stream's events, without the
+        last."""
         told = _last(_OUTPUT, self._tail)
         return told if told is not None else max(0, self._events - 1)
 

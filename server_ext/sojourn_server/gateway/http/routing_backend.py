@@ -34,7 +34,7 @@ class GatewayRequestState:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.on_change: Callable[[], None] | None = None
-        """Called for a new decision while the request waits for something other than a decision."""
+        """Called when a decision arrives or the client disconnects while nobody waits in ``next``."""
         self._decisions: deque[RequestDecision] = deque()
         self.client_gone = False
         self.superseded = False
@@ -78,8 +78,8 @@ class GatewayRequestState:
             await self._waiter
 
     async def run_unless_decided(self, doing: Coroutine[Any, Any, T]) -> T | None:
-        """Await ``doing`` and return its result. ``None``: a decision came first, and ``doing`` was
-        cancelled. Raises the exceptions of ``doing``."""
+        """Await ``doing`` and return its result. ``None``: a decision came first or the client disconnected,
+        and ``doing`` was cancelled. Raises the exceptions of ``doing``."""
         if self.has_decision:
             doing.close()
             return None
@@ -101,8 +101,8 @@ class GatewayRequestState:
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-"""Interval of ticks, in seconds: one epoch of tenants' shares (SAGA §6.1). Nothing in the core is due more
-often."""
+"""Interval of ticks, in seconds. It is one epoch of tenants' shares (SAGA §6.1), and no other work of the
+core has a shorter interval."""
 
 ControlAction = routing_events.ReleaseProgramKv | routing_events.ProbeReplica
 
@@ -233,11 +233,11 @@ class LocalRoutingBackend:
 def take_event(
     core: RoutingCore, event: routing_events.AnyRoutingEvent, now: float, log: RateLimitedLog
 ) -> Sequence[routing_events.AnyRoutingAction]:
-    """Pass an event to the core and return its actions. If the core raises, log the error and answer the
-    request that the event concerns.
+    """Pass an event to the core and return its actions. If the core raises, log the error; for a new or
+    failed request, return actions that end the request with an error.
 
-    For ``RequestFailed`` both a rejection and an abort are returned: a gateway ignores the rejection after
-    the first byte, and the abort before it.
+    After ``RequestFailed`` these are a rejection and an abort. A gateway ignores the rejection after the
+    first byte of the answer, and the abort before it.
     """
     try:
         return core.take(event, now)

@@ -41,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 SAVE_INTERVAL_S = 2.0
 MAX_STATE_AGE_S = 3600.0
-"""An older state file is ignored, since the engines' KV has probably changed."""
+"""Maximum age, in seconds, of a state file. An older one is ignored, since the engines' KV has probably
+changed."""
 
 
 class _SavedState(msgspec.Struct):
@@ -134,8 +135,8 @@ def build_gateway(
     poll_s: float = POLL_S,
     state: Path | None = None,
 ) -> tuple[Gateway, Starlette]:
-    """Build a gateway in front of these engines, and its ASGI application. ``state``: file in which homes are
-    saved, and from which they are restored at the next start."""
+    """Build a gateway in front of the engines at ``urls``, and its ASGI application. ``state``: file in which
+    homes are saved, and from which they are restored at the next start."""
     core = build_routing_core(preset, limits)
     gateway, backend = _build(core, tenants, options, routing_reasons(preset))
     monitor = EngineMonitor(
@@ -175,8 +176,8 @@ def build_prefill_decode_gateway(
     limits: RoutingLimits | None = None,
     poll_s: float = POLL_S,
 ) -> tuple[Gateway, Starlette]:
-    """Build a gateway in front of prefill and decode engines, and its ASGI application. Raises
-    ``ValueError``."""
+    """Build a gateway in front of prefill and decode engines, and its ASGI application. Raises ``ValueError``
+    if addresses are missing or repeated."""
     core = build_pair_core(read_side, limits)
     roles = {**dict.fromkeys(prefill, PairRole.PREFILL), **dict.fromkeys(decode, PairRole.DECODE)}
     if not prefill or not decode or len(roles) < len(prefill) + len(decode):

@@ -30,7 +30,7 @@ class TenantKeys:
 
     @property
     def checks(self) -> bool:
-        """Whether keys are configured."""
+        """Whether this gateway checks keys. It does if any are configured."""
         return bool(self._digests)
 
     def check_admin(self, admin_key: str | None) -> None:

@@ -13,7 +13,8 @@ class AutoscaleLimits:
     min_engines: int = 1
     max_engines: int = 1
     target_use: float = 0.8
-    """Engines are added until programs use at most this fraction of their KV capacity."""
+    """Maximum fraction of the engines' KV capacity that programs should use. Engines are added if programs
+    use more."""
     shrink_below_use: float = 0.6
     """An engine is removed only if programs would use less than this fraction of the other engines' KV
     capacity."""

@@ -44,15 +44,16 @@ from .open_requests import OpenRequest, OpenRequests
 logger = logging.getLogger(__name__)
 
 MAX_CALLS_IN_FLIGHT = 2
-"""Maximum number of calls in flight. A call costs the coordinator a millisecond, however many requests it
-carries. Further requests are sent together when a call returns, or with the other events every
-``BATCH_S``."""
+"""With this many calls in flight, no further call is started at once for a request. Further requests are sent
+together: when a call returns, or with the other events every ``BATCH_S``. A call costs the coordinator a
+millisecond, however many requests it carries."""
 BATCH_S = 0.015
 """Interval for sending events that no request waits for."""
 LOCAL_DECISION_AFTER_S = 3.0
-"""Seconds without the coordinator after which this gateway decides about requests that wait for it."""
+"""Seconds after which this gateway decides about waiting requests itself, if the coordinator does not
+answer."""
 MAX_BUFFERED_EVENTS = 10_000
-"""Maximum number of buffered events that concern no request."""
+"""Maximum number of events that concern no request and wait until this gateway has joined."""
 
 LONG_POLL_TIMEOUT_S = 20.0
 RETRY_S = 0.2
@@ -112,7 +113,8 @@ class CoordinatedRoutingBackend:
         self._flush_later: asyncio.TimerHandle | None = None
         self._flush_next: asyncio.Handle | None = None
         self._is_urgent = False
-        """Whether a request waits for the coordinator's answer to an event that has not been sent yet."""
+        """Whether some event that has not been sent yet should not wait for the next batch, for example a new
+        request."""
         self._sends: set[asyncio.Task[None]] = set()
         self._lost: asyncio.Future[None] | None = None
         self._uses: dict[str, float] = {}
@@ -268,7 +270,7 @@ class CoordinatedRoutingBackend:
         task.add_done_callback(self._said)
 
     def _cancel_flushes(self) -> None:
-        """Cancel scheduled flushes."""
+        """Cancel the scheduled calls that would send events to the coordinator."""
         for handle in (self._flush_later, self._flush_next):
             if handle is not None:
                 handle.cancel()

@@ -72,10 +72,10 @@ class CoordinatorOptions:
 class Coordinator:
     """Makes the routing decisions for all gateways.
 
-    The epoch is the Unix time in milliseconds at the start, or one more than the checkpoint's epoch if that
-    is higher. Without a checkpoint, the coordinator raises its epoch if a higher one is reported before the
-    first request. If it learns of a higher epoch in any other case, it is ``deposed`` and makes no more
-    decisions.
+    Its epoch is a number that tells later coordinators from earlier ones. The epoch is the Unix time in
+    milliseconds at the start, or one more than the checkpoint's epoch if that is higher. Without a
+    checkpoint, the coordinator increases its epoch if a higher one is reported before the first request. If
+    it learns of a higher epoch in any other case, it is ``deposed`` and makes no more decisions.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class Coordinator:
     # -- gateways -----------------------------------------------------------------
 
     async def join(self, join: JoinRequest) -> CoordinatorResponse:
-        """Process the join of a gateway that starts or reconnects, and reports all its requests. Earlier
-        requests of the gateway that it does not report count as ended."""
+        """Process the join of a gateway that starts or reconnects. The gateway reports all its requests;
+        those that it had earlier and does not report count as ended."""
         if self._is_superseded_by(join.seen_epoch):
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
         before = self.post.box(join.gateway_id)
@@ -223,8 +223,8 @@ class Coordinator:
         return msgspec.structs.replace(answer, homes=homes)
 
     def _outbox_of(self, said: ReportRequest | PollRequest) -> Outbox | CoordinatorResponse:
-        """The outbox of the gateway that sent ``said``, or a response that tells it to join or that this
-        coordinator is deposed."""
+        """The outbox of the gateway that sent ``said``. If the gateway has to join, or if this coordinator is
+        deposed, a response that says so."""
         if self._is_superseded_by(said.epoch):
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
         outbox = self.post.box(said.gateway_id)
@@ -233,7 +233,8 @@ class Coordinator:
         return outbox
 
     def _left(self, said: ReportRequest | PollRequest, outbox: Outbox) -> CoordinatorResponse | None:
-        """The response to a gateway that does not use ``outbox`` any more; ``None`` if it still uses it."""
+        """Return ``None`` if a gateway still uses ``outbox``. Otherwise it has left: return the response that
+        says what it has to do."""
         now = self._outbox_of(said)
         if now is outbox:
             return None
@@ -258,8 +259,9 @@ class Coordinator:
         return self.deposed
 
     def _advance_epoch(self, epoch: int) -> None:
-        """Continue with a higher epoch than ``epoch``. Without a checkpoint, epochs come from the clock. If
-        the clock was set back, every new coordinator would otherwise be deposed."""
+        """Set this coordinator's epoch above ``epoch``, which was reported to it. This is done only without a
+        checkpoint: epochs then come from the clock, and a coordinator that starts after the clock was set
+        back would be deposed."""
         logger.warning("coordinator %d got epoch %d: it continues as %d", self.epoch, epoch, epoch + 1)
         self.epoch = epoch + 1
         self.core.journal.life = str(self.epoch)
@@ -268,7 +270,7 @@ class Coordinator:
     # -- engines ------------------------------------------------------------------
 
     async def register(self, registration: EngineRegistration) -> RegistrationResponse:
-        """Register an engine, or renew its registration. Engines call this about once a second."""
+        """Register an engine, or renew its registration. Engines call this about twice a second."""
         if self._is_superseded_by(registration.seen_epoch):
             return RegistrationResponse(self.epoch, ResponseStatus.DEPOSED)
         why = ""
@@ -393,7 +395,8 @@ class Coordinator:
         self._pass_on(actions, gateway_id)
 
     def _pass_on(self, actions: Sequence[routing_events.AnyRoutingAction], gateway_id: str | None) -> None:
-        """Send each action to the gateway that has the request."""
+        """Send each action to the gateway that has the action's request. A ``ProbeReplica`` first starts a
+        vote."""
         for action in actions:
             if isinstance(action, routing_events.ProbeReplica) and not self._liveness_votes.begin(
                 action.replica_id, action.instance, self.post.gateways, self._clock()
@@ -402,7 +405,8 @@ class Coordinator:
             self.post.send(action, actions, gateway_id)
 
     def _soon(self) -> None:
-        """Answer the running polls when a batch of changed homes is due: now, or by a timer."""
+        """Send changed homes to gateways soon, by answering their running polls: now if a batch of changes is
+        due, else later by a timer."""
         now = self._clock()
         due_s = self.core.journal.due_s(now)
         if due_s is None or (due_s > 0 and self._flush_timer is not None):

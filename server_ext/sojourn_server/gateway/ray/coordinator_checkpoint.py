@@ -94,8 +94,8 @@ class CheckpointWriter:
         copy: Callable[[], CoordinatorCheckpoint],
         on_epoch: Callable[[int], object],
     ) -> None:
-        """``copy`` makes a checkpoint. ``on_epoch`` is called with the epoch of the checkpoint in the file.
-        ``pause_s``: minimum time between two writes."""
+        """``copy`` makes a checkpoint. ``on_epoch`` is called after each write, and regularly without one,
+        with the epoch of the checkpoint in the file. ``pause_s``: minimum time between two writes."""
         self._path = path
         self._pause_s = pause_s
         self._copy = copy

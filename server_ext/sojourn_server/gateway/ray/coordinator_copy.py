@@ -13,17 +13,16 @@ OnAffinityChange = Callable[[Key, Home], None]
 
 
 class ProgramAffinityCache:
-    """Homes that the coordinator has reported, and older homes that it has not changed.
+    """Programs' homes, as the coordinator or its predecessor has last reported them.
 
-    A restarted coordinator may lack its predecessor's latest homes. The cache keeps these, so that programs
-    stay where they are.
+    A restarted coordinator may lack its predecessor's latest homes. The cache keeps those homes until the new
+    coordinator reports others, so that programs stay where they are.
     """
 
     def __init__(self) -> None:
         self.life = ""
         self.version = -1
-        """Version of the coordinator's change log that this copy has; -1: no version of this coordinator
-        yet."""
+        """Version of the coordinator's change log that this copy has; -1: none from this coordinator yet."""
         self._homes: dict[Key, Home] = {}
 
     def get(self, tenant: str, program_id: str) -> Home | None:
@@ -31,7 +30,7 @@ class ProgramAffinityCache:
         return self._homes.get((tenant, program_id))
 
     def put(self, key: Key, home: Home | None) -> None:
-        """Set a home before the coordinator reports it."""
+        """Set a home before the coordinator reports it; ``None``: remove the home."""
         if home is not None:
             self._homes[key] = home
         else:
@@ -64,12 +63,13 @@ class ProgramAffinityCache:
 
 
 INHERITED_TTL_S = 10.0
-"""How long a replica of the previous coordinator stays known until the new one reports it."""
+"""How long a replica stays known that the previous coordinator reported and the new one has not reported
+yet."""
 
 
 class ReplicaCache(Mapping[str, ReplicaInfo]):
-    """Replicas by id, as the coordinator reports them. Keeps the addresses in ``replicas`` equal to its
-    own."""
+    """Replicas by id, as the coordinator reports them. Every change is also made in ``replicas``, the
+    gateway's table of addresses."""
 
     def __init__(self, replicas: ReplicaAddresses, on_gone: Callable[[str, str], None]) -> None:
         """``on_gone`` is called with the id and instance of each replica that is not known any more."""

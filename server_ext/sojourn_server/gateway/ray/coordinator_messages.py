@@ -23,8 +23,8 @@ from . import coordinator_messages as m
 Message = TypeVar("Message")
 
 IN_FLIGHT_UNKNOWN = -1
-"""Value of ``DrainResponse.in_flight`` for an engine that has not registered with this coordinator. Its drain
-has to wait."""
+"""Value of ``DrainResponse.in_flight`` for an engine that has not registered with this coordinator. The
+engine must not count as drained then."""
 
 
 class MessageEncodingError(Exception):
@@ -51,7 +51,8 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     description: EngineDescription
     health: str
     direct: bool
-    """Whether gateways may send turns of programs at home there without asking the coordinator."""
+    """Whether gateways may send turns to this replica without asking the coordinator, if it is the program's
+    home."""
     takes_new: bool
     paths: PairCapabilities | None = None
     """Capabilities of a prefill or decode engine; ``None`` for other engines."""

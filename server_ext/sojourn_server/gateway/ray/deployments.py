@@ -1,4 +1,5 @@
-"""The deployments on Ray Serve, engines and gateways, and the gateways' own HTTP listeners."""
+"""Ray Serve's deployments of engines and of gateways, and the HTTP servers that gateways run without
+Serve."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ from .engine_supervisor import EngineSupervisor
 from .ray_config import EngineGroup, RayConfig, parse_config, read_key
 
 KEEP_ALIVE_S = 75
-"""Seconds that an idle connection stays open. Clients and load balancers keep it for less, so they close it
-first."""
+"""Seconds that an idle connection stays open. Clients and load balancers should close idle connections
+earlier, so this is longer than their usual limits."""
 
 
 async def serve_http(app: Starlette, host: str, port: int) -> None:
@@ -77,8 +78,8 @@ def _bound_socket(host: str, port: int) -> socket.socket:
 
 
 def restrict_to_loopback() -> None:
-    """Make the server that each Serve replica opens for calls between deployments listen on the loopback
-    interface only. By default it listens on all interfaces, and no setting changes that.
+    """Restrict a Serve replica's own server to the loopback interface. Serve opens that server for calls
+    between deployments. By default it listens on all interfaces, and no setting changes that.
 
     Call this before the replica is ready. Raises ``RuntimeError`` if this release of Ray works differently.
     """
@@ -156,8 +157,8 @@ class EngineReplica:
 
 
 def autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Return the number of engines that the coordinator wants, and an empty state. Engine replicas get this
-    number when they register, and report it to Serve."""
+    """Return the number of engines that the coordinator wants, and Serve's state of a policy, which is empty
+    here. Engine replicas get the number when they register, and report it to Serve."""
     told = (context.aggregated_metrics or {}).get(WANTED_ENGINES_METRIC, {})
     wanted = int(max(told.values(), default=0))
     return wanted or context.target_num_replicas, {}

@@ -61,9 +61,9 @@ class EngineProcess:
         role: PairRole | None = None,
         words: Mapping[str, str] | None = None,
     ) -> None:
-        """``environment`` is added to this process's environment without Ray's variables. ``role``: role of a
-        prefill or decode engine; if the engine cannot be part of a pair, the start fails. ``words``: further
-        placeholders of ``command`` and their values."""
+        """The engine gets this process's environment without Ray's variables, plus ``environment``. ``role``:
+        role of a prefill or decode engine; if the engine cannot be part of a pair, the start fails.
+        ``words``: further placeholders of ``command`` and their values."""
         self.engine_id = engine_id
         self.role = role
         self.instance = ""
@@ -127,13 +127,13 @@ class EngineProcess:
             raise
 
     async def lives(self) -> bool | None:
-        """Whether the engine is alive; ``None``: unknown, as when it does not answer in time."""
+        """Whether the engine is alive; ``None``: unknown, for example because it does not answer in time."""
         assert self._probe is not None, "the engine was not started"
         return await self._probe.lives()
 
     async def describe(self) -> EngineDescription | None:
-        """Request the engine's description; ``None``: there is none yet. If the new description is
-        incomplete, return the last complete one, since an incomplete one would look like another engine."""
+        """Request the engine's description; ``None``: there is none yet. A new description that is incomplete
+        would look like another engine, so the last complete one is returned instead."""
         assert self._probe is not None, "the engine was not started"
         described = await self._probe.describe()
         if described is not None:

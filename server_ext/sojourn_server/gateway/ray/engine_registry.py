@@ -31,7 +31,7 @@ class RegistrationResult(NamedTuple):
     left: list[ReplicaInfo]
     """The engine's earlier replicas that are gone or restarted."""
     replaced: list[str]
-    """Ids of other engines that used one of the engine's addresses; they are still registered."""
+    """Ids of other engines that are still registered at one of this engine's addresses."""
 
 
 class EngineRegistry:
@@ -116,7 +116,7 @@ class EngineRegistry:
         return True
 
     def drains(self, engine_id: str) -> bool:
-        """Whether an engine drains."""
+        """Whether an engine is being drained."""
         return engine_id in self._drains
 
     def refresh_shown(self, core: RoutingCore, routing: RoutingPolicy | None, now: float) -> bool:
@@ -163,7 +163,8 @@ class EngineRegistry:
 
 def routes_home_directly(core: AffinityCore, routing: RoutingPolicy, replica: Replica, now: float) -> bool:
     """Whether gateways may send turns to this replica without asking, if it is the program's home. True if
-    the policy would send all of ``SAMPLE_TURNS`` sample turns there now.
+    the replica can take turns at once, and the policy sends all of ``SAMPLE_TURNS`` sample turns to their
+    home, this replica.
 
     If the policy fails, the failure is counted and gateways have to ask.
     """
@@ -187,7 +188,7 @@ def routes_home_directly(core: AffinityCore, routing: RoutingPolicy, replica: Re
 
 
 VOTE_TIMEOUT_S = 20.0
-"""Gateways that have not voted after this time are ignored."""
+"""Maximum duration of a vote. Gateways that have not voted by then are ignored."""
 
 
 @dataclass(slots=True)
@@ -225,12 +226,13 @@ class LivenessQuorum:
             trial.failed.add(gateway_id)
 
     def over(self, replica_id: str) -> None:
-        """Cancel a vote, because the replica's state became known otherwise."""
+        """Cancel a vote, because the replica's state became known in another way."""
         self._liveness_votes.pop(replica_id, None)
 
     def unreachable(self, gateways: Collection[str], now: float) -> list[tuple[str, str]]:
-        """End the votes that are decided. Returns ids and instances of the replicas that no voting gateway
-        has reached. ``gateways``: ids of the gateways that still exist."""
+        """End the votes that are decided. Returns id and instance of each replica that lost its vote: a
+        gateway failed to reach it, and none reached it. ``gateways``: ids of the gateways that still
+        exist."""
         found = []
         for replica_id, trial in list(self._liveness_votes.items()):
             still_there = trial.asked & set(gateways)

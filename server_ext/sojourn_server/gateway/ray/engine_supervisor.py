@@ -28,8 +28,8 @@ PROCESS_POLL_S = 0.1
 HEARTBEATS_PER_DESCRIPTION = 60
 """Number of heartbeats between two descriptions of the engine."""
 HEARTBEATS_PER_LINK_STATUS = 4
-"""Number of heartbeats between two descriptions of a prefill or decode engine, with the queues of its
-links."""
+"""Number of heartbeats between two descriptions of a prefill or decode engine. The queues of its links are
+read as often."""
 SUPERVISOR_CALL_TIMEOUT_S = 5.0
 DRAIN_POLL_S = 0.2
 MAX_FAILED_HEALTH_CHECKS = 3

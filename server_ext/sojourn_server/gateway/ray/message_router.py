@@ -14,8 +14,8 @@ from ...routing.routing_events import AnyRoutingAction
 class Outbox:
     """Actions for one gateway since it joined, numbered from 1 and kept until the gateway acknowledges them.
 
-    Calls to an actor may overtake each other. So the batches from the gateway are numbered too, and a batch
-    that arrives early waits for those before it.
+    The outbox also puts the gateway's batches of events in order: calls to an actor may overtake each other.
+    So the batches are numbered, and one that arrives early waits for those before it.
     """
 
     def __init__(self, now: float, join: int = 0) -> None:
@@ -44,8 +44,8 @@ class Outbox:
         return self._first, tuple(self._mail)
 
     async def turn(self, number: int) -> bool:
-        """Wait until all batches before ``number`` are processed. Returns False if the batch ``number``
-        itself was processed already.
+        """Wait for the turn of a batch: until all batches before ``number`` are processed. Returns False if
+        the batch ``number`` itself was processed already.
 
         If the gateway joins again meanwhile, it has another outbox, and the wait is cancelled.
         """
@@ -120,7 +120,7 @@ class MessageRouter:
         self._outboxes[gateway_id].requests.add(request_id)
 
     def over(self, request_id: str) -> None:
-        """Forget a request."""
+        """Forget a request that has ended."""
         box = self._outboxes.get(self._owner.pop(request_id, ""))
         if box is not None:
             box.requests.discard(request_id)
@@ -131,9 +131,12 @@ class MessageRouter:
         together: Sequence[routing_events.AnyRoutingAction],
         told_by: str | None,
     ) -> None:
-        """Send an action to the gateway that has its request; a ``ProbeReplica`` goes to all gateways.
-        ``together``: all actions caused by the same event. ``told_by``: the gateway that reported the
-        event."""
+        """Send an action to the gateway that has its request. A ``ProbeReplica`` goes to all gateways. A
+        ``ReleaseProgramKv`` goes to the gateway that moves the program according to ``together``, else to
+        ``told_by``.
+
+        ``together``: all actions caused by the same event. ``told_by``: the gateway that reported the event.
+        """
         if isinstance(action, routing_events.ProbeReplica):
             for each in self._outboxes.values():
                 each.post(action)

@@ -17,9 +17,10 @@ MAX_WAIT_WITHOUT_REPLICA_S = 60.0
 """A request is rejected after this time if no replica is known."""
 MAX_FAILURES = 3
 MAX_FAILURES_AFTER_ACCEPT = 2
-"""Maximum number of replicas at which a request may fail after they had accepted it."""
+"""Number of failures at replicas that had accepted a request after which the request is rejected."""
 LOAD_COUNT_INTERVAL_S = 0.25
-"""Interval between two counts of the requests per replica, so that not every decision counts them all."""
+"""Interval between two counts of the requests per replica. Counting all requests for every decision would be
+slow."""
 
 
 @dataclass(slots=True)
@@ -133,7 +134,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
         return decided
 
     def _count(self, now: float) -> Counter[str]:
-        """Number of requests per replica, counted once for all requests that are decided together."""
+        """Number of requests per replica. They are counted at most once per ``LOAD_COUNT_INTERVAL_S``; until
+        the next count, ``decide`` adds its own decisions."""
         if self._last_count_s is None or not 0 <= now - self._last_count_s < LOAD_COUNT_INTERVAL_S:
             self._last_count_s = now
             self._sent.clear()
@@ -169,7 +171,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
     def _pair(
         self, one: OpenRequest, usable: Sequence[ReplicaInfo], sent: Mapping[str, int], now: float
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
-        """Choose the least used engine of each role. The prefill side reads from storage."""
+        """Decide to send a request to the prefill engine and the decode engine that this gateway uses least.
+        The prefill engine reads stored KV."""
         chosen: dict[PairRole, ReplicaInfo] = {}
         for place in sorted(usable, key=lambda place: (not place.takes_new, sent[place.replica_id])):
             if place.paths is not None:

@@ -25,8 +25,8 @@ from .coordinator_messages import EngineRegistration
 logger = logging.getLogger(__name__)
 
 KIND_COUNT_INTERVAL_S = 1.0
-"""Interval at which the dominant kind is computed, unless an engine reports something new. Each engine
-registers twice a second, and computing the kind each time would cost too much."""
+"""Interval at which the kind to serve is computed. If an engine reports something new, the kind is computed
+at once. Each engine registers twice a second, and computing the kind each time would cost too much."""
 
 DrainEvent = routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled
 
@@ -70,7 +70,8 @@ class PairAdmission:
         return self._links.get(replica_id, {})
 
     def why_not(self, registration: EngineRegistration) -> str:
-        """Why an engine gets no requests; empty if it is admitted, or drains and still has requests."""
+        """The reason why an engine gets no requests; empty if the engine is admitted. The reason is also
+        empty while an engine that is being drained still has requests."""
         why = self._why_not(registration)
         if not why:
             self._logged_rejections.pop(registration.engine_id, None)
@@ -112,7 +113,8 @@ class PairAdmission:
         return why
 
     def _count(self, replica_id: str, now: float) -> None:
-        """Compute the kind to serve. The replica ``replica_id`` has just registered, so it counts."""
+        """Compute the kind to serve from the engines that still register. The replica ``replica_id`` counts,
+        since it has just registered."""
         self._last_count_s = now
         engines, silent_s = self._core.engines, self._core.limits.lease_s
         self._known = {
@@ -148,15 +150,17 @@ class PairAdmission:
         return found
 
     def _clear_drained_mark(self, replica_id: str, instance: str) -> None:
-        """Cancel the drain of an engine that was drained for its kind, has left the core, and registers again
-        with the served kind."""
+        """Let an engine back in after a drain for its kind. Call this when the engine registers with the
+        served kind. Does nothing if the drain had another reason, or if the engine has not left the core
+        yet."""
         if replica_id in self._minority_replicas and replica_id not in self._core.engines:
             self._minority_replicas.discard(replica_id)
             if self._core.drained.get(replica_id) == instance:
                 del self._core.drained[replica_id]
 
     def link_event(self, registration: EngineRegistration) -> routing_events.NicQueueReported | None:
-        """Record an engine's links; returns an event with the queue of its node, if known."""
+        """Record an engine's report of its links. Returns an event with the length of the queue at the
+        engine's node; ``None``: unknown."""
         if not registration.links or registration.paths is None:
             return None
         self._links = {name: links for name, links in self._links.items() if name in self._core.engines}

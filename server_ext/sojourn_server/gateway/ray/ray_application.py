@@ -60,8 +60,8 @@ class StartupProgress:
 
 
 def summarize_error(trouble: str) -> str:
-    """Serve's message about failed replicas in one line: its first line, which says what Serve does next, and
-    its last."""
+    """Shorten Serve's message about failed replicas to one line: its first line, which says what Serve does
+    next, and its last line."""
     lines = [line.strip() for line in trouble.splitlines() if line.strip()]
     if not lines:
         return ""
@@ -82,9 +82,10 @@ def report_progress(
     poll_s: float = STATUS_POLL_S,
 ) -> Iterator[None]:
     """Context manager that reports progress in a thread, since Ray waits silently in the caller's thread.
-    ``say`` gets each line.
+    ``read`` returns the numbers of running replicas. ``say`` gets each progress line.
 
-    If ``read`` raises, the last line is repeated at the usual interval.
+    If ``read`` raises, the last line is repeated at the usual interval, with the remark that Ray does not
+    answer.
     """
     over = threading.Event()
     last = RunningReplicas(0, 0)
@@ -179,7 +180,7 @@ def deploy_application(config: RayConfig, say: Callable[[str], None] = lambda te
 
 
 def running_replicas(config: RayConfig) -> RunningReplicas:
-    """Running replicas, as Serve's controller reports them."""
+    """The numbers of running replicas, as Serve's controller reports them."""
     found = serve.status().applications.get(config.name)
     if found is None:
         return RunningReplicas(0, 0)

@@ -123,18 +123,18 @@ class RayConfig:
     port: int = 8100
     """Port of Serve's proxies, one on each node with a gateway."""
     direct_port: int | None = None
-    """Port of the gateways themselves, shared by the gateways of a node. A request through it takes one
-    millisecond longer, a request through Serve's proxy ten."""
+    """Port of the gateways themselves, shared by the gateways of a node. Through this port a request takes
+    one millisecond longer than directly to an engine, through Serve's proxy ten milliseconds longer."""
     tenants: str | None = None
     keys: KeysConfig = KeysConfig()
     max_waiting: int = 20_000
     wait_s: float = 600.0
     silent_program_s: float = 1800.0
     address: str = "local"
-    """``local``: a cluster on this machine that ends with the command; otherwise the address of a running
-    cluster."""
+    """Address of a running cluster. ``local``: start a cluster on this machine, which ends with the
+    command."""
     loopback_only: bool | None = None
-    """Whether no port may be reachable from other machines. ``None``: true on a local cluster, false
+    """Whether all ports are kept unreachable from other machines. ``None``: true on a local cluster, false
     elsewhere."""
     dashboard: bool = False
     usage_statistics: bool = False
@@ -150,7 +150,7 @@ class RayConfig:
 
     @property
     def on_loopback(self) -> bool:
-        """Whether no port may be reachable from other machines."""
+        """Whether all ports are kept unreachable from other machines."""
         return self.is_local if self.loopback_only is None else self.loopback_only
 
     @property
@@ -234,8 +234,8 @@ def parse_config(document: object, *, source: str) -> RayConfig:
 
 
 def _check_groups(document: Mapping[Any, Any], source: str) -> None:
-    """Check that there is either ``engines``, or ``prefill`` and ``decode``, without keys of the other
-    form."""
+    """Check that the document has both ``prefill`` and ``decode``, or neither. With both, keys such as
+    ``engines`` and ``policy`` are refused; with neither, ``pairs`` is."""
     there = [key for key in ("prefill", "decode") if key in document]
     if not there:
         if "pairs" in document:

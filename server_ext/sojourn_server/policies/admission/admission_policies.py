@@ -50,10 +50,10 @@ class ExpectedGrowthAdmission:
     """Admits a program if its prompt fits beside the expected growth of earlier programs with KV.
 
     An agent's context grows with every turn. A rule that looks at prompts alone admits all programs while
-    their contexts are short, and later evicts KV that was computed just before. Continuum leaves admission to
-    the engine. Later programs do not count here: they are the first to be preempted, and their leases count
-    as free. So the earliest program is always admitted, and an idle engine admits the first program in the
-    queue.
+    their contexts are short, and later evicts KV that was computed just before. (Continuum has no admission
+    rule of its own.) The growth of programs that arrived later does not count: they are preempted first, and
+    their leased blocks count as free. So the earliest program is always admitted. If nothing runs, the first
+    program in the queue is admitted too.
 
     The expected growth of a program is the mean growth per turn times its expected number of further turns.
     Both come from observed turns and finished programs. Until there are enough of these, the priors of
@@ -76,8 +76,8 @@ class ExpectedGrowthAdmission:
         return entry.free_blocks - entry.need_blocks >= reserved_blocks
 
     def expected_growth_tokens(self, program: ProgramGrowthView, entry: AdmissionView) -> float:
-        """Tokens by which the program's context is expected to grow: at least one turn's growth, at most up
-        to the engine's maximum context length."""
+        """Tokens by which the program's context is expected to grow. At least one turn's growth is expected,
+        but no context is expected to exceed the engine's maximum length."""
         seen = GrowthStatistics(
             entry.observed_turns, entry.mean_growth_tokens, entry.observed_programs, entry.mean_turns
         )
@@ -101,16 +101,16 @@ LARGEST_SHARE = 0.5
 class DemandForecastAdmission:
     """Admits a request if its expected KV demand and that of all running requests fit together.
 
-    Demand is checked for the next ``horizon_steps`` engine steps. The paper starts an offload ahead of a
-    preemption by "comparing future KV cache demand with available memory". For new requests, the same
-    comparison prevents preemptions. Without it, the engine admits every prompt that fits, preempts the newest
-    request when the others grow, admits it again one step later, and so on. The share ``reserve`` of the
+    Demand is checked for the next ``horizon_steps`` engine steps. The paper (Tetris) copies KV ahead of a
+    preemption, "comparing future KV cache demand with available memory". Here the same comparison for new
+    requests prevents preemptions. Without it, the engine admits every prompt that fits. When contexts grow,
+    it preempts the newest request, admits it again one step later, and so on. The share ``reserve`` of the
     available blocks stays free, since demand exceeds its expectation half of the time.
 
     A request without prediction is admitted, as in the unmodified engine. An idle engine admits its first
-    request, whatever the demand. For any one request at most half of the memory is reserved. Otherwise a
-    request that needs most of the memory would wait until nothing runs, and the queue would wait behind it. A
-    shortage after the request has most likely ended does not delay the request.
+    request, whatever the demand. At most ``LARGEST_SHARE`` of the memory counts as demand of one request.
+    Otherwise a request that needs most of the memory would wait until nothing runs, and the queue would wait
+    behind it. A shortage after the request has most likely ended does not delay the request.
     """
 
     reserve: float = 0.05

@@ -48,8 +48,9 @@ class PrefillCurve:
     def fit(cls, points: Sequence[tuple[int, float]]) -> PrefillCurve:
         """Fit a curve with coefficients ≥ 0 to ``(tokens, seconds)`` points by least squares.
 
-        Points of three or more lengths give a quadratic, of two a line, of one a line through 0. Raises
-        ``ValueError`` without points, for tokens ≤ 0, or for seconds that are negative or not finite.
+        The curve is a quadratic if the points have three or more different token counts. With two token
+        counts it is a line, with one a line through 0. Raises ``ValueError`` without points, for tokens ≤ 0,
+        or for seconds that are negative or not finite.
         """
         for tokens, seconds in points:
             if tokens <= 0 or not (math.isfinite(seconds) and seconds >= 0):
@@ -101,7 +102,7 @@ class EngineProfile:
     points: tuple[tuple[int, float], ...]
     """Measured (tokens, seconds) that the curve was fitted to."""
     device_to_host_bytes_per_s: float | None = None
-    """``None``: not measured."""
+    """Bandwidth of copies from the device to host memory; ``None``: not measured."""
     host_to_device_bytes_per_s: float | None = None
     decode_points: tuple[tuple[int, float], ...] = ()
     """Measured (context tokens, seconds per output token); may be empty."""

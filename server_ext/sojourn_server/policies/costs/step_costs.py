@@ -83,7 +83,8 @@ def fit_step_costs(samples: Sequence[StepSample]) -> StepCosts:
 
 
 def _refined_fit(samples: Sequence[StepSample], scales: Sequence[float]) -> StepCosts:
-    """Fit with weights 1/``scales``, refit with the predictions as new scales, and return the best fit."""
+    """Return the best of several weighted fits. The first has weights 1/``scales``; each further fit takes
+    its scales from the deviations of the fit before it."""
     best = _weighted_fit(samples, scales)
     for _ in range(_ROUNDS):
         scales = [

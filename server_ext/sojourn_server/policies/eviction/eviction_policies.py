@@ -43,8 +43,8 @@ class LatestProgramEviction:
 class TypedLabelEviction:
     """Evicts blocks of inactive programs first, then of cold, idle and busy ones (M5; MORI §4.3.2).
 
-    Within each label the least recently used blocks go first. Among inactive programs, ended ones are evicted
-    before those that lost their place in the tiers.
+    Blocks with the same label are evicted in order of last use, the oldest first. But blocks of ended
+    programs go before those of other inactive programs, which placement has put in no tier.
     """
 
     by_program: bool = True
@@ -64,10 +64,11 @@ class WorkflowAwareLruEviction:
 
     Ended programs are evicted first, then those with the highest P_evict. The score leaves out ``now/τ_max``,
     which is the same for all blocks. So a score stays valid until its program has an event or the scale
-    changes. A program without prediction has P_reuse = ``cold_reuse``: among such programs, recency and size
-    decide. Blocks that a program's newest turn did not use belong to another branch. Their P_reuse is
-    multiplied by the share of such blocks that is used again. Raises ``ValueError`` for weights that are not
-    finite numbers ≥ 0.
+    changes. P_reuse is 1 while a request of the program is in the engine. A program without prediction has
+    P_reuse = ``cold_reuse``: among such programs, recency and size decide. Blocks that a program's newest
+    turn did not use belong to an abandoned branch. Their P_reuse is multiplied by the share of blocks in
+    abandoned branches that is used again. Raises ``ValueError`` for weights that are not finite numbers ≥ 0,
+    and for a ``cold_reuse`` outside 0 to 1.
     """
 
     recency: float = 0.3

@@ -69,10 +69,10 @@ class FcfsSharing:
 class AgentFairShare:
     """Divides capacity by urgency: Σ remaining work ÷ time until the deadline (SAGA §6.1–6.2).
 
-    The shares are computed every ``epoch_s``. A deadline that is near or past counts as ``least_slack_s``
-    away, because the formula has a pole there. Every tenant gets at least ``least_share`` of an equal share,
-    even without urgent work. Capacity that a tenant does not use goes to the others. Raises ``ValueError``
-    for an epoch or slack that is not above 0, or a share outside 0 to 1.
+    The shares are computed every ``epoch_s``. The time until a deadline counts as at least ``least_slack_s``,
+    because the formula divides by it. Every tenant gets at least ``least_share`` times an equal share (1 ÷
+    number of tenants), even without urgent work. Capacity that a tenant does not use goes to the others.
+    Raises ``ValueError`` for an epoch or slack that is not above 0, or a share outside 0 to 1.
     """
 
     epoch_s: float = 0.1

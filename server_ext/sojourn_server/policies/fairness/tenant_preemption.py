@@ -32,8 +32,9 @@ class BlockedRequestView(NamedTuple):
 
 
 class PreemptibleRequestView(NamedTuple):
-    """A request that may be recalled (taken back from its replica): it has no output yet and was never
-    recalled."""
+    """A request that may be recalled: its replica is chosen, but it has no output yet and was never recalled.
+
+    It may still wait at the gateway for room on the replica."""
 
     request_id: str
     tenant: str
@@ -86,11 +87,12 @@ class NoTenantPreemption:
 class UrgencyPreemption:
     """Recalls requests of less urgent tenants for a request that was blocked for ``blocked_s`` (SAGA §6.2).
 
-    Two conditions must hold. The other tenant's share is below 1 / ``share_ratio`` of the blocked tenant's
-    share. After the recall, the other tenant still uses at least as large a fraction of its share as the
-    blocked tenant does. So two tenants never recall each other's requests in turns. Requests that wait at the
-    gateway are recalled before sent ones, and the last sent first. Raises ``ValueError`` for a negative time
-    or a ratio below 1.
+    A request of another tenant is recalled only if two conditions hold. The other tenant's share is below 1 /
+    ``share_ratio`` of the blocked tenant's share. After the recall, the other tenant still uses at least as
+    large a fraction of its share as the blocked tenant does. So two tenants never recall each other's
+    requests in turns. Requests that wait at the gateway are recalled before requests that were sent to the
+    replica. Of those, the last sent is recalled first. Raises ``ValueError`` for a negative time or a ratio
+    below 1.
     """
 
     blocked_s: float = 0.5

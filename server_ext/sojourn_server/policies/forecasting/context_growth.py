@@ -7,10 +7,10 @@ from typing import NamedTuple
 from ..policy_views import ProgramGrowthView
 
 MIN_TURNS_SEEN = 16
-"""Number of observed turns from which their mean growth replaces the prior."""
+"""The mean growth of the observed turns replaces the prior once at least this many were observed."""
 
 MIN_PROGRAMS_SEEN = 8
-"""Number of finished programs from which their mean number of turns replaces the prior."""
+"""The mean number of turns of finished programs replaces the prior once at least this many have finished."""
 
 PRIOR_TURNS = 11.0
 """Prior number of turns of a program: Continuum's SWE-bench workload has 10.9 (Table 3)."""
@@ -42,9 +42,9 @@ def expected_growth_tokens(
 ) -> float:
     """Tokens by which the program's context is expected to grow, at most up to ``max_context_tokens``.
 
-    ``turns_ahead``: number of turns to look ahead; ``None``: until the program ends, at least one turn. Until
-    the end, a context that has become shorter is expected to reach its former length again. For example, a
-    parent's context is shorter while its sub-agents run.
+    ``turns_ahead``: number of turns to look ahead. ``None``: look ahead until the program ends, at least one
+    turn. If the context was longer before, it is then expected to reach its former length again. For example,
+    a parent's context is shorter while its sub-agents run.
     """
     room = max(0, max_context_tokens - program.context_tokens)
     turns = seen.mean_turns if seen.observed_programs >= MIN_PROGRAMS_SEEN else prior_turns

@@ -15,8 +15,9 @@ from typing import NamedTuple, Protocol
 STEP_POINTS = (0, *(round(16 * 2 ** (quarter / 4)) for quarter in range(45)))
 """Steps from now at which demand is evaluated, up to 32,768.
 
-A request that ends between two points is counted up to the first of them, so the peak is underestimated. With
-short contexts, long outputs and exact predictions it is 6 % too low; with powers of two only, 15 %.
+A request that ends between two points is counted up to the first of them, so the peak demand is
+underestimated. With short contexts, long outputs and exact predictions the peak is 6 % too low. If the points
+were the powers of two only, it would be 15 % too low.
 """
 
 

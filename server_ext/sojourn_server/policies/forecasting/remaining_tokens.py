@@ -13,10 +13,10 @@ QUANTILE_POINTS = 8
 """Number of equally likely lengths in a prediction."""
 
 MIN_OUTPUTS = 16
-"""Minimum number of finished outputs of an agent type from which lengths are predicted."""
+"""Lengths are predicted for an agent type once it has at least this many finished outputs."""
 
 MIN_TAIL = 4
-"""Minimum number of longest outputs from which the tail of the length distribution is estimated."""
+"""The tail of the length distribution is estimated from at least this many of the longest outputs."""
 
 MIN_ERROR = 0.001
 """Lower bound of a hint's assumed error, however exact earlier hints were."""
@@ -79,10 +79,10 @@ class NoLengthPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanLengthPrediction:
-    """Predicts the mean output length of the agent type minus the tokens generated so far, as a baseline.
+    """A baseline. It predicts the mean output length of the agent type minus the tokens generated so far.
 
-    A request beyond the mean is expected to end with its next token. Raises ``ValueError`` for
-    ``min_outputs`` below 1.
+    A request beyond the mean is expected to end with its next token. There is no prediction before
+    ``min_outputs`` finished outputs. Raises ``ValueError`` for ``min_outputs`` below 1.
     """
 
     min_outputs: int = MIN_OUTPUTS
@@ -102,12 +102,13 @@ class MeanLengthPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivalPrediction:
-    """Predicts from earlier outputs of the agent type that were longer: P(length | length > so far).
+    """Predicts an output's length from earlier longer outputs of its agent type: P(length | length > so far).
 
-    Given n longer outputs, this output is equally likely to end in any of the n + 1 gaps before, between and
-    after their lengths. Beyond the longest output, lengths follow a power law: the longer an output already
-    is, the more tokens are expected. Hill's estimate gives the exponent from the longest ``tail_share`` of
-    the outputs. There is no prediction before ``min_outputs`` finished outputs.
+    Longer outputs are those longer than this output is so far. If there are n of them, this output is equally
+    likely to end in any of the n + 1 gaps before, between and after their lengths. Beyond the longest output,
+    lengths follow a power law: the longer an output already is, the more tokens are expected. Hill's estimate
+    gives the exponent from the longest ``tail_share`` of the outputs. There is no prediction before
+    ``min_outputs`` finished outputs.
 
     With ``hints``, the client's hint replaces the prediction if hints for the agent type were more accurate.
     Raises ``ValueError`` for numbers out of range.
@@ -170,8 +171,9 @@ def tail_exponent(lengths: Sequence[int], share: float) -> float:
 def _remaining_from_hint(view: OutputLengthView, error_without_hint: float) -> RemainingTokens | None:
     """Return the remaining tokens by the client's hint, with the spread of earlier hints' errors.
 
-    ``None`` if there is no hint, if too few earlier hints were checked, if the output is already much longer,
-    or if the prediction without the hint has no larger error (``error_without_hint``).
+    The result is ``None`` if there is no hint, or if too few earlier hints were checked. It is also ``None``
+    if the output is already much longer than hinted, or if hints are not more accurate than the prediction
+    without them (``error_without_hint``).
     """
     hinted, off, so_far = view.hinted_tokens, view.hint_off, view.output_tokens
     if hinted is None or hinted < 1 or off is None or not off < error_without_hint:

@@ -16,13 +16,13 @@ class LatestProgramReclaim:
 
     Reclaiming must not undo the order of the queue, so there are three cases:
 
-    - A running request reclaims any lease: the alternative is a preemption, which costs more than an idle
-      program's cache.
-    - A waiting request reclaims leases of programs that arrived later.
-    - A waiting request reclaims leases of earlier programs only if nothing runs. Otherwise the engine would
-      stand still: the paper's deadlock. With ``patient``, the request first waits until the next lease
-      expires or its program returns, if that takes less time than rebuilding the cheapest lease. The TTL
-      bounds this wait.
+    - A running request reclaims any lease. The alternative is a preemption, which costs more than the loss of
+      an idle program's cache.
+    - A waiting request reclaims leases of programs that arrived later, if these hold enough blocks.
+    - If they do not, and nothing runs, a waiting request also reclaims leases of earlier programs. Without
+      this case the engine would stand still: the paper's deadlock. With ``patient``, the request first waits
+      for the next lease to expire or its program to return, if the next expiry is sooner than the cheapest
+      leased context could be rebuilt. The TTL bounds this wait.
     """
 
     patient: bool = False
@@ -119,9 +119,10 @@ def reclaim_for_overdue(
 ) -> tuple[ProgramId, ...] | None:
     """Return the programs whose leases end for an overdue request, under every policy.
 
-    Leases with a TTL from the client end first, then the soonest-expiring ones. Without this rule, hints
-    could starve requests without a program. While other requests run, the result is ``None`` if all leases
-    together hold too few blocks: the request would still have to wait.
+    Leases with a TTL from the client end first. Otherwise hints could starve requests without a program. Next
+    come leases of programs without a waiting request, the soonest-expiring first, and then all others. While
+    other requests run, the result is ``None`` if all leases together hold too few blocks: the request would
+    still have to wait.
     """
     victims = sorted(
         (lease for lease in leases if lease.program_id != need.program_id and lease.blocks),
@@ -133,7 +134,8 @@ def reclaim_for_overdue(
 
 
 def _shortest_sufficient_prefix(leases: Sequence[LeaseView], blocks: int) -> tuple[ProgramId, ...] | None:
-    """Programs of the first ``leases`` that together hold ``blocks``; of all if they hold fewer."""
+    """Programs of as many of the first ``leases`` as are needed to free ``blocks``. If all hold fewer, the
+    programs of all leases; ``None`` if there are no leases."""
     chosen: list[ProgramId] = []
     gained = 0
     for lease in leases:

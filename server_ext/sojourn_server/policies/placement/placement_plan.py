@@ -18,8 +18,9 @@ from .placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 LOOKAHEAD = 64
-"""Maximum number of waiting programs that one answer skips because they do not fit. Also the maximum number
-of programs for which it frees blocks. The next answer handles the rest."""
+"""Limit of the work for one answer. It is the maximum number of waiting programs that the answer skips
+because they do not fit, and of programs for which the answer frees blocks. The next answer handles the
+rest."""
 
 
 class PlacementRules(Protocol):
@@ -58,7 +59,7 @@ class PlacementPlan:
         self._free = free
         """Free blocks by tier; negative if over capacity."""
         self._staying = {program.program_id: program for program in view.on_device}
-        """Programs on the device that no move of this answer concerns."""
+        """Programs on the device that this answer does not move away now."""
         self._entered = 0
         """Number of programs that this answer promotes to the device."""
         self._exchanges = 0
@@ -85,7 +86,8 @@ class PlacementPlan:
     def promote_overdue(self) -> bool:
         """Promote overdue programs (rule 4), then demote until the device is within capacity.
 
-        Returns false if an overdue program waits until turns end; no other program may be promoted first."""
+        Returns false if an overdue program must wait until running turns end. Then no other program may be
+        promoted before it."""
         gap_s = self._policy.overdue_gap_s
         if has_elapsed(self._view.last_overdue_promotion_s, gap_s, self._now):
             for program in self._overdue_programs()[: 1 if gap_s else LOOKAHEAD]:
@@ -135,7 +137,8 @@ class PlacementPlan:
         return False
 
     def promote_at_standstill(self) -> bool:
-        """Promote a program if only tools ran for a while (rule 3). Returns whether one was promoted."""
+        """Promote a program if all programs on the device have run tools for a while, so that the engine
+        stood still (rule 3). Returns whether a program was promoted."""
         if self._is_empty() or self._entered:
             return False
         if any(program.activity is not ProgramActivity.ACTING for program in self._staying.values()):
@@ -201,7 +204,8 @@ class PlacementPlan:
         return leaving
 
     def _promote_with_demotions(self, program: ProgramTierView, reason: MoveReason) -> bool:
-        """Demote programs to make way for ``program``. Returns whether ``program`` is promoted already."""
+        """Demote programs to make way for ``program``, and promote it. Returns false if ``program`` cannot be
+        promoted yet, because running turns must end first."""
         return self._demote_until_free(self._policy.device_blocks(program), reason, program)
 
     def _demote_until_free(
@@ -235,7 +239,8 @@ class PlacementPlan:
         return enters
 
     def _demotion_candidates(self) -> Iterator[ProgramTierView]:
-        """Yield the programs that may leave the device, in demotion order: all but ready ones (rule 1)."""
+        """Yield the programs that may leave the device, in demotion order. Ready programs may not (rule 1),
+        unless they are pending."""
         for program in self._in_demotion_order:
             if program.program_id in self._staying:
                 yield program
@@ -288,7 +293,8 @@ class PlacementPlan:
         return Tier.WAITING
 
     def _place_below(self, program: ProgramTierView) -> Tier:
-        """Like ``_tier_below``, but first move more idle programs from a full host memory to disk."""
+        """Return the tier for a program that leaves the device, like ``_tier_below``, but make room for it if
+        host memory is full: move programs that are idle enough from host memory to disk."""
         threshold = self._policy.disk_idleness
         to = self._tier_below(program, self._free)
         if to is Tier.HOST or self._free[Tier.DISK] <= 0 or self._idleness(program) >= threshold:
@@ -357,8 +363,8 @@ class PlacementPlan:
         """Sort key of the demotion order: first pending programs whose turn has ended, then acting programs,
         then others; within each group the most idle first.
 
-        A reasoning program has the same key whether it is pending or not. Otherwise applying an answer would
-        change the next one.
+        A reasoning program has the same key whether it is pending or not. Otherwise an answer that marks it
+        as pending would change the order, and so the next answer.
         """
         if program.pending and program.activity is not ProgramActivity.REASONING:
             level = 0

@@ -35,9 +35,11 @@ class MoveReason(str, Enum):
     STANDSTILL = "standstill"
     """Nothing ran for ``standstill_s`` although a program was ready."""
     ABSENT = "absent"
-    """A ready program replaces one that ran a tool on the device for ``absent_s``: reason of both moves."""
+    """A ready program replaces one that kept its place on the device while its tool ran for ``absent_s``. The
+    moves of both programs have this reason."""
     EXCHANGE = "exchange"
-    """A ready program replaces one that runs a tool and fits in a lower tier: reason of both moves."""
+    """A ready program replaces one whose tool runs and whose KV fits in a lower tier. The moves of both
+    programs have this reason."""
     HOST_FULL = "host_full"
     """A busier program needs the blocks that this program has in host memory."""
     KEPT = "kept"
@@ -71,7 +73,7 @@ class PlacementPolicy(Protocol):
 
     places: bool
     k: int
-    """Number of cycles over which idleness is measured."""
+    """Number of newest cycles (a turn and the gap after it) over which idleness is measured."""
     tick_s: float
     idle_tick_s: float
     """Replaces ``tick_s`` while nothing runs although a program waits."""

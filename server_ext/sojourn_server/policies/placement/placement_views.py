@@ -41,9 +41,9 @@ class PlacementTrigger(str, Enum):
     """The latest event before the policy is asked."""
 
     ARRIVAL = "arrival"
-    """A new program's first request."""
+    """A new program's first request arrived."""
     TOOL_ENDED = "tool_ended"
-    """A known program's next request."""
+    """A known program's next request arrived."""
     TURN_ENDED = "turn_ended"
     """A program finished a turn and runs a tool, or ended, or was removed."""
     TICK = "tick"
@@ -53,7 +53,8 @@ class PlacementTrigger(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramTierView:
-    """A program, as input of placement. ``tier`` is that of its last move, even while KV is being copied."""
+    """A program, as input of placement. ``tier`` is the tier to which the program was last moved, even while
+    its KV is still being copied there."""
 
     program_id: ProgramId
     tier: Tier
@@ -61,7 +62,7 @@ class ProgramTierView:
     idleness: Idleness = INITIAL_IDLENESS
     """State of the program's idleness clock (``programs.idleness``)."""
     context_blocks: int = 0
-    """Blocks of the program's computed context, which it needs in a lower tier; 0 if it never ran."""
+    """Number of blocks that the program needs in a lower tier: its computed context. 0 if it never ran."""
     required_blocks: int = 0
     """Blocks of the program's longest waiting prompt; 0 if no request waits."""
     resident_blocks: int = 0
@@ -79,8 +80,8 @@ class ProgramTierView:
     returning: bool = False
     """Whether any of the program's requests ran before."""
     pending: bool = False
-    """Whether the program leaves the device after its turn. Requests that were running at the decision
-    finish; later requests wait until the move is done."""
+    """Whether the program leaves the device after its turn. Requests that run when this is decided may
+    finish. Later requests wait until the program has moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +115,9 @@ class PlacementView:
     last_overdue_promotion_s: float = -math.inf
     """Time at which a program was last promoted because it was overdue."""
     waiting_sorted: bool = False
-    """Whether ``waiting`` is sorted by ``waiting_key``, ascending, and may be cut after a few hundred
-    programs. Keeping thousands of programs sorted costs less than sorting them for each answer."""
+    """Whether ``waiting`` is sorted by ``waiting_key``, ascending. A sorted queue may lack all but the first
+    few hundred programs. Keeping thousands of programs sorted costs less than sorting them for each
+    answer."""
     longest_waiting: Sequence[ProgramTierView] = ()
     """If ``waiting_sorted``: the ready programs off the device that have waited longest, longest first. They
     may appear in other groups too, or be cut from ``waiting``."""

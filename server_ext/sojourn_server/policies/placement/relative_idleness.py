@@ -25,9 +25,9 @@ class RelativeIdlenessPlacement:
     A program is *reasoning* during a turn, *acting* while its tool runs, and *ready* while its next request
     waits. It is *pending* if it will leave the device when its turn ends.
 
-    *Queues.* Each program is in one of four queues, and the programs of a tier never exceed its capacity. On
-    the device there are two exceptions: a single program may be larger than the device, and running requests
-    that grow stay until their turn ends.
+    *Queues.* Each program is in one of four queues: one for each tier, and the Waiting queue. The programs of
+    a tier never exceed its capacity. On the device there are two exceptions: a single program may be larger
+    than the device, and running requests that grow stay until their turn ends.
 
     *Demotion.* If the device is over capacity, programs leave it: acting ones first, the most idle first;
     then reasoning ones, after their turn. They move to host memory if they fit, else to disk. If neither has
@@ -45,15 +45,16 @@ class RelativeIdlenessPlacement:
 
     *Exchange* is our addition, off unless ``exchange_reserve`` is below 1. While host memory has spare
     blocks, acting programs make way for ready ones, the most idle first. They move to host memory, or to disk
-    if they are idle enough. The reserve stays free for later demotions. Without it, a device with high
-    turnover recomputes most contexts.
+    if they are idle enough. The share ``exchange_reserve`` of host memory stays free for later demotions.
+    Without this reserve, a device with high turnover recomputes most contexts.
 
     *No starvation.* The paper has no rule against starvation. With the rules above alone, a device full of
     acting programs would exclude ready ones while the tools run. If such a tool is a sub-agent that cannot
     enter the device, this would last for ever. Large, idle and new programs could also be skipped for ever.
 
-    1. A ready program on the device is never demoted, a reasoning one only after its turn. So each promoted
-       program completes at least one turn, and programs do not cycle without progress.
+    1. A ready program on the device is never demoted, unless it is pending. A reasoning program is demoted
+       only after its turn. So each promoted program completes at least one turn, and programs do not cycle
+       without progress.
     2. The first candidate enters an empty device, whatever its size.
     3. If all programs on the device have run tools for ``standstill_s`` while another program is ready,
        enough of them leave for the first candidate. With rule 2, the device never idles while a program could
@@ -115,7 +116,8 @@ class RelativeIdlenessPlacement:
             raise ValueError(f"exchange_reserve is {self.exchange_reserve}; expected 0 to 1, 1 for never")
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
-        """The moves to make now, possibly none. The order within the view's groups does not matter."""
+        """The moves to make now, possibly none. The order of programs within a group of the view does not
+        matter, except in a sorted ``waiting``."""
         free = {
             Tier.DEVICE: view.device.budget_blocks - sum(map(self.device_blocks, view.on_device)),
             Tier.HOST: view.host.budget_blocks - sum(program.context_blocks for program in view.on_host),
@@ -158,7 +160,8 @@ class RelativeIdlenessPlacement:
         return max(blocks, program.peak_blocks if self.size_by == "peak" else program.turn_blocks)
 
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        """Sort key: first programs that ran before, by idleness; then new programs, by size."""
+        """Sort key: first ready programs that ran before, by idleness; then ready new programs, by size; then
+        programs that are not ready."""
         since_s = program.waiting_since_s
         if program.activity is not ProgramActivity.READY:
             return (_NOT_READY, 0.0, since_s, program.program_id)

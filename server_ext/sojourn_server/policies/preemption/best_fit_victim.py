@@ -27,8 +27,9 @@ class BestFitVictim:
 
     A preempted request is immune until it has generated ``immune_tokens`` more tokens. After
     ``most_preemptions`` preemptions it stays immune. If all requests are immune, those with the fewest
-    preemptions are candidates. This prevents ping-pong and starvation. Without a length prediction for any
-    program, the victim is the last candidate, as in the engine. If no program runs, the engine chooses.
+    preemptions are candidates. This prevents ping-pong and starvation. If no program's output length is
+    predicted, the victim is the last of the candidates, because the engine preempts the last request too. If
+    no running request belongs to a program, the engine chooses.
     """
 
     horizon_steps: float = 1024.0

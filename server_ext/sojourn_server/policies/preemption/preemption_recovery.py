@@ -92,10 +92,12 @@ def break_even_tokens(
 ) -> float:
     """Context length in tokens from which offloading beats recomputing, from a model's and a machine's sizes.
 
-    0 or less: offloading is always faster (§2.1, equations 1 to 3). Computing S tokens takes 4·L·(6·S·D² +
-    S²·D) operations. Copying out and back moves 2·S·M bytes with M bytes per token. For M = 4·L·D (two-byte
-    keys and values, no grouped heads) this gives the paper's K = 2·B_comp/B_mem − 6·D. But the paper's
-    equation 2 ends in S·D·L/B_mem, an eighth of this copy time. Raises ``ValueError`` unless all are > 0.
+    0 or less: offloading is always faster (§2.1, equations 1 to 3). With L ``layers`` of width D
+    (``hidden``), computing S tokens takes 4·L·(6·S·D² + S²·D) operations at B_comp (``flops_per_s``). Copying
+    out and back moves 2·S·M bytes at B_mem (``link_bytes_per_s``), with M bytes per token. For M = 4·L·D
+    (two-byte keys and values, no grouped heads) this gives the paper's K = 2·B_comp/B_mem − 6·D. But the
+    paper's equation 2 ends in S·D·L/B_mem, an eighth of this copy time. Raises ``ValueError`` unless all
+    arguments are > 0.
     """
     for name, value in (
         ("layers", layers),
@@ -114,9 +116,9 @@ def measured_break_even_tokens(
 ) -> float:
     """Context length in tokens from which offloading beats recomputing, from measurements.
 
-    The prefill of S tokens takes a + b·S + c·S² seconds; ``copy_s_per_token`` copies a token's KV out and
-    back. 0: offloading is always faster; ``inf``: it is slower for all long contexts. Raises ``ValueError``
-    unless all are finite and ≥ 0."""
+    The prefill of S tokens takes a + b·S + c·S² seconds. ``copy_s_per_token`` is the time to copy a token's
+    KV out and back. 0: offloading is faster for all lengths. ``inf``: offloading is slower for all long
+    contexts. Raises ``ValueError`` unless all arguments are finite and ≥ 0."""
     coefficients = (a_s, b_s_per_token, c_s_per_token2, copy_s_per_token)
     if not all(math.isfinite(value) and value >= 0 for value in coefficients):
         raise ValueError(f"a, b, c and copying are {coefficients}; expected finite numbers ≥ 0")

@@ -33,7 +33,11 @@ class LatestProgramVictim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MostAttainedServiceVictim:
-    """Preempts the last admitted request in the lowest of Autellix's queues (arXiv 2502.13965, §4.2.2)."""
+    """Preempts a request whose program has had the most service (arXiv 2502.13965, Autellix, §4.2.2).
+
+    Autellix sorts requests into queues by service. The victim is the last admitted request of the queue with
+    the most service. Options are those of ``ServiceLevels``.
+    """
 
     levels: int = 7
     first_s: float = 2.0

@@ -10,7 +10,7 @@ from ..policy_views import PrefetchView
 
 
 class PrefetchTiming(NamedTuple):
-    """Start the copy at ``at_s`` so that the prefix is loaded by ``by_s``; engine time."""
+    """Planned times of a prefetch, in engine time: the copy starts at ``at_s`` and should end by ``by_s``."""
 
     at_s: float
     by_s: float
@@ -28,16 +28,16 @@ class NoPrefetch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LikeliestSuccessorPrefetch:
-    """Loads a prefix by the time its tool may end, if another turn is likely.
+    """Loads a program's prefix shortly before its tool may end, if another turn is likely.
 
-    The paper loads the prefix at once (``early_share`` 0). This policy finishes the copy after the duration
-    within which ``early_share`` of the tool's earlier calls ended. Loading KV earlier only takes blocks from
-    other programs. Raises ``ValueError`` for a share outside 0 to 1.
+    The copy ends when the tool has run for the ``early_share`` quantile of its earlier durations. Loading KV
+    earlier would only take blocks from other programs. A tool without earlier calls is loaded for at once.
+    The paper always loads at once. Raises ``ValueError`` for a share or probability outside 0 to 1.
     """
 
     early_share: float = 0.25
     min_goes_on: float = 0.5
-    """Minimum probability of another turn."""
+    """Minimum probability of another turn for a prefetch."""
     plans: bool = True
 
     def __post_init__(self) -> None:

@@ -12,8 +12,8 @@ from typing import Protocol
 from .prefill_decode_views import DecodeEngineView, PdRequest
 
 HIGH_TOKENS_RATIO = 1.05
-"""An engine whose tokens exceed this multiple of an even share has a high token count. This is our reading of
-the paper: the formula for the threshold is illegible in the text available to us."""
+"""An engine has a high token count if its tokens exceed this multiple of an even share of its group's tokens.
+This is our reading of the paper: the formula for the threshold is illegible in the text available to us."""
 
 
 class DecodeLoad(Protocol):
@@ -43,11 +43,10 @@ def choose_group(loads: Iterable[tuple[int, int]]) -> int | None:
 def high_token_threshold(
     engines: Sequence[DecodeLoad], queue: Iterable[PdRequest], ratio: float = HIGH_TOKENS_RATIO
 ) -> float:
-    """Return Z, above which an engine's token count is high: ``ratio`` times an even share of the group's
-    tokens.
+    """Return Z, the threshold above which an engine's token count is high.
 
-    The group's tokens include those of the first requests of ``queue``: as many as would fit the engines'
-    request limits and the sum of their free memory.
+    Z is ``ratio`` times the group's tokens divided by its number of engines. The group's tokens include those
+    of the first requests in ``queue``: as many as fit the engines' free slots and total free memory.
     """
     free = tokens = 0
     places: float = 0
@@ -67,9 +66,10 @@ def high_token_threshold(
 def choose_decode(engines: Iterable[DecodeLoad], request: PdRequest, most_tokens: float) -> int | None:
     """Return the group's engine for a request (phase 2); ``None``: no engine has both memory and a free slot.
 
-    Among the engines with space, those that stay at or below ``most_tokens`` are preferred, by fewest
-    requests, then fewest tokens. If there are none, the engine with the fewest tokens is chosen. Ties go to
-    the lowest number.
+    Engines that stay at or below ``most_tokens`` with the request are preferred. Of these the one with the
+    fewest requests is chosen, then the fewest tokens. If every engine with space would exceed
+    ``most_tokens``, the one with the fewest tokens is chosen, then the fewest requests. Ties go to the lowest
+    number.
     """
     needs, adds = request.kv_tokens, request.tokens
     best: tuple[int, int, int] | None = None
@@ -121,7 +121,8 @@ class _DecodeGroup:
     number: int
     engines: list[_DecodeEngine] = field(default_factory=list)
     tokens: int = 0
-    """Tokens of the group's engines and queue. If the queue did not count, a burst would go to one group."""
+    """Tokens of the requests on the group's engines and in its queue. Without the queue, all requests of a
+    burst would go to one group."""
     queue: deque[PdRequest] = field(default_factory=deque)
     largest: int = 0
     """KV capacity in tokens of the group's largest engine."""
@@ -131,11 +132,11 @@ class _DecodeGroup:
     """Sum of the request limits of the group's engines."""
 
     def key(self) -> tuple[bool, int, int]:
-        """Sort key: the group with the lowest key is chosen next."""
+        """Return (whether the group is at its request limit, tokens, number); the lowest is chosen next."""
         return self.requests + len(self.queue) >= self.most_requests, self.tokens, self.number
 
     def enter(self, engine: _DecodeEngine) -> None:
-        """Make the engine available."""
+        """Add an engine that became available, and count its requests."""
         self.engines.append(engine)
         self.tokens += engine.tokens
         self.requests += engine.requests
@@ -143,7 +144,7 @@ class _DecodeGroup:
         self.bound()
 
     def leave(self, engine: _DecodeEngine) -> None:
-        """Make the engine unavailable."""
+        """Take out an engine that became unavailable, and no longer count its requests."""
         self.engines.remove(engine)
         self.tokens -= engine.tokens
         self.requests -= engine.requests
@@ -151,16 +152,17 @@ class _DecodeGroup:
         self.bound()
 
     def bound(self) -> None:
-        """Update the group's request limit."""
+        """Compute the group's request limit ``most_requests`` again, from its engines."""
         self.most_requests = sum(engine.most_requests for engine in self.engines)
 
 
 class DecodeEngineSelector:
-    """Chooses decode engines: runs both phases and keeps a queue for each group, in order of arrival.
+    """Chooses a decode engine for each request, in two phases, and keeps a queue for each group.
 
-    Groups are in a heap by tokens, and outdated entries are dropped when they reach the top. Within a group
-    all engines are compared, as in the paper. KV memory counts as used as soon as an engine is chosen,
-    although the engine allocates it only when decoding begins. This prevents preemptions.
+    Phase 1 chooses a group and adds the request to its queue (``queue``). Phase 2 chooses an engine of the
+    group (``fetch``). Groups are in a heap by tokens, whose outdated entries are dropped when they reach the
+    top. Within a group all engines are compared, as in the paper. KV memory counts as used as soon as an
+    engine is chosen, although the engine allocates it only when decoding begins. This prevents preemptions.
 
     The paper has no limit on an engine's requests. Here a request counts towards the limit as soon as its
     engine is chosen, because a request in an engine's own queue holds KV buffers. A request is not queued in
@@ -217,9 +219,10 @@ class DecodeEngineSelector:
         return unqueued_ids
 
     def suspend(self, number: int) -> list[PdRequest]:
-        """Make an engine unavailable until ``resume``; its requests still count. Returns as ``remove`` does.
+        """Make an engine unavailable until ``resume``. Its requests still count for it.
 
-        No effect on a suspended engine. Raises ``KeyError`` for an unknown engine.
+        Returns the requests of its group's queue that none of the group's available engines can hold. No
+        effect on a suspended engine. Raises ``KeyError`` for an unknown engine.
         """
         engine = self._engines[number]
         if engine.is_suspended:
@@ -240,7 +243,7 @@ class DecodeEngineSelector:
         return unqueued_ids
 
     def resume(self, number: int) -> None:
-        """Make a suspended engine available again, with its present load. Raises ``KeyError``."""
+        """Make a suspended engine available again, with its load. Raises ``KeyError`` for an unknown one."""
         engine = self._engines[number]
         if not engine.is_suspended:
             return
@@ -299,9 +302,10 @@ class DecodeEngineSelector:
         return False
 
     def fetch(self) -> Iterator[tuple[PdRequest, int]]:
-        """Assign queued requests to engines (phase 2 of each changed group); yields (request, engine number).
+        """Assign queued requests to engines, and yield (request, engine number): phase 2 of changed groups.
 
-        Requests come in the order of each queue. Those that the caller does not fetch stay queued.
+        The requests of a group come in the order of its queue. A request is assigned when the caller takes
+        it from the iterator; the rest stay queued.
         """
         while self._changed:
             number = next(iter(self._changed))

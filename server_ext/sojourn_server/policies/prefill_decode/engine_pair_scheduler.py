@@ -1,4 +1,4 @@
-"""Assigns prefill and decode engines to requests: D4, D5 and D6 in one object (DualPath §6.1)."""
+"""Assigns a prefill engine (D4), a decode engine (D5) and a read side (D6) to requests (DualPath §6.1)."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ class PairQueueLengths(NamedTuple):
 
 
 class PairScheduler:
-    """Assigns a prefill and a decode engine to each request, from events. It has no clock and does no I/O.
+    """Assigns a prefill and a decode engine to each request. It has no clock and does no I/O.
 
-    A request waits in one queue for a prefill engine, first come first served, and in its group's queue for a
-    decode engine. When both engines are chosen, its storage read is assigned. The paper's engines fetch
-    requests periodically. Here any event may free capacity, so call ``dispatch`` after events: it returns the
-    requests that can start. The cost is a few microseconds per request, independent of the number of engines.
+    A request waits at the same time in the queue for prefill engines, first come first served, and in the
+    queue of a decode group. When both engines are chosen, their nodes are assigned the read of its KV from
+    storage. The paper's engines fetch requests periodically. Here any event may free capacity, so call
+    ``dispatch`` after events: it returns the requests that can start. The cost is a few microseconds per
+    request, independent of the number of engines.
 
-    A router and a simulator that see the same events get the same pairs, if no request waits and the nodes'
-    reports are correct.
+    A router and a simulator get the same pairs from the same events, as long as no request waits and the
+    nodes' reports are correct.
     """
 
     def __init__(
@@ -63,15 +64,15 @@ class PairScheduler:
         self._line: deque[_RequestInFlight] = deque()
         """Requests that wait for a prefill engine."""
         self._unplaced: dict[int | str, _RequestInFlight] = {}
-        """Requests that no present decode engine can hold, or for which all groups are at their limit. They
-        are in no queue and use no prefill engine. They are queued as soon as a group has a free slot."""
+        """Requests in no queue: no available decode engine can hold them, or the groups that could are at
+        their request limit. They use no prefill engine. They are queued when such a group has a free slot."""
         self._flights: dict[int | str, _RequestInFlight] = {}
         """All requests in flight, in order of arrival."""
 
     # -- the fleet ---------------------------------------------------------------------
 
     def add_node(self, node: int, block_s: float) -> None:
-        """Add a node; its storage NIC takes ``block_s`` seconds per Full Block. Raises ``ValueError``."""
+        """Add a node whose storage NIC reads a Full Block in ``block_s`` seconds. Raises ``ValueError``."""
         self._queues.add(node, block_s)
 
     def add_prefill(self, number: int, node: int) -> None:
@@ -79,7 +80,9 @@ class PairScheduler:
         self._prefill.add(number, node)
 
     def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
-        """Add a decode engine with capacity ``kv_tokens``. Raises as ``add_prefill``."""
+        """Add a decode engine with room for ``kv_tokens`` tokens.
+
+        Raises ``ValueError`` for a used number or ``kv_tokens`` below 1, ``KeyError`` for an unknown node."""
         self._queues.block_s(node)
         self._decode.add(number, node, group, kv_tokens)
 
@@ -90,16 +93,16 @@ class PairScheduler:
         self._decode.limit(number, most_requests)
 
     def remove_prefill(self, number: int) -> None:
-        """Remove a prefill engine. Its requests finish, or ``end`` removes them.
+        """Remove a prefill engine. Requests that have both engines go on; all others are queued again.
 
-        Takes time proportional to the waiting requests. Raises ``KeyError`` for an unknown engine.
+        Takes time proportional to the requests in flight. Raises ``KeyError`` for an unknown engine.
         """
         self._prefill.remove(number)
         self._line_up(())
 
     def remove_decode(self, number: int) -> None:
-        """Remove a decode engine. Requests queued in its group are queued again. Requests that no remaining
-        engine can hold wait for a larger one."""
+        """Remove a decode engine. Requests that have both engines go on; all others are queued again.
+        Requests that no remaining engine can hold wait for a larger one."""
         self._line_up(self._decode.remove(number))
 
     def suspend_prefill(self, number: int) -> None:
@@ -122,8 +125,8 @@ class PairScheduler:
     # -- events ------------------------------------------------------------------------
 
     def submit(self, request: PdRequest) -> None:
-        """Add a request. Raises ``ValueError`` if its id is known, if it has no tokens, or if no decode
-        engine is large enough."""
+        """Add a request. Raises ``ValueError`` if its id is in flight already, if it has no tokens, or if all
+        decode engines are too small."""
         if request.request_id in self._flights:
             raise ValueError(f"request {request.request_id!r} is here already")
         if request.tokens < 1 or request.hit_blocks < 0 or request.kv_tokens < 0:
@@ -160,8 +163,8 @@ class PairScheduler:
             self._decode.withdraw(request_id)
 
     def report(self, node: int, queue_s: float, now: float) -> None:
-        """Handle a node's report of ``queue_s``, the seconds of reading queued at its storage NIC. Raises
-        ``ValueError``."""
+        """Set a node's read queue to ``queue_s``, the seconds that the node reported for its storage NIC.
+        Raises ``ValueError`` unless it is finite and ≥ 0."""
         self._queues.report(node, queue_s, now)
         self._prefill.refresh_node_queue(node)
 
@@ -190,7 +193,7 @@ class PairScheduler:
         return [self._pair(flight, now) for flight in ready]
 
     def _place_unplaced(self) -> None:
-        """Queue the unplaced requests that an engine can take now."""
+        """Queue those requests of ``_unplaced`` for which a decode group has room now."""
         decode = self._decode
         if not self._unplaced or not decode.has_room():
             return
@@ -206,11 +209,11 @@ class PairScheduler:
             del self._unplaced[request_id]
 
     def _line_up(self, left: Iterable[PdRequest]) -> None:
-        """Queue all unpaired requests again, in order of arrival, after an engine was removed.
+        """Queue all requests that lack an engine again, in order of arrival, after an engine has left.
 
-        ``left`` are requests that the removed engine's group dropped. Both queues must have the same order.
-        Then a request with a prefill engine waits only for requests that also have one. If requests changed
-        groups out of order, there could be a deadlock: request A holds the prefill engine that B needs, and
+        ``left`` are the requests that the engine's group dropped from its queue. Prefill and decode queues
+        must have the same order, so that a request with a prefill engine waits only for requests that also
+        have one. Another order could cause a deadlock: request A holds the prefill engine that B needs, and
         waits for memory that B holds.
         """
         unqueued_ids = {request.request_id for request in left}

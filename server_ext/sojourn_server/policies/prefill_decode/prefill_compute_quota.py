@@ -19,8 +19,9 @@ from ..costs.step_costs import StepCosts
 class AttentionCosts:
     """Fitted costs of attention in one step, over all layers, in seconds per unit of work.
 
-    A request with ``cached`` tokens in the KV cache and ``new`` tokens to compute has new·cached +
-    new·(new+1)/2 pairs and reads the KV of cached + new tokens. The seconds of all requests in a step add up.
+    The units are attention pairs (a new token and one that it attends to), new tokens, requests, and tokens
+    whose KV is read. A request with ``cached`` tokens in the KV cache and ``new`` tokens to compute has
+    new·cached + new·(new+1)/2 pairs and reads the KV of cached + new tokens. Costs of requests add up.
     Raises ``ValueError`` for costs that are not finite and ≥ 0.
     """
 
@@ -62,7 +63,7 @@ class PrefillCandidate(NamedTuple):
 
 
 class PrefillStepPlan(NamedTuple):
-    """The prefill work of a step: the new tokens of each of the first ``len(chunks)`` requests."""
+    """The prefill work of a step: ``chunks[i]`` new tokens of request i. Later requests get no tokens."""
 
     chunks: tuple[int, ...]
     attention_s: float
@@ -77,11 +78,12 @@ class PrefillStepPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillComputeQuota:
-    """Packs requests in order until attention would take longer than ``quota_s``.
+    """Packs requests into a step, in order, until attention would take longer than ``quota_s``.
 
-    The first request that does not fit is cut: it gets the tokens that fit, up to the end of a block of
-    ``block_tokens``, found by bisection. Later requests get nothing. If nothing fits, the step computes one
-    block, so that every step makes progress. Raises ``ValueError``.
+    The first request that does not fit is cut at the last end of a block (``block_tokens``) that fits. Later
+    requests get nothing. If not even a block of the first request fits, the step computes that block
+    nevertheless, so that every step makes progress. Raises ``ValueError`` for a quota that is not above 0 or
+    blocks below 1 token.
     """
 
     costs: AttentionCosts
@@ -126,8 +128,10 @@ class PrefillComputeQuota:
         return PrefillStepPlan(tuple(chunks), spent_s)
 
     def chunk(self, cached: int, new: int, left_s: float, *, first: bool) -> int:
-        """Number of a request's ``new`` tokens that fit in ``left_s`` seconds: all, or as many as end at a
-        block boundary, or 0. The ``first`` request of a step gets at least the rest of a block."""
+        """Return how many of a request's ``new`` tokens fit in ``left_s`` seconds of attention.
+
+        If not all fit, the number is cut so that the context ends at a block boundary; it may be 0. The
+        ``first`` request of a step gets tokens up to the next block boundary even if these do not fit."""
         if self.costs.seconds(cached, new) <= left_s:
             return new
         # If the context ends within a block, the next block boundary is less than a block away.
@@ -145,7 +149,7 @@ class PrefillComputeQuota:
 
 
 class StepQuotaUsage:
-    """Counts the used quota of a step, while the engine itself packs the step prompt by prompt.
+    """Counts how much of a step's quota is used, while the engine itself adds prompts to the step.
 
     ``decodes_s`` seconds of the quota are reserved for decoding requests, which are in every step. So prompts
     never delay an output token. The rest of the quota is for prompts.
@@ -165,9 +169,10 @@ class StepQuotaUsage:
         """The request that got only part of its tokens."""
 
     def offer(self, request_id: str, cached: int, new: int, *, chunkable: bool = True) -> int:
-        """Number of the ``new`` tokens that the request may compute in this step; ``take`` confirms them.
+        """Return how many of its ``new`` tokens a request may compute in this step. ``take`` confirms them.
 
-        A request that is not ``chunkable`` gets all or none. If it is the first of the step, it gets all."""
+        A request that is not ``chunkable`` gets all tokens if they fit or if the request is the first of the
+        step, else none."""
         if self.closed:
             return 0
         left_s = self._quota.quota_s - self.decodes_s - self.prompts_s
@@ -186,7 +191,7 @@ class StepQuotaUsage:
         self.prompts_s += seconds
 
     def taken(self) -> set[str]:
-        """Requests confirmed so far in this step."""
+        """Return the ids of the requests that ``take`` has confirmed in this step."""
         return set(self._taken)
 
     def leave(self, request_id: str) -> None:

@@ -2,15 +2,16 @@
 
 The paper's formulas are illegible in the text available to us, so they are derived from its description of
 the traffic. P prefill and D decode nodes have g devices, each with a compute NIC of B bytes per second. A
-node's storage NIC reads S = s·B bytes per second, its DRAM moves M. All storage NICs read all the time, and
-load is even. With x = P/D, a device's compute NIC carries, as shares of B:
+node's storage NIC reads S = s·B bytes per second, its DRAM moves at most M. All storage NICs read all the
+time, and load is even. "Hits" are KV read from storage. With x = P/D, these are the loads of a device's
+compute NIC, as shares of B, and of a node's DRAM, in bytes per second:
 
-    prefill, read     2·s/g              hits to the device and on to the decode buffer
-    prefill, write    s/g·(1 + 1/x)      hits from its own storage, and those read by the decode side
-    decode, read      s/g·(x + 2)        data from prefill to the device; its own hits to both
-    decode, write     s/g·(2x + 1)       the prompt's KV on arrival, and into the device
-    prefill DRAM      2·S                written from storage, then read
-    decode DRAM       S·(3 + 2x)         its own: in, to prefill, to the device; prefill's: in, to the device
+    prefill, read     2·s/g              hits go to the device, and then to the decode node's buffer
+    prefill, write    s/g·(1 + 1/x)      hits that its own node read, and hits that decode nodes read
+    decode, read      s/g·(x + 2)        KV from prefill goes to the device, own hits to device and prefill
+    decode, write     s/g·(2x + 1)       the prompt's KV goes into the buffer, then into the device
+    prefill DRAM      2·S                hits are written once and read once
+    decode DRAM       S·(3 + 2x)         its own hits move 3 times, the hits of prefill nodes twice
 
 Each share must be at most 1, and DRAM traffic at most M. This bounds x. With g = 8, s = 1 and M = 10·S, x is
 1/7 to 7/2, as published.
@@ -48,7 +49,7 @@ class NodeLinks:
 
     @property
     def storage_share(self) -> float:
-        """s: the storage NIC's bandwidth over that of one compute NIC."""
+        """s: the storage NIC's bandwidth divided by the bandwidth of one compute NIC."""
         return self.storage_nic_bytes_per_s / self.compute_nic_bytes_per_s
 
 
@@ -69,7 +70,7 @@ class PdRatioRange(NamedTuple):
 
     @property
     def possible(self) -> bool:
-        """Whether there is such a ratio; false: at every ratio another link saturates before storage."""
+        """Whether the range contains a ratio; false: at every ratio another link saturates before storage."""
         return self.least <= self.most
 
     def holds(self, ratio: float) -> bool:
@@ -156,8 +157,11 @@ class TwoPathGain(NamedTuple):
 def two_path_gain(
     links: NodeLinks, turn: AverageTurnSizes, prefill_nodes: int, decode_nodes: int
 ) -> TwoPathGain:
-    """Upper bound of the gain of a second path, if load is even, nothing waits and decoding is no bottleneck.
-    Raises ``ValueError`` for fewer than one node of either kind."""
+    """Return the limits of a fleet that reads KV through the prefill nodes only, or through all nodes.
+
+    ``TwoPathGain.most`` is the speed-up from the second path, through the decode nodes. It is an upper bound:
+    load is even, nothing waits, and decoding is no bottleneck. Raises ``ValueError`` for fewer than one node
+    of either kind."""
     if prefill_nodes < 1 or decode_nodes < 1:
         raise ValueError(f"{prefill_nodes} prefill and {decode_nodes} decode nodes; expected one at least")
     reads_per_s = links.storage_nic_bytes_per_s / (turn.hit_tokens * turn.kv_bytes_per_token)

@@ -1,7 +1,7 @@
-"""Frozen snapshots for prefill/decode disaggregation: the two engines, and the storage reads (DualPath §6).
+"""Frozen snapshots for prefill/decode disaggregation: requests, engines and storage reads (DualPath §6).
 
-An engine is one device; a node is one machine, whose engines share its storage NIC. The caller numbers
-engines and nodes; ties go to the lowest number.
+An engine is one device; a node is one machine, whose engines share its storage NIC. The caller numbers the
+engines and nodes. Of equally good engines, the one with the lowest number is chosen.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DecodeEngineView(NamedTuple):
     group: int
     """Number of the group whose engines share a queue; engines of one node are in one group."""
     free_kv_tokens: int
-    """Free KV memory in tokens; memory of assigned requests counts as used before they arrive."""
+    """Free KV memory in tokens. An assigned request's memory counts as used even before its KV arrives."""
     tokens: int = 0
     requests: int = 0
     most_requests: float = math.inf

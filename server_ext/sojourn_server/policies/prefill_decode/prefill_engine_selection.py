@@ -15,15 +15,15 @@ from .storage_read_queues import StorageReadQueues
 class PrefillSelectionLimits:
     """Two limits for the selection, the paper's α and β.
 
-    The paper states both in tokens: what a node reads (α) or an engine computes (β) in some seconds. Here α
-    is in seconds, since nodes may differ. The paper's seconds are illegible in the text available to us, so
-    3 (α) and 5 (β) are our choice. Raises ``ValueError`` for negative limits.
+    In the paper α is the number of tokens that a node reads in a certain time, and β the number that an
+    engine computes in another. Here α is that time itself, since nodes may differ. Both times are illegible
+    in the text available to us; 3 s (α) and 5 s (β) are our choice. Raises ``ValueError`` for limits < 0.
     """
 
     short_queue_s: float = 3.0
     """α: nodes whose storage NIC has a longer read queue are chosen last."""
     most_tokens: float = math.inf
-    """β: an engine with more unfinished tokens gets no new request. The throughput of 5 s is a good value."""
+    """β: an engine with more unfinished tokens gets no new request. A good value: what it computes in 5 s."""
 
     def __post_init__(self) -> None:
         if not (self.short_queue_s >= 0 and self.most_tokens >= 0):
@@ -40,8 +40,8 @@ def choose_prefill(
 ) -> int | None:
     """Return the engine for the next request. ``None``: all have more than β tokens, so the request waits.
 
-    Among engines with at most β tokens, those on nodes with a read queue of at most α are preferred, then the
-    fewest tokens, then the lowest number. Compares all engines.
+    Of the engines with at most β tokens, those on nodes with a read queue of at most α come first. Among
+    them, the engine with the fewest tokens is chosen. Ties go to the lowest number. Compares all engines.
     """
     best: tuple[bool, int, int] | None = None
     for engine in engines:
@@ -75,15 +75,15 @@ class _PrefillNode:
 
 
 _HeapEntry = tuple[int, int, int]
-"""(tokens, engine, node): valid while (tokens, engine) is the ``best`` of the node."""
+"""(tokens, engine, node): an entry is outdated once (tokens, engine) is not the ``best`` of its node."""
 
 
 class PrefillEngineSelector:
-    """Chooses as ``choose_prefill`` does, but fast enough for thousands of choices per second.
+    """Chooses prefill engines by the rule of ``choose_prefill``, in less time: thousands per second.
 
-    Two heaps hold the nodes with short and with long read queues, sorted by their least loaded engine. A
-    change pushes a new entry, and the old one is dropped when it reaches the top. Queues shrink as time
-    passes, so a third heap holds the times at which long queues become short.
+    One heap holds the nodes with short read queues, another those with long ones, both sorted by their least
+    loaded engine. If that engine changes, a new entry is pushed. The old one is dropped when it reaches the
+    top. Queues shrink as time passes, so a third heap holds the times at which long queues become short.
     """
 
     def __init__(self, limits: PrefillSelectionLimits, queues: StorageReadQueues) -> None:
@@ -97,8 +97,8 @@ class PrefillEngineSelector:
         self._wakes: list[tuple[float, int]] = []
 
     def add(self, number: int, node: int) -> None:
-        """Add an idle engine on a known node. Raises ``ValueError`` for a number that was used before, since
-        a removed engine may still have unfinished requests."""
+        """Add an idle engine on a known node. Raises ``KeyError`` for an unknown node, and ``ValueError`` for
+        a number used before, since a removed engine with that number may have unfinished requests."""
         if number in self._given:
             raise ValueError(f"prefill engine {number} was there already; expected a new number")
         self._queues.block_s(node)
@@ -128,7 +128,7 @@ class PrefillEngineSelector:
             del self._nodes[node.number]
 
     def resume(self, number: int) -> None:
-        """Make a suspended engine available again, with its present load. Raises ``KeyError``."""
+        """Make a suspended engine available again, with its load. Raises ``KeyError`` for an unknown one."""
         engine = self._engines[number]
         if not engine.is_suspended:
             return

@@ -10,7 +10,7 @@ from .prefill_decode_views import ReadSplit, StorageReadView
 
 
 class ReadSidePolicy(Protocol):
-    """Chooses the reading side for each request with blocks in storage, when both engines are known."""
+    """Chooses which side, the prefill or the decode engine's node, reads a request's blocks from storage."""
 
     def split(self, view: StorageReadView) -> ReadSplit: ...
 
@@ -27,8 +27,9 @@ class PrefillSideRead:
 class ShorterQueueRead:
     """The side with the shorter read queue reads everything (§6.1).
 
-    If neither side has reads queued, the side that has been idle longer reads; ties go to the prefill side.
-    The paper does not specify this case; a fixed side would get all reads of a lightly loaded fleet.
+    If neither side has reads queued, the side that has been idle longer reads. The paper does not specify
+    that case; a fixed choice would give one side all reads of a lightly loaded fleet. Ties go to the prefill
+    side, which also reads if both engines are on one node.
     """
 
     def split(self, view: StorageReadView) -> ReadSplit:
@@ -39,11 +40,12 @@ class ShorterQueueRead:
 
 @dataclass(frozen=True, slots=True)
 class WaterFillingRead:
-    """Splits a read so that both sides finish at the same time (future work in §6.1).
+    """Splits a read so that both sides finish at nearly the same time (future work in §6.1).
 
-    The split is in whole Full Blocks and minimises the later finish. Of two equal splits, the one with more
-    blocks on the prefill side is chosen. If one side could read everything before the other's queue is empty,
-    it does. Reads of fewer than ``least_blocks`` are not split. Raises ``ValueError`` for a limit below 1.
+    A side gets whole Full Blocks. The split is chosen for which the read ends first; of two equal splits, the
+    one with more blocks on the prefill side. A side that can read everything before the other's queue is
+    empty reads everything. Reads of fewer than ``least_blocks`` blocks, and those of a pair on one node, are
+    not split. Raises ``ValueError`` for a limit below 1.
     """
 
     least_blocks: int = 2
@@ -71,7 +73,7 @@ class WaterFillingRead:
 
 
 def read_duration_s(view: StorageReadView, split: ReadSplit) -> float:
-    """Seconds from now until both sides have read their blocks."""
+    """Return the seconds from now until both sides have read the blocks that ``split`` gives them."""
     prefill_s = max(0.0, view.prefill_queue_s) + split.prefill_blocks * view.prefill_block_s
     decode_s = max(0.0, view.decode_queue_s) + split.decode_blocks * view.decode_block_s
     if not split.decode_blocks:

@@ -1,4 +1,4 @@
-"""Read queues: the time for which each node's storage NIC has assigned reads (DualPath §6.1, ``read_q``)."""
+"""Read queues: the seconds of reads that each node's storage NIC has to do (DualPath §6.1, ``read_q``)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import math
 class StorageReadQueues:
     """Estimated read queue of each node, in seconds of reading.
 
-    The scheduler adds the reads that it assigns. Reads run one after the other, so a queue shrinks by a
-    second per second. ``report`` corrects the estimate."""
+    The scheduler adds each read that it assigns (``read``). The NIC does one read after the other, so the
+    queue gets a second shorter every second. A node's report of its real queue replaces the estimate."""
 
     __slots__ = ("_block_s", "_busy_until_s")
 

@@ -21,10 +21,10 @@ class RequestFcfs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramFcfs:
-    """Orders preempted requests first, then programs with a lease, then by program (C6; Continuum §4.3).
+    """Orders preempted requests first, then those of programs with a lease, then others (C6; Continuum §4.3).
 
-    Within each group, the program that arrived first comes first. A request without a program counts as a
-    program of one turn, so later turns of earlier programs come before it.
+    Within each of these three groups, the program that arrived first comes first. A request without a program
+    counts as a program of one turn, so later turns of earlier programs come before it.
     """
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:
@@ -38,9 +38,9 @@ class ProgramFcfs:
 class StrictProgramFcfs:
     """Orders requests only by the first arrival of their program.
 
-    This order suits presets in which earlier programs never give blocks to later ones. In such presets a
-    preempted request of a later program must not come first: it would wait for blocks of earlier programs,
-    and the requests of these programs would wait behind it.
+    This order suits presets in which earlier programs never give blocks to later ones. There, a preempted
+    request must not come first merely because it was preempted. It might need blocks of an earlier program,
+    whose own requests would wait behind it: a deadlock.
     """
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:

@@ -33,8 +33,8 @@ class ServiceLevels:
             raise ValueError(f"quantum_s is {self.quantum_s}; expected finite seconds > 0")
 
     def level(self, attained_s: float, ran_s: float) -> int:
-        """Return the queue of a request. ``ran_s``: seconds that the request ran. ``attained_s``: seconds of
-        service that its program had when the request arrived."""
+        """Return the index of a request's queue. ``attained_s``: seconds of service that its program had when
+        the request arrived. ``ran_s``: seconds that the request itself has run."""
         level = 0
         while level < self.levels - 1 and attained_s >= self.first_s * 2.0**level:
             level += 1
@@ -46,11 +46,11 @@ class ServiceLevels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastAttainedService:
-    """Orders programs with the least service first: K queues, first come first served within each.
+    """Orders requests of programs with the least service first: K queues, first come first served in each.
 
-    A request starts in the queue that its program's attained service selects, and sinks as it uses up quanta.
-    If its program has waited at least ``beta`` times the program's service, the request moves to the end of
-    the first queue. As in Algorithm 1, the time that it waited and ran before then no longer counts. A
+    A request starts in the queue that its program's attained service selects. It sinks to the next queue each
+    time it has run for a quantum. It is promoted to the end of the first queue once its program has waited at
+    least ``beta`` times as long as it ran. As in Algorithm 1, times before the promotion no longer count. A
     request already in the first queue is not promoted, so its times are not reset.
 
     This is only the queue order of the paper's scheduler. vLLM does not preempt a running request for a
@@ -80,8 +80,10 @@ class LeastAttainedService:
         return (self._levels.level(request.attained_s, request.ran_s), request.arrived_s, request.arrival)
 
     def promoted_s(self, request: WaitingRequestView) -> float:
-        """Engine time at which the program has waited ``beta`` times as long as it ran, but not before the
-        present wait began; ``inf`` for a request in the first queue."""
+        """Return the engine time at which a request is promoted to the first queue if it waits until then.
+
+        At that time its program has waited ``beta`` times as long as it ran. If it has waited longer before,
+        the result is the start of the present wait. ``inf`` for a request in the first queue."""
         if self._levels.level(request.attained_s, request.ran_s) == 0:
             return math.inf
         bearable_s = self.beta * (request.attained_s + request.ran_s)

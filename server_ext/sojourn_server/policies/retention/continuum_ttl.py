@@ -17,15 +17,15 @@ from ..policy_protocols import DecisionReason, RetentionDecision
 from ..policy_views import FinishedTurnView
 
 MAX_CANDIDATES = 1000
-"""Maximum number of durations that are compared. Of longer lists, evenly spaced ones are compared."""
+"""Maximum number of durations that are compared. From a longer list, evenly spaced durations are taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuumRetention:
     """Continuum's cost-benefit time-to-live (C4, C5; paper §4.1–4.2).
 
-    A turn without tool call gets no lease. A TTL that the client asked for replaces the computed one; the
-    same bound, budget and reclaim apply. While a tool has at most ``min_samples`` recorded calls, the
+    A TTL that the client asked for is granted instead of the computed one, up to ``max_ttl_s``. Otherwise a
+    turn without tool call gets no lease. While a tool has at most ``min_samples`` recorded calls, the
     durations of all tools are used. If these are too few as well, the TTL is the cold start's ln(T̄ +
     PrefillReload) seconds (§4.2). Raises ``ValueError`` for negative numbers.
     """
@@ -80,7 +80,9 @@ class ContinuumRetention:
         return RetentionDecision(self._best(durations, benefit_s), reason)
 
     def _best(self, durations: Sequence[float], benefit_s: float) -> float:
-        """argmax over ``durations`` (ascending, seconds) of P(duration ≤ τ) · ``benefit_s`` − τ."""
+        """Return the TTL τ, 0 or one of ``durations``, with the largest P(duration ≤ τ) · ``benefit_s`` − τ.
+
+        ``durations``: seconds, ascending."""
         total = len(durations)
         # P(0) may be above 0, because the history includes tools that took less than one clock tick.
         best_ttl_s = 0.0

@@ -13,8 +13,8 @@ from ..policy_views import FinishedTurnView
 class LeastWasteRetention:
     """Keeps a context as long as keeping it wastes less than dropping it.
 
-    Waste is memory times seconds. C is the context in tokens, C' the tokens of the other running requests, M
-    the bytes per token (§3.2, §4.1–4.3):
+    Waste is memory times seconds. C is the number of tokens of the context, C' that of the other running
+    requests, and M the bytes per token (§3.2, §4.1–4.3):
 
         preserve  T · C · M
         discard   T_fwd(C) · C · M / 2  +  n · T_fwd(C / n) · C' · M     recomputed in n chunks

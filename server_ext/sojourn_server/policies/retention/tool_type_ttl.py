@@ -1,4 +1,4 @@
-"""SAGA's time-to-live: the 95th percentile of the tool's durations, less under memory pressure (S4; §4.2)."""
+"""SAGA's time-to-live: the tool's 95th percentile duration, shortened under memory pressure (S4; §4.2)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from ..policy_protocols import DecisionReason, RetentionDecision
 from ..policy_views import FinishedTurnView
 
 MIN_TTL_S = 1e-3
-"""Seconds that a shorter duration counts as, because the logarithm of 0 is infinite."""
+"""Minimum duration in the log-normal fit: shorter ones are raised to it, because log 0 is infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolTypeRetention:
     """Grants a TTL from a percentile of the tool's earlier durations, shortened under memory pressure.
 
-    Pressure m = (used − ``pressure_low``) / (``pressure_high`` − ``pressure_low``), limited to 0 to 1. The
-    TTL is the percentile times 1 − 0.5·m, at most ``max_ttl_s``. With fewer than ``enough`` calls the
-    percentile is that of a fitted log-normal distribution. With fewer than ``min_samples`` calls of this
-    tool, the calls of all tools are used. If these are too few as well, there is no lease. Without
-    ``keeps_cold``, a program without workflow prediction (cold, §3.3) gets no lease. Raises ``ValueError``
-    for numbers out of range.
+    The TTL is the percentile times 1 − 0.5·m, at most ``max_ttl_s``. The pressure m, limited to 0 to 1, is
+    (used share of KV memory − ``pressure_low``) / (``pressure_high`` − ``pressure_low``).
+
+    With fewer than ``min_samples`` calls of this tool, the calls of all tools are used. If these are too few
+    as well, there is no lease. With fewer than ``enough`` calls, the percentile comes from a log-normal
+    distribution fitted to them. A program without workflow prediction (cold, §3.3) gets a lease only with
+    ``keeps_cold``. A TTL that the client asked for, up to ``max_ttl_s``, replaces the computed one. Raises
+    ``ValueError`` for numbers out of range.
     """
 
     percentile: float = 0.95

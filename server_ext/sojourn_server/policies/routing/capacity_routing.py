@@ -18,10 +18,10 @@ class CapacityRouting:
     """Routes a program to the replica with its KV, in any tier, or else to one with enough free memory.
 
     ``size_by`` defines a program's size: its expected longest context (``peak``), or its present context as
-    in MORI (``context``). The latter admits young programs that later outgrow the replica. ``fit`` selects
-    among replicas with enough free memory: the one with the most as in MORI (``most-room``), or the tightest
-    fit (``least-room``). A replica without resident programs takes a program of any size. Raises
-    ``ValueError`` for other values.
+    in MORI (``context``). With ``context``, young programs get in that later outgrow the replica. ``fit``
+    selects among replicas with enough free memory: the one with the most, as in MORI (``most-room``), or the
+    one with the least (``least-room``). A replica without resident programs takes a program of any size.
+    Raises ``ValueError`` for other values.
     """
 
     size_by: str = "peak"

@@ -1,7 +1,7 @@
 """Routing by delay: a program goes to the replica where it and the other programs slow each other least.
 
-A decode step for several programs reads the KV of all of them. So every program is slowed by the contexts on
-the same replica, as long as these stay. The best replica depends on how long each program stays. A small
+A decode step for several programs reads the KV of all of them. So a program is slowed by the contexts of the
+other programs on its replica until they end. The best replica depends on how long each program stays. A small
 agent of ten turns does best beside programs that are about to end. A large agent does best where few contexts
 are left by the time it has grown.
 """
@@ -25,15 +25,15 @@ class LeastDelayRouting:
     For the memory check, contexts are assumed to grow evenly to their programs' expected sizes, and all
     programs to take turns at the same pace. Memory is enough if all contexts together never exceed
     ``most_full`` of it. Programs end at different times, so more of them fit than if memory were reserved for
-    every program's full size. Memory always counts as enough on a replica without other programs. The same
-    holds for a replica without requests, since its resident programs may never return.
+    every program's full size. On a replica without other programs, memory always counts as enough. On a
+    replica without requests it does too, since its resident programs may never return.
 
     If no replica has enough memory for a program, the program and all programs behind it wait. A request that
     is expected to be its program's last does not wait: it goes to the least loaded replica.
 
     ``resident_for_s``: seconds for which a program without a request counts as resident after its last
-    activity, since many clients never report the end (SAGA §4.2 keeps KV no longer). Raises ``ValueError``
-    if ``most_full`` is not in (0, 1] or the time is negative.
+    activity. A limit is needed, since many clients never report the end. SAGA (§4.2) keeps no KV for longer
+    than the default. Raises ``ValueError`` if ``most_full`` is not in (0, 1] or the time is negative.
     """
 
     most_full: float = 0.9
@@ -84,11 +84,11 @@ class LeastDelayRouting:
 
 
 def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgramGroup]) -> float:
-    """Delay that a new program suffers from the present programs, plus the delay that it causes them.
+    """Return the delay that a new program suffers from other programs, plus the delay that it causes them.
 
-    The unit is tokens of KV read per step. The first part is a mean over the new program's turns. The second
-    part is a mean over all turns of each other program, since a delay matters relative to the program's
-    duration. An evenly growing context counts with its mean length.
+    The unit is tokens of KV read per step. The delay that it suffers is a mean over the new program's turns.
+    The delay that it causes is a sum over the other programs, each a mean over all turns of that program,
+    since a delay matters relative to the program's duration. A growing context counts with its mean length.
     """
     own = caused = 0.0
     begins, turns_left = newcomer.context_tokens, newcomer.turns_left

@@ -17,10 +17,10 @@ from .replica_views import NO_REPLICA, ReplicaView, RoutingDecision, RoutingView
 class PrefixAffinityRouting:
     """Routes to the replica that has computed the longest prefix of the prompt, if it is long enough.
 
-    The prefix must be at least ``least_match`` of the prompt, and loads must not differ too much. Otherwise
-    the replica with the fewest requests is chosen. Loads differ too much if the most loaded replica has more
-    than ``most_ahead`` more requests than the least loaded one, and more than ``most_ratio`` times as many.
-    Raises ``ValueError`` for shares outside 0 to 1, a negative lead or a ratio below 1.
+    The prefix must be at least the share ``least_match`` of the prompt, and loads must not differ too much.
+    Otherwise the replica with the fewest requests is chosen. Loads differ too much if the most loaded replica
+    has over ``most_ahead`` requests more than the least loaded one, and over ``most_ratio`` times as many.
+    Raises ``ValueError`` for ``least_match`` outside 0 to 1, ``most_ahead`` < 0 or ``most_ratio`` < 1.
     """
 
     least_match: float = 0.5

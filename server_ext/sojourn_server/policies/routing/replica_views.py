@@ -11,21 +11,21 @@ from typing import NamedTuple
 
 
 class ReplicaView(NamedTuple):
-    """A replica as the gateway knows it from the requests and answers that passed."""
+    """A replica as the gateway knows it from the requests and answers that passed through the gateway."""
 
     replica_id: str
     load: float
-    """Used share of KV memory or of the request limit, whichever is larger. Requests in flight and requests
-    that wait for the replica at the gateway both count. Above 1, some requests wait."""
+    """The larger of two shares: the used share of KV memory, and the used share of the request limit.
+    Requests that wait for the replica at the gateway count as well. Above 1, some requests wait."""
     in_flight: int
     """Number of requests that were sent and are not answered yet."""
     room_tokens: int
     """Free KV tokens in all tiers, if each resident program takes its expected size; negative if the sizes
     exceed the capacity."""
     homed: int = 0
-    """Number of resident programs."""
+    """Number of resident programs: those whose home is this replica."""
     takes_new: bool = True
-    """Whether new programs may move to the replica: it is healthy and not draining."""
+    """Whether programs may come to the replica: it is healthy and not draining."""
     queued: int = 0
     """Requests that wait for the replica at the gateway."""
     memory_tokens: int = 0
@@ -38,13 +38,13 @@ class ResidentProgramGroup(NamedTuple):
     A resident program has a request or is expected to return. Token counts are sums over the programs."""
 
     context_tokens: int
-    """Context length after the longest turn so far, summed."""
+    """Sum of the longest contexts that the programs have had so far."""
     size_tokens: int
-    """Expected longest context, at least the present context, summed."""
+    """Sum of the longest contexts that the programs are expected to reach; at least ``context_tokens``."""
     turns: int
     """Answered turns of each program."""
     turns_left: float
-    """Expected further turns, at least 1; the number of past turns if the agent type is unknown."""
+    """Expected further turns of each program, at least 1; as many as past turns for an unknown agent type."""
     programs: int = 1
 
 
@@ -78,11 +78,11 @@ class RoutingDecision(NamedTuple):
     replica_id: str | None
     reason: str
     needs_tokens: int = 0
-    """The request is routed again when a replica that takes new programs has this many free tokens or no
-    resident program. Until then, other requests of at least this size without KV wait too. 0: all other
-    requests wait behind this one."""
+    """Free KV tokens for which a waiting request waits. It is routed again when a replica that takes new
+    programs has as many, or no resident program. Until then, other requests that need at least as many and
+    have no KV on a replica wait too. 0: all other requests wait behind this one."""
     passes: bool = False
-    """Whether the request overtakes requests that wait for capacity, because it will not stay long."""
+    """Whether the request may overtake requests that wait for capacity, because its program will soon end."""
 
 
 NO_REPLICA = RoutingDecision(None, "no_replica")

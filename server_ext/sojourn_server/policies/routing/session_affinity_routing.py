@@ -13,10 +13,11 @@ from .replica_views import NO_REPLICA, ReplicaView, RoutingDecision, RoutingView
 class SessionAffinityRouting:
     """Routes to the replica with the session's KV while that replica's load is below ``most_load``.
 
-    Otherwise the least loaded replica is chosen (SAGA §5.1, equation 7). A sub-agent whose prompt starts like
-    its parent's goes to the parent's replica by the same rule. A session leaves a full home only for a
-    replica whose load is lower by at least ``leaves_for`` (0 in the paper). Moving recomputes the KV, which
-    gains nothing if all replicas are full. Raises ``ValueError`` for ``most_load`` ≤ 0 or ``leaves_for`` < 0.
+    Otherwise the least loaded replica is chosen (SAGA §5.1, equation 7). A new sub-agent whose prompt starts
+    like its parent's goes to the parent's replica while that replica's load is below ``most_load``. A session
+    leaves its replica only for one whose load is lower by at least ``leaves_for`` (0 in the paper). Moving
+    recomputes the KV, which gains nothing if all replicas are full. Raises ``ValueError`` for ``most_load`` ≤
+    0 or ``leaves_for`` < 0.
     """
 
     most_load: float = 0.8

@@ -10,7 +10,7 @@ from .baseline_routing import stable_hash
 
 
 class StealingReplicaView(NamedTuple):
-    """A replica, as input of the stealing policy: which replica takes a request from which."""
+    """A replica as the stealing policy sees it, either as possible thief or as possible victim."""
 
     replica_id: str
     load: float
@@ -21,8 +21,8 @@ class StealingReplicaView(NamedTuple):
     """Seconds for which the replica has had spare capacity and no waiting requests; 0: it is not idle now."""
     takes_new: bool = True
     may_leave: int = 0
-    """Number of waiting requests that may move, because their programs have no other request on the replica.
-    Only the longest-waiting requests are examined."""
+    """Number of waiting requests that may be stolen, because their programs have no other request on the
+    replica. Only the longest-waiting requests are examined."""
 
 
 class StealDecision(NamedTuple):
@@ -36,9 +36,9 @@ class StealDecision(NamedTuple):
 class StealingPolicy(Protocol):
     """Chooses which replica steals a request from which.
 
-    The gateway asks while a request waits there: each epoch, when a replica joins or becomes idle, and again
-    after each steal until the answer is ``None``. A policy may list its ``reasons`` as a ``RoutingPolicy``
-    does.
+    The gateway calls ``steal`` while requests wait at the gateway: once per epoch, and when a replica joins
+    or becomes idle. It repeats the call after each steal until the result is ``None``. A policy may have an
+    attribute ``reasons``, as a ``RoutingPolicy`` may.
     """
 
     steals: bool
@@ -61,10 +61,10 @@ class NoStealing:
 class WorkStealing:
     """Lets an idle replica steal from a replica with more than ``load_ratio`` times its load (SAGA §5.2).
 
-    The thief must have been idle for ``idle_s``. The victim is drawn at random. Both conditions must hold, as
-    in the paper's safeguard (a); the paper's earlier text asks for only one. ``either`` drops the condition
-    on idle time. The thief becomes the home of the stolen session. A steal that comes too late finds no
-    movable request. Raises ``ValueError`` for times below 0 or a ratio below 1.
+    The thief must have been idle for ``idle_s``, and the loads must differ by ``load_ratio``. Both conditions
+    are in the paper's safeguard (a); the paper's earlier text asks for only one. ``either`` drops the
+    condition on idle time. The victim is drawn at random. The thief becomes the home of the stolen session.
+    Raises ``ValueError`` for times below 0 or a ratio below 1.
     """
 
     idle_s: float = 0.1

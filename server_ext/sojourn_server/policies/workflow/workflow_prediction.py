@@ -18,7 +18,7 @@ class PredictionSource(str, Enum):
     HINTS = "hints"
     """Declared by the client: a graph and the present node, the number of steps left, or a tool call."""
     INFERRED = "inferred"
-    """Observed in earlier programs of this type."""
+    """Inferred from earlier programs of this agent type."""
     COLD = "cold"
     """Nothing is known about the program's workflow."""
 
@@ -30,7 +30,7 @@ class NextStepPrediction(NamedTuple):
     goes_on: float | None
     """Probability that another turn follows; ``None``: unknown."""
     successor: str | None = None
-    """The most likely next step, if it is likely enough to act on."""
+    """The most likely next step if it is likely enough to act on, else ``None``."""
 
 
 NO_NEXT_STEP_PREDICTION = NextStepPrediction(PredictionSource.COLD, None)
@@ -48,12 +48,12 @@ class NoWorkflowPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreeTierPrediction:
-    """Predicts from hints if these are given and were accurate, else from earlier programs, else nothing.
+    """Predicts from hints if they are given and were accurate, else from earlier programs, else nothing.
 
-    The probability that the program continues is 1 minus that of its edges to the end. An inferred edge
-    becomes the predicted successor only if its probability is at least ``confidence`` (θ). A program is cold,
-    that is without prediction, if fewer than ``min_tasks`` programs of its type have ended. Raises
-    ``ValueError`` for numbers out of range.
+    The probability of another turn is 1 minus the probability of an edge to the end. A step inferred from
+    earlier programs becomes the predicted successor only if its probability is at least ``confidence`` (θ).
+    Nothing is inferred before ``min_tasks`` programs of the type have ended. A program about which nothing is
+    hinted or inferred is cold: it has no prediction. Raises ``ValueError`` for numbers out of range.
     """
 
     min_tasks: int = 30
@@ -61,8 +61,8 @@ class ThreeTierPrediction:
     hints: bool = True
     """Whether hints are used; false: inference alone (ablation)."""
     calls_tell: bool = False
-    """Whether a turn that called a tool counts as followed by another turn if nothing else is known. In the
-    paper such programs are cold (without prediction)."""
+    """Whether a turn that called a tool is predicted to be followed by another turn if nothing else is known.
+    In the paper such a program is cold (without prediction)."""
     inference: bool = True
     """Whether edges are inferred from earlier programs; false: hints alone (ablation). With ``hints`` off
     too, nothing is predicted."""
@@ -99,9 +99,9 @@ class ThreeTierPrediction:
 def hinted_continuation_probability(step: WorkflowStepView) -> float | None:
     """Return the probability of another turn by the client's hints alone; ``None``: the hints give none.
 
-    A hinted number of steps left takes precedence over the graph, because it is about this program. The
-    number of further steps is assumed to be geometric with mean L, so another step has probability L / (1 +
-    L).
+    A hinted number of steps left, L, takes precedence over the graph, because it is about this program. The
+    number of further steps is assumed to be geometric with mean L. So another step has probability
+    L / (1 + L).
     """
     if step.final:
         return 0.0

@@ -22,7 +22,7 @@ class FittedLatency:
 
     costs: StepCosts
     device_to_host_bytes_per_s: float | None
-    """``None``: not measured. ``copy_s`` then raises ``LatencyProfileError``."""
+    """Measured copy rate. ``None``: not measured; then ``copy_s`` raises ``LatencyProfileError``."""
     host_to_device_bytes_per_s: float | None
 
     @classmethod
@@ -70,8 +70,8 @@ class FittedLatency:
 
 
 def _step_costs_from_curves(profile: EngineProfile) -> StepCosts:
-    """Step costs from the two curves of a version 1 profile: prefill seconds, quadratic in the tokens, and
-    decode seconds of a single request over its context length."""
+    """Compute step costs from the two curves of a version 1 profile. One gives prefill seconds, quadratic in
+    the tokens. The other gives the seconds of a decode step of a single request by its context length."""
     if not profile.decode_points:
         raise LatencyProfileError(
             "the engine profile holds no decode measurement (version 1); measure again with sojourn profile"

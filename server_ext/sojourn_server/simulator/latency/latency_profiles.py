@@ -110,7 +110,8 @@ DISK_WRITE_BYTES_PER_S = 3.5e9
 DISK_SOURCE = (
     "one PCIe 4 drive, Samsung PM9A3 (U.2) as announced: 6.5 GB/s read, 3.5 GB/s written in sequence"
 )
-"""Source of the two disk rates, which apply to engine profiles and to hardware profiles without a disk."""
+"""Source of the two default disk rates. They apply to engine profiles, and to hardware profiles that state no
+disk rates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,8 @@ class HardwareProfile:
     expert_efficiency: float
     """Fraction of the FLOP peak in the experts of a mixture, which are grouped GEMMs over few tokens each."""
     attention_efficiency: float
-    """Fraction of the FLOP peak in prefill attention, causal pairs counted once."""
+    """Fraction of the FLOP peak in prefill attention. Only the pairs that the causal mask leaves are
+    counted."""
     weight_read_efficiency: float
     """Fraction of the bandwidth peak in GEMMs of few tokens, whose time is that of reading the weights."""
     kv_read_efficiency: float
@@ -140,7 +142,7 @@ class HardwareProfile:
     step_overhead_s: float
     """Device idle time between two steps: scheduling, input preparation and sampling."""
     request_overhead_s: float
-    """Additional device idle time between two steps for each request."""
+    """Device idle time between two steps that each request of the step adds to ``step_overhead_s``."""
     host_to_device_bytes_per_s: float
     """Copy rate from pinned memory: one device, one direction at a time."""
     device_to_host_bytes_per_s: float
@@ -175,7 +177,7 @@ _OPTIONAL = frozenset(
     for field in fields(HardwareProfile)
     if field.name in _CONSTANTS and field.default is not MISSING
 )
-"""Constants with a default, which older profiles lack."""
+"""Constants that a profile may leave out, since they have a default: older profiles lack them."""
 
 
 def load_hardware_profile(name: str) -> HardwareProfile:
@@ -324,7 +326,9 @@ class ModelShape:
             )
 
     def splits(self, tp: int) -> bool:
-        """Whether query and KV heads divide evenly over ``tp`` devices; KV heads may be copied."""
+        """Whether vLLM can split the heads over ``tp`` devices. ``tp`` must divide the number of query heads.
+        It must divide the number of KV heads too, or be a multiple of it: then several devices have a copy of
+        a KV head."""
         return tp >= 1 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
 

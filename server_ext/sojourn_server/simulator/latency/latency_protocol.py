@@ -59,4 +59,4 @@ class DeviceShape(NamedTuple):
     max_num_batched_tokens: int
     block_size: int
     host_kv_tokens: int = 0
-    """KV tokens in host memory; 0: no offload."""
+    """Tokens of KV that fit into host memory; 0: no offload."""

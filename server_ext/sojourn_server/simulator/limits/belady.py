@@ -27,10 +27,10 @@ admission. The bound is lower for it.)
 and A evicts y. Let B evict x there, and otherwise act like A. Then the caches differ in one place: A has x, B
 has y. This stays so, with another block or an empty place instead of y, until one of these happens:
 
-- A evicts x, or the block that B has and A lacks is touched, and A evicts x for it: the caches are equal. If
-  the touch was charged, A paid.
-- The block that B has and A lacks is touched, and A evicts z for it, or has space: A pays if the touch is
-  charged, and B does not. Now z or the empty place is the one difference.
+- A evicts x: the caches are equal. If A did so for a charged touch of the block that B has and A lacks, only
+  A paid.
+- The block that B has and A lacks is touched, and A evicts another block z for it, or has space: A pays if
+  the touch is charged, and B does not. Now the one difference is that B has z or an empty place, and A has x.
 - x is touched freely: B replaces its extra block by x; that block is not pinned, since A lacks it. The caches
   are equal, and neither paid.
 - x is touched and charged: B pays one and replaces its extra block by x; the caches are equal. If this is the
@@ -82,8 +82,9 @@ def _touched_blocks(entry: SequenceEntry) -> int:
 
 
 def _next_uses(sequence: AccessSequence) -> list[array[int] | None]:
-    """For each entry, the next use of each block that it touches: the index of the entry that touches the
-    block next, or ``_NEVER`` if that touch is free. ``None`` for an entry that touches no block."""
+    """The next uses of the blocks that each entry touches; ``None`` for an entry that touches no block. A
+    block's next use is the index of the entry that touches it next. It is ``_NEVER`` if there is no such
+    entry, or if that entry's touch is free."""
     known = bytearray(sequence.blocks)
     reached = [0] * len(sequence.chains)
     full_before = [0] * len(sequence.chains)
@@ -131,12 +132,13 @@ class _OptimalEviction:
         self._admission = [0] * len(sequence.chains)
         """Index in ``tally.hits`` of each request's latest admission."""
         self._untracked_blocks = [0] * len(sequence.chains)
-        """Number of places that each request's blocks without an id take."""
+        """Number of places that each request holds for blocks without an id (incomplete ones), by request."""
         self._space = sequence.pool_blocks
         """Number of free places; if negative, the number of places that eviction must free."""
         self._runs: list[tuple[int, int, int, array[int]]] = []
-        """Heap of runs of blocks that were unpinned together: (-next use, -depth of the end, number, blocks).
-        An entry is valid for a block only while the block is cached, unpinned and has this next use."""
+        """Heap of runs, each of consecutive blocks that were unpinned together: (-next use, -depth of the
+        run's end, serial number, blocks). A run is valid for a block only while the block is cached, is
+        unpinned and has this next use."""
         self._pushes = 0
 
     def take_in(self, entry: SequenceEntry, next_uses: array[int] | None) -> None:

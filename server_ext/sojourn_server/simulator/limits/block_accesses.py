@@ -54,7 +54,8 @@ class AccessLog(msgspec.Struct, kw_only=True):
 
 
 class AccessRecorder:
-    """Records the accesses of one engine. Call it after every scheduled step and every end of a request."""
+    """Records the accesses of one engine. Call ``step`` after every scheduled step, ``finished`` at every end
+    of a request, and ``close`` last."""
 
     def __init__(self, pool_blocks: int, block_size: int) -> None:
         self.log = AccessLog(pool_blocks=pool_blocks, block_size=block_size)
@@ -96,7 +97,8 @@ class AccessRecorder:
         self._reached.pop(request.request_id, None)
 
     def close(self, requests: dict[str, Request]) -> AccessLog:
-        """Return the log. The chain of an unfinished request ends with its last computed block."""
+        """Return the log. The chain of an unfinished request ends with its last computed block, or with its
+        last full prompt block if that is later."""
         for request_id in list(self._index):
             request = requests.get(request_id)
             if request is not None:
@@ -136,12 +138,12 @@ class SequenceEntry(NamedTuple):
     kind: BlockAccessKind
     request: int
     held: int
-    """Blocks that the request holds after the access; for FREE, blocks held before it."""
+    """Number of blocks that the request holds after the access; for FREE, the number before the access."""
     full: int
     """Number of full blocks in ``held``. ``held`` and ``full`` never shrink while the request is admitted."""
     ask: int
-    """Number of leading blocks that the lookup at admission covers. Prefill computes them. Decoding writes
-    the later blocks, and no cache could have saved those."""
+    """Number of leading blocks that the cache lookup at admission asks for. Prefill computes those that it
+    does not find. Decoding writes the later blocks, and no cache could have saved these."""
 
 
 @dataclass(frozen=True, slots=True)

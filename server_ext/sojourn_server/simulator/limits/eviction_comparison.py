@@ -13,9 +13,11 @@ from .replay_eviction_orders import OPTIMAL_ORDER, eviction_order_factory, evict
 def compare_eviction_orders(
     log: AccessLog | AccessSequence, orders: Sequence[str] | None = None
 ) -> dict[str, EvictionReplayResult]:
-    """Results of ``log`` under each order (default: all), with ratios to the optimum, which comes first.
+    """Replay ``log`` with each of ``orders`` (default: all). Returns the results by name of the order, each
+    with its ratio to the offline optimum. The optimum's own result is the first.
 
-    Raises ``ValueError`` for an unknown order, before any replay, and ``AccessLogError``.
+    Raises ``ValueError`` for an unknown order, before any replay. Raises ``AccessLogError`` for an
+    inconsistent log.
     """
     wanted = dict.fromkeys(eviction_order_names() if orders is None else orders)
     wanted.pop(OPTIMAL_ORDER, None)

@@ -4,12 +4,13 @@ The pool behaves like vLLM's ``BlockPool`` under a scheduler with prefix caching
 
 - An admitted request reuses the longest cached prefix of its lookup. There is one lookup: if another request
   caches a block later, this request still computes its own copy (vLLM does not merge equal blocks).
-- A block is cached from the moment it is full, also after it is freed, until it is reused. Empty blocks are
-  reused first.
+- A block is cached from the moment it is full, also after it is freed, until its place gets another block.
+  Places that cache no block are filled first.
 
 The recorded run fitted the pool at all times. Under another order a request may hit more blocks, and then
 holds more blocks than it did in the recorded run at that time. If these additional blocks do not fit, the
-requests admitted last free theirs again, last blocks first, and recompute them later (``given_back_tokens``).
+requests admitted last free their additional blocks, last blocks first, and recompute them later
+(``given_back_tokens``).
 Blocks that still do not fit are held outside the pool and counted (``overflow_blocks``). In a log of a real
 run, these can only be duplicate blocks.
 
@@ -34,17 +35,17 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     order: str
     admissions: int = 0
     asked_tokens: int = 0
-    """Tokens looked up at admission, without those beyond the last token that the request had reached when it
-    was freed."""
+    """Tokens looked up at admissions. Looked-up tokens that a request never reached before it was freed do
+    not count."""
     hit_tokens: int = 0
     computed_tokens: int = 0
     """Looked-up tokens that the request did not find and computed: new, recomputed and duplicate tokens."""
     regenerated_tokens: int = 0
-    """Computed tokens that some request had computed before, and that were evicted since. A better order
+    """Computed tokens that some request had computed before, but whose KV had been evicted. A better order
     could have saved them."""
     duplicated_tokens: int = 0
-    """Computed tokens of blocks that another request had cached since the admission, or was computing. The
-    optimum counts none, by definition."""
+    """Computed tokens of blocks that another request cached after this request's admission, or was computing
+    at the same time. The optimum counts none, by definition."""
     regenerated_by_owner: dict[str, int] = msgspec.field(default_factory=dict)
     """Recomputed tokens by program; programs without any are left out."""
     regenerated_by_request: list[int] = msgspec.field(default_factory=list)
@@ -61,8 +62,8 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     note: str = ""
 
     def regenerated_since(self, sent_s: Sequence[float], since_s: float) -> int:
-        """Recomputed tokens of requests sent at ``since_s`` or later; ``sent_s`` has each request's send
-        time."""
+        """Recomputed tokens of the requests that were sent at ``since_s`` or later. ``sent_s``: time at which
+        each request of the log was sent."""
         if since_s <= 0:
             return self.regenerated_tokens
         times = zip(self.regenerated_by_request, sent_s, strict=True)
@@ -110,7 +111,8 @@ class EvictionReplayCounters:
 def replay_evictions(
     log: AccessLog | AccessSequence, order: ReplayEvictionOrder, *, name: str = ""
 ) -> EvictionReplayResult:
-    """Replay the sequence with ``order``, which must be unused. Raises ``AccessLogError``."""
+    """Replay the sequence with ``order``, a new object that no other replay has used. Raises
+    ``AccessLogError``."""
     sequence = prepare_access_sequence(log) if isinstance(log, AccessLog) else log
     pool = _ReplayPool(sequence, order)
     for now, entry in enumerate(sequence.entries):
@@ -142,7 +144,7 @@ class _ReplayPool:
         self._tables: dict[int, list[int]] = {}
         """Places of each admitted request; in order of admission."""
         self._cached_of: dict[int, int] = {}
-        """Number of each admitted request's cached blocks."""
+        """Number of leading blocks of each admitted request that are full and cached."""
         self._recorded: dict[int, int] = {}
         """Blocks that each admitted request held in the recorded run."""
         self._surplus = False
@@ -229,7 +231,8 @@ class _ReplayPool:
                 self._copies.setdefault(block, []).append(here)
 
     def _written(self, blocks: Iterable[int]) -> None:
-        """Count down ``_writing`` for ``blocks``, which are full now, or never will be."""
+        """Count one request fewer in ``_writing`` for each of ``blocks``. The caller counts blocks that are
+        still incomplete again."""
         writing = self._writing
         for block in blocks:
             writing[block] -= 1
@@ -263,7 +266,8 @@ class _ReplayPool:
         return places
 
     def _free_places(self, count: int) -> list[int]:
-        """Free places, at most ``count``; empty ones first."""
+        """Take at most ``count`` places that no request holds. Places that cache no block come first; the
+        eviction order chooses the others."""
         empty = self._empty
         places = empty[len(empty) - min(count, len(empty)) :]
         del empty[len(empty) - len(places) :]
@@ -304,7 +308,7 @@ class _ReplayPool:
         self._surplus = False
 
     def _shrink(self) -> None:
-        """Drop the places beyond the pool's size as soon as others are free."""
+        """Reduce the number of places beyond the pool's size by the number of places that are free now."""
         while self._outside:
             gone = self._free_places(self._outside)
             if not gone:

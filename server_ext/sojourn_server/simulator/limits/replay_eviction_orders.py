@@ -13,10 +13,10 @@ from sojourn_server.policies.policy_views import EvictionCandidateView
 
 
 class FreeRunQueue:
-    """FIFO of free places, stored in runs of places that were added together. If a place leaves from the
-    middle, its entry stays, and ``pop`` skips it later.
+    """FIFO of free places, stored in runs of places that were added together.
 
-    O(1) per place, and three times as fast as an ``OrderedDict``.
+    To remove a place from the middle, delete it from ``run_of``. Its entry in the run is stale then, and
+    ``pop`` skips it. O(1) per place, and three times as fast as an ``OrderedDict``.
     """
 
     __slots__ = ("_run_of", "_runs")
@@ -26,7 +26,7 @@ class FreeRunQueue:
         self._run_of = run_of
         """Number of the run that holds each free place; entries of the place in other runs are stale."""
         self._runs: deque[tuple[int, list[int]]] = deque()
-        """(number of the run, its remaining places in reverse order)."""
+        """The runs, oldest first: (number of the run, its remaining places in reverse order)."""
 
     def append(self, places: Sequence[int], number: int) -> None:
         """Add a run of places; ``number`` must be new to ``run_of``."""
@@ -86,8 +86,8 @@ class LruEvictionOrder:
 EvictionScore = tuple[float, ...]
 
 MAX_OWNERS = 16
-"""Maximum number of known owners of a block, as in the engine's queue; blocks with more owners are evicted
-last."""
+"""Maximum number of owners that are remembered for a block, the same as in the engine's queue. Blocks with
+more owners are evicted last."""
 
 _EVICTED_LAST: EvictionScore = (float("inf"),)
 _TOO_MANY_OWNERS = -1
@@ -98,8 +98,8 @@ def prefix_lru(owners: list[str]) -> ProgramEvictionOrder:
     """LRU over programs' prefixes, leaf first: SAGA's "LRU + Prefix" (Table 2, without further details).
 
     All blocks of a program are as recent as the program's last request. Shared blocks are as recent as the
-    latest of their owners. vLLM's order differs only in abandoned branches of a program, which age
-    individually. It is never worse.
+    latest of their owners. vLLM's LRU differs only in abandoned branches of a program: there, blocks age
+    individually. In replays, vLLM's LRU recomputes at most as many tokens as this order, with few exceptions.
     """
     return ProgramEvictionOrder(owners, lambda view: (view.last_turn_s,), shared_last=False)
 
@@ -199,7 +199,7 @@ class ProgramEvictionOrder:
             self._rank(group)
 
     def _group_with(self, group: int, owner: int) -> int:
-        """The group whose owners are those of ``group`` and ``owner``."""
+        """The group whose owners are all owners of ``group``, and also ``owner``."""
         found = self._with.get((group, owner))
         if found is None:
             found = self._with[group, owner] = self._new_group(group, owner)
@@ -270,12 +270,13 @@ class ReplayEvictionOrder(Protocol):
         ...
 
     def over(self, owner: int) -> None:
-        """Handle the end of the program ``owner``."""
+        """Record that the program ``owner`` has ended."""
         ...
 
 
 EvictionOrderFactory = Callable[[list[str]], ReplayEvictionOrder]
-"""Builds an order for the programs of a log, by rank of arrival."""
+"""Function that builds an eviction order for a log. Its argument lists the log's programs in order of first
+admission."""
 
 _FACTORIES: dict[str, EvictionOrderFactory] = {
     "lru": LruEvictionOrder,

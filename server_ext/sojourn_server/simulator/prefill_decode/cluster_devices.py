@@ -74,9 +74,10 @@ class StorageNic:
         self.rate_blocks_per_s = rate_blocks_per_s
         self.busy_until_s = 0.0
         self.blocks = 0
-        """Number of Full Blocks read so far or queued."""
+        """Number of Full Blocks of all reads so far, queued ones included."""
         self.blocks_in: list[float] = [0.0]
-        """Blocks per window; a read across windows is split."""
+        """Number of blocks read in each window of ``WINDOW_S``. A read that spans windows is split between
+        them."""
         self.written_tokens = 0
         self.line: deque[Event] = deque()
         """Completion events of queued reads."""
@@ -127,7 +128,8 @@ class FcfsMemoryPool(Generic[Item]):
         """Total demand of waiting requests."""
 
     def take(self, amount: float, item: Item) -> bool:
-        """Allocate ``amount``. Returns false if ``item`` must wait; a later ``leave`` then yields it."""
+        """Allocate ``amount`` for the request ``item``. Returns False if ``item`` must wait: a later
+        ``leave`` allocates the memory and yields ``item``."""
         if not self.line and (amount <= self.free or self.free == self.size):
             self.free -= amount
             return True
@@ -151,14 +153,14 @@ class PrefillStepCost(NamedTuple):
 
     fixed_s: float
     spread_token_s: float
-    """Seconds that the experts need for one new token on a single device."""
+    """Seconds that the experts need for one new token if a single device did all their work."""
     block_copy_s: float
     """Seconds that a Full Block occupies a device's compute NIC, one way."""
     token_copy_s: float
     layers: int
     collective_s_per_copy_s: float
-    """Seconds that one second of copying adds to a concurrent step if KV and model share the network, else
-    0."""
+    """Seconds that one second of copying adds to a concurrent step; 0 if KV and the model's collectives use
+    different networks."""
 
 
 class PrefillDevice:
@@ -280,10 +282,11 @@ _EARLY = 1e-6
 
 
 class DecodeDevice:
-    """Decode device with continuous batching. ``step_s`` changes only when a request enters or ends.
+    """Decode device with continuous batching. A step's duration, ``step_s``, changes only when a request
+    enters or ends.
 
-    To keep it constant in between, a context counts from the start with half of its final growth. Requests
-    whose KV does not fit wait in the node's DRAM.
+    To keep ``step_s`` constant in between, each context counts all the time with its mean length: its prompt
+    plus half of its growth. Requests whose KV does not fit wait in the node's DRAM.
     """
 
     __slots__ = (
@@ -307,7 +310,7 @@ class DecodeDevice:
         self.since_s = 0.0
         self.step_s = base_s
         self.ends: list[tuple[float, int, AgentState]] = []
-        """(progress at which the request ends, agent, request)"""
+        """Heap of current requests: (``progress`` at which the request ends, agent, state of the agent)."""
         self.line: deque[AgentState] = deque()
         self.due_s = math.inf
         """Time of the next event of the device."""
@@ -317,8 +320,8 @@ class DecodeDevice:
         return state.request.kv_tokens <= self.free_kv_tokens or not self.requests
 
     def enter(self, state: AgentState, load_s: float, stall_s: float, now: float) -> None:
-        """Add a request with a complete prompt. ``load_s``: seconds to copy its KV, which delay only this
-        request; ``stall_s``: seconds of the copy that delay all requests."""
+        """Add a request whose prompt is computed. ``load_s``: seconds until its KV is copied; the request
+        starts after them. ``stall_s``: seconds for which this copy stops all other requests."""
         _, prompt_tokens, _, kv_tokens = state.request
         self.progress += (now - stall_s - self.since_s) / self.step_s
         self.since_s = now
@@ -332,7 +335,7 @@ class DecodeDevice:
         heappush(self.ends, (self.progress + steps, state.agent, state))
 
     def next_s(self, now: float) -> float:
-        """End time of the request that ends next, at the current step time."""
+        """Time at which the next request ends, if steps keep their current duration."""
         if not self.ends:
             return math.inf
         steps = self.ends[0][0] - self.progress

@@ -1,8 +1,9 @@
 """The simulated cluster: its models, its machines, and the number of nodes.
 
-FLOPs and bytes of DualPath's three models are counted from public configurations, not measured. The KV bytes
-per operation of a turn (the paper's Table 1, GB/PFLOP from 16K to 64K) agree within 2 % for Qwen2.5-32B and
-within a fifth for DeepSeek-V3.2 (tests/simulator/test_simulator_prefill_decode_models.py).
+FLOPs and bytes of DualPath's three models are counted from public configurations, not measured. The paper's
+Table 1 gives the KV bytes per operation of a turn, in GB/PFLOP, for contexts from 16K to 64K. Our counts
+differ from it by at most 2 % for Qwen2.5-32B and by at most a fifth for DeepSeek-V3.2
+(tests/simulator/test_simulator_prefill_decode_models.py).
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ class PdModel:
     title: str
     layers: int
     kv_bytes_per_token: int
-    """KV bytes of a token over all layers, with all other data that attention reads per token."""
+    """Cached bytes of a token over all layers: its KV, and other data that attention reads (index keys)."""
     local_token_flops: float
     """FLOPs of a new token on its request's device: projections, and attention over the tokens that sparse
     attention selects."""
     spread_token_flops: float
-    """FLOPs of a new token in the experts, which are spread over its prefill group; 0: no experts."""
+    """FLOPs of a new token in the experts. The devices of a prefill group share them. 0: no experts."""
     pair_flops: float
-    """Attention FLOPs of a new token for each earlier token."""
+    """Attention FLOPs of one pair of tokens: a new token and an earlier token that it is compared with."""
     group_nodes: int
     """Number of prefill nodes that share experts and run steps together; 0: each device computes alone."""
     prefill_weight_bytes: float
@@ -53,12 +54,12 @@ class PdModel:
 
 
 def _mla(layers: int, heads: int, index_heads: int, index_size: int, picked: int) -> tuple[int, float, float]:
-    """DeepSeek's sparse attention: KV bytes per token, FLOPs per new token, FLOPs per pair.
+    """Costs of DeepSeek's sparse attention (MLA): KV bytes per token, FLOPs per new token, FLOPs per pair.
 
     The latent has 512 numbers in FP8 with four scales of 4 bytes, and 64 rotary numbers in BF16. The index
     key has one byte per number, and a scale of 4 bytes. The indexer compares every new token with all earlier
-    tokens. Attention then uses ``picked`` of these, each with 576 numbers for the score and 512 for the
-    value.
+    tokens (the pairs). Attention then reads only ``picked`` of the earlier tokens. For each of these it uses
+    576 numbers for the score and 512 for the value.
     """
     kv_bytes = layers * (512 + 4 * 4 + 64 * 2 + index_size + 4)
     attended = 2.0 * heads * (576 + 512) * layers * picked
@@ -147,8 +148,8 @@ PD_MODELS = {model.name: model for model in (_deepseek_660b(), _deepseek_27b(), 
 
 
 CALIBRATED_EFFICIENCY = 0.31
-"""Share of its FLOP peak that a prefill device achieves. Fitted: DualPath on 2P4D with 2,000 agents of the
-64K workload then takes the 3,167 s of the paper's Table 3. No other value is fitted to the paper."""
+"""Share of its FLOP peak that a prefill device achieves. It is the only value fitted to the paper (Table 3):
+with it, DualPath on 2P4D with 2,000 agents of the 64K workload takes 3,167 s."""
 CALIBRATION_JCT_S = 3167.0
 
 
@@ -162,7 +163,7 @@ class PdMachine:
 
     devices: int = 8
     storage_nic_bytes_per_s: float = 50e9
-    """400 Gbit/s per node and direction; the storage saturates it (§7.2)."""
+    """400 Gbit/s per node and direction. Storage is fast enough to fill it (§7.2)."""
     compute_nic_bytes_per_s: float = 50e9
     """400 Gbit/s per device and direction."""
     buffer_bytes: float = 80e9
@@ -215,7 +216,10 @@ class PdMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdCluster:
-    """Number of nodes, their machine and model, and the scheduler's limits. Raises ``ValueError``."""
+    """Number of nodes, their machine and model, and the scheduler's limits.
+
+    Raises ``ValueError`` for invalid values, and for a model whose weights leave a device no room for KV.
+    """
 
     prefill_nodes: int
     decode_nodes: int
@@ -227,13 +231,13 @@ class PdCluster:
     short_queue_s: float = 3.0
     """The paper's α: the longest read queue, in seconds, that counts as short."""
     most_tokens_s: float = 5.0
-    """The paper's β, the limit of tokens per prefill device, given as the seconds that mean turns of so many
-    tokens take."""
+    """The paper's β, as seconds. A prefill device with more unfinished tokens than it computes in this time
+    gets no new request. Its speed is that on the workload's mean turn."""
     quota_s: float = 0.3
-    """Compute quota: attention seconds of a prefill step, the same for all systems."""
+    """Compute quota: maximum attention seconds of a prefill step. All systems have the same."""
     step_tokens: int | None = None
-    """Maximum number of new tokens per device and prefill step, in place of ``quota_s``; ``None``:
-    ``quota_s`` applies."""
+    """Maximum number of new tokens per device and prefill step. It replaces the limit ``quota_s``. ``None``:
+    ``quota_s`` is the limit."""
 
     def __post_init__(self) -> None:
         if self.prefill_nodes < 1 or self.decode_nodes < 1:

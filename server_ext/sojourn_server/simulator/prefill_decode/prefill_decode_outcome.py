@@ -10,19 +10,20 @@ from .cluster_devices import WINDOW_S
 from .prefill_decode_simulation import PdSimulation, TokenLatencies
 
 LOADED = (0.05, 0.5)
-"""Start and end, as shares of a run, of the period in which links are compared: earlier, storage is empty;
-later, little work is left (§7.5)."""
+"""Start and end of the loaded part of a run, as shares of the run. Storage NICs are compared in this part
+only: before it storage is empty, after it little work is left (§7.5). With arrivals it is the second half of
+the run."""
 FULL = 0.9
-"""Share of the NICs' maximum bytes from which on a window counts as full."""
+"""NICs count as full in a window of time if they read at least this share of the bytes that they could."""
 EARLY = 0.05
-"""First share of a run, over which attention times are compared, as in the paper's Figure 14."""
+"""Attention times of devices are compared in this first part of a run only, as in the paper's Figure 14."""
 TTFT_SLO_S = 4.0
 TPOT_SLO_S = 0.05
-"""The paper's SLOs for the means of TTFT and TPOT (§7.4)."""
+"""The paper's SLOs are limits of mean TTFT (``TTFT_SLO_S``) and of mean TPOT (this constant) (§7.4)."""
 
 
 class LatencySummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Latencies, in seconds, of finished turns that were submitted after the warm-up."""
+    """Latencies, in seconds, of finished turns with more than one token, submitted after the warm-up."""
 
     turns: int
     ttft_mean: float
@@ -59,7 +60,8 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Evenness of the storage NICs: maximum over mean of the bytes they read in a window of 10 s, averaged
     over the loaded part of the run."""
     nic_busy: tuple[float, float]
-    """Busy share of prefill and decode nodes' storage NICs, over the loaded part of the run."""
+    """Busy share of the prefill nodes' storage NICs and of the decode nodes', in the loaded part of the
+    run."""
     attention_max_over_mean: float | None
     """Evenness of a prefill group: maximum over mean of its devices' attention seconds in a step, over the
     first twentieth of the run."""
@@ -70,10 +72,11 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float
     """CPU seconds of the simulating process."""
     seen: LatencySummary | None = None
-    """Latencies; ``None`` if all agents are present from the start, or no turn counts."""
+    """Latencies that clients saw. ``None`` if all agents are present from the start, or if no turn was
+    measured."""
     prefill_nics_full: float | None = None
-    """Share of windows of 10 s in which the prefill nodes' storage NICs read at least 90 % of their maximum;
-    ``None`` for a shorter run, and in results of earlier releases."""
+    """Share of windows of 10 s in which the prefill nodes' storage NICs read at least 90 % of their maximum.
+    ``None`` for a run of less than 10 s, and in results of earlier releases."""
 
 
 def run_outcome(

@@ -28,10 +28,10 @@ COLUMNS = {
     "attention": "the slowest device's attention over the average's, in the first twentieth",
     "prefill": "share of the time in which prefill devices compute",
 }
-"""Column → meaning. The last word of a title is on a second line."""
+"""Columns of the table: title → meaning. The table prints the last word of a title on a second line."""
 OFFLINE_ONLY = {"took s", "faster", "attention"}
-"""Columns left out for runs with arrivals, in which the run time is fixed and the first twentieth is nearly
-empty."""
+"""Columns that are not shown for runs with arrivals. Such a run has a fixed length, and few agents are
+present in its first twentieth."""
 ONLINE_ONLY = {"agents", "TTFT s", "TTST s", "TPOT ms"}
 MOSTLY = 0.5
 """Share of the time in which storage must be the bottleneck for a second path to matter."""
@@ -64,7 +64,7 @@ def outcome_table(outcomes: Sequence[PdOutcome]) -> Table:
 
 
 def outcome_row(outcome: PdOutcome, first: PdOutcome) -> dict[str, str]:
-    """Table cells of ``outcome``, by column; "faster" is relative to ``first``."""
+    """Table cells of ``outcome``, by column. The column "faster" compares it with ``first``."""
     seen = outcome.seen
     return {
         "system": PD_SYSTEMS[outcome.system].title,
@@ -87,9 +87,12 @@ def _seconds_text(value: float) -> str:
 
 
 def storage_note(outcomes: Sequence[PdOutcome]) -> str | None:
-    """A warning if storage was hardly the bottleneck for a system with one read path, since a second path
-    then saves little. ``None`` if storage was the bottleneck, if systems with one and two read paths are not
-    compared, or for runs with arrivals, in which the user chooses the load."""
+    """A warning if storage was hardly the bottleneck, because a second read path then saves little.
+
+    It is about the first system that reads through prefill nodes only. ``None`` if storage was the bottleneck
+    of that system, or if its run was too short to tell. ``None`` if there is no such system, or no other one.
+    ``None`` for runs with arrivals, in which the user chooses the load.
+    """
     one_path = next((each for each in outcomes if _reads_by_prefill_only(PD_SYSTEMS[each.system])), None)
     if one_path is None or one_path.rate_per_s is not None or one_path.prefill_nics_full is None:
         return None
@@ -107,7 +110,7 @@ def storage_note(outcomes: Sequence[PdOutcome]) -> str | None:
 
 
 def _reads_by_prefill_only(system: PdSystem) -> bool:
-    """Whether only the prefill side reads from storage, and reading takes time."""
+    """Whether only prefill nodes read from storage. False for the Oracle, whose reads take no time."""
     return system.side is PrefillSideRead and not system.free_io
 
 

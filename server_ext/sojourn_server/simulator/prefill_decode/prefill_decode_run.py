@@ -20,7 +20,7 @@ from .prefill_decode_systems import PD_SYSTEMS
 from .trajectories import Trajectory, TrajectoryShaping, load_trajectories, sample_agents
 
 OnProgress = Callable[[int, float, int], None]
-"""(number of the run, virtual seconds, agents ended)"""
+"""Callback for progress: gets (number of the run, virtual seconds so far, number of ended agents)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +44,11 @@ class PdSpec:
     append_scale: float = 1.0
     output_scale: float = 1.0
     max_context_tokens: int | None = None
-    """Trajectories end before a longer context; ``None``: the workload's limit, if any."""
+    """A trajectory ends before its first longer context. ``None``: the workload's limit, if any."""
     max_gap_s: float | None = None
     isolated: bool = True
     step_tokens: int | None = None
-    """New tokens per device and prefill step; ``None``: the compute quota is the limit."""
+    """Maximum number of new tokens per device and prefill step. ``None``: the compute quota is the limit."""
     machine: PdMachine = PdMachine()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class PdSpec:
 
     @property
     def cluster(self) -> PdCluster:
-        """The cluster. Raises ``ValueError`` if it is impossible."""
+        """The cluster of this run. Raises ``ValueError`` like ``PdCluster``."""
         return PdCluster(
             prefill_nodes=self.prefill_nodes,
             decode_nodes=self.decode_nodes,
@@ -87,7 +87,7 @@ class PdSpec:
 
     @property
     def shaping(self) -> TrajectoryShaping:
-        """Changes to the workload's lengths, from these options. Raises ``ValueError``."""
+        """Changes to the lengths of the workload's turns. Raises ``ValueError`` if one is invalid."""
         limit = self.max_context_tokens
         if limit is None and self.workload.startswith(SYNTHETIC_PREFIX):
             limit = DUALPATH.get(self.workload[len(SYNTHETIC_PREFIX) :], (None,))[0]
@@ -152,9 +152,10 @@ def calibrate(
     tolerance: float = 0.005,
     play: Callable[[PdSpec], PdOutcome] = run_prefill_decode,
 ) -> list[tuple[float, float]]:
-    """Find the machine efficiency with which ``spec`` takes ``wanted_s``, by bisection on a log scale.
-    Returns all (efficiency, seconds) tried; the last is within ``tolerance``. ``play`` runs a specification.
+    """Find the machine efficiency with which the run ``spec`` takes ``wanted_s`` virtual seconds.
 
+    The search is a bisection on a log scale. Returns an (efficiency, virtual seconds) pair for each run, in
+    order. The last one differs from ``wanted_s`` by at most the share ``tolerance``. ``play`` runs a spec.
     Raises ``ValueError`` if no efficiency between 5 % and 100 % fits: compute is then not the bottleneck.
     """
     tried: list[tuple[float, float]] = []

@@ -45,7 +45,7 @@ from .prefill_decode_systems import PdSystem, RoundRobinPairs
 from .trajectories import Trajectory, workload_means
 
 HIGH_PRIORITY_SHARE = 0.99
-"""Share of a contended compute NIC for model traffic, by traffic classes (§5.1)."""
+"""Share of a compute NIC that traffic classes give the model's messages while KV is copied too (§5.1)."""
 
 PROGRESS_EVENTS = 1 << 16
 """Events between two calls of ``on_progress``."""
@@ -79,13 +79,13 @@ class PdSimulation:
         self.turns = 0
         self.finished_agents = 0
         self.finished_s: list[float] = []
-        """End times of agents, in order."""
+        """End times of agents, earliest first."""
         self.prompt_tokens = self.output_tokens = 0
-        """Tokens of finished turns."""
+        """Prompt tokens and output tokens of all finished turns."""
         self.submitted = 0
         self.attention_in: list[list[float]] = []
-        """For each window of time: sums over the steps of the maximum and the mean attention seconds of
-        devices."""
+        """Two sums of attention seconds for each window of time. Each prefill step adds its maximum and its
+        mean over the devices."""
         self.latencies = None if latencies_from_s is None else TokenLatencies(latencies_from_s)
         self._build(cluster, system, agents)
         self._schedule_arrivals(arrivals_s or [0.0] * len(agents))
@@ -178,7 +178,8 @@ class PdSimulation:
             FcfsMemoryPool(machine.buffer_bytes / block_bytes) for _ in range(cluster.prefill_nodes)
         ]
         self._copies_first = not system.layerwise and not system.free_io
-        """Whether copies come before and after the compute. The KV then occupies the device all that time."""
+        """Whether all KV is copied to the device before the compute, and from it afterwards. If so, the KV
+        occupies the device all that time. If not, copies overlap with the compute."""
         self._on_device: list[FcfsMemoryPool[AgentState]] = (
             [FcfsMemoryPool(machine.prefill_kv_tokens(model)) for _ in devices] if self._copies_first else []
         )
@@ -258,13 +259,13 @@ class PdSimulation:
                 )
 
     def _decode_read_done(self, state: AgentState) -> None:
-        """Handle the end of the decode node's read."""
+        """Handle the end of the read by the decode node's storage NIC."""
         state.parts -= 1
         if not state.parts:
             self._hit_in_dram(state)
 
     def _prefill_read_done(self, state: AgentState) -> None:
-        """Handle the end of the prefill node's read."""
+        """Handle the end of the read by the prefill node's storage NIC."""
         state.parts -= 1
         if not state.parts:
             self._hit_in_dram(state)
@@ -277,7 +278,7 @@ class PdSimulation:
             self.pairs.report(node, queue_s, self._queue.now_s)
 
     def _hit_in_dram(self, state: AgentState) -> None:
-        """Bring a request whose cached KV is now all in DRAM to its prefill device."""
+        """Copy the cached KV of a request to its prefill device. All of it has just arrived in DRAM."""
         if self._copies_first and state.cached:
             worker = state.worker
             begin = max(self._queue.now_s, self._copying_in_s[worker])
@@ -287,7 +288,7 @@ class PdSimulation:
             self._loaded(state)
 
     def _loaded(self, state: AgentState) -> None:
-        """Add a request whose cached KV is loaded to its prefill device."""
+        """Mark a request, whose cached KV is loaded, as ready. Begin a step if its prefill group is idle."""
         worker = state.worker
         self.prefill_devices[worker].ready(state)
         group = self._group_of[worker]
@@ -395,7 +396,7 @@ class PdSimulation:
 
 
 class TokenLatencies:
-    """Latencies, in seconds, of turns with more than one token, submitted at ``from_s`` or later."""
+    """Latencies, in seconds, of turns with more than one output token, submitted at ``from_s`` or later."""
 
     __slots__ = ("first_token_s", "from_s", "per_token_s", "second_token_s")
 

@@ -115,8 +115,8 @@ class PdSystem:
     side: Callable[[], ReadSidePolicy]
     """Factory of the read-side policy; each run calls it once."""
     scheduled: bool = True
-    """Whether DualPath's scheduler (D4 and D5) chooses the engines; if false, round robin does. ``side`` does
-    not depend on it."""
+    """Whether DualPath's scheduler (D4 and D5) chooses the engines; if false, round robin does. Either way,
+    ``side`` chooses the read side."""
     free_io: bool = False
     """Whether reads and copies take no time, as in the paper's Oracle."""
 
@@ -132,6 +132,6 @@ PD_SYSTEMS = {
         PdSystem(name="oracle", title="Oracle", side=PrefillSideRead, free_io=True),
     )
 }
-"""Systems by name, in the order of the ablation. ``scheduling`` is DualPath as published, which does not
-include ``split``."""
+"""Systems by name, in the order of the ablation. ``scheduling`` is the whole published DualPath. ``split`` is
+our addition to it."""
 PUBLISHED_SYSTEMS = ("basic", "layerwise", "dual-path", "scheduling", "oracle")

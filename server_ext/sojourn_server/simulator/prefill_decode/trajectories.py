@@ -1,4 +1,4 @@
-"""Workloads as lengths: cached, new and output tokens of every turn of each agent."""
+"""Workloads without text: the numbers of cached, prompt and output tokens of every turn of each agent."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..workloads.synthetic_workloads import SYNTHETIC_PREFIX, synthetic_programs
 
 
 class TurnShape(NamedTuple):
-    """One turn of a trajectory."""
+    """Lengths of one turn of a trajectory."""
 
     hit_blocks: int
-    """Full Blocks of the prompt that an earlier turn has stored."""
+    """Number of blocks of the prompt that earlier turns have stored (DualPath's Full Blocks)."""
     prompt_tokens: int
     output_tokens: int
     gap_s: float
@@ -33,13 +33,13 @@ Trajectory = tuple[TurnShape, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryShaping:
-    """Changes to the lengths of a workload. Raises ``ValueError``."""
+    """Changes to the lengths of a workload's turns. Raises ``ValueError`` for an invalid scale or limit."""
 
     append_scale: float = 1.0
     """Factor of each turn's appended tokens, as in §7.3; ``max_context_tokens`` is not scaled."""
     output_scale: float = 1.0
     max_context_tokens: int | None = None
-    """A trajectory ends before its first turn with more tokens, prompt and output; ``None``: as recorded."""
+    """A trajectory ends before its first turn with more prompt and output tokens. ``None``: as recorded."""
     max_gap_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -54,9 +54,10 @@ class TrajectoryShaping:
 
 
 def load_trajectories(workload: str, shaping: TrajectoryShaping, seed: int = 0) -> list[Trajectory]:
-    """Trajectories of a trace file, or of ``synthetic:NAME``, made with ``seed`` (500, as in the paper).
+    """Trajectories of the workload: a trace file, or ``synthetic:NAME``.
 
-    Raises ``TraceError`` if the file is unreadable, or no trajectory fits.
+    A synthetic workload has 500 programs, as in the paper, made with ``seed``. Raises
+    ``TraceError`` if the file is unreadable, or if no trajectory fits the maximum context.
     """
     if workload.startswith(SYNTHETIC_PREFIX):
         found = list(_synthetic_trajectories(workload[len(SYNTHETIC_PREFIX) :], shaping, seed))
@@ -78,9 +79,10 @@ def _shaped_trajectories(programs: Iterable[TraceProgram], shaping: TrajectorySh
 
 
 def shape_trajectory(program: TraceProgram, shaping: TrajectoryShaping) -> Trajectory:
-    """Trajectory of one program. Hits are whole Full Blocks of its own earlier turns, as in the paper (A.4).
+    """Make the trajectory of one program, with the lengths changed by ``shaping``.
 
-    A sub-agent is a program of its own; programs share nothing.
+    Cache hits are whole Full Blocks of the program's own earlier turns, as in the paper (A.4). A sub-agent is
+    a program of its own. Programs share nothing.
     """
     turns: list[TurnShape] = []
     context = recorded = 0  # tokens after the previous turn: as shaped, and as recorded

@@ -107,9 +107,9 @@ def load(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
 def draw_metric(
     axis: Any, metric: PlotMetric, placed: Sequence[tuple[float, RunRow]], looks: Mapping[str, PlotStyle]
 ) -> None:
-    """Draw the metric's title, and one line per policy through its points. ``placed`` has (x, row) pairs.
+    """Draw the title of ``metric`` and one line per policy. ``placed`` has an (x, row) pair for each point.
 
-    Rows without the metric are skipped; hollow points are lower bounds.
+    Each row gives its point's y value. Rows without the metric are skipped. Hollow points are lower bounds.
     """
     for name in dict.fromkeys(row.policy for _, row in placed):
         points = [(x, value) for x, row in placed
@@ -212,7 +212,7 @@ def pareto(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
 
 
 def pareto_frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Points that no other point beats in both x (less is better) and y (more is better), by x."""
+    """Points that no other point beats in both x (less is better) and y (more is better), in order of x."""
     best: list[tuple[float, float]] = []
     for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
         if not best or y > best[-1][1]:

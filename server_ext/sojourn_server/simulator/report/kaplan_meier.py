@@ -41,10 +41,9 @@ def finished_share(exact: Sequence[float], cut_off: Sequence[float]) -> list[tup
 def estimated_statistics(exact: Sequence[float], cut_off: Sequence[float]) -> SummaryStatistics:
     """Mean and percentiles of all programs' completion times, unfinished ones included.
 
-    A percentile is the shortest time by which at least that share has finished. If the run was too short,
-    some statistics are lower bounds, named in ``at_least``. A percentile that the estimate does not reach has
-    the longest observed time as its value. If the estimate does not reach 1, the mean covers only observed
-    time.
+    The 95th percentile is the shortest time by which at least 95 % of the programs have finished. If the run
+    was too short for it, its value is the longest observed time. If the run was too short for all programs to
+    finish, the mean counts them up to that time. Such statistics are lower bounds, named in ``at_least``.
     """
     points = finished_share(exact, cut_off)
     if not exact and not cut_off:

@@ -70,11 +70,11 @@ def write_plots(
     against P95 completion), and an ``occupancy-LOAD`` for each load. If there are several such groups, each
     has its own folder in ``folder``.
 
-    ``rows`` are the metrics of the runs, and may include bounds without a log; by default ``summarize_run``
-    computes them with ``since_s``. Plots that need a log are skipped without one. All plots are drawn before
-    the first file is written.
+    ``rows`` are the metrics of the runs; by default ``summarize_run`` computes them with ``since_s``. They
+    may include bounds that were not simulated and so have no log in ``runs``. In a group without logs, plots
+    that need logs are skipped. All plots are drawn before the first file is written.
 
-    Raises ``PlotError`` without matplotlib, ``ValueError`` without runs.
+    Raises ``PlotError`` without matplotlib, ``ValueError`` without rows.
     """
     if rows is None:
         rows = [summarize_run(run, since_s=since_s) for run in runs]
@@ -166,12 +166,13 @@ def _slug(text: str) -> str:
 
 
 _BINS = 300
-"""Maximum number of samples drawn; more would only enlarge the files."""
+"""Maximum number of points drawn per run; more would only enlarge the files."""
 _RUNNING, _TOOL, _OTHER, _WAITING, _HOST = "#0072B2", "#E69F00", "#BDBDBD", "#CC79A7", "#000000"
 
 
 def plot_occupancy(runs: Sequence[RunLog]) -> Any:
-    """Plot each run's occupancy over time. Left: KV in % of the pool, and of host memory. Right: programs."""
+    """Plot each run's occupancy over time. Left: device KV in % of the pool, and host KV in % of host memory.
+    Right: number of programs in each state."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -245,7 +246,8 @@ def _stack(
     reads: Sequence[Callable[[OccupancySample], float]],
     colours: Sequence[str],
 ) -> None:
-    """Draw the values of ``reads`` as stacked areas, in % of ``whole`` unless that is 0."""
+    """Draw one stacked area for each function in ``reads``: its mean over each bin of ``samples``, in % of
+    ``whole``. If ``whole`` is 0, the mean itself."""
     scale = 100.0 / whole if whole else 1.0
     heights = [[scale * _mean(held, read) for held in samples] for read in reads]
     axis.stackplot(at, heights, colors=colours, linewidth=0)
@@ -262,8 +264,8 @@ _WIDE = 8
 def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
     """Plot throughput and P95 completion against the swept value. Returns a figure, with one line per policy.
 
-    A policy that does not use the swept field is a level line. Rows without times (bounds without a run) are
-    skipped; raises ``ValueError`` if no row has a time.
+    The line of a policy is level if the swept field has no effect on the policy. Rows without times are
+    skipped (bounds that were not simulated). Raises ``ValueError`` if no row has a time.
     """
     placed = [
         (value.value, row)
@@ -306,7 +308,7 @@ def _place_values(axis: Any, swept: SweepRuns) -> None:
 
 
 def _heading(rows: Sequence[RunRow]) -> str:
-    """The workload, and the load if it was not swept."""
+    """Title of a sweep plot: the workload, and the load unless it was swept."""
     properties: tuple[set[str], ...] = (
         {row.trace for row in rows},
         {row.hardware for row in rows},

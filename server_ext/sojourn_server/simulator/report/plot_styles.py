@@ -89,15 +89,16 @@ _DISTANCES_POINTS = (8.0, 14.0, 22.0, 32.0, 44.0, 58.0)
 _POINT_RADIUS_PIXELS = 7.5
 _MARGIN_PIXELS = 2.0
 _TEXT_COLOUR = "#222222"
-"""Colour of all labels. Half of the palette of the points is too pale for small text."""
+"""Colour of all labels. They do not have their points' colours, half of which are too pale for text."""
 
 
 def place_labels(
     figure: Any, panels: Sequence[tuple[Any, Sequence[tuple[float, float, str, str]]]], size: float = 7.5
 ) -> None:
-    """Write the label of each point ``(x, y, text, colour)`` of every panel next to it, with least overlap.
+    """Write labels beside points so that they overlap little. A point is ``(x, y, label, colour)``.
 
     Lays out the figure first, and freezes the layout, because the extents of texts are known in pixels only.
+    A thin line of the point's ``colour`` joins the point and a label that is far from it.
     """
     figure.draw_without_rendering()
     figure.set_layout_engine("none")

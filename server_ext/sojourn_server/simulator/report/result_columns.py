@@ -10,12 +10,12 @@ from typing import NamedTuple
 from .run_row import OVERALL, ReplicaChanges, RunRow, SummaryStatistics, Utilisation
 
 BASELINES = ("stock", "prefix-affinity/stock")
-"""Policies with which others are compared by factors: on one engine, and on a cluster."""
+"""Policies to which factors such as ``2.14×`` are relative: on one engine, and on a cluster."""
 _MOST_DECIMALS = 3
 
 
 class Direction(Enum):
-    """Direction of improvement."""
+    """Whether a larger or a smaller value of a metric is better."""
 
     MORE = "more"
     LESS = "less"
@@ -41,9 +41,9 @@ class ResultColumn(NamedTuple):
     when: Callable[[RunRow], bool] = lambda row: True
     """The column is left out if this is false for every row."""
     compare_to_stock: bool = False
-    """Whether to show the factor relative to the baseline too."""
+    """Whether cells also show the factor relative to the baseline."""
     decimals: int | None = None
-    """Decimals; ``None``: as many as the smallest value needs."""
+    """Number of decimals; ``None``: as many as the smallest value needs."""
 
 
 class TableCell(NamedTuple):
@@ -52,7 +52,7 @@ class TableCell(NamedTuple):
     text: str
     """``–`` if not measured; ``≥`` before a lower bound."""
     factor: str = ""
-    """Factor relative to stock, such as ``2.14×``; ``≥`` or ``≤`` for bounds."""
+    """Factor relative to the baseline, such as ``2.14×``; ``≥`` or ``≤`` before a bound of the factor."""
     best: bool = False
 
 
@@ -78,8 +78,8 @@ def _figure(
 
 
 def _completion(name: str) -> Callable[[RunRow], ColumnValue | None]:
-    """Reader of the statistic ``name`` of completion times. The value is biased if a closed loop was cut off,
-    because policies then finish different programs."""
+    """Make the function that reads the statistic ``name`` of completion times from a row. A value is biased
+    if the end of the run cut off a closed loop, because policies then finish different programs."""
     read = _figure(lambda row: row.completion_s, name)
 
     def value(row: RunRow) -> ColumnValue | None:
@@ -91,12 +91,12 @@ def _completion(name: str) -> Callable[[RunRow], ColumnValue | None]:
 
 
 def _share(amount: Callable[[RunRow], int]) -> Callable[[RunRow], float | None]:
-    """Reader of an amount of tokens in percent of the prompt tokens."""
+    """Make the function that reads an amount of tokens from a row, in percent of the row's prompt tokens."""
     return lambda row: 100.0 * amount(row) / row.prompt_tokens if row.prompt_tokens else None
 
 
 def _run_only(read: Callable[[RunRow], float | None]) -> Callable[[RunRow], ColumnValue | None]:
-    """Reader that returns ``None`` for the row of a bound that was not simulated."""
+    """Make a reader like ``read`` that returns ``None`` for the row of a bound that was not simulated."""
 
     def value(row: RunRow) -> ColumnValue | None:
         number = None if row.limit and row.output_tok_per_s is None else read(row)
@@ -214,7 +214,7 @@ def with_decimals(column: ResultColumn, rows: Sequence[RunRow]) -> ResultColumn:
 
 
 def shown(rows: Sequence[RunRow], columns: Sequence[ResultColumn]) -> list[ResultColumn]:
-    """The columns to show: ``when`` is true for any of ``rows``, and any of them has a non-zero value."""
+    """The columns to show: those with a value other than 0, and with ``when`` true, in at least one row."""
     kept = []
     for column in columns:
         if not any(column.when(row) for row in rows):
@@ -228,8 +228,12 @@ def shown(rows: Sequence[RunRow], columns: Sequence[ResultColumn]) -> list[Resul
 def _best(
     rows: Sequence[RunRow], values: Sequence[ColumnValue | None], better: Direction | None
 ) -> float | None:
-    """The best value of the policies. ``None`` with fewer than two values or with a biased value, if most
-    policies reach the best value, or if lower bounds leave it open."""
+    """The best value of all policies, which is marked in the table. Bounds do not count as policies.
+
+    ``None``, so that nothing is marked, in these cases: the column has no better direction; there are fewer
+    than two values; a value is biased; more than half of the policies have the best value; a lower bound
+    may hide a better value.
+    """
     known = [value for row, value in zip(rows, values, strict=True) if value is not None and not row.limit]
     exact = [value.number for value in known if not value.at_least]
     if better is None or len(known) < 2 or not exact or any(value.biased for value in known):

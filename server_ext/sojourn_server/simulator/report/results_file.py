@@ -88,7 +88,8 @@ def read_results(path: str | Path) -> SimulationResults:
 
 
 def check_version(data: bytes, where: str, *, expected: int, what: str) -> None:
-    """Raise ``ResultsError`` for another version. Decoding alone would report a moved field as missing."""
+    """Raise ``ResultsError`` if the file's version is not ``expected``. Without this check, decoding would
+    only report that some field is missing."""
 
     class Versioned(msgspec.Struct):
         version: int
@@ -113,7 +114,8 @@ def decode(data: bytes, kind: type[Any], where: str) -> Any:
 
 
 def field_first(message: str) -> str:
-    """Move the field to the front of msgspec's "Expected `int`, got `str` - at `$.runs[0].seed`"."""
+    """An error message of msgspec with the field in front: "Expected `int`, got `str` - at `$.runs[0].seed`"
+    becomes "runs[0].seed: expected `int`, got `str`"."""
     found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", message, re.DOTALL)
     if found is None:
         return message[:1].lower() + message[1:]
@@ -147,7 +149,7 @@ class SavedRuns(msgspec.Struct, kw_only=True):
     made_with: Provenance
     runs: list[RunLog]
     rows: list[RunRow] = msgspec.field(default_factory=list)
-    """Metrics of the runs, and of bounds without a log."""
+    """Metrics of the runs, and of bounds that were not simulated and so have no log."""
 
 
 def save_runs(

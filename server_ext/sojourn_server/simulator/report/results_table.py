@@ -60,7 +60,8 @@ def title(rows: Sequence[RunRow]) -> str:
 
 
 def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
-    """The size ``field`` in tokens if it is the same for all policies with such memory, else ``None``."""
+    """Tokens of a memory whose number of blocks is in ``field``. ``None`` if policies with such memory have
+    different sizes, or if none has it."""
     sizes = {(row.policy, getattr(row, field) * row.block_size) for row in rows if not row.limit}
     owners = {policy for policy, size in sizes if size}
     found = {size for policy, size in sizes if policy in owners}
@@ -138,14 +139,14 @@ def _pieces(rows: Sequence[RunRow]) -> WrappedTable:
 
 
 def policy_cells(rows: Sequence[RunRow]) -> WrappedColumn:
-    """Column of policies; bounds in italics."""
+    """Printable column of the policies' names; bounds are in italics."""
     return WrappedColumn(
         Text("policy"), [Text(row.policy, style="italic" if row.limit else "") for row in rows], "left"
     )
 
 
 def value_cells(column: ResultColumn, found: Sequence[TableCell]) -> WrappedColumn:
-    """Printable column from ``column`` and its cells, ``found``."""
+    """Printable column of values, with the heading of ``column`` and the cells ``found``."""
     factor_width = max(len(cell.factor) for cell in found)
     heading = Text(column.title).append(f"\n{column.unit}", style="dim")
     return WrappedColumn(heading, [_text(cell, factor_width) for cell in found])

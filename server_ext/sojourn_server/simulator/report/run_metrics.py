@@ -160,8 +160,8 @@ def bound_row(
     regenerated_over_belady: float | None = None,
     notes: Sequence[str] = (),
 ) -> RunRow:
-    """Row of a bound that has no times, such as ``replay_belady``. It has the accesses of the row ``stock``,
-    so only recomputation differs."""
+    """Row of a bound that was not simulated, such as ``replay_belady``, and so has no times. The bound is
+    about the accesses of the run with the row ``stock``, so programs and prompt tokens are the same."""
     same = {
         field: getattr(stock, field)
         for field in (
@@ -201,8 +201,8 @@ def summary_statistics(values: Iterable[float]) -> SummaryStatistics:
 def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -> SummaryStatistics:
     """Mean and percentiles of values, some of which are known only as lower bounds.
 
-    The statistics are computed from the bounds. Those that are then lower bounds are named in ``at_least``:
-    the mean, and each percentile with a lower bound among the values up to its rank.
+    A lower bound is used as if it were the value. A statistic that may therefore be too low is named in
+    ``at_least``: the mean, and each percentile with a lower bound among the sorted values up to its rank.
     """
     ordered = sorted([*((value, False) for value in exact), *((value, True) for value in lower_bounds)])
     first_bound = next((place for place, (_, bound) in enumerate(ordered) if bound), None)
@@ -229,15 +229,15 @@ def trace_name(workload: str) -> str:
 
 
 def cascades(preemption_steps: Iterable[int], within: int = CASCADE_STEPS) -> int:
-    """Number of preemptions at most ``within`` steps after another one. The first of a chain does not count
-    (Tetris, T6)."""
+    """Number of preemptions that came at most ``within`` steps after another preemption. The first of a chain
+    does not count (Tetris, T6)."""
     ordered = sorted(preemption_steps)
     return sum(after - before <= within for before, after in pairwise(ordered))
 
 
 def _waits(turns: Iterable[TurnLog], mark: str, run_end_s: float) -> SummaryStatistics:
-    """Seconds from the sending of each turn to its time ``mark`` (a field of ``TurnLog``). A turn without
-    that time counts with its elapsed seconds, as a lower bound."""
+    """Statistics of waiting times: seconds from the sending of a turn to the time in the field ``mark`` of
+    its ``TurnLog``. If the field is ``None``, the seconds until the end of the run are a lower bound."""
     exact, bounds = [], []
     for turn in turns:
         at_s: float | None = getattr(turn, mark)
@@ -258,7 +258,7 @@ def _tpot_s(turn: TurnLog, run_end_s: float) -> float | None:
 
 
 def _output_tokens_since(run: RunLog, since_s: float) -> float:
-    """Output tokens from ``since_s`` on; a turn's tokens are spread evenly over its decode time."""
+    """Number of output tokens from ``since_s`` on. A turn's tokens count as evenly spread over its decode."""
     total = 0.0
     for program in run.programs:
         for turn in program.turns:

@@ -26,7 +26,7 @@ NO_STATISTICS = SummaryStatistics(mean=None, p50=None, p90=None, p95=None, p99=N
 
 
 class ReplicaChanges(msgspec.Struct, kw_only=True, frozen=True):
-    """How often programs with a computed turn changed engines."""
+    """How often programs changed engines. Programs without a computed turn do not count."""
 
     programs_share: float
     """Share of programs that were computed on more than one engine, 0 to 1."""

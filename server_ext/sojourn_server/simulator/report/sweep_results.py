@@ -14,15 +14,16 @@ from .run_row import RunRow
 
 
 class SweepValue(msgspec.Struct, kw_only=True, frozen=True):
-    """One value and its runs."""
+    """One value of the swept field, and the runs with this value."""
 
     value: float
     runs: tuple[int, ...]
     """Indices of the value's rows, one per policy, in the order of policies."""
     host_tokens: int | None = None
-    """Host memory of this value in KV tokens; ``None`` if something else was swept."""
+    """Host memory in KV tokens with this value; ``None`` if something other than host memory was swept."""
     host_bytes: int | None = None
-    """Host memory of this value in bytes; ``None`` also if the KV bytes of a token are unknown."""
+    """Host memory in bytes with this value; ``None`` as for ``host_tokens``, or if a token's KV bytes are
+    unknown."""
 
     @property
     def text(self) -> str:
@@ -31,7 +32,7 @@ class SweepValue(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def host_text(self) -> str | None:
-        """Host memory in GiB, or in tokens; ``None`` if something else was swept."""
+        """Host memory in GiB, or else in tokens; ``None`` if something other than host memory was swept."""
         if self.host_bytes is not None:
             gib = self.host_bytes / 2**30
             return f"{gib:,.0f} GiB" if gib >= 100 else f"{gib:.3g} GiB"
@@ -62,10 +63,12 @@ def sweep_runs(
     is_host_sweep: bool = False,
     kv_bytes_per_token: int | None = None,
 ) -> SweepRuns:
-    """Assign ``rows`` to ``values``; rows are ordered as by ``ParameterSweep.specs``.
+    """Assign the result rows to the swept values. ``rows`` has all policies' rows of the first value, then of
+    the second, as in ``ParameterSweep.specs``.
 
-    ``is_host_sweep``: the value is an amount of host memory, shown in tokens, and with ``kv_bytes_per_token``
-    in bytes. Raises ``ValueError`` if rows and values do not match.
+    ``is_host_sweep``: the value is an amount of host memory. It is also shown in tokens and, if
+    ``kv_bytes_per_token`` is given, in bytes. Raises ``ValueError`` if a value has no row or the wrong
+    number.
     """
     policies, left = divmod(len(rows), len(values))
     if left or not policies:

@@ -33,17 +33,18 @@ class ArrivalProcess(Protocol):
         ...
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """The arrival that replaces a top-level program when it and its sub-agents have finished, or
-        ``None``."""
+        """The arrival that replaces the top-level ``program``, which has finished with all its sub-agents.
+        ``None`` if nothing replaces it."""
         ...
 
 
 STAGGER_S = 0.5
-"""Interval between the first programs of a closed loop."""
+"""Interval between the arrivals of the first programs of a closed loop, on one engine."""
 
 
 class ClosedLoop:
-    """Closed loop of ``n`` programs without end: each finished program is replaced at once (MORI §5.1)."""
+    """Endless closed loop: ``n`` programs run at a time, and each finished one is replaced at once (MORI
+    §5.1)."""
 
     def __init__(self, programs: ProgramPlanner, n: int, seed: int, *, stagger_s: float = STAGGER_S) -> None:
         """The first ``n`` programs arrive ``stagger_s`` apart. Raises ``ValueError`` for an ``n`` below 1."""
@@ -67,7 +68,8 @@ class ClosedLoop:
 
 
 class FiniteClosedLoop:
-    """Closed loop of every program once, ``n`` at a time, in the trace's order, as in ``sojourn replay``."""
+    """Closed loop in which every program runs once, ``n`` at a time, in the trace's order, as in ``sojourn
+    replay``."""
 
     def __init__(self, programs: ProgramPlanner, n: int, *, stagger_s: float = 0.0) -> None:
         """The first ``n`` programs arrive ``stagger_s`` apart. Raises ``ValueError`` for an ``n`` below 1."""
@@ -95,7 +97,8 @@ class FiniteClosedLoop:
 
 
 class OpenLoop:
-    """Poisson arrivals of ``count`` programs, or of each once, until all have finished (Continuum §6.1)."""
+    """Open loop: ``count`` programs arrive at random times (Poisson) until all have arrived (Continuum §6.1).
+    If ``count`` is ``None``, every program arrives once."""
 
     def __init__(self, programs: ProgramPlanner, rate_per_s: float, count: int | None, seed: int) -> None:
         """``rate_per_s`` counts top-level programs. Raises ``ValueError`` for an invalid rate or count."""
@@ -151,8 +154,8 @@ def make_arrival_process(
     human_gaps: bool = True,
     replicas: int = 1,
 ) -> ArrivalProcess:
-    """A closed loop of ``programs`` concurrent programs or, with ``rate_per_s``, as many Poisson arrivals.
-    The first programs of a closed loop arrive ``STAGGER_S`` / ``replicas`` apart.
+    """Make a closed loop of ``programs`` concurrent programs or, with ``rate_per_s``, an open loop of as many
+    arrivals. The first programs of a closed loop arrive ``STAGGER_S`` / ``replicas`` apart.
 
     Raises ``TraceError`` for an unreadable or unplayable workload, ``ValueError`` for an invalid number.
     """

@@ -32,7 +32,8 @@ class LogNormal:
     def with_moments(cls, mean: float, sd: float, cap: float = math.inf) -> LogNormal:
         """Build the distribution from its mean and standard deviation *after* clipping.
 
-        It is found in closed form without a cap, else by bisection. Raises ``ValueError`` if none exists.
+        The parameters are found in closed form or, with a cap, by bisection. Raises ``ValueError`` if no
+        distribution between 0 and the cap has these moments.
         """
         plain = cls._uncapped(mean, sd)
         if cap == math.inf:
@@ -111,7 +112,8 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """Gamma with these moments. It is never below 0, and close to a normal if ``sd`` is small."""
+    """Gamma distribution with this mean and standard deviation. It is never below 0, and close to a normal
+    distribution if ``sd`` is small."""
 
     mean: float
     sd: float
@@ -160,7 +162,8 @@ class BoundedPowerLaw:
 
 @dataclass(frozen=True, slots=True)
 class TruncatedExponential:
-    """Exponential between two bounds. ``with_mean`` computes the rate from a mean below their middle."""
+    """Exponential distribution between ``low`` and ``high``. ``with_mean`` finds its rate from its mean,
+    which must be below the middle of the two."""
 
     low: float
     high: float
@@ -168,7 +171,8 @@ class TruncatedExponential:
 
     @classmethod
     def with_mean(cls, mean: float, low: float, high: float) -> TruncatedExponential:
-        """Build the distribution from its mean by bisection. Raises ``ValueError`` for an impossible mean."""
+        """Build the distribution from its mean by bisection. Raises ``ValueError`` unless the mean is above
+        ``low`` and below the middle of ``low`` and ``high``."""
         if not low < mean < (low + high) / 2:
             raise ValueError(f"mean {mean} is not between {low} and the middle of {low} and {high}")
         span = high - low
@@ -188,7 +192,7 @@ class TruncatedExponential:
 
 @dataclass(frozen=True, slots=True)
 class PercentileDistribution:
-    """Distribution through published percentiles. In between, log(value) is linear in the normal score.
+    """Distribution through published percentiles. Between two, log(value) is linear in the normal score.
 
     Below the first percentile the first slope continues. Values above the last percentile are not published;
     they are clipped to it.

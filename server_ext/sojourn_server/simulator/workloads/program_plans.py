@@ -1,6 +1,6 @@
-"""Programs of a trace as clients replay them: prompts, outputs, gaps, tools, sub-agents.
+"""Plans by which clients replay the programs of a trace: prompts, outputs, gaps, tools, sub-agents.
 
-This is client-side knowledge: a policy receives only what a client would send at that time.
+Only clients know the plans. A policy receives only what a real client would have sent so far.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from sojourn_server.traces.token_ids import TokenIdGenerator, seed_from_text
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn
 
 VOCABULARY_SIZE = 32_000
-"""Upper bound of token ids; no model reads them."""
+"""Upper bound of the token ids in replayed prompts and outputs. No model reads these ids."""
 _MAX_ID_CHARS = 180
-"""Maximum length of an id without the copy number; with it, the id stays below the wire's limit of 200."""
+"""Maximum length of a program id within an ``instance_id``. A copy number is appended to it, and the whole id
+must stay below the wire's limit of 200."""
 
 
 class NoProgramFitsError(TraceError):
-    """No program can be replayed; ``program_id`` is the one with the shortest first turn."""
+    """No program can be replayed: the first turn of every top-level program exceeds the context limit.
+
+    ``program_id`` is the program with the shortest first turn.
+    """
 
     def __init__(self, message: str, program_id: str) -> None:
         super().__init__(message)
@@ -36,7 +40,8 @@ class PlaybackOptions:
     """Options of a replay. Raises ``ValueError`` for invalid values."""
 
     max_context_tokens: int | None = None
-    """A program ends before its first turn with more tokens, prompt and output together."""
+    """Context limit. The replay of a program ends before the first turn whose prompt and output together have
+    more tokens."""
     max_gap_s: float | None = None
     """Upper limit of idle times, in seconds."""
     human_gaps: bool = True
@@ -76,10 +81,10 @@ class ProgramPlan:
     cut: bool
     """Whether the context limit cuts off recorded turns."""
     parent_turn: int | None = None
-    """For a sub-agent: the parent's turn after which it starts, ``delay_s`` after that turn's end."""
+    """Turn of the parent after which this sub-agent starts: ``delay_s`` seconds after that turn's end."""
     delay_s: float = 0.0
     start_offset_s: float | None = None
-    """Seconds after its parent's start, for a sub-agent without a known parent turn."""
+    """Start of a sub-agent whose parent turn is unknown, in seconds after its parent's start."""
     children: list[ProgramPlan] = field(default_factory=list)
     _builder: PromptBuilder = field(repr=False)
     _turns: Sequence[TraceTurn] = field(repr=False)
@@ -98,7 +103,7 @@ class ProgramPlan:
         return self._options.gap_s(self._turns[turn])
 
     def tool(self, turn: int) -> str | None:
-        """Name of the tool after ``turn``, as in the server's histories; ``None``: no tool."""
+        """The tool after ``turn``, named as in the server's histories (``bash:pytest``); ``None`` without."""
         run = self._turns[turn].tool_run
         return None if run is None else _key(run)
 
@@ -135,7 +140,7 @@ class ProgramPlanner:
 
     @property
     def notes(self) -> list[str]:
-        """Notes on these programs for the reader of results."""
+        """Notes for the reader of results, such as how many programs are left out or end early."""
         notes = []
         if self.exceeding_programs:
             notes.append(
@@ -156,7 +161,10 @@ class ProgramPlanner:
         return notes
 
     def plan(self, index: int, copy: int = 0) -> ProgramPlan:
-        """Plan of top-level program ``index`` with its sub-agents. Copies have different private tokens."""
+        """Plan of top-level program ``index`` with its sub-agents.
+
+        Each ``copy`` has its own tokens, except in prefixes that programs share.
+        """
         return self._plan(self.roots[index], copy)
 
     def _plan(self, program: TraceProgram, copy: int) -> ProgramPlan:
@@ -266,7 +274,7 @@ def _ancestors(program: TraceProgram, by_id: dict[str, TraceProgram]) -> Iterato
 
 
 def _sdk_tool(run: TraceToolRun) -> TraceToolRun:
-    """The tool as the SDK reports it: only shell tools keep the head of their command line."""
+    """The tool call as the SDK reports it: ``cmd`` is kept for shell tools and removed from others."""
     return run if run.cmd is None or _is_shell(run) else TraceToolRun(name=run.name, s=run.s, bg=run.bg)
 
 

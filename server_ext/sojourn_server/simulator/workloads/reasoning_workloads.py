@@ -12,16 +12,17 @@ Tetris uses long outputs from NuminaMath and SWE-bench, but states no lengths ex
                             32,768 (card of DeepSeek-R1). Chosen: log-normal, as wide as reasoning-math
     reasoning-aime-0528     DeepSeek-R1-0528 on AIME. Published: mean 23K, limit 64K (card of the model)
     reasoning-requests      requests to a DeepSeek-R1 service: see ``R1_OUTPUT``. Chosen: prompts
-                            independent of outputs; nothing above the last percentile
-    reasoning-mix           two kinds of chats, reasoning-math and reasoning-aime, equally likely (chosen).
-                            Chats: mean outputs of Tetris §1, exponential, as ServeGen (arXiv 2505.09999)
-                            finds outputs of services to be; mean prompts of WildChat (arXiv 2405.01470)
-                            Table 1, exponential (chosen); of each conversation one request (chosen)
+                            independent of outputs; no length above the last percentile
+    reasoning-mix           four agent types, equally likely (chosen): two kinds of chats, and the requests
+                            of reasoning-math and of reasoning-aime. Outputs of chats: means of Tetris §1,
+                            exponential, as ServeGen (arXiv 2505.09999) finds outputs of services to be.
+                            Prompts of chats: means of WildChat (arXiv 2405.01470) Table 1, exponential
+                            (chosen). Only one request of each conversation (chosen)
     reasoning-agent         thinks, calls a tool, and continues. Published: 23 steps on average, "over 50" in
                             long ones, with search, browser and code for tools (moonshotai.github.io/
-                            Kimi-Researcher). Chosen: 2 to 50, exponential in between; a step writes as much
-                            as a request of reasoning-requests; equally likely tools, with SAGA's times
-                            (Table 1); first prompt of 2–4K tokens (SAGA §2.1), results of 100 to 1,000;
+                            Kimi-Researcher). Chosen: 2 to 50 steps, exponential in between; outputs as in
+                            reasoning-requests; equally likely tools, with SAGA's latencies (Table 1);
+                            first prompt of 2–4K tokens (SAGA §2.1), results of 100 to 1,000;
                             its reasoning stays in the context
 
 Prompts of mathematical problems have 40 to 200 tokens (chosen).
@@ -106,7 +107,7 @@ _TOOL_RESULT = Uniform(100, 1_000)
 
 
 def _requests(*types: str) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
-    """Generator of programs with a single request."""
+    """Return a generator function of programs with one request each, of one of the agent types ``types``."""
 
     def programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
         while True:

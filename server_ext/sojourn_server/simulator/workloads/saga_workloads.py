@@ -1,4 +1,4 @@
-"""SAGA's workloads: ten tenants, and tools whose latencies vary around the same mean."""
+"""SAGA's two workloads: ten tenants (§9.1), and tools of more or less variable latency (Table 10)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOOL_LATENCIES = {
 }
 """Tool type → latency in seconds (SAGA Table 1)."""
 TENANTS = (("heavy", 3, 100, 16.0), ("medium", 4, 30, 8.0), ("light", 3, 10, 4.0))
-"""(class, number of tenants, steps of an agent, tasks per minute and tenant), SAGA §9.1."""
+"""(class, number of tenants, steps of an agent, tasks per minute of each tenant), SAGA §9.1."""
 FIRST_PROMPT = Uniform(2_000, 4_000)
 """Tokens of a first prompt (SAGA §2.1: a context grows from 2–4K tokens to 16–128K)."""
 _LONGEST_CONTEXT = 128_000
@@ -33,7 +33,7 @@ _STEP_OUTPUT = Uniform(100, 500)
 SWE_STEPS = (37, 5, 150)
 """Mean, minimum and maximum number of steps of a SWE-bench task (SAGA §9.1 and §2.1)."""
 CV_MEAN_TOOL_S = 1.2
-"""Mean tool latency of SAGA's Table 10 in seconds, the same for every variation."""
+"""Mean tool latency of SAGA's Table 10 in seconds, the same for every coefficient of variation."""
 CV_RANGE = (0.5, 3.0)
 """Lowest and highest coefficient of variation in SAGA's Table 10."""
 
@@ -41,9 +41,10 @@ CV_RANGE = (0.5, 3.0)
 def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
     """Generate the tasks of SAGA's ten tenants (§9.1): 100, 30 or 10 steps, Poisson arrivals for each tenant.
 
-    Contexts grow by the same amount per step: 100 steps end at 128K tokens, ten at 15.5K, near the paper's
-    lower figure. (The paper does not state BurstGPT's lengths.) Each step uses one of Table 1's four tools
-    with equal probability. Agents with the same number of steps are of one agent type.
+    Contexts grow by the same amount per step. So 100 steps end at 128K tokens, and 10 steps at 15.5K, near
+    the 16K that the paper states as the lower end (§2.1). (It does not state the lengths of BurstGPT's
+    requests.) Each step uses one of Table 1's four tools with equal probability. Agents with the same number
+    of steps are of one agent type.
     """
     tenants = [
         (f"{kind}-{number}", steps, rate)
@@ -63,9 +64,9 @@ def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
 
 
 def latency_cv(cv: float) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
-    """Generator of the workload of SAGA's Table 10.
+    """Return a generator function of the programs of SAGA's Table 10.
 
-    Tool latencies have the coefficient of variation ``cv`` and always the same mean.
+    Their tool latencies have the coefficient of variation ``cv``. The mean is the same for every ``cv``.
     """
     tool_s = LogNormal.with_moments(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
     mean, least, most = SWE_STEPS
@@ -114,8 +115,11 @@ def append_only(
     tenant: str | None = None,
     agent_type: str | None = None,
 ) -> TraceProgram:
-    """A program with one turn per append, in which each prompt continues the previous prompt and output. A
-    tool takes seconds drawn from ``tool_s``, or else its own ``s``. The last turn calls no tool."""
+    """Return a program with one turn for each element of ``appends``, the numbers of new prompt tokens.
+
+    Each prompt continues the previous prompt and output. A tool's seconds are drawn from ``tool_s``. Without
+    ``tool_s`` they are the tool's own ``s``. The last turn calls no tool.
+    """
     turns, context = [], 0
     for index, (append, output, tool) in enumerate(zip(appends, outputs, tools, strict=True)):
         context += append

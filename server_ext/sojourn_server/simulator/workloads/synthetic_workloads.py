@@ -3,15 +3,15 @@
 The published statistics hold over many programs. All other values are chosen here, as listed below.
 ``source`` of every program is ``synthetic:NAME``. The same name, count and seed give the same programs.
 
-    continuum-swe-bench         Continuum Table 1. Chosen: normal turns; log-normal tool times that end at
-                                the harness' own limit; gamma token totals, independent of turns; one tool
+    continuum-swe-bench         Continuum Table 1. Chosen: number of turns normal; tool times log-normal, up
+                                to the harness' own limit; token totals gamma, independent of turns; one tool
     continuum-bfcl              the same table and choices, tokens × 0.4 (§6.1, see ``BFCL_SCALE``)
-    continuum-bfcl-unscaled     without the 0.4
-    continuum-…:X               the same with another ``OUTPUT_SHARE``, above 0 and below 1
+    continuum-bfcl-unscaled     continuum-bfcl without the factor 0.4
+    continuum-…:X               each of these with X as ``OUTPUT_SHARE``, above 0 and below 1
     dualpath-32k, -48k, -64k    DualPath Table 2 (see ``dualpath_program``); tools take no time, as in its §7
     saga-ten-tenants            SAGA §9.1, §2.1 and Table 1 (see ``ten_tenants``)
-    latency-cv:X                SAGA Table 10 and §9.1. Chosen: log-normal tool times, mean 1.2 s, X from
-                                0.5 to 3.0; steps exponential between their bounds
+    latency-cv:X                SAGA Table 10 and §9.1. X: coefficient of variation of tool times, 0.5 to 3.0.
+                                Chosen: tool times log-normal (mean 1.2 s); steps exponential between bounds
     reasoning-…                 long outputs, for Tetris, with published output lengths of reasoning models
                                 (see ``reasoning_workloads``)
 
@@ -36,9 +36,10 @@ from .saga_workloads import CV_RANGE, append_only, latency_cv, ten_tenants
 
 SYNTHETIC_PREFIX = "synthetic:"
 DEFAULT_PROGRAMS = 500
-"""Number of DualPath's trajectories and of SAGA's SWE-bench tasks."""
+"""Default number of programs, as many as DualPath has trajectories and SAGA has SWE-bench tasks."""
 OUTPUT_SHARE = 0.2
-"""Share of outputs in the growth of contexts, for papers that state totals only. DualPath has 148 of 756."""
+"""Share of outputs in the tokens that a turn adds to its context. It is chosen for papers that state totals
+only. In DualPath it is 148 of 756."""
 
 # -- Continuum, Table 1: (mean, standard deviation) ---------------------------------
 
@@ -96,7 +97,7 @@ DUALPATH = {
     "dualpath-48k": (48 * 1024, 106, 474, 172, 42_607, 25_120),
     "dualpath-64k": (64 * 1024, 157, 429, 176, 55_958, 32_721),
 }
-"""Name → maximum length; Table 2's averages of turns, append, gen, total and context."""
+"""Workload → maximum length, and then Table 2's averages of turns, append, gen, total and context."""
 
 
 def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
@@ -112,7 +113,7 @@ def dualpath_program(name: str, rng: random.Random) -> TraceProgram:
     totals. A log-normal number of turns with mean n and E[1/turns] = (append + gen)/total has e^σ² =
     n·(append + gen)/total, which is 1.58 to 1.70 in the three rows. ``context`` is the cached tokens of a
     turn (0 for the first). It grows evenly from the end of the first turn to the total, and its average gives
-    the first prompt. Totals lie below the maximum length, dense near it.
+    the first prompt. Totals lie below the maximum length, most of them near it.
     """
     limit, mean_turns, append, gen, mean_total, context = DUALPATH[name]
     growth = append + gen
@@ -140,16 +141,16 @@ _GENERATORS: dict[str, Callable[[str, random.Random], Iterator[TraceProgram]]] =
 }
 _CV = "latency-cv"
 _SHARED = tuple(name for name, made in _GENERATORS.items() if made is _continuum_programs)
-"""Workloads with a settable ``OUTPUT_SHARE``."""
+"""Workloads whose name can end in ``:X``, which sets their ``OUTPUT_SHARE``."""
 
 
 def synthetic_names() -> tuple[str, ...]:
-    """Valid names after ``synthetic:``; X is a number."""
+    """Names that are valid after ``synthetic:``. An X in a name stands for a number."""
     return (*_GENERATORS, *(f"{name}:X" for name in _SHARED), f"{_CV}:X")
 
 
 def synthetic_programs(name: str, *, count: int = DEFAULT_PROGRAMS, seed: int = 0) -> list[TraceProgram]:
-    """``count`` programs of workload ``name``. Raises ``TraceError`` for an invalid name or number."""
+    """``count`` programs of workload ``name``. Raises ``TraceError`` for an invalid name, X or ``count``."""
     if count < 1:
         raise TraceError(f"{SYNTHETIC_PREFIX}{name}: {count} programs wanted; expected at least 1")
     generator = _generator(name)

@@ -85,7 +85,7 @@ def read_ledgers(paths: Sequence[str | Path]) -> ImportedTrace:
 
 
 class _SkippedCounts:
-    """Selects usable turns, and counts the programs and turns left out, by reason."""
+    """Selects the usable turns of ledgers. Counts, for each reason, the programs and turns left out."""
 
     def __init__(self) -> None:
         self.empty = self.unfinished = self.untold = self.cut = 0
@@ -198,8 +198,10 @@ def _turn(records: list[_LedgerTurn], index: int) -> TraceTurn:
 
 
 def _tool(key: str | None, gap_s: float) -> TraceToolRun | None:
-    """Return the tool call before a turn; ``bash:pytest`` is the shell command ``pytest``. Its duration is
-    the gap, because the server sees only the gap."""
+    """Return the tool call of ``key``: ``bash:pytest`` means the command ``pytest`` of the tool ``bash``.
+
+    The call's duration is the gap before the turn, because the server sees only the gap.
+    """
     if not key:
         return None
     name, _, command = key.partition(":")

@@ -1,8 +1,8 @@
 """Parsers of span attributes in three conventions: GenAI (``gen_ai.*``, current and older names),
 OpenInference (``openinference.span.kind``, ``llm.*``) and OpenLLMetry (``traceloop.*``).
 
-The span kinds equal those of ``sojourn_integrations.otel.semantic_conventions``. This package must not import
-that module, so a test compares the two.
+``kind_of`` finds the same kinds as ``sojourn_integrations.otel.semantic_conventions``. This package must not
+import that module, so a test compares the two.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ class SpanTokenUsage(NamedTuple):
 
 
 def kind_of(span_name: str, told: Mapping[str, Any]) -> str | None:
-    """Return the span's kind from its name and its attributes ``told``: ``agent``, ``workflow``, ``chain``,
-    ``tool`` or ``model``; ``None`` for other spans."""
+    """Return a span's kind: ``agent``, ``workflow``, ``chain``, ``tool`` or ``model``; ``None`` for others.
+
+    ``told``: the span's attributes. The name decides only if no attribute does.
+    """
     operation = told.get("gen_ai.operation.name")
     if operation is not None:
         return _OPERATIONS.get(str(operation))

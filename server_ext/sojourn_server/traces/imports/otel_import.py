@@ -5,8 +5,8 @@
     sub-agent   an agent inside a tool call, or with another conversation id than the enclosing agent
     turn        a model call that reports its prompt and output tokens
     tools       tool calls that start between the starts of two successive turns
-    gap         time from a turn's end to the next turn's start; ``human`` if the answer called no tool and
-                none ran
+    gap         time from a turn's end to the next turn's start. Its kind is ``human`` if the answer called
+                no tool and no tool ran
 
 Lengths and times come from the spans. Everything else is inferred. A prompt that grew by less than the last
 output omits part of that output. A prompt that shrank by more than 2 % is a reset, which keeps the tokens
@@ -147,8 +147,11 @@ class _SpanAssigner:
         return False
 
     def _owner(self, span: OtelSpan) -> _AgentRun:
-        """Return the run of a model or tool call. Makes a new run if no enclosing span has one, or for the
-        model calls of a tool."""
+        """Return the run to which a model or tool call belongs.
+
+        It is the run of the enclosing spans. If they have none, it is the run of the call's conversation, or
+        else of its trace. Model calls inside a tool call have a run of their own, a sub-agent.
+        """
         around = self._around(span)
         conversation = otel_attributes.conversation_of(span.attributes)
         if around is None:

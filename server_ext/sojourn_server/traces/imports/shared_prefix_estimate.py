@@ -12,9 +12,10 @@ from ..trace_schema import TraceProgram
 def with_shared_prefixes(programs: Sequence[TraceProgram]) -> list[TraceProgram]:
     """Return the programs with ``shared_prefix_tokens`` filled in.
 
-    All runs of an agent get the smallest number of cached tokens above 0 that any of their first prompts had,
-    or none if all had 0. Cached tokens of a first prompt come from another run. The very first run has 0,
-    although it has the prefix, and runs on the same task share more than the system prompt.
+    All runs of an agent get the same number. It is the smallest number of cached tokens that any of their
+    first prompts had, not counting 0. If all had 0, the field stays unset. A first prompt can be cached only
+    by another run. So the very first run has 0 although it has the prefix. Runs on the same task have more
+    than the prefix, because they share more than the system prompt.
     """
     least: dict[str | None, int] = {}
     for program in programs:
