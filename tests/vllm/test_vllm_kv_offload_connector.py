@@ -448,25 +448,31 @@ def test_one_workers_failed_copy_for_a_cancelled_load_is_not_its_blocks_next_own
     assert not connector._cancelled
 
 
-def test_equal_tokens_with_another_image_or_salt_are_other_blocks(engine: Any) -> None:
+def test_equal_tokens_with_another_image_or_salt_are_other_blocks() -> None:
+    """KV is stored and found under vLLM's hashes; the simulated engine's own know tokens only."""
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    def found(image: str | None = None, salt: str | None = None) -> int:
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256)
+
+    def keys(image: str | None = None, salt: str | None = None) -> list[bytes]:
         place = PlaceholderRange(offset=100, length=4)
         images = [MultiModalFeatureSpec(None, "image", image, place)] if image is not None else None
+        params = SamplingParams()
         request = Request(
-            "x", prompt(1, 480), SamplingParams(), None, block_hasher=engine.hash_blocks, mm_features=images,
-            cache_salt=salt,
-        )  # fmt: skip
-        return planner(engine).leading(request.block_hashes)
+            "x", prompt(1, 480), params, None, mm_features=images, cache_salt=salt, block_hasher=hasher
+        )
+        return list(request.block_hashes)
 
-    turn(engine, "a1", prompt(1, 480), "A")
-    turn(engine, "b1", prompt(2, 480), "B")
-    assert found() == 30
-    assert found(image="one") == 100 // 16, "the blocks before the image"
-    assert found(salt="another user") == 0
+    assert len(keys()) == 30
+    assert keys("one") == keys("one")
+    assert keys("one")[:6] == keys()[:6], "before the image"
+    assert not set(keys("one")[6:]) & {*keys(), *keys("two")}
+    assert not set(keys(salt="another user")) & set(keys())
 
 
 def test_a_program_that_is_preempted_loads_as_any_other(engine: Any) -> None:
