@@ -74,6 +74,8 @@ def test_the_oracle_knows() -> None:
 def test_only_presets_can_be_told_with_an_error() -> None:
     assert find_policy("tetris+host+erring=0.6").prediction_error == 0.6
     assert find_policy("tetris+host+erring=0.6").own_tiers
+    assert find_policy("tetris+erring=0.6+host").prediction_error == 0.6, "in any order"
+    assert find_policy("tetris+erring=0.6+host").own_tiers
     for name in ("stock+erring=0.6", "tetris+erring", "tetris+erring=x"):
         with pytest.raises(PolicyError, match="unknown policy"):
             find_policy(name)

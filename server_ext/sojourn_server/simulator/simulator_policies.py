@@ -278,8 +278,8 @@ def find_policy(name: str) -> SimulatorPolicy:
 
 
 def _is_preset(name: str) -> bool:
-    """Whether the name, without ``+host`` and ``+oracle``, is a shipped preset or a preset file."""
-    plain = name.replace(HOST_SUFFIX, "").replace(ORACLE_SUFFIX, "")
+    """Whether the name, without its suffixes, is a shipped preset or a preset file."""
+    plain = ERROR_SUFFIX_PATTERN.sub("", name.replace(HOST_SUFFIX, "").replace(ORACLE_SUFFIX, ""))
     return plain in preset_names() or plain.endswith(".toml")
 
 

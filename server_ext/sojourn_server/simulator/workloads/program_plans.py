@@ -253,7 +253,9 @@ class ProgramPlanner:
     def _nothing_fits(self, programs: Sequence[TraceProgram]) -> TraceError:
         if not programs:
             return TraceError("there are no programs to play")
-        shortest = min(programs, key=self._first_turn_tokens)
+        # A sub-agent runs only inside its parent, so that one which fits is no help.
+        roots = [program for program in programs if program.parent is None] or programs
+        shortest = min(roots, key=self._first_turn_tokens)
         return NoProgramFitsError(
             f"no program fits a context of {self._options.max_context_tokens:,} tokens: the shortest first "
             f"turn needs {self._first_turn_tokens(shortest):,} (program {shortest.program_id!r})",
