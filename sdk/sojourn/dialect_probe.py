@@ -1,4 +1,5 @@
-"""Detects a server's dialect with a few GET requests, on the emitter's thread.
+"""Detects a server's dialect (the form in which it takes hints) by a few GET requests from the emitter's
+thread.
 
 The first GET reads sojourn's capabilities page. A server without that page is recognised by its other public
 pages, with one cheap GET for each. An answer decides only if no other kind of server gives it. A server that

@@ -232,8 +232,8 @@ class Emitter:
             return self._pending.size + self._sending
 
     def start(self) -> None:
-        """Start the thread now instead of at the first event, so that ``first`` runs early. Raises
-        ``RuntimeError`` if no thread can start."""
+        """Start the thread now instead of at the first event, so that the callback ``first`` of the
+        constructor runs early. Raises ``RuntimeError`` if no thread can start."""
         with self._lock:
             if self._thread is None and not self._closed:
                 self._start()

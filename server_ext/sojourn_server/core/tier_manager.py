@@ -98,7 +98,7 @@ class _PlacedState:
 
     @property
     def turn_goes_on(self) -> bool:
-        """Whether the program is marked to leave and still has a waiting request from before the mark."""
+        """Whether the program leaves the device after its turn, and a request of that turn still waits."""
         before = self.leaves_after
         return before is not None and any(
             request_state.arrival <= before for request_state in self.waiting.values()

@@ -149,8 +149,8 @@ class WorkflowPredictor:
         return view._replace(last_turn_s=left.used_s, blocks=left.blocks, in_abandoned_branch=True)
 
     def scale(self, branch_reuse: float = 1.0) -> EvictionScoreScale:
-        """Return the statistics of all programs that eviction scores depend on. ``branch_reuse``: share of
-        abandoned blocks that was used again."""
+        """Return statistics over all programs; eviction scores depend on them. ``branch_reuse``: share of the
+        blocks of abandoned branches that was used again."""
         return EvictionScoreScale(self._known.gaps_s.value, self._known.context_blocks.value, branch_reuse)
 
     def take_changed(self) -> dict[ProgramId, None]:

@@ -295,10 +295,10 @@ class SlidingMax:
 class BranchReuseRate:
     """Estimates the share of blocks of abandoned branches that are used again before they are evicted.
 
-    Old blocks lose weight. With a low share, blocks of abandoned branches are evicted early and so rarely
-    used again. So a low share stays low until memory is ample for a while. ``share`` changes only in steps of
-    at least ``stride``, so that eviction keys computed with it stay valid for long. ``changes`` counts the
-    steps.
+    Older observations count less. The estimate confirms itself: while the share is low, such blocks are
+    evicted early, and few can be used again. It rises only after memory was ample for a while. ``share``
+    changes in steps of at least ``stride``, so that eviction keys computed with it stay valid for long.
+    ``changes`` counts the steps.
     """
 
     def __init__(

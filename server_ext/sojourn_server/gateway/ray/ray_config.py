@@ -106,7 +106,7 @@ class KeysConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
-    """The complete configuration."""
+    """The configuration of a gateway on Ray Serve and of its engines, as in the file of ``--ray``."""
 
     model: str
     policy: str = "sojourn"

@@ -12,7 +12,10 @@ from ..placement.placement_views import Tier
 
 
 class BlockLabel(str, Enum):
-    """A block's label. Blocks of ended or unknown programs are INACTIVE."""
+    """What the program of a KV block does; the eviction order of each tier follows it.
+
+    Blocks of ended or unknown programs are INACTIVE.
+    """
 
     BUSY = "busy"
     IDLE = "idle"

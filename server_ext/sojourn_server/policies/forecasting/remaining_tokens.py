@@ -54,7 +54,8 @@ class RemainingTokensPolicy(Protocol):
     """Predicts how many tokens a request will still generate; ``None``: unknown.
 
     ``predicts`` False: the policy is never asked, and output lengths are not recorded.
-    ``reads_hidden_states`` True: the policy needs ``guess``, so the engine must expose hidden states.
+    ``reads_hidden_states`` True: the view needs a prediction made from the model's hidden states
+    (``OutputLengthView.guess``), so the engine must expose them.
     """
 
     predicts: bool

@@ -182,11 +182,12 @@ class PrefillDevice:
 
 
 class PrefillGroup:
-    """Prefill devices that share expert layers and run steps together; each waits for the slowest (§6.2).
+    """Prefill devices that share expert layers and run steps together; each waits for the slowest (DualPath
+    §6.2).
 
     The seconds of a step are the sum of a fixed part, the longest attention time of any device, and the
-    experts' work, which is spread over all devices. With layerwise prefill, copies overlap with all but one
-    layer of the step. The copy time beyond that is added to the step.
+    experts' work, which is spread over all devices. With layerwise prefill, KV is copied to the device while
+    all layers but one compute. A step takes longer by the copy time that exceeds their computing time.
     """
 
     __slots__ = (
