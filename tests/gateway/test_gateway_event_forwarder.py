@@ -13,7 +13,7 @@ from gateway_harness import World, until, world
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.wire_codec import MAX_BATCH_BYTES, MAX_BATCH_EVENTS, EventBatch, EventOutcome, Outcome, encode
-from sojourn.wire_events import AegGraph, AegNode, AegReport, ProgramStart, ToolStart, ToolStop
+from sojourn.wire_events import AegGraph, AegNode, AegReport, Heartbeat, ProgramStart, ToolStart, ToolStop
 from sojourn_server.gateway.http import program_migrator
 from sojourn_server.gateway.http.ordered_sender import OrderedSender, split_batch
 from sojourn_server.gateway.http.program_event_records import (
@@ -339,6 +339,20 @@ def test_a_tenant_that_invents_programs_forgets_its_own() -> None:
     assert known.get(("bob", "b")) is not None
     assert known.get(("alice", "a900")) is None
     assert known.get(("alice", "a999")) is not None
+
+
+def test_programs_whose_clients_were_killed_are_forgotten() -> None:
+    known = ProgramEventRecords(silent_s=100)
+    for number in range(1000):
+        name = f"p{number}"
+        known.note(("alice", name), ProgramStart(program_id=name, seq=0), None, float(number), delivered=True)
+        if number:
+            known.note(
+                ("alice", "p0"), Heartbeat(program_id="p0", seq=number), None, float(number), delivered=True
+            )
+    assert len(known) <= 103, "those of the last 100 s"
+    assert known.get(("alice", "p0")) is not None, "its heartbeats go on"
+    assert known.get(("alice", "p800")) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30), st.integers(1, 5)), max_size=80))

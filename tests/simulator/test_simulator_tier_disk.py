@@ -148,7 +148,7 @@ def test_the_disk_of_a_shipped_profile_is_one_drive_for_all_devices(name: str) -
 
 def test_a_profile_without_a_disk_has_the_usual_one(tmp_path) -> None:
     shipped = (SHIPPED_PROFILES / "hardware" / "h100.toml").read_text()
-    start, end = shipped.index("# A disk for KV"), shipped.index("[all_reduce_bytes_per_s]")
+    start, end = shipped.index("# The disk for KV"), shipped.index("[all_reduce_bytes_per_s]")
     older, own = tmp_path / "older.toml", tmp_path / "own.toml"
     older.write_text(shipped[:start] + shipped[end:])
     own.write_text(shipped.replace("value = 6.5e9", "value = 13e9"))

@@ -136,6 +136,7 @@ def gateway(
         engine_key=engine_key,
         admin_key=admin_key,
         reads_prefixes=preset is not None and preset.routing.reads_prefixes,
+        silent_program_s=silent_program_s,
     )
     if preset is None:
         from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway

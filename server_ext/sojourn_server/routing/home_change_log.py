@@ -15,7 +15,7 @@ from .routed_programs import Key
 
 FLUSH_S = 0.010
 FLUSH_CHANGES = 100
-MAX_LOGGED_PROGRAMS = 20_000
+MAX_LOGGED_PROGRAMS = 1_000
 """Maximum number of programs whose latest change is kept. Older changes are dropped. A gateway that has not
 received a dropped change gets all homes."""
 

@@ -33,7 +33,13 @@ from ...routing import routing_events
 from .engine_client import ask_engine, bearer
 from .engine_reports import EngineDescription
 from .ordered_sender import ANSWER_TIMEOUT_S, OrderedSender, post_all
-from .program_event_records import Key, ProgramEventRecords, RecordedEvent, ReplicaInstance
+from .program_event_records import (
+    SILENT_PROGRAM_S,
+    Key,
+    ProgramEventRecords,
+    RecordedEvent,
+    ReplicaInstance,
+)
 from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddresses
 from .routing_backend import RoutingBackend
@@ -63,10 +69,11 @@ class EventForwarder:
         *,
         names: ProgramIdMapper | None = None,
         engine_key: str | None = None,
+        silent_program_s: float = SILENT_PROGRAM_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``names`` maps program ids to the engines' names for them; ``None``: engines use the clients'
-        ids."""
+        ids. ``silent_program_s``: seconds without an event after which a program's events are dropped."""
         self.names = names or ProgramIdMapper(())
         self._routing_backend = routing_backend
         self._replicas = replicas
@@ -75,7 +82,7 @@ class EventForwarder:
         self._clock = clock
         self.description_of: Callable[[str], EngineDescription | None] = lambda replica_id: None
         """Function that returns the last description of a replica's engine. The engine monitor sets it."""
-        self.known = ProgramEventRecords()
+        self.known = ProgramEventRecords(silent_s=silent_program_s)
         self._graphs_sent: dict[str, tuple[str, set[str]]] = {}
         """By engine address: the engine's instance, and the hashes of the graphs that it received in full."""
         self._emitter = f"gateway-{secrets.token_hex(6)}"

@@ -39,6 +39,7 @@ from .engine_queries import EngineQueries
 from .engine_routes import AnyEngineRoutes, AsgiEndpoint, GatewayApplication, GenerationRoutes
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
+from .program_event_records import SILENT_PROGRAM_S
 from .program_id_mapper import ProgramIdMapper
 from .program_migrator import ProgramMigrator
 from .proxy_headers import GATEWAY, REPLICA
@@ -69,6 +70,8 @@ class GatewayOptions:
     max_body_bytes: int = MAX_BODY_BYTES
     max_held_bytes: int = MAX_HELD_BYTES
     reads_prefixes: bool = False
+    silent_program_s: float = SILENT_PROGRAM_S
+    """Seconds without an event after which a program's events are no longer kept for a restarted engine."""
     in_pairs: bool = False
     """True if engines either prefill or decode, so that a request needs one of each."""
     read_side: str | None = None
@@ -104,7 +107,12 @@ class Gateway:
         self._open: aiohttp.ClientSession | None = None
         names = ProgramIdMapper(tenants.names)
         self.forwarder = EventForwarder(
-            routing_backend, replicas, self.session, names=names, engine_key=options.engine_key
+            routing_backend,
+            replicas,
+            self.session,
+            names=names,
+            engine_key=options.engine_key,
+            silent_program_s=options.silent_program_s,
         )
         self._migrator = ProgramMigrator(
             self.forwarder, replicas, self._description_of, self.session, metrics

@@ -15,6 +15,8 @@ from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, Prog
 MAX_RECORDED_PROGRAMS = 50_000
 MAX_TOTAL_GRAPH_BYTES = 32 << 20
 """Maximum size of all graphs as JSON."""
+SILENT_PROGRAM_S = 1800.0
+"""Default seconds without an event after which a program's record is dropped: its client was killed."""
 MAX_UNDELIVERED_EVENTS = 64
 """Maximum number of events per program that no engine has received."""
 MAX_RUNNING_TOOLS = 64
@@ -57,6 +59,14 @@ class TenantBoundedCache(Generic[Value]):
         while self._weight > self._most:
             tenant = max(self._weights, key=lambda one: (self._weights[one], one))
             self.pop((tenant, next(iter(self._of[tenant]))))
+
+    def oldest(self, tenant: str) -> tuple[str, Value] | None:
+        """The tenant's oldest value and its name; ``None``: the tenant has none."""
+        of_tenant = self._of.get(tenant)
+        if not of_tenant:
+            return None
+        name, (value, _) = next(iter(of_tenant.items()))
+        return name, value
 
     def pop(self, key: Key) -> Value | None:
         """Remove and return a value; ``None``: not in the cache."""
@@ -103,6 +113,8 @@ class ProgramEventRecord:
     replica, that replica does not have all of them."""
     telling: tuple[ReplicaInstance, asyncio.Future[bool]] | None = None
     """The replica to which the events were last sent, and a future that tells whether it accepted them."""
+    heard_s: float = 0.0
+    """Time of the program's last event, heartbeats included."""
     again_s: float = 0.0
     """Earliest time at which the events are sent again, after an engine did not accept them."""
 
@@ -126,8 +138,14 @@ class ProgramEventRecords:
     """The records of all programs, by tenant and program id (``key``)."""
 
     def __init__(
-        self, *, most_programs: int = MAX_RECORDED_PROGRAMS, most_graphs_bytes: int = MAX_TOTAL_GRAPH_BYTES
+        self,
+        *,
+        most_programs: int = MAX_RECORDED_PROGRAMS,
+        most_graphs_bytes: int = MAX_TOTAL_GRAPH_BYTES,
+        silent_s: float = SILENT_PROGRAM_S,
     ) -> None:
+        """``silent_s``: seconds without an event after which a program's record is dropped."""
+        self._silent_s = silent_s
         self._programs: TenantBoundedCache[ProgramEventRecord] = TenantBoundedCache(most_programs)
         self._graphs: TenantBoundedCache[bytes] = TenantBoundedCache(most_graphs_bytes)
         """Graphs as JSON by tenant and hash: programs with the same graph share it."""
@@ -155,6 +173,8 @@ class ProgramEventRecords:
         is ``None``. ``delivered``: an engine receives the event now."""
         record = self._programs.get(key)
         if isinstance(event, (Heartbeat, ProgramEnd)):
+            if record is not None:
+                self._put(key, record, now_s)
             return None
         if record is None:
             record = ProgramEventRecord(authorization)
@@ -170,9 +190,23 @@ class ProgramEventRecords:
             self._note_tool(record, event, kept, delivered)
         if not delivered:
             record.has_unsent()
+        self._put(key, record, now_s)
+        return kept
+
+    def _put(self, key: Key, record: ProgramEventRecord, now_s: float) -> None:
+        """Make the record its tenant's newest, so that records stay in the order of their last events."""
+        record.heard_s = now_s
         weight = 1 + (len(record.tools) + len(record.undelivered)) // EVENTS_PER_PROGRAM
         self._programs.put(key, record, weight)
-        return kept
+        self._drop_silent(key[0], now_s)
+
+    def _drop_silent(self, tenant: str, now_s: float) -> None:
+        """Drop up to two records of silent programs: one event adds at most one record."""
+        for _ in range(2):
+            oldest = self._programs.oldest(tenant)
+            if oldest is None or now_s - oldest[1].heard_s <= self._silent_s:
+                return
+            self._programs.pop((tenant, oldest[0]))
 
     def _note_tool(
         self, record: ProgramEventRecord, event: ToolStart | ToolStop, kept: RecordedEvent, delivered: bool
