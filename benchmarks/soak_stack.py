@@ -42,7 +42,7 @@ ENGINE_ENV = {
     "SOJOURN_HISTORY": "off",
 }
 """Environment of an engine. oneDNN caches a compiled kernel for each number of tokens in a batch. By default
-it keeps 1,024 kernels (about 300 MiB), which takes an hour; 64 kernels are reached within minutes."""
+it keeps so many that a process grows for an hour; 64 are reached within minutes."""
 
 
 @dataclass

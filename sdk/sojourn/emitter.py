@@ -107,8 +107,8 @@ class Emitter:
         self._wake = threading.Condition(self._lock)
         self._drained = threading.Condition(self._lock)
         self._inbox: deque[PendingEvent] = deque()
-        """Events that ``put`` has added; they have no sequence number yet. Whoever holds the lock moves them
-        into ``_pending``, in order."""
+        """New events, without sequence numbers. A thread that holds the lock numbers them and moves them into
+        ``_pending``."""
         self._pending = EventQueue(self._queue_events)
         self._sending = 0
         self._seq = itertools.count()

@@ -106,7 +106,7 @@ class _LinkRequest:
 
 
 class TransferLink:
-    """A link: a queue of items, of which at most ``width`` are in flight at a time."""
+    """A queue of items to transfer. At most ``width`` items are in flight at a time."""
 
     def __init__(
         self,

@@ -54,8 +54,8 @@ def read_model_config(model: str, revision: str | None = None) -> dict[str, Any]
 def check_layers(model: str, config: Mapping[str, Any], next_step: str, *, certain: bool = True) -> list[str]:
     """Check that the KV caches of all layers form one group. Returns notes.
 
-    Raises ``InvalidOption``, with ``next_step``, for a hybrid model. It is a note unless the engine will
-    ``certain``ly use this configuration.
+    Raises ``InvalidOption``, with ``next_step``, for a hybrid model. ``certain=False``: the engine may use
+    another configuration, so the problem is a note.
     """
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config  # multimodal models have one

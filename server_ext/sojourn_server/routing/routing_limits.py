@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+SILENT_PROGRAM_S = 1800.0
+"""Default seconds after which a gateway forgets a program that sends nothing."""
 MAX_ERROR_CHARS = 200
 """Number of characters to which a policy's error message is cut."""
 
@@ -37,7 +39,7 @@ class RoutingLimits:
     most_failures_computing: int = 2
     """Maximum number of replicas at which a request may fail after they had accepted it. The request itself
     may be the cause of such failures."""
-    silent_program_s: float = 1800.0
+    silent_program_s: float = SILENT_PROGRAM_S
     """A program without events for this long counts as ended."""
     slo_factor: float = 1.5
     """A program without a deadline is due after this many times the mean duration of its agent type."""

@@ -105,9 +105,7 @@ class ProgramCachePolicy(LRUCachePolicy):
     def clear(self) -> None:
         """Remove all chunks."""
         super().clear()
-        self._owner.clear()
-        self._owned.clear()
-        self._ended.clear()
+        self._forget_all()
 
     # -- inside -----------------------------------------------------------------
 
@@ -121,10 +119,16 @@ class ProgramCachePolicy(LRUCachePolicy):
             if self.strict:
                 raise
             self._off = True
+            self._forget_all()
             logger.exception(
                 "sojourn: the eviction order of host memory failed; it is vLLM's own from now on"
             )
             return None
+
+    def _forget_all(self) -> None:
+        self._owner.clear()
+        self._owned.clear()
+        self._ended.clear()
 
     def _used_all(self, key_groups: Sequence[Sequence[OffloadKey]], program_id: ProgramId | None) -> None:
         for keys in key_groups:

@@ -214,9 +214,10 @@ class SchedulerAdapter:
         )
         self.service.client_event_handler.apply_attached_events(identity, now)
         self.handle(RequestArrived(request.request_id, identity, request.num_prompt_tokens), now)
-        known = self.program_scheduler.request(request.request_id)
-        if self._cache_policy is not None and known is not None and known.program_id is not None:
-            self._cache_policy.arrived(request.request_id, known.program_id)
+        if self._cache_policy is not None:
+            known = self.program_scheduler.request(request.request_id)
+            if known is not None and known.program_id is not None:
+                self._cache_policy.arrived(request.request_id, known.program_id)
         self._carry_out(now)
 
     def before_step(self) -> None:

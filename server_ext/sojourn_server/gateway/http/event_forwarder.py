@@ -30,11 +30,11 @@ from sojourn.wire_codec import (
 from sojourn.wire_events import AegReport, AnyEvent, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 from ...routing import routing_events
+from ...routing.routing_limits import SILENT_PROGRAM_S
 from .engine_client import ask_engine, bearer
 from .engine_reports import EngineDescription
 from .ordered_sender import ANSWER_TIMEOUT_S, OrderedSender, post_all
 from .program_event_records import (
-    SILENT_PROGRAM_S,
     Key,
     ProgramEventRecords,
     RecordedEvent,
@@ -51,7 +51,7 @@ REPLAY_WAIT_S = 1.0
 REPLAY_RETRY_S = 5.0
 """Delay before a program's events are sent again to an engine that did not accept them."""
 MAX_GRAPHS_SENT = 1024
-"""Maximum number of graphs per engine of which the gateway remembers that it has sent them."""
+"""Maximum number of graphs that the gateway remembers as sent, for each engine."""
 
 
 class EventForwarder:

@@ -24,6 +24,7 @@ from ...api.api_errors import ApiError
 from ...api.body_reader import read_body
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
+from ...routing.routing_limits import SILENT_PROGRAM_S
 from ...routing.routing_status import PairEngineStatus, ReplicaStatus
 from .client_apis import (
     GATEWAY_FAILED,
@@ -39,7 +40,6 @@ from .engine_queries import EngineQueries
 from .engine_routes import AnyEngineRoutes, AsgiEndpoint, GatewayApplication, GenerationRoutes
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
-from .program_event_records import SILENT_PROGRAM_S
 from .program_id_mapper import ProgramIdMapper
 from .program_migrator import ProgramMigrator
 from .proxy_headers import GATEWAY, REPLICA

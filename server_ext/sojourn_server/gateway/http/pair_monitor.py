@@ -39,9 +39,9 @@ class PairMonitor(EngineMonitor):
     """Registers the prefill and decode engines at given addresses.
 
     An engine that cannot be part of a pair gets no requests, and the log says so once. All accepted engines
-    are of one kind, the served kind: they have the same model and KV format. At the start this is the kind
-    of which there are most engines. The served kind may change until a pair exists. After that it changes
-    only when all engines of it are gone.
+    are of one kind, the served kind: they have the same model and KV format. At the start the
+    kind with the most engines is served. Until a pair exists, another kind may take its place. Afterwards
+    the served kind changes only when all its engines are gone.
     """
 
     def __init__(

@@ -12,11 +12,11 @@ import msgspec
 from sojourn.wire_codec import MAX_EVENT_NAME_BYTES, MAX_GRAPH_BYTES, encode
 from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
+from ...routing.routing_limits import SILENT_PROGRAM_S
+
 MAX_RECORDED_PROGRAMS = 50_000
 MAX_TOTAL_GRAPH_BYTES = 32 << 20
 """Maximum size of all graphs as JSON."""
-SILENT_PROGRAM_S = 1800.0
-"""Default seconds without an event after which a program's record is dropped: its client was killed."""
 MAX_UNDELIVERED_EVENTS = 64
 """Maximum number of events per program that no engine has received."""
 MAX_RUNNING_TOOLS = 64

@@ -34,7 +34,7 @@ class GatewayRequestState:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.on_change: Callable[[], None] | None = None
-        """Called when a decision arrives or the client disconnects while nobody waits in ``next``."""
+        """Callback for a new decision or a client that disconnects. It is not called while ``next`` waits."""
         self._decisions: deque[RequestDecision] = deque()
         self.client_gone = False
         self.superseded = False

@@ -1,5 +1,5 @@
-"""Messages from the coordinator to gateways: one outbox per gateway, and a record of which gateway has each
-request."""
+"""Sends the coordinator's messages to gateways. Each gateway has an outbox, each request belongs to one
+gateway."""
 
 from __future__ import annotations
 

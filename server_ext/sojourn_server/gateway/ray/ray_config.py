@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 
 from sojourn.errors import InputError
 
+from ...routing.routing_limits import SILENT_PROGRAM_S
 from .autoscale import AutoscaleLimits
 
 Section = TypeVar("Section")
@@ -129,7 +130,7 @@ class RayConfig:
     keys: KeysConfig = KeysConfig()
     max_waiting: int = 20_000
     wait_s: float = 600.0
-    silent_program_s: float = 1800.0
+    silent_program_s: float = SILENT_PROGRAM_S
     address: str = "local"
     """Address of a running cluster. ``local``: start a cluster on this machine, which ends with the
     command."""
