@@ -13,7 +13,7 @@ import aiohttp
 
 PROGRAMS = 20
 TURNS = 6
-STREAM_TOKENS = 48
+STREAM_TOKENS = 96
 """Of a turn that is streamed: long enough that a kill finds some on their way."""
 OTHER_TOKENS = 12
 BLOCK = 32
@@ -106,16 +106,27 @@ async def take_turn(
 async def play(
     url: str, run: Run, harm: Callable[[], Awaitable[None]] | None = None, *, turns: range = range(TURNS)
 ) -> None:
-    """All programs at once, every third turn a stream; ``harm`` runs beside them."""
+    """All programs at once, every third turn a stream; ``harm`` runs beside them.
+
+    Each program waits for the first answers of all: else those of a fast engine may be over before
+    a slow one, on which programs are at home as well, has answered at all.
+    """
     async with aiohttp.ClientSession(timeout=TIMEOUT, connector=aiohttp.TCPConnector(limit=0)) as http:
+        without_answer = set(range(PROGRAMS))
+        all_answered = asyncio.Event()
 
         async def program(number: int) -> None:
             for at in turns:
                 for _ in range(MOST_TRIES):
-                    if await take_turn(http, url, number, at, run, stream=(at + number) % 3 == 0):
+                    has_answer = await take_turn(http, url, number, at, run, stream=(at + number) % 3 == 0)
+                    if has_answer:
                         break
-                else:
+                without_answer.discard(number)
+                if not without_answer:
+                    all_answered.set()
+                if not has_answer:
                     return
+                await all_answered.wait()
                 await asyncio.sleep(0.05 + 0.01 * number)
             run.finished += 1
 
@@ -124,8 +135,8 @@ async def play(
 
 
 async def answered(run: Run, answers: int) -> None:
-    """Until the programs have so many answers and one each, or have finished. (Of two engines one may be much
-    the slower, and who has no answer yet is at home nowhere.)"""
+    """Until the programs have so many answers and one each, or have finished. (Who has no answer yet is at
+    home nowhere.)"""
     while (run.answers < answers or len(run.replicas) < PROGRAMS) and not run.over:
         await asyncio.sleep(0.01)
 

@@ -199,7 +199,7 @@ def test_an_engine_killed_in_the_middle_fails_nobody(servers: list[EngineServer]
         states = httpx.get(f"{gateway.url}/sojourn/v1/replicas", timeout=30, trust_env=False).json()
     assert run.failed == []
     assert run.silent == []
-    assert run.broken, "a stream of the killed engine was on its way, and ended with an error"
+    assert run.broken, f"a stream of the killed engine was on its way and ended with an error: {run}"
     assert set(run.broken.values()) == {dead}
     assert run.finished == PROGRAMS, log[-3000:]
     at_first = run.at_home()

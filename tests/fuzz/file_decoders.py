@@ -51,6 +51,7 @@ from sojourn_server.kv_offload.file_system import LocalFileSystem
 from sojourn_server.kv_offload.shared_store import SiblingStores
 from sojourn_server.kv_offload.store_folder import MANIFEST, IncompatibleStore, find_stores, folder_name
 from sojourn_server.kv_offload.vllm_fs_store import VllmFsLayout, VllmFsStore
+from sojourn_server.launch.model_config import check_layers, read_model_config
 from sojourn_server.launch.model_weights import known_weights
 from sojourn_server.launch.prefill_decode_checks import keeps_block_size
 from sojourn_server.launch.serve_command import EngineFlags, InvalidOption
@@ -691,6 +692,18 @@ CONFIG = {
 }
 
 
+WINDOWS = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "text_config": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512},
+}
+HYBRID = {"architectures": ["Qwen3NextForCausalLM"], "layer_types": ["linear_attention", "full_attention"]}
+
+
+def check_model_config(path: Path) -> Any:
+    config = read_model_config(str(path.parent))
+    return None if config is None else check_layers("model", config, "expected another model")
+
+
 def use_model_folder(path: Path) -> Any:
     for folder in (str(path.parent),):
         keeps_block_size(folder)
@@ -770,6 +783,15 @@ FILE_DECODERS: dict[str, Decoder] = {
         examples=(json_bytes(CONFIG),),
         documents=(CONFIG,),
         pack=json_bytes,
+    ),
+    "model configuration": Decoder(
+        modules=("sojourn_server/launch/model_config.py",),
+        decode=in_file(check_model_config, "config.json"),
+        examples=(json_bytes(CONFIG), json_bytes(WINDOWS)),
+        refused=(json_bytes(HYBRID),),
+        documents=(CONFIG, WINDOWS, HYBRID),
+        pack=json_bytes,
+        errors=(InvalidOption,),
     ),
     "block file": Decoder(
         modules=("sojourn_server/kv_offload/block_file.py",),
