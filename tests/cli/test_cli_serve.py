@@ -47,20 +47,29 @@ def test_a_hub_id_is_passed_on():
     assert "org/name" in dry_run("org/name", "--policy", "stock")
 
 
-def test_layers_of_several_kinds_are_kept_as_one_group_and_states_are_refused(tmp_path):
-    flag, config = "--disable-hybrid-kv-cache-manager", tmp_path / "config.json"
-    assert dry_run("tiny").count(flag) == 1
-    assert dry_run("tiny", flag).count(flag) == 1
-    assert flag not in dry_run("tiny", "--no-disable-hybrid-kv-cache-manager")
-    assert flag not in dry_run("tiny", "--policy", "stock")
+def test_with_tiers_layers_of_several_kinds_are_one_group_and_states_are_refused(tmp_path):
+    flag, config, tiers = (
+        "--disable-hybrid-kv-cache-manager",
+        tmp_path / "config.json",
+        ("--kv-host-gib", "1"),
+    )
+    for policy in ("continuum", "stock"):
+        assert flag not in dry_run("tiny", "--policy", policy), "without tiers each kind is a group"
+        assert dry_run("tiny", "--policy", policy, *tiers).count(flag) == 1
+        assert flag not in dry_run("tiny", "--policy", policy, "--kv-offloading-size", "1")
+    assert dry_run("tiny", flag, *tiers).count(flag) == 1
+    assert flag not in dry_run("tiny", "--no-disable-hybrid-kv-cache-manager", *tiers)
+    model = str(tmp_path)
     config.write_text(json.dumps({"layer_types": ["sliding_attention", "full_attention"]}))
-    assert "attend to a window" in " ".join(invoke(str(tmp_path), "--dry-run").output.split())
+    assert "attend to a window" in " ".join(invoke(model, *tiers, "--dry-run").output.split())
+    assert "window" not in invoke(model, "--dry-run").output
     config.write_text(json.dumps({"layer_types": ["linear_attention", "full_attention"]}))
-    told = failure(str(tmp_path), "--dry-run")
+    told = failure(model, *tiers, "--dry-run")
     assert "layers that keep a state" in str(told)
-    assert told.next_step == "serve it with --policy stock"
-    assert dry_run(str(tmp_path), "--policy", "stock")
-    note = invoke(str(tmp_path), "--hf-overrides", "{}", "--dry-run").output
+    assert "--tier-backend vllm" in told.next_step
+    assert dry_run(model)
+    assert dry_run(model, "--kv-offloading-size", "1")
+    note = invoke(model, *tiers, "--hf-overrides", "{}", "--dry-run").output
     assert "would refuse" in " ".join(note.split())
 
 

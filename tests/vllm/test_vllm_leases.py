@@ -369,14 +369,3 @@ def test_leases_that_free_nothing_are_not_given_up(make_engine, clock):
     engine.add("runs", [*shared, *prompt(1, 100)], program_id="P1", max_tokens=40)
     assert engine.run(max_steps=200) < 200
     assert engine.ask("program", program_id="P1")["ledger"][0]["output_tokens"] == 40
-
-
-def test_a_model_with_several_kv_cache_groups_is_refused(make_engine):
-    from sojourn_server.vllm.scheduler import SojournMixin, UnsupportedModel
-
-    class Upstream:
-        def __init__(self) -> None:
-            self.kv_cache_config = type("Config", (), {"kv_cache_groups": [1, 2]})()
-
-    with pytest.raises(UnsupportedModel, match="--policy stock"):
-        type("Mixed", (SojournMixin, Upstream), {})()

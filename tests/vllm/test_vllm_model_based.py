@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from cache_group_specs import MORE_GROUPS
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -22,6 +23,7 @@ class EngineLife(RuleBasedStateMachine):
 
     policy: str = "fixed-ttl"
     eviction: str = "lru"
+    groups: str | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,13 +33,16 @@ class EngineLife(RuleBasedStateMachine):
         self.requests = 0
         self.sequence = 0
         self.contexts: dict[str, list[int]] = {}
+        more = MORE_GROUPS[self.groups]() if self.groups is not None else ()
+        self.blocks = BLOCKS * (1 + len(more))
         self.engine = SimulatedEngine(
             SimulatedEngineOptions(
-                blocks=BLOCKS + 1,
+                blocks=self.blocks + 1,
                 block_size=BLOCK_SIZE,
                 max_num_seqs=4,
                 max_num_batched_tokens=128,
                 max_model_len=512,
+                other_groups=more,
                 sojourn={"policy": self.policy, "strict": True, "lease_budget_fraction": 1.0},
             ),
             lambda: self.now,
@@ -134,7 +139,7 @@ class EngineLife(RuleBasedStateMachine):
         leases = {lease.program_id: lease.blocks for lease in adapter.program_scheduler.state.leases}
         held = {program_id: len(blocks) for program_id, blocks in adapter._pinned._pinned.items()}
         assert leases == held
-        assert adapter.program_scheduler.state.leases.blocks == sum(held.values()) <= BLOCKS
+        assert adapter.program_scheduler.state.leases.blocks == sum(held.values()) <= self.blocks
 
     @invariant()
     def owners_are_known_programs_of_cached_blocks(self) -> None:
@@ -191,7 +196,7 @@ class EngineLife(RuleBasedStateMachine):
         self.now += 5000.0
         stats = self.engine.ask("stats")
         assert stats["leases"]["count"] == 0
-        assert self.engine.pool.get_num_free_blocks() == BLOCKS
+        assert self.engine.pool.get_num_free_blocks() == self.blocks
         assert self.engine.scheduler.sojourn.program_scheduler.state.requests.states == {}
         totals = stats["ledger"]
         assert totals["prompt_tokens"] == (
@@ -203,15 +208,20 @@ class EngineLife(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("policy", "eviction"),
+    ("policy", "eviction", "groups"),
     [
-        *((policy, eviction) for policy in POLICIES for eviction in ("lru", "latest-program")),
-        ("saga", "shipped"),
-        ("saga-paper", "shipped"),
+        *((policy, eviction, None) for policy in POLICIES for eviction in ("lru", "latest-program")),
+        ("saga", "shipped", None),
+        ("saga-paper", "shipped", None),
+        ("fixed-ttl", "latest-program", "a window"),
+        ("saga", "shipped", "a window"),
+        ("continuum", "lru", "a state"),
+        ("saga", "shipped", "a window and a state"),
     ],
 )
-def test_the_pool_always_adds_up(policy, eviction):
-    machine = type("EngineLife", (EngineLife,), {"policy": policy, "eviction": eviction})
+def test_the_pool_always_adds_up(policy, eviction, groups):
+    attributes = {"policy": policy, "eviction": eviction, "groups": groups}
+    machine = type("EngineLife", (EngineLife,), attributes)
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from cache_group_specs import MORE_GROUPS
 
 
 def random_load(
@@ -54,6 +55,23 @@ def test_without_hints_every_step_is_stock_vllms(make_engine, policy, asynchrono
         stock.scheduler._preempt_request = counted
         assert random_load(ours, seed) == random_load(stock, seed)
         assert preemptions > 0, "the load must be heavy enough to mean something"
+
+
+@pytest.mark.parametrize("groups", MORE_GROUPS)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_with_several_cache_groups_as_well(make_engine, groups, asynchronous):
+    more = MORE_GROUPS[groups]()
+    shape = {
+        "blocks": 65 * (1 + len(more)),
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "max_model_len": 1024,
+        "asynchronous": asynchronous,
+        "other_groups": more,
+    }
+    for seed in range(3):
+        stock = make_engine(None, **shape)
+        assert random_load(make_engine("continuum", **shape), seed) == random_load(stock, seed)
 
 
 def test_observing_programs_changes_no_step(make_engine):

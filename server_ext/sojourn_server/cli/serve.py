@@ -106,7 +106,7 @@ def serve(
     from sojourn_server.launch.launch_environment import detect_launch_environment
     from sojourn_server.launch.launch_errors import InvalidOption
     from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
-    from sojourn_server.launch.serve_command import STOCK_POLICY, ServeOptions, build_command
+    from sojourn_server.launch.serve_command import ServeOptions, build_command
     from sojourn_server.models import CHAT_TEMPLATE, LOCAL_MODELS, model_directory
 
     if model.startswith("-"):
@@ -166,8 +166,7 @@ def serve(
         )
         _print_notes(command.warnings)
         _print_notes(_check_settings(policy, command.argv, role))
-        if policy != STOCK_POLICY or role is not None:
-            _print_notes(_check_model(model_path, command.argv, role))
+        _print_notes(_check_model(model_path, command.argv, role))
         if dry_run:  # before the checks: the command may be for another machine
             sys.stdout.write(command.as_shell() + "\n")
         if tiers.any:
@@ -244,15 +243,22 @@ def _check_engine(policy: str, role: str | None) -> None:
 
 def _check_model(model_path: str, argv: Sequence[str], role: str | None) -> list[str]:
     """Return notes for the user about a model whose configuration is on this machine. Raises
-    ``InvalidOption`` for a model whose kind of layers sojourn cannot serve."""
+    ``InvalidOption`` for a model whose kind of layers sojourn's KV connectors do not support."""
     from sojourn_server.launch.model_config import check_layers, read_model_config
-    from sojourn_server.launch.serve_command import EngineFlags
+    from sojourn_server.launch.serve_command import OWN_CONNECTORS, EngineFlags
 
     flags = EngineFlags(tuple(argv))
+    if flags.kv_connector() not in OWN_CONNECTORS:
+        return []
     config = read_model_config(model_path, flags.value("--revision"))
     if config is None:
         return []
-    next_step = "serve it with --policy stock" + (", without --role" if role is not None else "")
+    next_step = (
+        "leave out --kv-host-gib and --kv-disk, with a policy that does without, such as continuum; on CUDA, "
+        "--tier-backend vllm serves it"
+        if role is None
+        else "serve it without --role"
+    )
     elsewhere = any(map(flags.has, ("--config", "--hf-overrides", "--hf-config-path")))
     return check_layers(model_path, config, next_step, certain=not elsewhere)
 

@@ -88,7 +88,7 @@ class AdmissionController:
             need_blocks=need_blocks,
             free_blocks=free_blocks + later,
             pool_blocks=pool.blocks,
-            block_size=pool.block_size,
+            block_size=pool.tokens_per_block,
             max_context_tokens=pool.max_context_tokens,
             anything_running=anything_running,
             # If the demand of all running requests is known, it replaces the earlier programs' growth.
@@ -128,7 +128,7 @@ class AdmissionController:
         if not self._policy.forecasts:
             return None
         self._demand_forecaster.remove_demand(request_state.request_id)
-        tokens = need_blocks * self._state.pool.block_size
+        tokens = int(need_blocks * self._state.pool.tokens_per_block)
         return self._demand_forecaster.as_running_view(
             request_state, tokens=tokens, output_tokens=output_tokens, most_tokens=most_tokens, now=now
         )

@@ -116,7 +116,7 @@ class DemandForecaster:
             return False
         # The request's shared blocks were counted once more for it, in demand and in available blocks.
         self._room_blocks -= view.shared_blocks
-        its = needed_blocks([view], self._pool.block_size)
+        its = needed_blocks([view], self._pool.tokens_per_block)
         self._needed = [whole - part for whole, part in zip(self._needed, its, strict=True)]
         return True
 
@@ -134,7 +134,7 @@ class DemandForecaster:
         """Add the demand of a request that the admission policy accepted."""
         self.remove_demand(view.request_id)
         self._counted[view.request_id] = RequestGrowth(view.context_tokens, view.remaining)
-        its = needed_blocks([view], self._pool.block_size)
+        its = needed_blocks([view], self._pool.tokens_per_block)
         self._needed = [whole + part for whole, part in zip(self._needed, its, strict=True)]
 
     def ended(self, request_state: RequestState, output_tokens: int, *, cut: bool = False) -> None:
@@ -218,7 +218,7 @@ class DemandForecaster:
         self.changes += 1
         # Only the values for the sum are computed here, the others when a victim is chosen.
         self._counted = {view.request_id: self._growth(view, now) for view in running}
-        self._needed = needed_blocks(self._counted.values(), self._pool.block_size)
+        self._needed = needed_blocks(self._counted.values(), self._pool.tokens_per_block)
         self._room_blocks = self.available_blocks(running, used_blocks)
         if not self._preset.forecast.looks:
             return None
@@ -240,7 +240,7 @@ class DemandForecaster:
     ) -> BlockShortage:
         """Return the shortage of blocks, as input of the policy that selects a victim in ``running``."""
         room = self.available_blocks(running, used_blocks)
-        return BlockShortage(short_blocks, room, self._pool.block_size, self._step_s)
+        return BlockShortage(short_blocks, room, self._pool.tokens_per_block, self._step_s)
 
     def foreseen(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
         """Return the views in ``running`` with the predicted remaining output and recovery cost filled in."""
@@ -297,7 +297,7 @@ class DemandForecaster:
             return None, None
         back_s = pool.host_s_per_token
         if back_s is None:
-            back_s = pool.block_bytes / pool.block_size / ASSUMED_LINK_BYTES_PER_S
+            back_s = pool.block_bytes / pool.tokens_per_block / ASSUMED_LINK_BYTES_PER_S
         return back_s, back_s
 
     def _victim(self, tokens: int, copied_tokens: int) -> PreemptedRequestView:

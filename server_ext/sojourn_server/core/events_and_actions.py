@@ -113,8 +113,9 @@ class TurnFinished(_Event, tag="end", frozen=True):
     prompt_tokens: int
     output_tokens: int
     cached_blocks: int
-    """Number of full blocks that the request can leave in the prefix cache."""
+    """Number of blocks that the request can leave in the prefix cache, and that a lease would pin."""
     block_hashes: Sequence[Any]
+    """Hashes of the part of the context that these blocks stand for."""
     held_blocks: int | None = None
     """Number of distinct blocks that leases hold now; None: the sum over all leases."""
     unheld_blocks: int | None = None

@@ -254,7 +254,9 @@ class LeaseManager:
             return (cause if cause is LossCause.DROPPED else LossCause.UNKNOWN), None
         if missing >= len(before):
             return LossCause.UNKNOWN, None
-        evicted_block = self._state.eviction_log.find(before[missing])
+        # With several KV cache groups, a hit is missing already at this block if a later one was evicted.
+        found = map(self._state.eviction_log.find, before[missing:])
+        evicted_block = next((each for each in found if each is not None), None)
         if evicted_block is None:
             return cause or LossCause.UNKNOWN, None
         return (cause or evicted_block.cause), evicted_block

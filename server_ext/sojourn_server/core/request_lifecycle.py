@@ -231,7 +231,7 @@ class RequestLifecycle:
             return None
         self._turns.open_gap(program, fact, now)
         program.hinted_ttl_s = request_state.hinted_ttl_s
-        self._state.contexts.put(program.id, fact.block_hashes[: fact.cached_blocks])
+        self._state.contexts.put(program.id, fact.block_hashes)
         self._tiers.turn_finished(program, fact.cached_blocks, now)
         self._predictor.turn_finished(program, request_state, fact.cached_blocks, now)
         if record is not None:

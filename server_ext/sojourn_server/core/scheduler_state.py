@@ -31,7 +31,10 @@ class KVPoolConfig:
 
     blocks: int
     block_size: int
-    """Number of tokens per block."""
+    """Number of tokens per block hash: a prefix cache hit has a multiple of it."""
+    tokens_per_block: float = 0.0
+    """Number of tokens of context per block; 0: ``block_size``. A model with several KV cache groups needs
+    several blocks for the same tokens."""
     block_bytes: int = 0
     max_context_tokens: int = 1 << 31
     dropped_hit_blocks: int = 0
@@ -44,6 +47,9 @@ class KVPoolConfig:
     """Number of blocks that fit in host memory; 0: no host tier."""
     disk_blocks: int = 0
     """Number of blocks that fit on the disk; 0: no disk."""
+
+    def __post_init__(self) -> None:
+        self.tokens_per_block = self.tokens_per_block or self.block_size
 
 
 @dataclass(slots=True)

@@ -337,7 +337,7 @@ class TierManager:
         return PlacementView(
             why=why,
             device=TierCapacity(
-                capacity_blocks=pool.blocks, untracked_blocks=-(-others_tokens // pool.block_size)
+                capacity_blocks=pool.blocks, untracked_blocks=math.ceil(others_tokens / pool.tokens_per_block)
             ),
             host=TierCapacity(capacity_blocks=pool.host_blocks),
             disk=TierCapacity(capacity_blocks=pool.disk_blocks),
@@ -439,7 +439,7 @@ class TierManager:
             place.filed = None
 
     def _seen(self, place: _PlacedState) -> ProgramTierView:
-        program, block_size = place.program, self._pool.block_size
+        program, per_block = place.program, self._pool.tokens_per_block
         wants_tokens = max(
             (request_state.prompt_tokens for request_state in place.waiting.values()), default=0
         )
@@ -459,10 +459,10 @@ class TierManager:
             activity=place.activity,
             idleness=place.clock.reading(),
             context_blocks=place.context_blocks,
-            required_blocks=-(-wants_tokens // block_size),
-            resident_blocks=sum(-(-tokens // block_size) for tokens in runs_tokens),
-            turn_blocks=math.ceil((context_tokens + this_turn) / block_size),
-            peak_blocks=math.ceil((context_tokens + to_the_end) / block_size),
+            required_blocks=math.ceil(wants_tokens / per_block),
+            resident_blocks=sum(math.ceil(tokens / per_block) for tokens in runs_tokens),
+            turn_blocks=math.ceil((context_tokens + this_turn) / per_block),
+            peak_blocks=math.ceil((context_tokens + to_the_end) / per_block),
             arrived_s=place.arrived_s,
             waiting_since_s=oldest.arrived_s if oldest is not None else 0.0,
             last_active_s=place.last_active_s,

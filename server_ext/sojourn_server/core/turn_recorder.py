@@ -120,7 +120,7 @@ class TurnRecorder:
             self._state.recorder.count("sojourn_prompt_tokens_total", tokens, result="lost")
             self._state.recorder.count("sojourn_lost_tokens_total", tokens, cause=cause.value)
             if cause is not LossCause.CHANGED:
-                regretted = tokens // self._state.pool.block_size
+                regretted = int(tokens // self._state.pool.tokens_per_block)
                 self._state.recorder.count("sojourn_evictions_regretted_total", regretted, tier="device")
 
     def open_gap(self, program: ProgramState, fact: TurnFinished, now: float) -> None:

@@ -52,7 +52,7 @@ def read_model_config(model: str, revision: str | None = None) -> dict[str, Any]
 
 
 def check_layers(model: str, config: Mapping[str, Any], next_step: str, *, certain: bool = True) -> list[str]:
-    """Check that the KV caches of all layers form one group. Returns notes.
+    """Check that the KV caches of all layers form one group, as sojourn's KV connectors need. Returns notes.
 
     Raises ``InvalidOption``, with ``next_step``, for a hybrid model. ``certain=False``: the engine may use
     another configuration, so the problem is a note.
@@ -68,7 +68,7 @@ def check_layers(model: str, config: Mapping[str, Any], next_step: str, *, certa
     if kinds & _STATE_LAYERS or (is_hybrid and not kinds):
         problem = (
             f"{model} has layers that keep a state (state-space or linear attention) beside attention; "
-            "sojourn supports one kind, so the engine would refuse the model once it is loaded"
+            "sojourn's KV connectors support one kind, so the engine would refuse the model once it is loaded"
         )
         if certain:
             raise InvalidOption(problem, next_step)
@@ -76,9 +76,9 @@ def check_layers(model: str, config: Mapping[str, Any], next_step: str, *, certa
     windows = any("sliding" in kind or "chunked" in kind for kind in kinds) and len(kinds) > 1
     if windows or (not kinds and text.get("sliding_window") and _alternates(text)):
         return [
-            f"{model} has layers that attend to a window; sojourn keeps the whole context of these too "
-            "(--disable-hybrid-kv-cache-manager), so that the KV cache holds fewer tokens than with "
-            "--policy stock"
+            f"{model} has layers that attend to a window; with sojourn's host memory, disk or pairs these "
+            "keep the whole context too (--disable-hybrid-kv-cache-manager), so that the KV cache holds "
+            "fewer tokens"
         ]
     return []
 

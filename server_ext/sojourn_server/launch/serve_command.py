@@ -15,9 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from ..vllm.compat import API_SERVER_MODULE, CLI_MODULE
-from .kv_offload_options import KvOffloadOptions, hash_seed_environment, offload_transfer_config
+from .kv_offload_options import (
+    OFFLOAD_CONNECTOR,
+    KvOffloadOptions,
+    hash_seed_environment,
+    offload_transfer_config,
+)
 from .launch_errors import InvalidOption
-from .prefill_decode_options import PrefillDecodeOptions, check_block_size, prefill_decode_transfer_config
+from .prefill_decode_options import (
+    PREFILL_DECODE_CONNECTOR,
+    PrefillDecodeOptions,
+    check_block_size,
+    prefill_decode_transfer_config,
+)
 from .redaction import redacted
 
 STOCK_POLICY = "stock"
@@ -34,6 +44,9 @@ WORKER_CLASSES = {
 """Device → value of ``--worker-cls``: vLLM's worker with hidden state capture."""
 FORCED_TOKENS = "sojourn_server.vllm.forced_tokens:ForcedTokens"
 """Value of ``--logits-processors`` that makes a request generate the tokens in its ``replay_ids``."""
+
+OWN_CONNECTORS = (OFFLOAD_CONNECTOR, PREFILL_DECODE_CONNECTOR)
+"""Sojourn's KV connectors. They support models with one KV cache group."""
 
 CPU_BLOCK_SIZE = 32
 """Default block size on CPUs, in tokens. vLLM's own default of 128 reuses less of a prompt, because only full
@@ -174,8 +187,8 @@ def build_command(
         config = _pair_config(options, flags, facts)
         added += ["--kv-transfer-config", json.dumps(config)]
         env.update(hash_seed_environment(environ))
-    if options.policy != STOCK_POLICY or options.pair.any:
-        default("--disable-hybrid-kv-cache-manager")  # sojourn supports one group of KV caches
+    if EngineFlags((*added, *flags.args)).kv_connector() in OWN_CONNECTORS:
+        default("--disable-hybrid-kv-cache-manager")  # they support one group of KV caches
     # An engine of a pair needs the plugin with any scheduler, to report its status to gateways.
     env["VLLM_PLUGINS"] = _plugins(options.policy != STOCK_POLICY or options.pair.any, facts, environ)
     # This changes only the answers: they report how much of the prompt was reused.

@@ -154,7 +154,8 @@ class BlockShortage(NamedTuple):
     available_blocks: int = 0
     """Blocks available to all running requests together; 0: unknown. A shared block counts once for each
     request that uses it."""
-    block_size: int = 16
+    block_size: float = 16
+    """Tokens of context per block."""
     step_s: float = 0.0
     """Seconds per recent engine step; 0: unknown."""
 
@@ -179,7 +180,8 @@ class AdmissionView:
     """Free blocks plus blocks leased to later programs, which can be reclaimed. If the policy has
     ``reserves_prompt_blocks``, blocks that running requests still need for their prompts are subtracted."""
     pool_blocks: int
-    block_size: int
+    block_size: float
+    """Tokens of context per block."""
     max_context_tokens: int
     """Maximum context length."""
     anything_running: bool

@@ -24,6 +24,7 @@ from ..vllm.compat import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVConnectorOutput,
     KVTransferConfig,
     ModelConfig,
@@ -82,6 +83,8 @@ class SimulatedEngineOptions:
     """Blocks of host memory for a connector; 0: no connector."""
     own_tiers: bool = False
     """Whether host memory uses sojourn's connector instead of vLLM's."""
+    other_groups: Sequence[KVCacheSpec] = ()
+    """KV cache groups of the model beside the one with full attention: windows or states."""
     disk_blocks: int = 0
     """Blocks of disk below host memory, for sojourn's connector; 0: no disk."""
     sojourn: dict[str, Any] | None = None
@@ -116,7 +119,10 @@ class SimulatedEngine:
         kv = KVCacheConfig(
             num_blocks=options.blocks,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            kv_cache_groups=[
+                KVCacheGroupSpec([f"layer{number}"], each)
+                for number, each in enumerate((spec, *options.other_groups))
+            ],
         )
         self.scheduler: Any = _scheduler_class(options, clock)(
             vllm_config=config,
@@ -256,6 +262,8 @@ def _scheduler_class(options: SimulatedEngineOptions, clock: Callable[[], float]
 
 def _engine_vllm_config(options: SimulatedEngineOptions, page_bytes: int) -> VllmConfig:
     cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=True)
+    if any(getattr(spec, "mamba_cache_mode", None) == "align" for spec in options.other_groups):
+        cache.mamba_cache_mode = "align"
     config = VllmConfig(
         # A copy: changes to it affect no other engine of the process.
         model_config=copy.copy(_model_config(options.max_model_len)),

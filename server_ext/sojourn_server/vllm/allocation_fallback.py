@@ -15,6 +15,7 @@ from ..core.events_and_actions import BlocksNeeded, DemandSampled, LoadGivenUp, 
 from ..core.program_scheduler import ProgramScheduler
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
 from .compat import KVCacheBlock, KVCacheBlocks, Request, RequestStatus, SchedulingPolicy
+from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
 from .offload_manager import OffloadManager
 from .waiting_queue import WaitingQueueAdapter, max_new_tokens
@@ -39,11 +40,13 @@ class DemandMonitor:
         self,
         scheduler: Scheduler,
         program_scheduler: ProgramScheduler,
+        groups: KVCacheGroups,
         offload: OffloadManager | None,
         handle: EventHandler,
     ) -> None:
         self._scheduler = scheduler
         self._program_scheduler = program_scheduler
+        self._groups = groups
         self._handle = handle
         self._offload = offload
         self._pool = scheduler.kv_cache_manager.block_pool
@@ -84,7 +87,7 @@ class DemandMonitor:
 
     def _view(self, position: int, request: Request) -> RunningRequestView:
         known = self._program_scheduler.request(request.request_id)
-        groups = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        groups = list(self._groups.used_by(request))
         return RunningRequestView(
             request.request_id,
             known.rank if known is not None else sys.maxsize,
@@ -118,6 +121,7 @@ class AllocationFallback:
         self,
         scheduler: Scheduler,
         program_scheduler: ProgramScheduler,
+        groups: KVCacheGroups,
         *,
         clock: Callable[[], float],
         handle: EventHandler,
@@ -129,6 +133,7 @@ class AllocationFallback:
     ) -> None:
         self._scheduler = scheduler
         self._program_scheduler = program_scheduler
+        self._groups = groups
         self._clock = clock
         self._handle = handle
         self._carry_out = carry_out
@@ -149,7 +154,7 @@ class AllocationFallback:
         manager.allocate_slots = self._allocate_with_fallback
         config = scheduler.scheduler_config
         # An upper bound of what running requests can take in one step, doubled.
-        self._step_blocks = 2 * (config.max_num_batched_tokens // scheduler.block_size + 1)
+        self._step_blocks = 2 * groups.blocks_of_new(config.max_num_batched_tokens)
 
     def prepare_step(self) -> None:
         """Install the wrapper for the next step, or remove it if memory is ample and no request waits.
@@ -160,7 +165,7 @@ class AllocationFallback:
         scheduler = self._scheduler
         free = scheduler.kv_cache_manager.block_pool.free_block_queue.num_free_blocks
         ample = (
-            free > self._step_blocks + 4 * len(scheduler.running)
+            free > self._step_blocks + 4 * len(self._groups) * len(scheduler.running)
             and not len(scheduler.waiting)
             and not len(scheduler.kv_holding_waiting)
         )
@@ -196,6 +201,9 @@ class AllocationFallback:
         self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> KVCacheBlocks | None:
         running = request.status == RequestStatus.RUNNING
+        hits = kwargs.get("new_computed_blocks")
+        if hits is not None and self._groups.waits_for_state(hits.blocks):
+            return None
         # Guarded separately: vLLM preempts next, even if reclaiming leases failed.
         blocks: KVCacheBlocks | None = self._guarded(self._reclaim_leases, request, args, kwargs, running)
         while blocks is None and running:
@@ -245,16 +253,14 @@ class AllocationFallback:
         Blocks that may turn out to be shared count as missing. Blocks reserved for transfers are not counted.
         If the estimate is too low, the next round of ending leases asks for more.
         """
-        block_size = self._scheduler.block_size
         manager = self._scheduler.kv_cache_manager
         if running:
-            new_tokens = args[0] if args else kwargs.get("num_new_tokens", 1)
-            needed = -(-new_tokens // block_size) + 1
+            needed = self._groups.blocks_of_new(args[0] if args else kwargs.get("num_new_tokens", 1))
         else:
-            needed = -(-(request.num_tokens + 1) // block_size)
+            needed = self._groups.blocks_of(request.num_tokens + 1)
             hits = kwargs.get("new_computed_blocks")
-            if hits is not None and hits.blocks:
-                needed -= sum(1 for block in hits.blocks[0] if block.ref_cnt > 0)
+            if hits is not None:
+                needed -= self._groups.count_in_use(hits.blocks)
             needed += getattr(manager, "watermark_blocks", 0)
         return max(1, int(needed - manager.block_pool.get_num_free_blocks()))
 

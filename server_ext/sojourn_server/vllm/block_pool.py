@@ -94,16 +94,6 @@ class PinnedBlocks:
         self.release(program_id)
         self._queue.remove_owner(program_id)
 
-    def cached_prefix(self, hashes: Sequence[Any]) -> list[KVCacheBlock]:
-        """Return the cached blocks of the longest cached prefix of a chain of block hashes."""
-        found: list[KVCacheBlock] = []
-        for block_hash in hashes:
-            blocks = self._pool.get_cached_block(block_hash, [0])
-            if blocks is None:
-                break
-            found.append(blocks[0])
-        return found
-
     def used_blocks(self) -> int:
         """Return the number of blocks that are in use or pinned."""
         return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
@@ -223,13 +213,3 @@ def block_content_hash(block: KVCacheBlock) -> Any:
     """Return the block's chained content hash, without the number of its cache group."""
     assert block.block_hash is not None
     return get_block_hash(block.block_hash)
-
-
-def dependent_blocks(chains: Iterable[Sequence[int]], block_ids: set[int]) -> set[int]:
-    """Return ``block_ids`` and all blocks that follow one of them in a request's chain of block ids."""
-    dependent = set(block_ids)
-    for blocks in chains:
-        first = next((position for position, block_id in enumerate(blocks) if block_id in block_ids), None)
-        if first is not None:
-            dependent.update(blocks[first:])
-    return dependent

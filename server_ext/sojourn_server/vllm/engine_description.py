@@ -21,14 +21,16 @@ PAIR_CONNECTORS = frozenset(
 ``kv_role`` is ``kv_both``."""
 
 
-def host_s_per_token(scheduler: Scheduler, profile: EngineProfile | None) -> float | None:
+def host_s_per_token(
+    scheduler: Scheduler, profile: EngineProfile | None, tokens_per_block: float
+) -> float | None:
     """Return the seconds to load one token's KV from host memory; ``None`` if unknown."""
     bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
     size = block_bytes(scheduler)
     connector = scheduler.connector
     if connector is None or isinstance(connector, PathsConnector) or not bytes_per_s or not size:
         return None  # a pair loads KV from its store, at another speed
-    return size / int(scheduler.block_size) / bytes_per_s
+    return size / tokens_per_block / bytes_per_s
 
 
 def connector_name(scheduler: Scheduler) -> str | None:
@@ -111,7 +113,7 @@ def block_bytes(scheduler: Scheduler) -> int:
     return int(sum(tensor.size for tensor in tensors) // blocks)
 
 
-def profile_description(scheduler: Scheduler) -> dict[str, str]:
+def profile_description(scheduler: Scheduler, tokens_per_block: float) -> dict[str, str]:
     """Return the engine's properties that an engine profile records: version, sizes and limits."""
     config = scheduler.scheduler_config
     devices = scheduler.vllm_config.parallel_config.tensor_parallel_size
@@ -124,5 +126,5 @@ def profile_description(scheduler: Scheduler) -> dict[str, str]:
     }
     # ``size`` is for one worker. A scheduler without a model has no tensors.
     if size := block_bytes(scheduler):
-        found["kv_bytes_per_token"] = str(size * devices // scheduler.block_size)
+        found["kv_bytes_per_token"] = str(int(size * devices // tokens_per_block))
     return found

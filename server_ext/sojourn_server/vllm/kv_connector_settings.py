@@ -340,14 +340,16 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
         # A worker may clear a block before the connector has saved what was in it.
         raise SettingsError(
             "vLLM clears this model's KV blocks before it reuses them (mixed precision or state-space "
-            "layers); the KV connectors support models whose blocks are overwritten"
+            "layers); sojourn's KV connectors support models whose blocks are overwritten. Leave out "
+            "--kv-host-gib and --kv-disk, or use --tier-backend vllm"
         )
     groups = len(kv_cache_config.kv_cache_groups)
     if groups != 1:
         raise SettingsError(
-            f"this model has {groups} groups of KV caches, as for sliding windows or state-space layers; the "
-            "KV connectors support models with one: --disable-hybrid-kv-cache-manager makes one of sliding "
-            "windows and full attention"
+            f"this model has {groups} groups of KV caches, as for sliding windows or state-space layers; "
+            "sojourn's KV connectors support models with one. --disable-hybrid-kv-cache-manager makes one of "
+            "sliding windows and full attention; otherwise leave out --kv-host-gib and --kv-disk, or use "
+            "--tier-backend vllm"
         )
 
 

@@ -38,6 +38,8 @@ class ProgramCachePolicy(LRUCachePolicy):
         super().__init__(cache_capacity)
         self.strict = False
         """Whether sojourn's own errors are raised instead of logged. For tests."""
+        self.groups = 1
+        """Number of the model's KV cache groups. Each has chunks of its own."""
         self._off = False
         self._programs: OrderedDict[str, ProgramId] = OrderedDict()
         """Request → its program, from its arrival until vLLM has handled its end."""
@@ -61,8 +63,8 @@ class ProgramCachePolicy(LRUCachePolicy):
 
     def in_use(self, program_id: ProgramId | None, block_hashes: Iterable[bytes]) -> None:
         """Handle the admission of a request, of a program or of none, whose context has these blocks."""
-        group = make_offload_key(b"", 0)
-        keys = (block_hash + group for block_hash in block_hashes)
+        groups = [make_offload_key(b"", number) for number in range(self.groups)]
+        keys = (block_hash + group for block_hash in block_hashes for group in groups)
         self._attempt(self._used_all, [[key for key in keys if key in self._owner]], program_id)
 
     def program_ended(self, program_id: ProgramId) -> None:

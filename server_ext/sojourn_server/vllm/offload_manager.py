@@ -22,9 +22,10 @@ from ..policies.eviction.block_labels import HOST_EVICTION_ORDER, BlockLabel
 from ..policies.placement.placement_views import Tier
 from ..policies.preemption.preemption_recovery import NO_OFFLOAD_S_PER_TOKEN
 from .block_owners import BlockOwners
-from .block_pool import PinnedBlocks, block_content_hash
+from .block_pool import block_content_hash
 from .compat import KVCacheBlock
 from .free_block_queue import ProgramFreeBlockQueue
+from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
 
 STORE_AHEAD_STEPS = 2
@@ -150,8 +151,8 @@ class OffloadManager:
         )
 
     @_turns_off
-    def place(self, program_id: ProgramId, tier: Tier, held: PinnedBlocks) -> None:
-        """Move a program's KV to ``tier``. ``held`` finds the program's cached blocks on the device."""
+    def place(self, program_id: ProgramId, tier: Tier, groups: KVCacheGroups) -> None:
+        """Move a program's KV to ``tier``. ``groups`` finds the program's cached blocks on the device."""
         planner = self._connector.planner
         rank = host_eviction_rank(self._program_scheduler.label(program_id))
         keys = self._program_scheduler.context(program_id)
@@ -170,7 +171,7 @@ class OffloadManager:
                 planner.set_rank(keys, RetentionRank.WANTED)
                 self._coming.add(program_id)
                 # Without blocks on disk the look-up of thousands of keys is skipped.
-                on_device = len(held.cached_prefix(keys)) if planner.disk_blocks else 0
+                on_device = groups.cached_prefix(keys).hashes if planner.disk_blocks else 0
                 planner.fetch(keys[on_device:], RetentionRank.WANTED)
             return
         planner.set_rank(keys[shared:], rank.until_written)
@@ -180,8 +181,10 @@ class OffloadManager:
             return
         if tier is not Tier.WAITING:
             # Copy now, so that the device need not wait for a copy when it reuses a block.
-            blocks = [(block_content_hash(block), block.block_id) for block in held.cached_prefix(keys)]
-            planner.store(blocks, rank.until_written)
+            blocks = groups.cached_prefix(keys).blocks
+            planner.store(
+                [(block_content_hash(block), block.block_id) for block in blocks], rank.until_written
+            )
             self._under_pressure = True
             if rank == RetentionRank.COLD:
                 planner.write_to_disk(keys[shared:], rank)
@@ -229,7 +232,7 @@ class OffloadManager:
         found = self._guarded(self._fetch, keys)
         return found if found is not None else (0, len(keys))
 
-    def persist(self, keys: Sequence[BlockKey], held: PinnedBlocks) -> dict[str, Any]:
+    def persist(self, keys: Sequence[BlockKey], groups: KVCacheGroups) -> dict[str, Any]:
         """Write a program's context to disk. Return block counts, or a ``reason`` why nothing is written."""
         connector = self._connector
         if connector.off:
@@ -238,7 +241,7 @@ class OffloadManager:
             return {"reason": "this engine has no disk below its host memory"}
         if connector.planner.disk.closed:
             return {"reason": "the cache was reset, after which nothing is written where other engines read"}
-        told = self._guarded(self._persist, keys, held)
+        told = self._guarded(self._persist, keys, groups)
         if told is None:
             return {"reason": f"the tiers below the device are off: {connector.off_because}"}
         block_bytes = connector.settings.block_bytes
@@ -419,10 +422,10 @@ class OffloadManager:
         planner = self._connector.planner
         return planner.fetch(keys), planner.missing(keys)
 
-    def _persist(self, keys: Sequence[BlockKey], held: PinnedBlocks) -> PersistStatus:
+    def _persist(self, keys: Sequence[BlockKey], groups: KVCacheGroups) -> PersistStatus:
         planner, on_device, at = self._connector.planner, dict[BlockKey, int](), 0
         while True:  # each tier may have parts of the context
-            found = held.cached_prefix(keys[at:])
+            found = groups.cached_prefix(keys[at:]).blocks
             on_device.update((block_content_hash(block), block.block_id) for block in found)
             at += len(found)
             below = planner.leading(keys[at:])

@@ -52,5 +52,7 @@ def _single_member(scheduler: Any, member: KVTransferMember) -> StockEngineServi
         from ..core.engine_service import StockEngineService
         from .engine_description import profile_description
 
-        found = member.alone = StockEngineService(member, lambda: profile_description(scheduler))
+        found = member.alone = StockEngineService(
+            member, lambda: profile_description(scheduler, scheduler.block_size)
+        )
     return found

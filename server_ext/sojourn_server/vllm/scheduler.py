@@ -29,10 +29,6 @@ from .prefill_quota import PrefillQuota
 from .scheduler_adapter import SchedulerAdapter
 
 
-class UnsupportedModel(RuntimeError):
-    """The model's KV cache has several groups, or none. Sojourn supports exactly one."""
-
-
 def _append_refusal(outputs: dict[int, EngineCoreOutputs], request: Request) -> None:
     """Add the final error of a refused request to the outputs of its client."""
     client_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
@@ -53,13 +49,6 @@ class SojournMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        groups = len(self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
-        if groups != 1:
-            raise UnsupportedModel(
-                f"this model has {groups} KV cache groups (sliding windows, state-space layers); "
-                "sojourn supports one. --disable-hybrid-kv-cache-manager makes one of sliding windows and "
-                "full attention; otherwise serve it with --policy stock."
-            )
         settings = PluginSettings.read(self.vllm_config.additional_config)  # type: ignore[attr-defined]
         self.sojourn = SchedulerAdapter(self, settings, clock=self.sojourn_clock)
         self.sojourn_quota = PrefillQuota.of(

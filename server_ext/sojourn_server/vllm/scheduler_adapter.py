@@ -40,7 +40,7 @@ from ..core.scheduler_state import KVPoolConfig
 from ..policies.preemption.preemption_recovery import RecoveryMethod
 from .allocation_fallback import AllocationFallback, DemandMonitor
 from .block_owners import Owner
-from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash, dependent_blocks
+from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash
 from .compat import KVCacheBlock, Request, RequestStatus, SchedulerOutput
 from .engine_description import (
     block_bytes,
@@ -54,6 +54,7 @@ from .engine_description import (
 from .eviction_heap import Score
 from .hidden_state_capture import HiddenStateRows
 from .history_file import HistoryFile
+from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
 from .length_predictor import LengthPredictor, are_read
 from .offload_cache_policy import find_cache_policy
@@ -90,8 +91,8 @@ class SchedulerAdapter:
         """Ids of requests that the ``ProgramScheduler`` refused and that have not been ended yet."""
         self.failures = 0
         """Number of sojourn's errors that were logged instead of raised."""
-        manager = scheduler.kv_cache_manager
-        self._pool = manager.block_pool
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._groups = groups = KVCacheGroups(scheduler)
         parallel = scheduler.vllm_config.parallel_config
         rank = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
         self._history = HistoryFile(settings.history_file, clock(), rank=rank)
@@ -107,12 +108,13 @@ class SchedulerAdapter:
             preset,
             KVPoolConfig(
                 blocks=self._pool.num_gpu_blocks - 1,
-                block_size=scheduler.block_size,
+                block_size=groups.hash_tokens,
+                tokens_per_block=groups.tokens_per_block,
                 block_bytes=block_bytes(scheduler),
                 max_context_tokens=scheduler.max_model_len,
                 dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
                 step_tokens=scheduler.max_num_scheduled_tokens,
-                host_s_per_token=host_s_per_token(scheduler, settings.profile()),
+                host_s_per_token=host_s_per_token(scheduler, settings.profile(), groups.tokens_per_block),
                 host_blocks=host_blocks,
                 disk_blocks=disk_blocks,
             ),
@@ -123,7 +125,7 @@ class SchedulerAdapter:
         self.program_scheduler.recorder.strict = settings.strict
         self.service = EngineService(
             self.program_scheduler,
-            engine=profile_description(scheduler),
+            engine=profile_description(scheduler, groups.tokens_per_block),
             pool_state=self.pool_state,
             handle=self.handle,
             tier_state=lambda: self._offload.state() if self._offload is not None else {},
@@ -147,6 +149,7 @@ class SchedulerAdapter:
         """Order of eviction in the host memory of vLLM's own connector, if sojourn provides it."""
         if self._cache_policy is not None:
             self._cache_policy.strict = settings.strict
+            self._cache_policy.groups = len(groups)
         self._eviction = EvictionAdapter(
             self.program_scheduler,
             self._pool.free_block_queue,
@@ -159,12 +162,20 @@ class SchedulerAdapter:
         self._pinned = PinnedBlocks(self._pool, self._queue, clock)
         check_scheduling(preset, scheduler.policy.value)
         self._waiting = WaitingQueueAdapter(
-            scheduler, self.program_scheduler, clock=clock, handle=self.handle, guarded=self.guarded
+            scheduler,
+            self.program_scheduler,
+            groups,
+            clock=clock,
+            handle=self.handle,
+            guarded=self.guarded,
         )
-        self._demand_monitor = DemandMonitor(scheduler, self.program_scheduler, self._offload, self.handle)
+        self._demand_monitor = DemandMonitor(
+            scheduler, self.program_scheduler, groups, self._offload, self.handle
+        )
         self._allocation_fallback = AllocationFallback(
             scheduler,
             self.program_scheduler,
+            groups,
             clock=clock,
             handle=self.handle,
             carry_out=self._carry_out,
@@ -333,8 +344,7 @@ class SchedulerAdapter:
         if outcome is TurnFinishReason.STOPPED:
             # Guarded separately: the turn ends even if its output cannot be decoded.
             calls = self.guarded(self.reader.read, request.output_token_ids) or ()
-        cached = self._cached_blocks(request)
-        self._queue.own(cached, program_id)
+        cached, hashes = self._left_in_cache(request, program_id)
         actions = self.handle(
             TurnFinished(
                 request_id=request.request_id,
@@ -343,7 +353,7 @@ class SchedulerAdapter:
                 prompt_tokens=request.num_prompt_tokens,
                 output_tokens=request.num_output_tokens,
                 cached_blocks=len(cached),
-                block_hashes=request.block_hashes,
+                block_hashes=hashes,
                 held_blocks=self._pinned.blocks(),
                 unheld_blocks=self._pinned.count_unpinned(cached),
                 used_blocks=self._pinned.used_blocks(),
@@ -397,9 +407,7 @@ class SchedulerAdapter:
         vLLM sets a block's hash when it plans the step. If the request is preempted within that step, the
         step does not compute the block.
         """
-        block_ids = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-        computed = request.num_computed_tokens // self._scheduler.block_size
-        self._pool.evict_blocks(set(block_ids[computed:]))
+        self._pool.evict_blocks(self._groups.uncomputed(request))
 
     def not_filled(self, block_ids: set[int]) -> None:
         """Forget blocks whose load failed and all blocks computed from them, before vLLM handles the
@@ -408,9 +416,7 @@ class SchedulerAdapter:
         Only a connector that loads KV within a step leaves blocks computed from a failed load. A request with
         an asynchronous load waits, and nothing is computed from it.
         """
-        manager = self._scheduler.kv_cache_manager
-        chains = [manager.get_block_ids(request.request_id)[0] for request in self._scheduler.running]
-        self._pool.evict_blocks(dependent_blocks(chains, block_ids))
+        self._pool.evict_blocks(self._groups.blocks_behind(self._scheduler.running, block_ids))
 
     def cache_reset(self) -> None:
         """End all leases, before vLLM clears the prefix cache."""
@@ -481,7 +487,7 @@ class SchedulerAdapter:
         elif action.kind is EngineActionKind.RELEASE:
             self._pinned.release(program_id)
         elif action.kind is EngineActionKind.PIN_CACHED:
-            blocks = self._pinned.cached_prefix(self.program_scheduler.context(program_id) or ())
+            blocks = self._groups.cached_prefix(self.program_scheduler.context(program_id) or ()).blocks
             found = CachedBlocksFound(
                 program_id,
                 len(blocks),
@@ -493,12 +499,12 @@ class SchedulerAdapter:
                 self._pinned.hold(program_id, blocks)
         elif action.kind is EngineActionKind.PREFETCH:
             hashes = self.program_scheduler.context(program_id) or ()
-            keys = hashes[len(self._pinned.cached_prefix(hashes)) :]
+            keys = hashes[self._groups.cached_prefix(hashes).hashes :]
             coming, nowhere = self._offload.fetch(keys) if self._offload is not None else (0, len(keys))
             self.handle(PrefetchStarted(program_id, len(keys), coming, nowhere), now)
             return
         elif action.kind is EngineActionKind.PLACE and self._offload is not None and action.tier is not None:
-            self._offload.place(program_id, action.tier, self._pinned)
+            self._offload.place(program_id, action.tier, self._groups)
         for request_id in self.program_scheduler.live_requests(program_id):
             request = self._scheduler.requests.get(request_id)
             if request is not None:
@@ -513,7 +519,7 @@ class SchedulerAdapter:
     def _persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
         if self._offload is None:
             return {"reason": "this engine has no sojourn connector: no host memory or disk to write to"}
-        return self._offload.persist(hashes, self._pinned)
+        return self._offload.persist(hashes, self._groups)
 
     def guarded(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run one hook. Count and log its error and return ``None``; raise it if ``strict``."""
@@ -566,6 +572,21 @@ class SchedulerAdapter:
         groups = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
         choose = takewhile if contiguous else filter
         return [block for group in groups for block in choose(_has_hash, group)]
+
+    def _left_in_cache(
+        self, request: Request, program_id: ProgramId
+    ) -> tuple[list[KVCacheBlock], Sequence[Any]]:
+        """Make the program the owner of all blocks that a finished request leaves in the cache. Return the
+        blocks that a lease pins, and the hashes of the context for which they stand."""
+        cached = self._cached_blocks(request)
+        self._queue.own(cached, program_id)
+        if self._groups.is_single:
+            return cached, request.block_hashes[: len(cached)]
+        # A window needs its last blocks only. The state that a hit needs may no longer be among the request's
+        # blocks: vLLM frees it a step after it is computed.
+        prefix = self._groups.cached_prefix(request.block_hashes)
+        self._queue.own(prefix.blocks, program_id)
+        return prefix.blocks, request.block_hashes[: prefix.hashes]
 
     def _release_preempted(
         self, request: Request, program_id: ProgramId | None, below: OffloadManager

@@ -14,6 +14,7 @@ from ..core.events_and_actions import AdmissionRequested, is_let_in
 from ..core.program_scheduler import ProgramScheduler
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy
 from .engine_description import is_one_of_a_pair
+from .kv_cache_groups import KVCacheGroups
 
 if TYPE_CHECKING:
     from .compat import Scheduler
@@ -226,6 +227,7 @@ class WaitingQueueAdapter:
         self,
         scheduler: Scheduler,
         program_scheduler: ProgramScheduler,
+        groups: KVCacheGroups,
         *,
         clock: Callable[[], float],
         handle: EventHandler,
@@ -233,6 +235,7 @@ class WaitingQueueAdapter:
     ) -> None:
         self._scheduler = scheduler
         self._program_scheduler = program_scheduler
+        self._groups = groups
         self._handle = handle
         self._clock = clock
         self._guarded = guarded
@@ -391,7 +394,7 @@ class WaitingQueueAdapter:
         rejected = (request.request_id, self._program_scheduler.demand_changes)
         if entry.forecasts and running and rejected == self._last_rejected:
             return False  # the forecast has not changed since
-        need_blocks = -(-(request.num_tokens + 1) // self._scheduler.block_size)
+        need_blocks = self._groups.blocks_of(request.num_tokens + 1)
         free_blocks, now = self._pool.get_num_free_blocks(), self._clock()
         if entry.reserves_prompt_blocks:
             free_blocks -= self._promised_blocks()
@@ -416,12 +419,11 @@ class WaitingQueueAdapter:
 
     def _promised_blocks(self) -> int:
         """Return how many blocks admitted requests still need for the uncomputed part of their prompts."""
-        manager, block_size = self._scheduler.kv_cache_manager, self._scheduler.block_size
         promised = 0
         for request in (*self._scheduler.running, *self._admitted_loading()):
             if request.num_computed_tokens < request.num_tokens - 1:
-                held = len(manager.get_blocks(request.request_id).blocks[0])
-                promised += max(0, -(-request.num_tokens // block_size) - held)
+                held = sum(map(len, self._groups.used_by(request)))
+                promised += max(0, self._groups.blocks_of(request.num_tokens) - held)
         return promised
 
     def _admitted_loading(self) -> list[Request]:
@@ -434,8 +436,7 @@ class WaitingQueueAdapter:
         known = self._shared.get(request.request_id)
         if known is None or self._steps - known[0] >= SHARED_LOOKUP_EVERY_STEPS:
             hits = self._scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks
-            shared = sum(1 for block in hits[0] if block.ref_cnt > 0) if hits else 0
-            known = self._shared[request.request_id] = (self._steps, shared)
+            known = self._shared[request.request_id] = (self._steps, self._groups.count_in_use(hits))
         return known[1]
 
 

@@ -44,10 +44,11 @@ class RequestGrowth(NamedTuple):
     """Number of the request's blocks that other requests use too."""
 
 
-def needed_blocks(running: Iterable[GrowingRequest], block_size: int) -> list[float]:
+def needed_blocks(running: Iterable[GrowingRequest], block_size: float) -> list[float]:
     """Return the expected demand in blocks at each of ``STEP_POINTS``, in O(requests × remaining lengths).
 
-    Half a block is added per request, because on average half of its last block is unused.
+    ``block_size``: tokens of context per block. Half a block is added per request, because on average half of
+    its last block is unused.
     """
     # Per step point: the expected number of requests that reach it last, and their present tokens.
     lives = [0.0] * len(STEP_POINTS)

@@ -1,0 +1,167 @@
+"""The KV cache groups of a model: sets of layers with block tables of their own.
+
+Most models have one group. Models with sliding windows beside full attention have a group for each, and so
+have hybrid models, whose other layers keep a state (Mamba, linear attention) instead of keys and values. The
+blocks of all groups have one size in bytes and come from one pool. A prefix cache hit needs blocks of all
+groups: all blocks of the prefix with full attention, the last ones with a window, and the one with the state
+at the end of the prefix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .compat import FullAttentionManager, KVCacheBlock
+
+if TYPE_CHECKING:
+    from .compat import Request, Scheduler
+
+
+MAX_READ_BLOCKS = 512
+"""Number of a request's newest blocks in a group that are read to count the blocks that it still holds."""
+
+
+class UnsupportedModel(RuntimeError):
+    """Sojourn cannot manage the model's KV cache."""
+
+
+class CachedPrefix(NamedTuple):
+    """The cached blocks that a prompt with a given prefix would find."""
+
+    blocks: list[KVCacheBlock]
+    """Distinct blocks of all groups. With one group they are in the order of the prefix."""
+    hashes: int
+    """Number of the prefix's block hashes that they stand for."""
+
+
+class KVCacheGroups:
+    """The KV cache groups of one scheduler.
+
+    Raises ``UnsupportedModel`` for a model without KV cache, and for one whose groups have several pools.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        manager = scheduler.kv_cache_manager
+        self._manager = manager
+        self._pool = manager.block_pool
+        self._coordinator = manager.coordinator
+        self._managers = self._coordinator.single_type_managers
+        if not self._managers:
+            raise UnsupportedModel(
+                "this model has no KV cache; expected one with attention. Serve it with --policy stock."
+            )
+        if any(each.block_pool is not self._pool for each in self._managers):
+            raise UnsupportedModel(
+                "the KV cache groups of this model have several block pools; expected one. Serve it with "
+                "--policy stock."
+            )
+        self.is_single = len(self._managers) == 1
+        self.hash_tokens = int(scheduler.hash_block_size)
+        """Number of tokens per block hash of a request."""
+        config = scheduler.vllm_config
+        self._sizes: list[tuple[int, int]] = []
+        """For each group, tokens per block, and the maximum number of blocks of one request."""
+        for each in self._managers:
+            spec = each.kv_cache_spec
+            self._sizes.append(
+                (each.block_size, math.ceil(spec.max_memory_usage_bytes(config) / spec.page_size_bytes))
+            )
+        growing = [each.block_size for each in self._managers if isinstance(each, FullAttentionManager)]
+        self.tokens_per_block: float = (
+            scheduler.block_size
+            if self.is_single or not growing
+            else 1 / sum(1 / tokens for tokens in growing)
+        )
+        """Tokens by which a long context grows per additional block. With several groups it may be less than
+        the tokens of each of these blocks."""
+        self._drops_last_block = bool(getattr(scheduler, "use_eagle_block_drop", False))
+
+    def __len__(self) -> int:
+        return len(self._managers)
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return the number of blocks of a request with so many tokens, in all groups."""
+        return sum(min(-(-tokens // size), most) for size, most in self._sizes)
+
+    def blocks_of_new(self, tokens: int) -> int:
+        """Return the maximum number of blocks that so many new tokens of a running request need."""
+        return sum(-(-tokens // size) + 1 for size, _ in self._sizes)
+
+    def used_by(self, request: Request) -> Iterator[list[KVCacheBlock]]:
+        """Yield the request's blocks for each group, without placeholders of blocks that it has freed."""
+        groups = self._manager.get_blocks(request.request_id).blocks
+        for blocks, (_, most) in zip(groups, self._sizes, strict=True):
+            # Nearly all of its placeholders are first: a long list need not be read from its beginning.
+            yield [block for block in blocks[-max(most, MAX_READ_BLOCKS) :] if not block.is_null]
+
+    def uncomputed(self, request: Request) -> set[int]:
+        """Return the ids of the request's blocks whose hash stands for tokens that are not computed."""
+        groups, computed = self._manager.get_blocks(request.request_id).blocks, request.num_computed_tokens
+        return {
+            block.block_id
+            for blocks, (size, _) in zip(groups, self._sizes, strict=True)
+            for block in blocks[computed // size :]
+            if block.block_hash is not None and (block.block_hash_num_tokens or math.inf) > computed
+        }
+
+    def blocks_behind(self, requests: Iterable[Request], block_ids: set[int]) -> set[int]:
+        """Return ``block_ids`` and all blocks of these requests whose tokens follow those of one of them."""
+        dependent = set(block_ids)
+        for request in requests:
+            groups = self._manager.get_block_ids(request.request_id)
+            first_token = min(
+                (
+                    position * size
+                    for group, (size, _) in zip(groups, self._sizes, strict=True)
+                    for position, block_id in enumerate(group)
+                    if block_id in block_ids
+                ),
+                default=None,
+            )
+            if first_token is not None:
+                for group, (size, _) in zip(groups, self._sizes, strict=True):
+                    dependent.update(group[first_token // size :])
+        return dependent
+
+    def cached_prefix(self, hashes: Sequence[Any]) -> CachedPrefix:
+        """Return the cached blocks of the longest cached prefix of a chain of block hashes."""
+        if self.is_single:
+            found: list[KVCacheBlock] = []
+            for block_hash in hashes:
+                blocks = self._pool.get_cached_block(block_hash, [0])
+                if blocks is None:
+                    break
+                found.append(blocks[0])
+            return CachedPrefix(found, len(found))
+        groups, tokens, _ = self._coordinator.find_longest_cache_hit(hashes, len(hashes) * self.hash_tokens)
+        found = [block for blocks in groups for block in blocks if not block.is_null]
+        if self._drops_last_block:
+            found += self._next_blocks(hashes, groups)
+        return CachedPrefix(found, tokens // self.hash_tokens)
+
+    def _next_blocks(
+        self, hashes: Sequence[Any], groups: Sequence[Sequence[KVCacheBlock]]
+    ) -> Iterator[KVCacheBlock]:
+        """Yield the cached block after the hit in each group: with EAGLE a hit ends one block before the last
+        block that was found, so that the same hit needs that block again."""
+        for group, (blocks, (size, _)) in enumerate(zip(groups, self._sizes, strict=True)):
+            last = (len(blocks) + 1) * size // self.hash_tokens
+            if blocks and last <= len(hashes):
+                found = self._pool.get_cached_block(hashes[last - 1], [group])
+                yield from found or ()
+
+    def count_in_use(self, hits: Sequence[Sequence[KVCacheBlock]]) -> int:
+        """Return how many blocks of a prefix cache hit, by group, requests use or leases pin."""
+        return sum(1 for blocks in hits for block in blocks if block.ref_cnt > 0 and not block.is_null)
+
+    def waits_for_state(self, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:
+        """Return whether a hit ends with a state that a request computes in this same step.
+
+        vLLM then allocates no blocks for it in this step, however many are free.
+        """
+        return any(
+            blocks and blocks[-1].block_hash in getattr(each, "cached_blocks_this_step", ())
+            for blocks, each in zip(hits, self._managers, strict=False)
+        )

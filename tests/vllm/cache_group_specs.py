@@ -1,0 +1,36 @@
+"""KV cache groups that a model may have beside the one with full attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+BLOCK = 16
+WINDOW = 64
+
+
+def window_spec() -> Any:
+    """Layers whose tokens attend to the last ``WINDOW`` tokens."""
+    import torch
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    return SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, sliding_window=WINDOW
+    )
+
+
+def state_spec() -> Any:
+    """Layers with a state, of as many bytes as a block of the group with full attention."""
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    shape = (BLOCK, 2 * 8 * 128)
+    return MambaSpec(block_size=BLOCK, shapes=(shape,), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+
+
+MORE_GROUPS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "a window": lambda: (window_spec(),),
+    "a state": lambda: (state_spec(),),
+    "three states": lambda: (state_spec(), state_spec(), state_spec()),
+    "a window and a state": lambda: (window_spec(), state_spec()),
+}
