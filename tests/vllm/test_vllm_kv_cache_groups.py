@@ -57,6 +57,14 @@ def test_a_lease_keeps_what_the_next_turn_needs_of_each_group(make_engine, group
         assert leased["tokens"] == in_memory["tokens"]
 
 
+def test_an_order_of_eviction_by_program_keeps_a_context_in_each_group(make_engine, groups):
+    """Without any lease: what requests of no program leave goes first. A state that vLLM has freed before the
+    turn's end belongs to the program too, else the rest of its context would be worth nothing."""
+    shape = {"blocks": 60 * (1 + len(groups)), "other_groups": groups}
+    engine = make_engine("saga", settings={"lease_budget_fraction": 0.0}, **shape)
+    assert second_turn(engine, others=20)["tokens"]["device"] == 336
+
+
 def test_a_lease_takes_no_more_than_the_next_turn_needs(make_engine):
     """Of a window its last blocks, of a state one block, however long the context is."""
     counts = {}

@@ -72,6 +72,22 @@ def test_the_newest_kv_goes_first_if_its_program_has_ended(host: HostMemory) -> 
     assert host.held == {1, 2, 21, 22, 31, 32}, "then vLLM's order"
 
 
+def test_a_request_that_finds_chunks_uses_those_of_all_cache_groups(host: HostMemory) -> None:
+    """A model with windows or states beside full attention has a chunk in each group."""
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    host.policy.groups = 2
+    owner = host.policy._owner
+    both = [make_offload_key(b"\0\0\0\1", group) for group in range(2)]
+    host.turn("a1", "A", 1)
+    for each in both[1:]:
+        host.policy.insert(each, host.policy.get(both[0]))
+        host.policy._used_all([[each]], "A")
+    assert [owner[each] for each in both] == ["A", "A"]
+    host.policy.in_use("B", [b"\0\0\0\1"])
+    assert [owner[each] for each in both] == [None, None], "of several programs"
+
+
 def test_what_others_use_too_stays_in_vllms_order(host: HostMemory) -> None:
     host.turn("a1", "A", 1, 2, 3)
     host.turn("n1", None, 11)

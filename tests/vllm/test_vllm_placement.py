@@ -710,7 +710,7 @@ def test_what_a_request_did_not_bring_to_the_device_is_no_spare_copy(worker: Wor
     spare = [
         key for key in keys if (entry := host.get(key)) is not None and entry.rank == RetentionRank.SPARE
     ]
-    assert len(spare) <= len(engine.scheduler.sojourn._pinned.cached_prefix(keys))
+    assert len(spare) <= len(engine.scheduler.sojourn._groups.cached_prefix(keys).blocks)
 
 
 def test_of_a_program_that_is_over_nothing_is_copied(worker: Worker) -> None:

@@ -84,7 +84,7 @@ def test_every_override_of_the_adapter_is_listed():
 HELD_AS = {
     "scheduler": "Scheduler", "_scheduler": "Scheduler", "manager": "KVCacheManager",
     "kv_cache_manager": "KVCacheManager", "block_pool": "BlockPool", "block": "KVCacheBlock",
-    "request": "Request",
+    "request": "Request", "_coordinator": "KVCacheCoordinator",
 }  # fmt: skip
 """Upstream class by the name under which the adapter's modules hold an object of it."""
 OURS = {"offload_manager.py": {"request", "live_requests"}}

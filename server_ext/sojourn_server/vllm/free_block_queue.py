@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from itertools import dropwhile, islice
 from typing import Concatenate, ParamSpec
@@ -107,6 +107,16 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         if not self.broken:
             for block in self.owners.add(blocks, program_id):
                 self._rebucket(block)
+
+    @_falls_back
+    def own_cached(self, blocks: Sequence[KVCacheBlock], program_id: ProgramId) -> None:
+        """Like ``own``, for blocks that may be free already: those count as used now."""
+        if self.broken:
+            return
+        self.own(blocks, program_id)
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self._move(block)
 
     def remove_owner(self, program_id: ProgramId) -> list[int]:
         """Remove an ended program as an owner of its blocks. Return the ids of blocks that now have no owner.

@@ -13,10 +13,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .compat import FullAttentionManager, KVCacheBlock
+from .compat import FullAttentionManager, KVCacheBlock, MambaManager
 
 if TYPE_CHECKING:
-    from .compat import Request, Scheduler
+    from .compat import KVCacheCoordinator, Request, Scheduler
 
 
 MAX_READ_BLOCKS = 512
@@ -46,7 +46,7 @@ class KVCacheGroups:
         manager = scheduler.kv_cache_manager
         self._manager = manager
         self._pool = manager.block_pool
-        self._coordinator = manager.coordinator
+        self._coordinator: KVCacheCoordinator = manager.coordinator
         self._managers = self._coordinator.single_type_managers
         if not self._managers:
             raise UnsupportedModel(
@@ -76,7 +76,7 @@ class KVCacheGroups:
         )
         """Tokens by which a long context grows per additional block. With several groups it may be less than
         the tokens of each of these blocks."""
-        self._drops_last_block = bool(getattr(scheduler, "use_eagle_block_drop", False))
+        self._drops_last_block = bool(scheduler.use_eagle_block_drop)
 
     def __len__(self) -> int:
         return len(self._managers)
@@ -162,6 +162,8 @@ class KVCacheGroups:
         vLLM then allocates no blocks for it in this step, however many are free.
         """
         return any(
-            blocks and blocks[-1].block_hash in getattr(each, "cached_blocks_this_step", ())
+            blocks
+            and isinstance(each, MambaManager)
+            and blocks[-1].block_hash in each.cached_blocks_this_step
             for blocks, each in zip(hits, self._managers, strict=False)
         )

@@ -61,6 +61,8 @@ CALLED: Mapping[str, tuple[str, ...]] = {
         "__init__", "cache_full_blocks", "evict_blocks", "free_blocks", "get_cached_block",
         "get_new_blocks", "get_num_free_blocks", "touch",
     ),
+    "KVCacheCoordinator": ("find_longest_cache_hit",),
+    "KVCacheSpec": ("max_memory_usage_bytes",),
     "AsyncModelRunnerOutput": ("get_kv_connector_output",),
     "LRUCachePolicy": ("get",),
 }  # fmt: skip
@@ -69,16 +71,22 @@ CALLED: Mapping[str, tuple[str, ...]] = {
 READ: Mapping[str, tuple[str, ...]] = {
     "Scheduler": (
         "_inflight_prefills", "block_size", "connector", "deferred_waiting", "failed_recving_kv_req_ids",
-        "finished_recving_kv_req_ids", "kv_cache_config", "kv_cache_manager", "kv_holding_waiting",
+        "finished_recving_kv_req_ids", "hash_block_size", "kv_cache_config", "kv_cache_manager",
+        "kv_holding_waiting",
         "max_model_len", "max_num_scheduled_tokens", "need_mamba_block_aligned_split", "num_spec_tokens",
-        "policy", "requests", "running", "scheduler_config", "vllm_config", "waiting",
+        "policy", "requests", "running", "scheduler_config", "use_eagle_block_drop", "vllm_config", "waiting",
     ),
-    "KVCacheManager": ("block_pool",),
+    "KVCacheManager": ("block_pool", "coordinator"),
+    "KVCacheCoordinator": ("single_type_managers",),
+    "FullAttentionManager": ("block_pool", "block_size", "kv_cache_spec"),
+    "MambaManager": ("cached_blocks_this_step",),
+    "KVCacheSpec": ("page_size_bytes",),
     "ReqContext": ("req_id",),
     "ChunkStatus": ("ref_cnt",),
     "BlockPool": ("cached_block_hash_to_block", "free_block_queue", "num_gpu_blocks"),
     "KVCacheBlock": (
-        "block_hash", "block_id", "is_null", "next_free_block", "prev_free_block", "ref_cnt",
+        "block_hash", "block_hash_num_tokens", "block_id", "is_null", "next_free_block", "prev_free_block",
+        "ref_cnt",
     ),
     "SchedulerOutput": (
         "finished_req_ids", "kv_connector_metadata", "num_scheduled_tokens", "preempted_req_ids",

@@ -376,7 +376,7 @@ class SchedulerAdapter:
         program_id = known.program_id if known is not None else None
         cached = self._cached_blocks(request)
         if program_id is not None:
-            self._queue.own(cached, program_id)
+            self._left_in_cache(request, program_id)
         # Blocks behind a block without a hash cannot be found again.
         contiguous = self._cached_blocks(request, contiguous=True)
         copied = self._offload.copied(contiguous) if self._offload is not None else 0
@@ -576,8 +576,8 @@ class SchedulerAdapter:
     def _left_in_cache(
         self, request: Request, program_id: ProgramId
     ) -> tuple[list[KVCacheBlock], Sequence[Any]]:
-        """Make the program the owner of all blocks that a finished request leaves in the cache. Return the
-        blocks that a lease pins, and the hashes of the context for which they stand."""
+        """Make the program the owner of all blocks that a finished or preempted request leaves in the cache.
+        Return the blocks that a lease pins, and the hashes of the context for which they stand."""
         cached = self._cached_blocks(request)
         self._queue.own(cached, program_id)
         if self._groups.is_single:
@@ -585,7 +585,7 @@ class SchedulerAdapter:
         # A window needs its last blocks only. The state that a hit needs may no longer be among the request's
         # blocks: vLLM frees it a step after it is computed.
         prefix = self._groups.cached_prefix(request.block_hashes)
-        self._queue.own(prefix.blocks, program_id)
+        self._queue.own_cached(prefix.blocks, program_id)
         return prefix.blocks, request.block_hashes[: prefix.hashes]
 
     def _release_preempted(
