@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from gateway_harness import World, until, world
 from sojourn_server.gateway.http import engine_routes, request_bodies
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.generation_request import parse_generation_request
+from sojourn_server.gateway.http.request_bodies import BODY_THREADS, LARGE_BODY_BYTES, process_body
 
 TENANTS = {"ka": "alice", "kb": "bob"}
 EVENT = {"type": "tool_start", "program_id": "other", "seq": 1, "call_id": "c", "tool": "bash"}
@@ -142,3 +144,17 @@ async def test_every_refusal_is_counted_once(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(it.gateway.generation, "_read", None)
         assert (await it.chat()).status == 500
         assert await refused(it, "gateway_failed") == 1
+
+
+async def test_many_large_bodies_at_once_are_processed_in_few_threads() -> None:
+    """The allocator keeps memory for each thread that ever was."""
+    large, small = bytes(LARGE_BODY_BYTES), b"{}"
+    barrier = threading.Barrier(BODY_THREADS, timeout=30)
+
+    def in_thread() -> str:
+        barrier.wait()  # as many as there may be work at the same time
+        return threading.current_thread().name
+
+    ran = await asyncio.gather(*(process_body(large, in_thread) for _ in range(20)))
+    assert len(set(ran)) == BODY_THREADS
+    assert await process_body(small, threading.current_thread) is threading.main_thread()

@@ -19,9 +19,9 @@ from .client_apis import INVALID_KEY, AsgiSend, ClientApi, RequestRejected
 from .engine_client import ReplicaRequestError, send_to_engine
 from .generation_request import InvalidGenerationRequest, parse_generation_request
 from .proxy_headers import RawHeaders, client_response_headers, engine_request_headers, without_credentials
-from .proxy_request import LARGE_BODY_BYTES, SESSION, AsgiScope, ParsedRequest, ProxyContext, ProxyRequest
+from .proxy_request import SESSION, AsgiScope, ParsedRequest, ProxyContext, ProxyRequest
 from .replica_addresses import ReplicaAddress
-from .request_bodies import AsgiReceive, BodyBudget, BodyRejected, RequestBody
+from .request_bodies import AsgiReceive, BodyBudget, BodyRejected, RequestBody, process_body
 from .routing_backend import GatewayRequestState
 from .tenant_keys import TenantKeys
 
@@ -154,7 +154,7 @@ class GenerationRoutes:
                 question = question.of(named)
             return ParsedRequest(named, question, prefix, fits)
 
-        return read() if len(body) < LARGE_BODY_BYTES else await asyncio.to_thread(read)
+        return await process_body(body, read)
 
 
 MAX_ANSWER_BYTES = 16 << 20

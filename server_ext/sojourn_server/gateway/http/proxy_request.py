@@ -13,7 +13,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import aiohttp
 from multidict import CIMultiDict
@@ -47,17 +47,14 @@ from .prefill_decode_relay import decode_body, decode_only_body, parse_transfer_
 from .program_migrator import ProgramMigrator
 from .proxy_headers import RawHeaders
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
-from .request_bodies import RequestBody
+from .request_bodies import RequestBody, process_body
 from .response_meter import ResponseMeter, SseEventBuffer, parse_prompt_tokens
 from .routing_backend import ClientDisconnected, GatewayRequestState, RoutingBackend
 
 logger = logging.getLogger(__name__)
-BodyT = TypeVar("BodyT")
 
 AsgiScope = MutableMapping[str, Any]
 
-LARGE_BODY_BYTES = 1 << 20
-"""Larger bodies are processed in a thread, so that other requests do not wait."""
 SILENT_ENGINE_S = 5.0
 """If a replica counts as dead and is silent for this many seconds, the gateway gives up the rest of its
 answer."""
@@ -323,7 +320,7 @@ class ProxyRequest:
                 "engine; expected the whole conversation in input"
             )
             raise RequestRejected(400, "bad_request", message)
-        body = await self._build_body(lambda: decode_only_body(self._api, self._body))
+        body = await process_body(self._body, lambda: decode_only_body(self._api, self._body))
         if body is not None:
             self._shared.routing_backend.tell(
                 routing_events.PrefillFinished(self.request_state.request_id, decision.prefill_id)
@@ -334,7 +331,7 @@ class ProxyRequest:
                 # The first engine to see a bad request answers it; nothing is stored.
                 self._sent_to = None
                 return prefilled
-            body = await self._build_body(lambda: decode_body(self._body, prefilled))
+            body = await process_body(self._body, lambda: decode_body(self._body, prefilled))
         answer = await self._post(address, passed, body)
         if is_engine_failure(answer):
             # Another pair may succeed.
@@ -357,7 +354,7 @@ class ProxyRequest:
         # An engine accepts a transfer's name once, and may still hold the name of an earlier attempt.
         transfer = f"{self.request_state.request_id}-{self._prefill_attempts}"
         to = (transfer, pair.peer, pair.decode_share, pair.epoch)
-        body = await self._build_body(lambda: prefill_body(self._api, self._body, *to))
+        body = await process_body(self._body, lambda: prefill_body(self._api, self._body, *to))
         try:
             if address is None:
                 raise ReplicaRequestError("its address is not known", computing=False)
@@ -377,10 +374,6 @@ class ProxyRequest:
         self._prefilled_tokens = parse_prompt_tokens(answer.first)
         shared.routing_backend.tell(routing_events.PrefillFinished(self.request_state.request_id, prefill_id))
         return prefilled
-
-    async def _build_body(self, make: Callable[[], BodyT]) -> BodyT:
-        """Call ``make`` to build a body, in a thread if the request is large."""
-        return make() if len(self._body) < LARGE_BODY_BYTES else await asyncio.to_thread(make)
 
     async def _post(self, address: ReplicaAddress, passed: CIMultiDict[str], body: bytes) -> EngineAnswer:
         query = self._scope.get("query_string", b"")

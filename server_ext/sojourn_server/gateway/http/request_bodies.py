@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from .cancel_scope import CancelScope
 
@@ -21,6 +22,22 @@ BODY_TIMEOUT_S = 60.0
 ``MIN_BYTES_PER_S``."""
 MIN_BYTES_PER_S = 256 << 10
 BUDGET_RETRY_S = 2.0
+LARGE_BODY_BYTES = 1 << 20
+"""Larger bodies are processed in a thread, so that other requests do not wait."""
+BODY_THREADS = 2
+"""Number of these threads. More would not be faster, since Python runs one at a time, and the allocator keeps
+a few MiB for each."""
+
+ResultT = TypeVar("ResultT")
+_body_threads = ThreadPoolExecutor(BODY_THREADS, thread_name_prefix="sojourn-body")
+
+
+async def process_body(body: bytes, process: Callable[[], ResultT]) -> ResultT:
+    """Call ``process``, which reads or changes ``body``, and return its result. In a thread if the body is
+    large."""
+    if len(body) < LARGE_BODY_BYTES:
+        return process()
+    return await asyncio.get_running_loop().run_in_executor(_body_threads, process)
 
 
 class BodyRejected(Exception):
