@@ -26,6 +26,13 @@ def last_turn(engine: Any, program: str) -> dict[str, Any]:
     return turn
 
 
+def count_cached(engine: Any, hashes: Any) -> list[int]:
+    """By group, how many of these hashes have a block."""
+    groups = range(len(engine.scheduler.kv_cache_config.kv_cache_groups))
+    found = [[engine.pool.get_cached_block(each, [group]) for each in hashes] for group in groups]
+    return [sum(1 for blocks in group if blocks is not None) for group in found]
+
+
 def second_turn(engine: Any, others: int, *, hinted: bool = False) -> dict[str, Any]:
     """The second turn of program A, whose tool call saw ``others`` requests run. ``hinted``: it asked for a
     lease with its request, else it tells afterwards that its tool runs."""
@@ -63,6 +70,26 @@ def test_an_order_of_eviction_by_program_keeps_a_context_in_each_group(make_engi
     shape = {"blocks": 60 * (1 + len(groups)), "other_groups": groups}
     engine = make_engine("saga", settings={"lease_budget_fraction": 0.0}, **shape)
     assert second_turn(engine, others=20)["tokens"]["device"] == 336
+
+
+def test_with_eagle_a_lease_keeps_the_block_that_a_hit_drops(make_engine, groups):
+    """A hit ends a block before the last one that was found, also the look-up for a lease granted later."""
+
+    def make(policy: str, **shape: Any) -> Any:
+        engine = make_engine(policy, other_groups=groups, **shape)
+        coordinator = engine.scheduler.kv_cache_manager.coordinator
+        name = "eagle_group_ids" if hasattr(coordinator, "eagle_group_ids") else "drop_eagle_group_ids"
+        setattr(coordinator, name, set(range(1 + len(groups))))
+        coordinator.verify_and_split_kv_cache_groups()
+        engine.scheduler.use_eagle_block_drop = engine.scheduler.sojourn._groups._drops_last_block = True
+        return engine
+
+    in_memory = second_turn(make("observe", blocks=1000), others=0)
+    assert 0 < in_memory["tokens"]["device"] < 336
+    for policy in ("fixed-ttl", "continuum-paper"):
+        engine = make(policy, blocks=60 * (1 + len(groups)))
+        leased = second_turn(engine, others=20, hinted=policy != "fixed-ttl")
+        assert leased["tokens"]["device"] == in_memory["tokens"]["device"], policy
 
 
 def test_a_lease_takes_no_more_than_the_next_turn_needs(make_engine):
@@ -133,7 +160,7 @@ def test_a_preempted_request_leaves_no_hash_of_what_was_not_computed(make_engine
     hashed = sojourn._groups.uncomputed(request)
     assert hashed
     engine.pool.evict_blocks(hashed)
-    assert sojourn._groups.cached_prefix(request.block_hashes).blocks == []
+    assert count_cached(engine, request.block_hashes) == [0] * (1 + len(groups))
 
 
 def test_what_follows_a_block_that_was_not_filled_is_forgotten_in_all_groups(make_engine, groups):
@@ -144,7 +171,9 @@ def test_what_follows_a_block_that_was_not_filled_is_forgotten_in_all_groups(mak
     sojourn = engine.scheduler.sojourn
     bad = engine.scheduler.kv_cache_manager.get_block_ids("r")[0][20]
     sojourn.not_filled({bad})
-    assert sojourn._groups.cached_prefix(request.block_hashes).hashes <= 20
+    assert count_cached(engine, request.block_hashes[:20])[0] == 20
+    for blocks in engine.scheduler.kv_cache_manager.get_blocks("r").blocks:
+        assert not any(block.block_hash for block in blocks[20:])
 
 
 def test_a_model_without_kv_cache_is_refused(make_engine):

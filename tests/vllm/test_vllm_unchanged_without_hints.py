@@ -62,21 +62,40 @@ def test_without_hints_every_step_is_stock_vllms(make_engine, policy, asynchrono
 def test_with_several_cache_groups_as_well(make_engine, groups, asynchronous):
     more = MORE_GROUPS[groups]()
     shape = {
-        "blocks": 65 * (1 + len(more)),
+        "blocks": 65 + 20 * len(more),
         "max_num_seqs": 8,
         "max_num_batched_tokens": 256,
         "max_model_len": 1024,
         "asynchronous": asynchronous,
         "other_groups": more,
     }
+    preemptions = 0
     for seed in range(3):
         stock = make_engine(None, **shape)
-        assert random_load(make_engine("continuum", **shape), seed) == random_load(stock, seed)
+        ours = make_engine("continuum", **shape)
+        preempt = stock.scheduler._preempt_request
+
+        def counted(*args, preempt=preempt, **kwargs):
+            nonlocal preemptions
+            preemptions += 1
+            return preempt(*args, **kwargs)
+
+        stock.scheduler._preempt_request = counted
+        assert random_load(ours, seed) == random_load(stock, seed)
+    assert preemptions > 0, "the load must be heavy enough to mean something"
 
 
-def test_observing_programs_changes_no_step(make_engine):
+@pytest.mark.parametrize("groups", [None, *MORE_GROUPS])
+def test_observing_programs_changes_no_step(make_engine, groups):
     """``observe`` keeps the ledger of programs and decides as stock does."""
-    shape = {"blocks": 65, "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 1024}
+    more = MORE_GROUPS[groups]() if groups is not None else ()
+    shape = {
+        "blocks": 65 * (1 + len(more)),
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "max_model_len": 1024,
+        "other_groups": more,
+    }
 
     def run(engine, with_programs: bool):
         plans = []

@@ -128,7 +128,8 @@ class AdmissionController:
         if not self._policy.forecasts:
             return None
         self._demand_forecaster.remove_demand(request_state.request_id)
-        tokens = int(need_blocks * self._state.pool.tokens_per_block)
+        pool = self._state.pool
+        tokens = int(max(0, need_blocks - pool.fixed_blocks) * pool.tokens_per_block)
         return self._demand_forecaster.as_running_view(
             request_state, tokens=tokens, output_tokens=output_tokens, most_tokens=most_tokens, now=now
         )

@@ -233,7 +233,8 @@ class DemandForecaster:
     def available_blocks(self, running: Iterable[RunningRequestView], used_blocks: int) -> int:
         """Blocks that running requests may use: all except leased blocks. A shared block counts once for
         each request that uses it."""
-        return self._pool.blocks - used_blocks + sum(view.blocks for view in running)
+        fixed = self._pool.fixed_blocks  # they are no part of the forecast demand
+        return self._pool.blocks - used_blocks + sum(max(0, view.blocks - fixed) for view in running)
 
     def need(
         self, running: Iterable[RunningRequestView], short_blocks: int, used_blocks: int

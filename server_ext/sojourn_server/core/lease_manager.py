@@ -254,9 +254,11 @@ class LeaseManager:
             return (cause if cause is LossCause.DROPPED else LossCause.UNKNOWN), None
         if missing >= len(before):
             return LossCause.UNKNOWN, None
-        # With several KV cache groups, a hit is missing already at this block if a later one was evicted.
-        found = map(self._state.eviction_log.find, before[missing:])
-        evicted_block = next((each for each in found if each is not None), None)
+        find = self._state.eviction_log.find
+        evicted_block = find(before[missing])
+        if evicted_block is None and self._state.pool.fixed_blocks:
+            # The end of a window or a state is missing, and with it the whole hit.
+            evicted_block = next(filter(None, map(find, reversed(before[missing:]))), None)
         if evicted_block is None:
             return cause or LossCause.UNKNOWN, None
         return (cause or evicted_block.cause), evicted_block

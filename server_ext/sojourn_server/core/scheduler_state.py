@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from sojourn.ids import ProgramId
@@ -35,6 +36,8 @@ class KVPoolConfig:
     tokens_per_block: float = 0.0
     """Number of tokens of context per block; 0: ``block_size``. A model with several KV cache groups needs
     several blocks for the same tokens."""
+    fixed_blocks: int = 0
+    """Number of further blocks of each request, for windows and states: they do not depend on its length."""
     block_bytes: int = 0
     max_context_tokens: int = 1 << 31
     dropped_hit_blocks: int = 0
@@ -50,6 +53,10 @@ class KVPoolConfig:
 
     def __post_init__(self) -> None:
         self.tokens_per_block = self.tokens_per_block or self.block_size
+
+    def blocks_of(self, tokens: float) -> int:
+        """Return the number of blocks of a request with so many tokens."""
+        return math.ceil(tokens / self.tokens_per_block) + self.fixed_blocks if tokens else 0
 
 
 @dataclass(slots=True)

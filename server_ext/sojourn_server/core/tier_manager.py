@@ -439,7 +439,7 @@ class TierManager:
             place.filed = None
 
     def _seen(self, place: _PlacedState) -> ProgramTierView:
-        program, per_block = place.program, self._pool.tokens_per_block
+        program, blocks_of = place.program, self._pool.blocks_of
         wants_tokens = max(
             (request_state.prompt_tokens for request_state in place.waiting.values()), default=0
         )
@@ -459,10 +459,10 @@ class TierManager:
             activity=place.activity,
             idleness=place.clock.reading(),
             context_blocks=place.context_blocks,
-            required_blocks=math.ceil(wants_tokens / per_block),
-            resident_blocks=sum(math.ceil(tokens / per_block) for tokens in runs_tokens),
-            turn_blocks=math.ceil((context_tokens + this_turn) / per_block),
-            peak_blocks=math.ceil((context_tokens + to_the_end) / per_block),
+            required_blocks=blocks_of(wants_tokens),
+            resident_blocks=sum(map(blocks_of, runs_tokens)),
+            turn_blocks=blocks_of(context_tokens + this_turn),
+            peak_blocks=blocks_of(context_tokens + to_the_end),
             arrived_s=place.arrived_s,
             waiting_since_s=oldest.arrived_s if oldest is not None else 0.0,
             last_active_s=place.last_active_s,

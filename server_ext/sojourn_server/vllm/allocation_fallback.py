@@ -154,7 +154,7 @@ class AllocationFallback:
         manager.allocate_slots = self._allocate_with_fallback
         config = scheduler.scheduler_config
         # An upper bound of what running requests can take in one step, doubled.
-        self._step_blocks = 2 * groups.blocks_of_new(config.max_num_batched_tokens)
+        self._step_blocks = 2 * groups.blocks_of_step(config.max_num_batched_tokens)
 
     def prepare_step(self) -> None:
         """Install the wrapper for the next step, or remove it if memory is ample and no request waits.

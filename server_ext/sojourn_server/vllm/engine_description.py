@@ -119,7 +119,7 @@ def profile_description(scheduler: Scheduler, tokens_per_block: float) -> dict[s
     devices = scheduler.vllm_config.parallel_config.tensor_parallel_size
     found = {
         "vllm": running_vllm(),
-        "block_size": str(scheduler.block_size),
+        "block_size": str(int(tokens_per_block) or 1),
         "num_blocks": str(scheduler.kv_cache_config.num_blocks),
         "max_num_seqs": str(config.max_num_seqs),
         "max_num_batched_tokens": str(config.max_num_batched_tokens),

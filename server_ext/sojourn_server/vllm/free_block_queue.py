@@ -110,12 +110,13 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_falls_back
     def own_cached(self, blocks: Sequence[KVCacheBlock], program_id: ProgramId) -> None:
-        """Like ``own``, for blocks that may be free already: those count as used now."""
+        """Like ``own``, for blocks that may be free already. In an order by program those join the program's
+        bucket; otherwise they keep their place in vLLM's list."""
         if self.broken:
             return
         self.own(blocks, program_id)
         for block in blocks:
-            if block.ref_cnt == 0:
+            if block.ref_cnt == 0 and (self._order is not None or block.block_id in self._bucket_of):
                 self._move(block)
 
     def remove_owner(self, program_id: ProgramId) -> list[int]:

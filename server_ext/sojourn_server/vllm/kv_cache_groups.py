@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from .compat import KVCacheCoordinator, Request, Scheduler
 
 
-MAX_READ_BLOCKS = 512
-"""Number of a request's newest blocks in a group that are read to count the blocks that it still holds."""
+MAX_READ_BLOCKS = 1024
+"""Maximum number of a request's newest blocks that are read to count those that it holds, in a group in which
+it frees blocks."""
 
 
 class UnsupportedModel(RuntimeError):
@@ -63,12 +64,20 @@ class KVCacheGroups:
         config = scheduler.vllm_config
         self._sizes: list[tuple[int, int]] = []
         """For each group, tokens per block, and the maximum number of blocks of one request."""
+        growing, fixed = [], 0
         for each in self._managers:
             spec = each.kv_cache_spec
-            self._sizes.append(
-                (each.block_size, math.ceil(spec.max_memory_usage_bytes(config) / spec.page_size_bytes))
-            )
-        growing = [each.block_size for each in self._managers if isinstance(each, FullAttentionManager)]
+            most = math.ceil(spec.max_memory_usage_bytes(config) / spec.page_size_bytes)
+            self._sizes.append((each.block_size, most))
+            if isinstance(each, FullAttentionManager) and spec.prefix_cacheable:
+                growing.append(each.block_size)
+            else:  # between two steps a window has fewer blocks than while a prompt is computed
+                window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+                fixed += min(most, window // each.block_size + 1) if window else most
+        self.fixed_blocks = 0 if self.is_single else fixed
+        """Number of blocks of a request for windows and states, whatever the length of its context."""
+        self._keeps_all = [type(each) is FullAttentionManager for each in self._managers]
+        """For each group, whether a request holds the blocks of its whole context."""
         self.tokens_per_block: float = (
             scheduler.block_size
             if self.is_single or not growing
@@ -87,14 +96,20 @@ class KVCacheGroups:
 
     def blocks_of_new(self, tokens: int) -> int:
         """Return the maximum number of blocks that so many new tokens of a running request need."""
+        return sum(min(-(-tokens // size) + 1, most) for size, most in self._sizes)
+
+    def blocks_of_step(self, tokens: int) -> int:
+        """Return the maximum number of blocks that a step with so many new tokens of any requests needs."""
         return sum(-(-tokens // size) + 1 for size, _ in self._sizes)
 
-    def used_by(self, request: Request) -> Iterator[list[KVCacheBlock]]:
+    def used_by(self, request: Request) -> Iterator[Sequence[KVCacheBlock]]:
         """Yield the request's blocks for each group, without placeholders of blocks that it has freed."""
         groups = self._manager.get_blocks(request.request_id).blocks
-        for blocks, (_, most) in zip(groups, self._sizes, strict=True):
-            # Nearly all of its placeholders are first: a long list need not be read from its beginning.
-            yield [block for block in blocks[-max(most, MAX_READ_BLOCKS) :] if not block.is_null]
+        for blocks, keeps_all in zip(groups, self._keeps_all, strict=True):
+            if keeps_all:
+                yield blocks
+            else:  # nearly all placeholders are first: a long list need not be read from its beginning
+                yield [block for block in blocks[-MAX_READ_BLOCKS:] if not block.is_null]
 
     def uncomputed(self, request: Request) -> set[int]:
         """Return the ids of the request's blocks whose hash stands for tokens that are not computed."""
@@ -137,20 +152,18 @@ class KVCacheGroups:
             return CachedPrefix(found, len(found))
         groups, tokens, _ = self._coordinator.find_longest_cache_hit(hashes, len(hashes) * self.hash_tokens)
         found = [block for blocks in groups for block in blocks if not block.is_null]
-        if self._drops_last_block:
-            found += self._next_blocks(hashes, groups)
-        return CachedPrefix(found, tokens // self.hash_tokens)
-
-    def _next_blocks(
-        self, hashes: Sequence[Any], groups: Sequence[Sequence[KVCacheBlock]]
-    ) -> Iterator[KVCacheBlock]:
-        """Yield the cached block after the hit in each group: with EAGLE a hit ends one block before the last
-        block that was found, so that the same hit needs that block again."""
-        for group, (blocks, (size, _)) in enumerate(zip(groups, self._sizes, strict=True)):
-            last = (len(blocks) + 1) * size // self.hash_tokens
-            if blocks and last <= len(hashes):
-                found = self._pool.get_cached_block(hashes[last - 1], [group])
-                yield from found or ()
+        count = tokens // self.hash_tokens
+        if self._drops_last_block and tokens:
+            # With EAGLE a hit ends one block before the last block that was found. The same hit needs that
+            # block again.
+            for group, (size, _) in enumerate(self._sizes):
+                last = (tokens // size + 1) * size // self.hash_tokens
+                if last <= len(hashes):
+                    more = self._pool.get_cached_block(hashes[last - 1], [group])
+                    if more is not None:
+                        found += more
+                        count = max(count, last)
+        return CachedPrefix(found, count)
 
     def count_in_use(self, hits: Sequence[Sequence[KVCacheBlock]]) -> int:
         """Return how many blocks of a prefix cache hit, by group, requests use or leases pin."""

@@ -110,6 +110,7 @@ class SchedulerAdapter:
                 blocks=self._pool.num_gpu_blocks - 1,
                 block_size=groups.hash_tokens,
                 tokens_per_block=groups.tokens_per_block,
+                fixed_blocks=groups.fixed_blocks,
                 block_bytes=block_bytes(scheduler),
                 max_context_tokens=scheduler.max_model_len,
                 dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
@@ -190,8 +191,9 @@ class SchedulerAdapter:
             self._length_predictor = LengthPredictor(scheduler, self.handle, settings.network_file, rank)
         self._scheduled_at: float | None = None
         logger.info(
-            "sojourn: policy %s on %s, %d blocks of %d tokens",
-            preset.name, type(scheduler).__name__, self._pool.num_gpu_blocks - 1, scheduler.block_size,
+            "sojourn: policy %s on %s, %d blocks of %g tokens",
+            preset.name, type(scheduler).__name__, self._pool.num_gpu_blocks - 1,
+            groups.tokens_per_block,
         )  # fmt: skip
 
     # -- events -----------------------------------------------------------------
@@ -580,7 +582,7 @@ class SchedulerAdapter:
         Return the blocks that a lease pins, and the hashes of the context for which they stand."""
         cached = self._cached_blocks(request)
         self._queue.own(cached, program_id)
-        if self._groups.is_single:
+        if self._groups.is_single or not cached:
             return cached, request.block_hashes[: len(cached)]
         # A window needs its last blocks only. The state that a hit needs may no longer be among the request's
         # blocks: vLLM frees it a step after it is computed.
