@@ -49,6 +49,40 @@ def lora_request(adapters: Sequence[str], program: int) -> Any:
     return LoRARequest(f"adapter {number}", number + 1, adapters[number])
 
 
+def first_prompt(n: int, *, words: int = WORDS, adapters: int = 1) -> list[int]:
+    """Of a program. Spread over the vocabulary: the model must have something to continue."""
+    return [1 + (7919 * (n // adapters + 1) * (i + 3)) % words for i in range(FIRST_PROMPT_TOKENS)]
+
+
+def added_tokens(n: int, turn: int, *, words: int = WORDS) -> list[int]:
+    """What a tool answers after a turn."""
+    return [1 + (104_729 * (n + 2) * (i + 5) * (turn + 1)) % words for i in range(LATER_PROMPT_TOKENS)]
+
+
+def gaps_to_the_best(model: str, produced: Sequence[Sequence[int]], **settings: Any) -> list[float]:
+    """How much less likely each produced token is, in nats, than the likeliest one after the same context: as
+    stock vLLM computes it, with memory for everything and nothing cached."""
+    from vllm import SamplingParams
+
+    arms = arm(model, None, blocks=200, **settings)
+    llm = next(arms)
+    gaps = []
+    for n, tokens in enumerate(produced):
+        context, outputs = first_prompt(n), []
+        for turn in range(len(tokens) // OUTPUT_TOKENS):
+            outputs += range(len(context), len(context) + OUTPUT_TOKENS)
+            context += tokens[turn * OUTPUT_TOKENS : (turn + 1) * OUTPUT_TOKENS]
+            context += added_tokens(n, turn)
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+        (answer,) = llm.generate([{"prompt_token_ids": context}], params, use_tqdm=False)
+        for place in outputs:
+            told = answer.prompt_logprobs[place]
+            gaps.append(max(each.logprob for each in told.values()) - told[context[place]].logprob)
+    for _ in arms:
+        pass
+    return gaps
+
+
 def generate(
     model: str,
     sojourn: dict[str, Any] | None,
@@ -72,11 +106,7 @@ def generate(
     arms = arm(model, sojourn, **settings)
     llm = next(arms)
     scheduler = scheduler_of(llm)
-    # Spread over the vocabulary: the model must have something to continue.
-    contexts = [
-        [1 + (7919 * (n // max(1, len(adapters)) + 1) * (i + 3)) % words for i in range(FIRST_PROMPT_TOKENS)]
-        for n in range(programs)
-    ]
+    contexts = [first_prompt(n, words=words, adapters=max(1, len(adapters))) for n in range(programs)]
     loras = [lora_request(adapters, n) for n in range(programs)] if adapters else None
     produced: list[list[int]] = [[] for _ in range(programs)]
     for turn in range(turns):
@@ -91,10 +121,7 @@ def generate(
         for n, output in enumerate(llm.generate(prompts, params, use_tqdm=False, lora_request=loras)):
             tokens = list(output.outputs[0].token_ids)
             produced[n].extend(tokens)
-            more = [
-                1 + (104_729 * (n + 2) * (i + 5) * (turn + 1)) % words for i in range(LATER_PROMPT_TOKENS)
-            ]
-            contexts[n] = [*contexts[n], *tokens, *more]
+            contexts[n] = [*contexts[n], *tokens, *added_tokens(n, turn, words=words)]
     report = None
     if sojourn is not None:
         report = {

@@ -9,16 +9,19 @@ import json
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_tools import with_tiers
-from multi_turn_programs import BLOCKS, generate
+from multi_turn_programs import BLOCKS, gaps_to_the_best, generate
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 HOST_BYTES = 64 << 20
+MOST_OFF_BFLOAT16 = 0.5
+"""Nats by which a token may be less likely than the likeliest one."""
 COMMON = {
     "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "initializer_range": 0.15,
@@ -136,12 +139,14 @@ def test_adapters_say_what_they_say_on_stock(loud_model: str, tmp_path: Path) ->
 def test_speculative_decoding_says_what_it_says_on_stock(loud_model: str) -> None:
     """Each engine in a process of its own: vLLM's second engine with it fails in the same process."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    says_what_stock_says(loud_model, policies=["mori"], run=in_a_process, speculative_config=ngram)
+    says_what_stock_says(
+        loud_model, policies=["mori"], run=partial(in_a_process, generate), speculative_config=ngram
+    )
 
 
-def in_a_process(*args: Any, **settings: Any) -> tuple[list[list[int]], Any]:
+def in_a_process(call: Callable[..., Any], *args: Any, **settings: Any) -> Any:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(generate, *args, **settings).result()
+        return pool.submit(call, *args, **settings).result()
 
 
 def make_adapter(target: Path, seed: int) -> str:
@@ -163,25 +168,41 @@ def make_adapter(target: Path, seed: int) -> str:
     return str(target)
 
 
-@pytest.mark.parametrize(
-    ("kind", "blocks", "dtype"),
-    [("sliding windows and full attention", 70, "float32"), ("states and full attention", 36, "bfloat16")],
-)
-def test_models_of_several_cache_groups_say_what_they_say_on_stock(
-    make_model: Callable[[str], str], kind: str, blocks: int, dtype: str
-) -> None:
-    """Without tiers: leases pin what the next turn needs of each group. vLLM's kernels for linear attention
-    on the CPU need bfloat16. Each engine is in a process of its own, as vLLM needs for such experts."""
-    model = make_model(kind)
-    stock, _ = in_a_process(model, None, hints=False, blocks=blocks, dtype=dtype)
-    assert len({tuple(tokens) for tokens in stock}) == len(stock), "the programs must differ"
+def test_a_window_and_full_attention_say_what_they_say_on_stock(make_model: Callable[[str], str]) -> None:
+    """Without tiers each kind is a group: leases pin what the next turn needs of each."""
+    model = make_model("sliding windows and full attention")
+    stock, _ = generate(model, None, hints=False, blocks=70)
     found = {}
-    for policy in ("observe", "continuum"):
-        tokens, report = in_a_process(model, {"policy": policy}, hints=True, blocks=blocks, dtype=dtype)
+    for policy in ("observe", "continuum", "saga"):
+        tokens, report = generate(model, {"policy": policy}, hints=True, blocks=70)
         assert tokens == stock, policy
         found[policy] = report["stats"]["ledger"]["device_tokens"]
     assert found["continuum"] > found["observe"]
-    assert "keep" in {decision["kind"] for decision in report["decisions"]}
+
+
+def test_a_model_with_states_continues_from_the_right_state(make_model: Callable[[str], str]) -> None:
+    """In bfloat16, the only type of vLLM's kernel for linear attention on the CPU, the batch changes late
+    digits and so a token here and there. So each token is compared with the likeliest one after its context:
+    after a wrong state or wrong KV it would be any of 4,096. Each engine is in a process of its own, as vLLM
+    needs for such experts."""
+    model = make_model("states and full attention")
+
+    def share_off(produced: list[list[int]]) -> float:
+        gaps = in_a_process(gaps_to_the_best, model, produced, dtype="bfloat16")
+        return sum(gap > MOST_OFF_BFLOAT16 for gap in gaps) / len(gaps)
+
+    engine = {"blocks": 36, "dtype": "bfloat16"}
+    stock, _ = in_a_process(generate, model, None, hints=False, **engine)
+    assert len({tuple(tokens) for tokens in stock}) == len(stock), "the programs must differ"
+    found = {}
+    for policy in ("observe", "continuum"):
+        tokens, report = in_a_process(generate, model, {"policy": policy}, hints=True, **engine)
+        found[policy] = report["stats"]["ledger"]["device_tokens"]
+        if policy == "observe":
+            assert tokens == stock, "its steps are stock's"
+        assert share_off(tokens) < 0.02
+    assert found["continuum"] > found["observe"]
+    assert share_off(stock[1:2]) > 0.5, "what another program said, after this one's prompt"
 
 
 def test_tiers_refuse_several_groups_with_the_flag_that_helps(make_model: Callable[[str], str]) -> None:

@@ -44,8 +44,12 @@ def server(
         env["PYTHONPATH"] = str(vllm_metadata(tmp_path_factory.mktemp("metadata")))
     log = tmp_path_factory.mktemp("log") / "server.log"
     with EngineServer("tiny", api_key=KEY, serve_args=args, env=env, log_path=log) as server:
-        loaded = re.findall(r"\((\w+) pid=\d+\).*Loaded endpoint plugin sojourn", log.read_text())
-        assert len(set(loaded)) == request.param
+
+        def all_loaded() -> bool:  # one API server answers before the other has started
+            loaded = re.findall(r"\((\w+) pid=\d+\).*Loaded endpoint plugin sojourn", log.read_text())
+            return len(set(loaded)) == request.param
+
+        assert eventually(all_loaded, timeout_s=120.0)
         yield server
 
 
