@@ -29,6 +29,19 @@ def random_load(
     return plans
 
 
+def preemptions_of(engine) -> list[str]:
+    """Ids of the requests that the engine preempts from now on."""
+    preempted = []
+    preempt = engine.scheduler._preempt_request
+
+    def counted(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    engine.scheduler._preempt_request = counted
+    return preempted
+
+
 @pytest.mark.parametrize("policy", ["observe", "continuum", "tetris"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("scheduling_policy", ["fcfs", "priority"])
@@ -44,17 +57,9 @@ def test_without_hints_every_step_is_stock_vllms(make_engine, policy, asynchrono
     for seed in range(5):
         stock = make_engine(None, **shape)
         ours = make_engine(policy, **shape)
-        preemptions = 0
-        original = stock.scheduler._preempt_request
-
-        def counted(*args, original=original, **kwargs):
-            nonlocal preemptions
-            preemptions += 1
-            return original(*args, **kwargs)
-
-        stock.scheduler._preempt_request = counted
+        preempted = preemptions_of(stock)
         assert random_load(ours, seed) == random_load(stock, seed)
-        assert preemptions > 0, "the load must be heavy enough to mean something"
+        assert preempted, "the load must be heavy enough to mean something"
 
 
 @pytest.mark.parametrize("groups", MORE_GROUPS)
@@ -69,20 +74,14 @@ def test_with_several_cache_groups_as_well(make_engine, groups, asynchronous):
         "asynchronous": asynchronous,
         "other_groups": more,
     }
-    preemptions = 0
+    preempted = []
     for seed in range(3):
         stock = make_engine(None, **shape)
         ours = make_engine("continuum", **shape)
-        preempt = stock.scheduler._preempt_request
-
-        def counted(*args, preempt=preempt, **kwargs):
-            nonlocal preemptions
-            preemptions += 1
-            return preempt(*args, **kwargs)
-
-        stock.scheduler._preempt_request = counted
+        counted = preemptions_of(stock)
         assert random_load(ours, seed) == random_load(stock, seed)
-    assert preemptions > 0, "the load must be heavy enough to mean something"
+        preempted += counted
+    assert preempted, "the load must be heavy enough to mean something"
 
 
 @pytest.mark.parametrize("groups", [None, *MORE_GROUPS])

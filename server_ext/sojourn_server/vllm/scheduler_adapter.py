@@ -346,7 +346,7 @@ class SchedulerAdapter:
         if outcome is TurnFinishReason.STOPPED:
             # Guarded separately: the turn ends even if its output cannot be decoded.
             calls = self.guarded(self.reader.read, request.output_token_ids) or ()
-        cached, hashes = self._left_in_cache(request, program_id)
+        cached, hashes = self._left_in_cache(request, program_id, self._cached_blocks(request))
         actions = self.handle(
             TurnFinished(
                 request_id=request.request_id,
@@ -378,7 +378,7 @@ class SchedulerAdapter:
         program_id = known.program_id if known is not None else None
         cached = self._cached_blocks(request)
         if program_id is not None:
-            self._left_in_cache(request, program_id)
+            self._left_in_cache(request, program_id, cached)
         # Blocks behind a block without a hash cannot be found again.
         contiguous = self._cached_blocks(request, contiguous=True)
         copied = self._offload.copied(contiguous) if self._offload is not None else 0
@@ -576,11 +576,11 @@ class SchedulerAdapter:
         return [block for group in groups for block in choose(_has_hash, group)]
 
     def _left_in_cache(
-        self, request: Request, program_id: ProgramId
+        self, request: Request, program_id: ProgramId, cached: list[KVCacheBlock]
     ) -> tuple[list[KVCacheBlock], Sequence[Any]]:
         """Make the program the owner of all blocks that a finished or preempted request leaves in the cache.
-        Return the blocks that a lease pins, and the hashes of the context for which they stand."""
-        cached = self._cached_blocks(request)
+        ``cached``: the request's blocks that have a hash. Return the blocks that a lease pins, and the hashes
+        of the context for which they stand."""
         self._queue.own(cached, program_id)
         if self._groups.is_single or not cached:
             return cached, request.block_hashes[: len(cached)]
