@@ -44,6 +44,12 @@ def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Config, "resolve", resolve_with(heartbeat_s=UNTIL_THE_TEST_ENDS_S))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def threads_before() -> set[threading.Thread]:
+    """Those of other files in this process, as of a gateway whose pool of threads stays."""
+    return set(threading.enumerate())
+
+
 @contextlib.contextmanager
 def faulty(sink: str, script: Any = SCRIPT) -> Iterator[FakeServer]:
     """A model that answers, and a place for events that does what ``sink`` says."""
@@ -569,6 +575,9 @@ def test_sigint_during_a_flush_is_the_users(python: Any, server: FakeServer) -> 
     assert python(code).stdout == "interrupted True\n"
 
 
-def test_no_thread_is_left() -> None:
+def test_no_thread_is_left(threads_before: set[threading.Thread]) -> None:
+    def left() -> list[str]:
+        return [t.name for t in set(threading.enumerate()) - threads_before if t.name.startswith("sojourn")]
+
     gc.collect()
-    wait_until(lambda: not [t.name for t in threading.enumerate() if t.name.startswith("sojourn")])
+    wait_until(lambda: not left(), left)
