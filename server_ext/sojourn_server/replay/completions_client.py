@@ -95,7 +95,7 @@ class CompletionsClient:
     async def discover(self, model: str | None) -> ServedModel:
         """Return the served model named ``model``, or the first served one if that is ``None``.
 
-        Raises ``ServerError``, also if the server does not serve it."""
+        Raises ``ServerError`` if the server cannot be used, or does not serve ``model``."""
         answer = await self._get("/v1/models")
         try:
             served = answer.json()["data"]

@@ -1,6 +1,6 @@
 """Hints of a simulated client: the context of each request, and client events.
 
-The server receives no other data about a program. No hint tells the program's real future: the expected
+The server receives no other data about a program. No hint reveals the program's recorded future: the expected
 number of turns left is an estimate from finished programs.
 """
 
@@ -51,7 +51,7 @@ program sends a request sooner, the request carries the event."""
 
 
 class ClientHints:
-    """Hints of one simulated program."""
+    """Builds the hints and events of one simulated program, and queues the events that are not sent yet."""
 
     def __init__(
         self,
@@ -70,7 +70,8 @@ class ClientHints:
         self._step = 0
 
     def context(self) -> dict[str, Any]:
-        """Additional fields of the next request's ``agentic_context``."""
+        """Return fields for the next request's ``agentic_context``. Each call starts a new step: call it once
+        per request."""
         self._step += 1
         context: dict[str, Any] = {"step_id": str(self._step)}
         if self._parent_id is not None:

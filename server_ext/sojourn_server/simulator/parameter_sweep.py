@@ -86,7 +86,7 @@ class ParameterSweep:
         return [self._at(spec, value) for value in self.values for spec in specs]
 
     def label(self, spec: RunSpec) -> str:
-        """Name of a run in progress bars, with the swept value, which ``RunSpec.label`` leaves out."""
+        """Name of a run in progress bars: the policy, and the swept value if the policy uses the field."""
         if not self._affects(spec):
             return spec.policy
         return f"{spec.policy} @ {self.field.name} {getattr(spec, self.field.name):g}"

@@ -107,7 +107,8 @@ def _record_text(record: RecordedCall) -> str:
 
 
 def _with_field_names(values: Any, names: Sequence[str]) -> Any:
-    """Turn a list into an object with the given field names."""
+    """Turn a list into a dict with ``names`` as keys. Returns ``values`` unchanged if it is not a list, if it
+    is longer than ``names``, or if there are fewer than two names."""
     if isinstance(values, list) and len(names) > 1 and len(values) <= len(names):
         return dict(zip(names, values, strict=False))
     return values
@@ -158,7 +159,7 @@ class ParityReport:
     answers: dict[str, int]
     """Number of reproduced answers, by kind of record."""
     evictions: int
-    """Number of evicted blocks in the recording."""
+    """Number of evicted blocks in the reproduced records."""
     ended: str | None
     """Recorded reason for the end; None if the recording stops without an end record."""
     difference: ParityDifference | None
@@ -328,7 +329,8 @@ class _ParityReplay:
         return None
 
     def _before(self, wanted: RecordedCall) -> list[RecordedCall]:
-        """The last records of the program of ``wanted`` before it, at most six."""
+        """Up to six records that precede ``wanted`` and belong to the same program; none if it has no
+        program."""
         program_id = self.player.program_of(wanted)
         if program_id is None:
             return []

@@ -68,7 +68,7 @@ def run_in_processes(
     thread with the task's number; ``on_done`` also gets the answer. Each task has a fresh process: modules
     loaded by one task are invisible to the others, and its memory is freed. If the system can fork, processes
     fork from a server that has imported only ``preload``; slow imports then happen once for all tasks. The
-    server starts at the first call in a process: other ``preload`` modules of later calls are ignored.
+    server starts at the first call and keeps running: a later call cannot add modules to ``preload``.
 
     Raises the exception of a task, or ``WorkerDiedError`` for a process that ended without an answer. Before
     that, all other processes are ended.

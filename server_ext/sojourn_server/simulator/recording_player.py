@@ -16,7 +16,7 @@ SchedulerCall = Callable[[], Any]
 
 
 class RecordingPlayer:
-    """Converts records into calls of one scheduler. Each method returns a call without making it."""
+    """Converts records into calls of one scheduler. The methods return functions that make the calls."""
 
     def __init__(self, program_scheduler: RecordingScheduler) -> None:
         self.program_scheduler = program_scheduler
@@ -26,8 +26,8 @@ class RecordingPlayer:
         """Id of each request's program, by the request's arrival number."""
 
     def call(self, record: RecordedCall) -> SchedulerCall:
-        """The scheduler call that ``record`` describes, not yet made. Raises ``ValueError``, ``TypeError`` or
-        ``LookupError`` for an invalid record."""
+        """Return a function that repeats the scheduler call in ``record``. Raises ``ValueError``,
+        ``TypeError`` or ``LookupError`` for an invalid record."""
         make: Callable[..., SchedulerCall] = getattr(self, record.op)
         return make(record.now, *record.facts)
 

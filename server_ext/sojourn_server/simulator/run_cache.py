@@ -72,7 +72,8 @@ class RunCache:
         return self._folder / f"{label}-{hashlib.sha256(key).hexdigest()[:12]}.msgpack.gz"
 
     def _made_of(self, spec: RunSpec) -> str:
-        """Digest of all that a run is made of: the code, and the files that the specification names."""
+        """Digest of the code and of all files that ``spec`` names. An entry with another digest is
+        invalid."""
         digest = hashlib.sha256(self._code.encode())
         # With replicas, the part of the policy after ROUTING/ may be a file too.
         engines = spec.policy.partition("/")[2] if spec.replicas is not None else None

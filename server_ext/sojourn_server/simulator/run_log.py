@@ -43,7 +43,7 @@ class TurnLog(msgspec.Struct, kw_only=True):
     preempted_after_s: float = 0.0
     """Virtual seconds between preemption and resumption, if the turn already had its first token."""
     evictor: str | None = None
-    """Program that evicted the first missing block of this turn's prompt, if the adapter knows it."""
+    """Program whose request took the first missing block of this turn's prompt; ``None`` if unknown."""
     evicted_score: tuple[float, ...] | None = None
     """Eviction score of this turn's program when the first missing block of its prompt was evicted. The
     lowest score is evicted first. ``None``: the policy has no scores, or the adapter does not know."""
@@ -52,7 +52,8 @@ class TurnLog(msgspec.Struct, kw_only=True):
     order minimises the sum over all turns, so a single turn may recompute more than with another order.
     ``None``: accesses were not recorded, or host memory was used."""
     goes_on: float | None = None
-    """Probability of another turn, as predicted by the policy at the end of this one."""
+    """Probability of another turn, as predicted by the policy at the end of this one; ``None``: no
+    prediction."""
     tool: str | None = None
     """Tool that runs after this turn."""
     gap_s: float = 0.0

@@ -127,7 +127,7 @@ class SimulatedClients:
     # -- programs -------------------------------------------------------------------
 
     def _next_arrival(self) -> None:
-        """Schedule only the next arrival, since an endless loop has no last one."""
+        """Schedule the next arrival, which then schedules the one after it: arrivals may be endless."""
         arrival = next(iter(self._arrivals), None)
         if arrival is not None:
             at_s, plan = arrival
@@ -284,7 +284,7 @@ class SimulatedClients:
         return self._attempts.get(request_id) != attempt
 
     def first_token(self, turn: InFlightTurn) -> None:
-        """Handle the first token of an answer."""
+        """Handle the first token of an answer. Does nothing here; subclasses may override it."""
 
     def answered(self, turn: InFlightTurn) -> None:
         """Handle a finished turn: start its tools, or end its program."""
@@ -446,5 +446,5 @@ def agent_type_of(plan: ProgramPlan, *, is_child: bool = False) -> str:
 
 
 def engine_request_id(request_id: str, attempt: int) -> str:
-    """A request's id in an engine. Each attempt has its own: a recalled one may still be in the engine."""
+    """A request's id in an engine. Ids differ by attempt: a recalled attempt may still be in the engine."""
     return request_id if not attempt else f"{request_id}~{attempt}"

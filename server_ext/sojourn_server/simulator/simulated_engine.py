@@ -84,7 +84,8 @@ class SimulatedEngineOptions:
     own_tiers: bool = False
     """Whether host memory uses sojourn's connector instead of vLLM's."""
     other_groups: Sequence[KVCacheSpec] = ()
-    """KV cache groups of the model beside the one with full attention: windows or states."""
+    """Further KV cache groups beside the group with full attention, such as sliding windows or Mamba
+    states."""
     disk_blocks: int = 0
     """Blocks of disk below host memory, for sojourn's connector; 0: no disk."""
     sojourn: dict[str, Any] | None = None
@@ -181,7 +182,8 @@ class SimulatedEngine:
         """Apply the results of a step: one token for every request with a complete prompt, and finished
         copies. Returns the ids of finished requests.
 
-        ``sampled``: ids of the requests that get a token, needed if the next step has been planned already.
+        ``sampled``: ids of the requests that get a token; ``None``: those with a complete prompt. Give it if
+        the next step has been planned already, since a request's state then includes that step.
         """
         ids = list(planned.num_scheduled_tokens)
         requests = self.scheduler.requests

@@ -94,7 +94,8 @@ class SimulatedGateway:
     """The gateway's routing core, used in place of a ``RequestRouter``.
 
     It gets each event as it occurs, while a ``RequestRouter`` gets a view of the whole state. Its limits are
-    so high that it rejects no request for lack of capacity or a long wait, as the baselines do not.
+    so high that no request is rejected for lack of capacity or after a long wait, which is fair to baselines:
+    they reject none.
     """
 
     is_open = False

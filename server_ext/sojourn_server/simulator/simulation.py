@@ -57,9 +57,9 @@ class Simulation:
     """One policy on one workload. Call ``run()`` once.
 
     ``engines`` are pairs: an engine, and the transfers of its host memory (or ``None``). All engines have the
-    same options. ``front`` is the gateway's routing core or a router. ``standalone``: a single engine outside
-    a cluster. Its logs name no replica. Client events during its steps are handled at the end of the step,
-    each with its own time.
+    same options. ``front`` is the gateway's routing core or a router. ``standalone``: there is a single
+    engine, outside a cluster. Logs then name no replica, and client events that occur during a step are
+    handled at the end of the step, each with its own time.
     """
 
     def __init__(
@@ -356,8 +356,8 @@ def install_scripted_outputs(
 
 
 HASH_STRIDE = 8
-"""Of this many consecutive blocks of a context, one is looked up in the cache and stands for all. That is
-enough, since eviction takes runs of blocks."""
+"""A sample looks up only the first of this many consecutive blocks of a context, and counts all of them as
+cached if that block is. The error is small, since eviction takes runs of blocks."""
 
 
 def sample_occupancy(

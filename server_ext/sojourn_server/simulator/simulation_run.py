@@ -26,7 +26,7 @@ UNBOUNDED_HOST_TOKENS = 40_000_000
 added."""
 
 HISTORY_SEED = 1_000_003
-"""This plus the seed of the run is the seed of the ``RunSpec.seen`` programs that ended before the run."""
+"""Difference between two seeds: that of the ``RunSpec.seen`` programs, and that of the run."""
 
 OCCUPANCY_SAMPLES = 200
 """Occupancy samples of a run."""
@@ -73,6 +73,7 @@ class RunSpec:
     rate_per_s: float | None = None
     """Poisson arrivals per second: an open loop. ``None``: a closed loop."""
     until_s: float | None = 3600.0
+    """End of the run in virtual seconds; ``None``: when all programs have finished."""
     seed: int = 0
     max_gap_s: float | None = None
     """Upper limit of the idle times between turns, in seconds."""
@@ -348,7 +349,7 @@ def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> 
 
 def _context_fitting_pool(shape: DeviceShape) -> DeviceShape:
     """``shape`` with its maximum context reduced to the size of the KV pool, because vLLM requires that the
-    longest request fits the pool."""
+    longest request fits the pool. Raises ``SimulatorError`` for a pool of less than two blocks."""
     # vLLM's null block is part of the pool.
     usable = (shape.kv_pool_tokens // shape.block_size - 1) * shape.block_size
     if usable < shape.block_size:

@@ -339,9 +339,9 @@ def routing_names() -> list[str]:
 def find_cluster_policy(name: str) -> ClusterPolicy:
     """The cluster policy ``name``: ``ROUTING/ENGINE``, or one of the two parts alone.
 
-    To a routing alone, the engine policy of its preset is added. To an engine policy alone (a name or a TOML
-    file), its own router is added, or else ``DEFAULT_ROUTING``. A name that is both is read as a routing.
-    Raises ``PolicyError`` for an unknown name, with the nearest known one.
+    A routing alone gets the engine policy of its preset. An engine policy alone (a name or a TOML file) gets
+    its own router, or ``DEFAULT_ROUTING`` if it has none. A name that is both is read as a routing. Raises
+    ``PolicyError`` for an unknown name, with the nearest known one.
     """
     routing, slash, engine = name.partition("/")
     if routing in routing_names():

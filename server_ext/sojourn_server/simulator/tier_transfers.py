@@ -167,7 +167,7 @@ class TierTransfers:
 
     @property
     def has_unsubmitted(self) -> bool:
-        """Always false. A transfer waits in the planner until a step orders it, which queues it at once."""
+        """Always false: all transfers that a step orders are queued when the step begins."""
         return False
 
     def _copy_s(self, blocks: int, *, to_host: bool) -> float:

@@ -36,7 +36,7 @@ class InFlightTurn:
     had: int = 0
     """Number of tokens in full blocks that the request had just before its last preemption."""
     reached: int = 0
-    """Largest value that ``computed`` has had so far. A preemption resets ``computed``, not this."""
+    """Largest value of ``computed`` so far. A preemption sets ``computed`` to 0, but not this field."""
     preempted_s: float | None = None
     """Time of the preemption while the request waits to resume; else ``None``."""
     loading_tokens: int = 0
@@ -138,8 +138,8 @@ class TokenAccounting:
         log.host_tokens += from_host
 
     def _known(self, request: Request, computed: set[bytes]) -> int:
-        """Number of leading blocks of a prompt that are in ``computed``. vLLM always computes the last token
-        of a prompt."""
+        """Number of leading blocks of a prompt that are in ``computed``. The block with the prompt's last
+        token does not count, since vLLM always computes that token."""
         usable = (request.num_tokens - 1) // self._block_size
         known = 0
         for block_hash in request.block_hashes[:usable]:
@@ -178,8 +178,8 @@ class TokenAccounting:
         return turn
 
     def recalled(self, request_id: str, now: float) -> InFlightTurn:
-        """Account for a request that a gateway withdraws before its first token. Its blocks count as
-        computed: a later request that computes them again recomputes them."""
+        """Account for a request that a gateway withdraws before its first token. Its full blocks count as
+        computed: if a later request computes one again, that is a recomputation."""
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         self._note(turn.request.block_hashes[: turn.computed // self._block_size])

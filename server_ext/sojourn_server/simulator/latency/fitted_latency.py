@@ -70,8 +70,9 @@ class FittedLatency:
 
 
 def _step_costs_from_curves(profile: EngineProfile) -> StepCosts:
-    """Compute step costs from the two curves of a version 1 profile. One gives prefill seconds, quadratic in
-    the tokens. The other gives the seconds of a decode step of a single request by its context length."""
+    """Compute step costs from the two curves of a version 1 profile. The prefill curve gives seconds as a
+    quadratic function of the prompt's tokens. The decode curve gives the seconds of a step with one request,
+    by context length. Raises ``LatencyProfileError`` without a decode curve."""
     if not profile.decode_points:
         raise LatencyProfileError(
             "the engine profile holds no decode measurement (version 1); measure again with sojourn profile"

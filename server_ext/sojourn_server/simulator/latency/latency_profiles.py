@@ -131,8 +131,8 @@ class HardwareProfile:
     expert_efficiency: float
     """Fraction of the FLOP peak in the experts of a mixture, which are grouped GEMMs over few tokens each."""
     attention_efficiency: float
-    """Fraction of the FLOP peak in prefill attention. Only the pairs that the causal mask leaves are
-    counted."""
+    """Fraction of the FLOP peak in prefill attention. FLOPs count only query-key pairs inside the causal
+    mask."""
     weight_read_efficiency: float
     """Fraction of the bandwidth peak in GEMMs of few tokens, whose time is that of reading the weights."""
     kv_read_efficiency: float
@@ -140,9 +140,9 @@ class HardwareProfile:
     layer_overhead_s: float
     """Seconds of a layer with almost no work, spent in its small kernels."""
     step_overhead_s: float
-    """Device idle time between two steps: scheduling, input preparation and sampling."""
+    """Seconds the device idles between two steps, for scheduling, input preparation and sampling."""
     request_overhead_s: float
-    """Device idle time between two steps that each request of the step adds to ``step_overhead_s``."""
+    """Seconds that each request of a step adds to ``step_overhead_s``."""
     host_to_device_bytes_per_s: float
     """Copy rate from pinned memory: one device, one direction at a time."""
     device_to_host_bytes_per_s: float
@@ -157,8 +157,7 @@ class HardwareProfile:
     max_num_batched_tokens: float
     """vLLM's default for the API server on this device."""
     disk_read_bytes_per_s: float = DISK_READ_BYTES_PER_S
-    """Read rate of the machine's disk, which all devices share, for files of one block each, read in
-    sequence."""
+    """Sequential read rate of the machine's disk, which all devices share. A file holds one KV block."""
     disk_write_bytes_per_s: float = DISK_WRITE_BYTES_PER_S
     sources: tuple[tuple[str, str], ...] = ()
     """Pairs of a constant and the source of its value."""

@@ -60,8 +60,8 @@ def device_shape(
     this device.
 
     ``cpu_ratio`` is host memory for KV as a multiple of the device's KV memory. Raises
-    ``LatencyProfileError`` if the model does not fit, with the missing bytes and the smallest sufficient
-    ``tp``.
+    ``LatencyProfileError`` for a value out of range, and for a model that does not fit. In the second case
+    the message has the missing bytes and the smallest sufficient ``tp``.
     """
     model.check_tp(tp)
     if not 0 < gpu_memory_utilization <= 1:

@@ -77,14 +77,16 @@ def replay_belady(log: AccessLog | AccessSequence) -> EvictionReplayResult:
 
 
 def _touched_blocks(entry: SequenceEntry) -> int:
-    """Number of blocks of its chain that the request has touched so far."""
+    """Number of leading blocks of the chain that ``entry``'s request has touched, this entry included."""
     return max(min(entry.held, entry.ask), entry.full)
 
 
 def _next_uses(sequence: AccessSequence) -> list[array[int] | None]:
-    """The next uses of the blocks that each entry touches; ``None`` for an entry that touches no block. A
-    block's next use is the index of the entry that touches it next. It is ``_NEVER`` if there is no such
-    entry, or if that entry's touch is free."""
+    """For each entry, the next uses of the blocks that it touches; ``None`` if it touches no block.
+
+    A block's next use is the index of the entry that touches the block next. It is ``_NEVER`` if there is no
+    such entry, or if that entry's touch is free.
+    """
     known = bytearray(sequence.blocks)
     reached = [0] * len(sequence.chains)
     full_before = [0] * len(sequence.chains)

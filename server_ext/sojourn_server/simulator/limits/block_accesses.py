@@ -67,7 +67,7 @@ class AccessRecorder:
         """Largest number of full blocks that each unfinished request has held."""
 
     def step(self, planned: SchedulerOutput, requests: dict[str, Request]) -> None:
-        """Record a scheduled step."""
+        """Record the accesses of one scheduled step: admissions, growth, and frees by preemption."""
         for request_id in sorted(planned.preempted_req_ids or ()):
             self._free(request_id)
         add = self.log.accesses.append
@@ -142,8 +142,8 @@ class SequenceEntry(NamedTuple):
     full: int
     """Number of full blocks in ``held``. ``held`` and ``full`` never shrink while the request is admitted."""
     ask: int
-    """Number of leading blocks that the cache lookup at admission asks for. Prefill computes those that it
-    does not find. Decoding writes the later blocks, and no cache could have saved these."""
+    """Number of leading blocks in the cache lookup at admission. Prefill computes the missing ones. Decoding
+    computes all later blocks of the chain, whatever is cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class AccessSequence:
     """Number of distinct block ids, 0 to ``blocks`` - 1, in order of first appearance."""
     chains: list[array[int]]
     owner_of: list[int]
-    """Index into ``owners``, by request."""
+    """Index into ``owners``, by request; -1 for a program of which no request was admitted."""
     owners: list[str]
     """Programs in order of first admission: the index is the program's rank."""
     entries: list[SequenceEntry]

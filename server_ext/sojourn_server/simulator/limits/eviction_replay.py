@@ -45,7 +45,7 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     could have saved them."""
     duplicated_tokens: int = 0
     """Computed tokens of blocks that another request cached after this request's admission, or was computing
-    at the same time. The optimum counts none, by definition."""
+    at the same time. Always 0 for the offline optimum."""
     regenerated_by_owner: dict[str, int] = msgspec.field(default_factory=dict)
     """Recomputed tokens by program; programs without any are left out."""
     regenerated_by_request: list[int] = msgspec.field(default_factory=list)
@@ -55,7 +55,8 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     given_back_tokens: int = 0
     """Reused tokens that were freed again for lack of space."""
     overflow_blocks: int = 0
-    """Maximum number of blocks outside the pool; 0 in a valid log."""
+    """Maximum number of blocks outside the pool at one time. For a log of a real run, the offline optimum has
+    0, and another order has only duplicate blocks outside."""
     over_belady: float | None = None
     """SAGA's competitive ratio (§7, Definition 3): ``regenerated_tokens`` ÷ those of the offline optimum.
     ``None`` without a comparison, or if only the optimum is 0."""
@@ -146,7 +147,7 @@ class _ReplayPool:
         self._cached_of: dict[int, int] = {}
         """Number of leading blocks of each admitted request that are full and cached."""
         self._recorded: dict[int, int] = {}
-        """Blocks that each admitted request held in the recorded run."""
+        """Number of blocks that each admitted request holds in the recorded run at this point."""
         self._surplus = False
         """Whether any request may hold more blocks than in the recorded run."""
         self._outside = 0
@@ -231,8 +232,8 @@ class _ReplayPool:
                 self._copies.setdefault(block, []).append(here)
 
     def _written(self, blocks: Iterable[int]) -> None:
-        """Count one request fewer in ``_writing`` for each of ``blocks``. The caller counts blocks that are
-        still incomplete again."""
+        """Decrement ``_writing`` for each of ``blocks``. The caller increments it again for blocks that are
+        still incomplete."""
         writing = self._writing
         for block in blocks:
             writing[block] -= 1
@@ -240,8 +241,8 @@ class _ReplayPool:
                 del writing[block]
 
     def _let_go(self, table: list[int], cached: int, owner: int, now: int) -> None:
-        """End a request's hold on the places of ``table``. Later blocks of a chain are evicted before earlier
-        ones."""
+        """Release a request's places. The first ``cached`` places of ``table`` hold cached blocks, and join
+        the eviction order last block first if no other request holds them. The other places become empty."""
         holders = self._holders
         for here in table:
             holders[here] -= 1
@@ -308,7 +309,7 @@ class _ReplayPool:
         self._surplus = False
 
     def _shrink(self) -> None:
-        """Reduce the number of places beyond the pool's size by the number of places that are free now."""
+        """Remove places beyond the pool's size: as many of them as places are free now."""
         while self._outside:
             gone = self._free_places(self._outside)
             if not gone:

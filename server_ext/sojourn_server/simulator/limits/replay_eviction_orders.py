@@ -51,7 +51,7 @@ class FreeRunQueue:
         return given
 
     def __bool__(self) -> bool:
-        """False only for an empty queue; true also if only stale entries are left."""
+        """Whether any entry is left, stale entries included."""
         return bool(self._runs)
 
 
@@ -199,7 +199,8 @@ class ProgramEvictionOrder:
             self._rank(group)
 
     def _group_with(self, group: int, owner: int) -> int:
-        """The group whose owners are all owners of ``group``, and also ``owner``."""
+        """Return the group with the owners of ``group`` plus ``owner``. Creates the group if it is
+        missing."""
         found = self._with.get((group, owner))
         if found is None:
             found = self._with[group, owner] = self._new_group(group, owner)

@@ -153,7 +153,8 @@ class PrefillStepCost(NamedTuple):
 
     fixed_s: float
     spread_token_s: float
-    """Seconds that the experts need for one new token if a single device did all their work."""
+    """Seconds of one new token in the experts, if one device computed all of them. A group of n devices takes
+    1/n of it."""
     block_copy_s: float
     """Seconds that a Full Block occupies a device's compute NIC, one way."""
     token_copy_s: float
@@ -286,8 +287,8 @@ class DecodeDevice:
     """Decode device with continuous batching. A step's duration, ``step_s``, changes only when a request
     enters or ends.
 
-    To keep ``step_s`` constant in between, each context counts all the time with its mean length: its prompt
-    plus half of its growth. Requests whose KV does not fit wait in the node's DRAM.
+    To keep ``step_s`` constant in between, each request counts with its mean context length: the prompt plus
+    half of the output. Requests whose KV does not fit wait in the node's DRAM.
     """
 
     __slots__ = (
@@ -321,8 +322,8 @@ class DecodeDevice:
         return state.request.kv_tokens <= self.free_kv_tokens or not self.requests
 
     def enter(self, state: AgentState, load_s: float, stall_s: float, now: float) -> None:
-        """Add a request whose prompt is computed. ``load_s``: seconds until its KV is copied; the request
-        starts after them. ``stall_s``: seconds for which this copy stops all other requests."""
+        """Add a request whose prompt is computed. ``load_s``: seconds until its KV is copied to the device
+        and its decoding starts. ``stall_s``: seconds for which this copy stops all other requests."""
         _, prompt_tokens, _, kv_tokens = state.request
         self.progress += (now - stall_s - self.since_s) / self.step_s
         self.since_s = now

@@ -232,7 +232,7 @@ class PdCluster:
     """The paper's α: the longest read queue, in seconds, that counts as short."""
     most_tokens_s: float = 5.0
     """The paper's β, as seconds. A prefill device with more unfinished tokens than it computes in this time
-    gets no new request. Its speed is that on the workload's mean turn."""
+    gets no new request. The device's speed is that for the workload's mean turn."""
     quota_s: float = 0.3
     """Compute quota: maximum attention seconds of a prefill step. All systems have the same."""
     step_tokens: int | None = None

@@ -10,13 +10,13 @@ from .cluster_devices import WINDOW_S
 from .prefill_decode_simulation import PdSimulation, TokenLatencies
 
 LOADED = (0.05, 0.5)
-"""Start and end of the loaded part of a run, as shares of the run. Storage NICs are compared in this part
-only: before it storage is empty, after it little work is left (§7.5). With arrivals it is the second half of
-the run."""
+"""Start and end of the loaded part of a run without arrivals, as shares of the run's duration. Metrics of
+storage NICs cover only the loaded part: storage is empty earlier, and little work is left later (§7.5). In a
+run with arrivals, the loaded part is the second half."""
 FULL = 0.9
 """NICs count as full in a window of time if they read at least this share of the bytes that they could."""
 EARLY = 0.05
-"""Attention times of devices are compared in this first part of a run only, as in the paper's Figure 14."""
+"""Share of a run, from its start, in which attention times of devices are compared (Figure 14)."""
 TTFT_SLO_S = 4.0
 TPOT_SLO_S = 0.05
 """The paper's SLOs are limits of mean TTFT (``TTFT_SLO_S``) and of mean TPOT (this constant) (§7.4)."""
@@ -58,13 +58,13 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens read from storage."""
     nic_max_over_mean: float | None
     """Evenness of the storage NICs: maximum over mean of the bytes they read in a window of 10 s, averaged
-    over the loaded part of the run."""
+    over the loaded part of the run. ``None`` if they read nothing in it."""
     nic_busy: tuple[float, float]
     """Busy share of the prefill nodes' storage NICs and of the decode nodes', in the loaded part of the
     run."""
     attention_max_over_mean: float | None
     """Evenness of a prefill group: maximum over mean of its devices' attention seconds in a step, over the
-    first twentieth of the run."""
+    first twentieth of the run. ``None`` without attention work."""
     prefill_busy: float
     """Busy share of the prefill groups over the whole run."""
     events: int
@@ -75,8 +75,8 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Latencies that clients saw. ``None`` if all agents are present from the start, or if no turn was
     measured."""
     prefill_nics_full: float | None = None
-    """Share of windows of 10 s in which the prefill nodes' storage NICs read at least 90 % of their maximum.
-    ``None`` for a run of less than 10 s, and in results of earlier releases."""
+    """Share of 10 s windows in which the prefill nodes' storage NICs together read at least 90 % of their
+    maximum. ``None`` for a run of less than 10 s, and in results of earlier releases."""
 
 
 def run_outcome(

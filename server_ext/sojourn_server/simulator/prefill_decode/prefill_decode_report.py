@@ -34,7 +34,7 @@ OFFLINE_ONLY = {"took s", "faster", "attention"}
 present in its first twentieth."""
 ONLINE_ONLY = {"agents", "TTFT s", "TTST s", "TPOT ms"}
 MOSTLY = 0.5
-"""Share of the time in which storage must be the bottleneck for a second path to matter."""
+"""``storage_note`` warns if the prefill nodes' storage NICs were full in a smaller share of the time."""
 
 
 def outcome_table(outcomes: Sequence[PdOutcome]) -> Table:
@@ -87,11 +87,12 @@ def _seconds_text(value: float) -> str:
 
 
 def storage_note(outcomes: Sequence[PdOutcome]) -> str | None:
-    """A warning if storage was hardly the bottleneck, because a second read path then saves little.
+    """Return a warning if the storage NICs were rarely full: a second read path then saves little.
 
-    It is about the first system that reads through prefill nodes only. ``None`` if storage was the bottleneck
-    of that system, or if its run was too short to tell. ``None`` if there is no such system, or no other one.
-    ``None`` for runs with arrivals, in which the user chooses the load.
+    The check uses the first outcome of a system that reads through prefill nodes only. Returns ``None`` if
+    its NICs were full in at least ``MOSTLY`` of the time, if its run was too short to tell, and if it has
+    arrivals: then the user chose the load. Also returns ``None`` if no system, or every system, reads through
+    prefill nodes only.
     """
     one_path = next((each for each in outcomes if _reads_by_prefill_only(PD_SYSTEMS[each.system])), None)
     if one_path is None or one_path.rate_per_s is not None or one_path.prefill_nics_full is None:
@@ -115,7 +116,7 @@ def _reads_by_prefill_only(system: PdSystem) -> bool:
 
 
 def outcomes_document(outcomes: Sequence[PdOutcome], made_with: Any) -> dict[str, Any]:
-    """The outcomes as plain data for JSON."""
+    """The outcomes and ``made_with`` (command, versions and machine) as plain data for JSON."""
     return {
         "made_with": msgspec.to_builtins(made_with),
         "outcomes": [msgspec.to_builtins(outcome) for outcome in outcomes],

@@ -39,12 +39,13 @@ class PdSpec:
     until_s: float | None = None
     """Virtual end of the run; ``None``: when all agents have ended."""
     warm_up_s: float = 0.0
-    """Turns submitted from this virtual time on count in latencies."""
+    """Virtual time from which submitted turns count in the latencies. Used only with ``rate_per_s``."""
     seed: int = 0
     append_scale: float = 1.0
     output_scale: float = 1.0
     max_context_tokens: int | None = None
-    """A trajectory ends before its first longer context. ``None``: the workload's limit, if any."""
+    """Maximum of a turn's prompt and output tokens together. A trajectory ends before its first turn with
+    more. ``None``: the workload's limit, if any."""
     max_gap_s: float | None = None
     isolated: bool = True
     step_tokens: int | None = None

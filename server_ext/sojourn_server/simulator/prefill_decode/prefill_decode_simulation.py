@@ -278,7 +278,8 @@ class PdSimulation:
             self.pairs.report(node, queue_s, self._queue.now_s)
 
     def _hit_in_dram(self, state: AgentState) -> None:
-        """Copy the cached KV of a request to its prefill device. All of it has just arrived in DRAM."""
+        """Handle a request whose cached KV is all in DRAM. Copy it to the prefill device; with layerwise
+        prefill, copies overlap with compute and the request is ready at once."""
         if self._copies_first and state.cached:
             worker = state.worker
             begin = max(self._queue.now_s, self._copying_in_s[worker])
@@ -288,7 +289,7 @@ class PdSimulation:
             self._loaded(state)
 
     def _loaded(self, state: AgentState) -> None:
-        """Mark a request, whose cached KV is loaded, as ready. Begin a step if its prefill group is idle."""
+        """Add a request to the ready queue of its prefill device. Begin a step if the group is idle."""
         worker = state.worker
         self.prefill_devices[worker].ready(state)
         group = self._group_of[worker]

@@ -115,8 +115,8 @@ class PdSystem:
     side: Callable[[], ReadSidePolicy]
     """Factory of the read-side policy; each run calls it once."""
     scheduled: bool = True
-    """Whether DualPath's scheduler (D4 and D5) chooses the engines; if false, round robin does. Either way,
-    ``side`` chooses the read side."""
+    """Whether DualPath's scheduler (mechanisms D4 and D5) chooses the engines. If false, round robin does. In
+    both cases, ``side`` chooses the read side."""
     free_io: bool = False
     """Whether reads and copies take no time, as in the paper's Oracle."""
 

@@ -120,9 +120,10 @@ def _common_prefix_tokens(turn: TraceTurn, before: TraceTurn | None) -> int:
 
 
 class WorkloadMeans(NamedTuple):
-    """Means over all turns of a workload."""
+    """Mean token counts of a workload's turns."""
 
     turns: float
+    """Mean number of turns of an agent."""
     prompt_tokens: float
     hit_tokens: float
     new_tokens: float
@@ -130,7 +131,7 @@ class WorkloadMeans(NamedTuple):
 
 
 def workload_means(trajectories: Sequence[Trajectory]) -> WorkloadMeans:
-    """Means over the turns of all agents."""
+    """Means over all turns of all agents; ``trajectories`` has one entry for each agent."""
     # Thousands of agents replay hundreds of trajectories: each is summed once.
     times = Counter(map(id, trajectories))
     count = prompt = hit_blocks = output = 0
@@ -147,8 +148,8 @@ def workload_means(trajectories: Sequence[Trajectory]) -> WorkloadMeans:
 
 
 def sample_agents(trajectories: Sequence[Trajectory], count: int, seed: int) -> list[Trajectory]:
-    """Trajectories of ``count`` agents: each trajectory once in random order, then further ones drawn at
-    random, as in the paper (A.3)."""
+    """Trajectories of ``count`` agents. All trajectories in random order come first; if ``count`` is larger,
+    further ones are drawn with replacement, as in the paper (A.3)."""
     rng = random.Random(f"pd agents/{seed}")
     order = list(trajectories)
     rng.shuffle(order)

@@ -131,7 +131,7 @@ def draw_metric(
 
 
 def regenerated(rows: Sequence[RunRow]) -> Any:
-    """Plot recomputed tokens by cause, in % of the prompt tokens. A number of tokens is beside each bar."""
+    """Plot recomputed tokens by cause, in % of the prompt tokens. The number of tokens is beside each bar."""
     from matplotlib.patches import Patch
 
     causes = sorted(

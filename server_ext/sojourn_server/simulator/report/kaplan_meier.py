@@ -42,8 +42,9 @@ def estimated_statistics(exact: Sequence[float], cut_off: Sequence[float]) -> Su
     """Mean and percentiles of all programs' completion times, unfinished ones included.
 
     The 95th percentile is the shortest time by which at least 95 % of the programs have finished. If the run
-    was too short for it, its value is the longest observed time. If the run was too short for all programs to
-    finish, the mean counts them up to that time. Such statistics are lower bounds, named in ``at_least``.
+    was too short to observe a percentile, its value is the longest observed time. If the run was too short to
+    observe all ends, the mean counts the remaining programs with the longest observed time. Both values are
+    then lower bounds, and ``at_least`` names them.
     """
     points = finished_share(exact, cut_off)
     if not exact and not cut_off:

@@ -224,8 +224,8 @@ def plot_occupancy(runs: Sequence[RunLog]) -> Any:
 
 
 def binned_samples(run: RunLog) -> tuple[list[float], list[list[OccupancySample]]]:
-    """Group the occupancy samples of a run into at most ``_BINS`` bins. Returns the mean virtual seconds of
-    the bins, and the samples of each."""
+    """Group the occupancy samples of a run into at most ``_BINS`` bins of equal duration. Returns two lists:
+    the mean time of each bin's samples, in virtual seconds, and its samples. Empty bins are left out."""
     samples = run.occupancy
     if len(samples) <= _BINS:
         return [sample.at_s for sample in samples], [[sample] for sample in samples]

@@ -38,10 +38,10 @@ class PlotStyle(NamedTuple):
 
 
 def styles_by_policy(policies: Iterable[str], limits: Iterable[str] = ()) -> dict[str, PlotStyle]:
-    """A style for each of ``policies``; the same names always give the same styles.
+    """A style for each of ``policies``; the same names in the same order always give the same styles.
 
-    A variant shares the colour of the policy whose name is its prefix (``continuum-fcfs``) and has its own
-    dash; ``stock`` is black, bounds are grey.
+    A variant such as ``continuum-fcfs`` has the colour of ``continuum``, whose name is its prefix, and a dash
+    of its own. ``stock`` is black. Names in ``limits`` are bounds, and grey.
     """
     grey = set(limits)
     names = list(dict.fromkeys(policies))

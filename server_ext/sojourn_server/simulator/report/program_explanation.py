@@ -23,8 +23,8 @@ class TurnPhase(NamedTuple):
 
     kind: str
     """One of ``PHASE_KINDS``. ``held back``: the request waits at a router, before the engine. ``prefill``:
-    from the first blocks to the first token, including loads. ``preempted``: waiting to resume; shown at the
-    end of the stage that the preemption interrupted."""
+    from the allocation of its first blocks to its first token, including loads of KV. ``preempted``: it waits
+    to resume; this phase is placed at the end of the stage that the preemption interrupted."""
     start_s: float
     end_s: float
 
@@ -36,7 +36,8 @@ class TurnPhase(NamedTuple):
 def turn_phases(
     program: ProgramLog, turn: TurnLog, next_turn: TurnLog | None, run_end_s: float
 ) -> list[TurnPhase]:
-    """Phases from the sending of ``turn`` to that of ``next_turn``, or to the end of the program or run."""
+    """Phases from the sending of ``turn`` to the sending of ``next_turn``, or to the end of program or
+    run."""
     if next_turn is not None:
         end_s = next_turn.submitted_s
     else:
@@ -74,7 +75,7 @@ def totals(program: ProgramLog, run_end_s: float) -> dict[str, float]:
 
 
 def turn_pairs(turns: list[TurnLog]) -> Iterator[tuple[TurnLog, TurnLog | None]]:
-    """Each turn with the next one."""
+    """Yield each turn with the turn after it; ``None`` after the last."""
     for place, turn in enumerate(turns):
         yield turn, turns[place + 1] if place + 1 < len(turns) else None
 
@@ -119,7 +120,8 @@ class UnknownProgramError(LookupError):
 
 
 def explain_program(run: RunLog, program_id: str) -> RenderableType:
-    """Heading, one line per turn, explanations of causes, and ``verdict``. Raises ``UnknownProgramError``."""
+    """Return a printable timeline: heading, a line per turn, explanations of causes, and ``verdict``. Raises
+    ``UnknownProgramError``."""
     program = next((p for p in run.programs if p.program_id == program_id), None)
     if program is None:
         raise UnknownProgramError(program_id, run)

@@ -178,7 +178,7 @@ ENGINE: tuple[ResultColumn, ...] = (
 
 
 def cells(rows: Sequence[RunRow], column: ResultColumn) -> list[TableCell]:
-    """Cells of ``column``, one for each of ``rows``, which share one workload."""
+    """One cell of ``column`` for each of ``rows``. All rows must have the same workload."""
     values = [column.read(row) for row in rows]
     decimals = column.decimals
     if decimals is None:
@@ -261,7 +261,8 @@ def _factor(value: ColumnValue, stock: ColumnValue, better: Direction) -> str:
 
 
 def _decimals(numbers: Sequence[float]) -> int:
-    """Number of decimals that shows three digits of the smallest value, or two if it is below 1."""
+    """Number of decimals, 0 to 3, that shows three digits of the smallest positive number, or two if it is
+    below 1."""
     positive = [number for number in numbers if number > 0]
     if not positive:
         return 0

@@ -60,8 +60,8 @@ def title(rows: Sequence[RunRow]) -> str:
 
 
 def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
-    """Tokens of a memory whose number of blocks is in ``field``. ``None`` if policies with such memory have
-    different sizes, or if none has it."""
+    """Size, in tokens, of the memory whose blocks ``field`` counts. ``None`` if no policy has this memory, or
+    if the policies that have it differ in size."""
     sizes = {(row.policy, getattr(row, field) * row.block_size) for row in rows if not row.limit}
     owners = {policy for policy, size in sizes if size}
     found = {size for policy, size in sizes if policy in owners}

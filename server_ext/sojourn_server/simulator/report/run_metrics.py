@@ -1,8 +1,8 @@
 """Definitions of a run's metrics, computed from its log.
 
-Sub-agents count as programs of their own (MORI §4.2), as in ``sojourn replay``. ``since_s`` > 0 excludes the
-warm-up of a closed loop, in which all programs start on an empty cache: programs that arrived earlier, and
-turns that were sent earlier. Rates then count all events from ``since_s`` on.
+Sub-agents count as programs of their own (MORI §4.2), as in ``sojourn replay``. ``since_s`` is the end of the
+warm-up of a closed loop, in which all programs start on an empty cache. Programs that arrived before
+``since_s`` and turns that were sent before it do not count. Rates count all events from ``since_s`` on.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def bound_row(
     regenerated_over_belady: float | None = None,
     notes: Sequence[str] = (),
 ) -> RunRow:
-    """Row of a bound that was not simulated, such as ``replay_belady``, and so has no times. The bound is
-    about the accesses of the run with the row ``stock``, so programs and prompt tokens are the same."""
+    """Row of a bound that was computed from a log, such as ``replay_belady``. It has no times. ``stock`` is
+    the row of the run whose block accesses gave the bound; programs and prompt tokens are copied from it."""
     same = {
         field: getattr(stock, field)
         for field in (
@@ -328,7 +328,7 @@ def replica_changes(programs: Iterable[ProgramLog]) -> ReplicaChanges | None:
 
 
 def utilisation(run: RunLog) -> Utilisation | None:
-    """Busy share of the replicas over the whole run."""
+    """Busy share of the replicas over the whole run; ``None`` for a single engine and for an empty run."""
     if not run.replicas or not run.virtual_s:
         return None
     shares = [replica.busy_s / run.virtual_s for replica in run.replicas]
@@ -336,8 +336,11 @@ def utilisation(run: RunLog) -> Utilisation | None:
 
 
 def slo_attainment(programs: Sequence[ProgramLog], run_end_s: float) -> dict[str, float] | None:
-    """Share of programs within their SLO, by tenant and overall; ``None`` if no program counts. An unfinished
-    program counts as missed if its deadline has passed, and does not count otherwise."""
+    """Share of programs within their SLO, by tenant and overall; ``None`` if no program counts.
+
+    An unfinished program counts as missed if its deadline has passed. Before its deadline it does not count.
+    A program without an expected time never counts.
+    """
     met: dict[str, list[bool]] = {}
     for program in programs:
         if program.expected_s is None:

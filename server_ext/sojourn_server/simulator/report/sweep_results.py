@@ -27,7 +27,7 @@ class SweepValue(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def text(self) -> str:
-        """The value as text."""
+        """The value for tables and axes, such as ``0.5`` or ``1,000``."""
         return f"{self.value:,.0f}" if self.value == int(self.value) else f"{self.value:g}"
 
     @property

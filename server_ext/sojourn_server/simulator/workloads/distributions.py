@@ -192,7 +192,7 @@ class TruncatedExponential:
 
 @dataclass(frozen=True, slots=True)
 class PercentileDistribution:
-    """Distribution through published percentiles. Between two, log(value) is linear in the normal score.
+    """Distribution through published percentiles. Between these, log(value) is linear in the normal score.
 
     Below the first percentile the first slope continues. Values above the last percentile are not published;
     they are clipped to it.

@@ -103,7 +103,8 @@ class ProgramPlan:
         return self._options.gap_s(self._turns[turn])
 
     def tool(self, turn: int) -> str | None:
-        """The tool after ``turn``, named as in the server's histories (``bash:pytest``); ``None`` without."""
+        """The tool after ``turn``, named as in the server's histories (``bash:pytest``); ``None``: no
+        tool."""
         run = self._turns[turn].tool_run
         return None if run is None else _key(run)
 

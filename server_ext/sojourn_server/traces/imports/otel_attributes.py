@@ -54,7 +54,7 @@ class SpanTokenUsage(NamedTuple):
 def kind_of(span_name: str, told: Mapping[str, Any]) -> str | None:
     """Return a span's kind: ``agent``, ``workflow``, ``chain``, ``tool`` or ``model``; ``None`` for others.
 
-    ``told``: the span's attributes. The name decides only if no attribute does.
+    ``told``: the span's attributes. ``span_name`` is used only if no attribute gives the kind.
     """
     operation = told.get("gen_ai.operation.name")
     if operation is not None:
@@ -77,7 +77,7 @@ def kind_of(span_name: str, told: Mapping[str, Any]) -> str | None:
 
 
 def usage_of(told: Mapping[str, Any]) -> SpanTokenUsage | None:
-    """Return the token counts of a model call; ``None`` if prompt or output tokens are missing."""
+    """Return the token counts of a model call; ``None`` if one is missing or the prompt has no tokens."""
     prompt, output, cached = (_count(told, names) for names in (_INPUT, _OUTPUT, _CACHED))
     if prompt is None or output is None:
         return None
