@@ -63,6 +63,6 @@ def stats() -> Stats:
 
 def flush(timeout_s: float = 1.0) -> bool:
     """Wait at most ``timeout_s`` until all queued events are sent. Returns True if all were sent and none
-    lost."""
+    was lost. Without a server, returns True at once."""
     emitter = _session().emitter
     return emitter is None or emitter.flush(timeout_s)

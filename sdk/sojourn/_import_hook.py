@@ -1,6 +1,6 @@
-"""Runs a callback after the import of a top-level package, without importing the package itself.
+"""Runs a callback after another package is imported, without importing that package itself.
 
-The hook waits for the *package*, never for one of its modules: while a module is imported, the code of its
+The hook waits for a *package*, never for one of its modules: while a module is imported, the code of its
 package may not have run to the end.
 """
 
@@ -21,7 +21,8 @@ _waiting: dict[str, Callable[[], None]] = {}
 
 
 def when_imported(package: str, then: Callable[[], None]) -> None:
-    """Call ``then`` now if ``package`` is loaded, else right after its import. ``then`` must not raise."""
+    """Call ``then`` now if ``package`` is loaded, else right after the package is imported. ``then`` must not
+    raise."""
     module = sys.modules.get(package)
     spec = getattr(module, "__spec__", None)
     if module is not None and not getattr(spec, "_initializing", False):
@@ -33,8 +34,8 @@ def when_imported(package: str, then: Callable[[], None]) -> None:
 
 
 def body_has_run(package: str) -> None:
-    """Run the callback of ``package`` now, since the package's code has run. Other import hooks call this:
-    they notice that earlier than the import system, which marks the package as loaded only later."""
+    """Run the callback of ``package`` now, if it has not run yet. Another import hook calls this right after
+    the package's code has run. At that time the import system does not yet mark the package as loaded."""
     then = _waiting.get(package)
     forget(package)
     if then is not None:
@@ -42,7 +43,7 @@ def body_has_run(package: str) -> None:
 
 
 def forget(package: str) -> None:
-    """Drop the callback of ``package``."""
+    """Drop the callback of ``package``, if there is one."""
     _waiting.pop(package, None)
     if not _waiting and _finder in sys.meta_path:
         sys.meta_path.remove(_finder)

@@ -1,9 +1,11 @@
 """The Agent Execution Graph: the steps of an agent, their order, and the tools of each step.
 
 G = (V, E, P, φ) of SAGA §3.2. A graph is declared once per agent type, by hand or by an adapter that reads it
-from the framework. Requests then name only their node. Frameworks do not always know all edges. For example,
-a routing function without a declared return type looks like an edge to the end. So a graph has the flag
-``complete``. In a graph that is not complete, observed edges weigh more than declared ones.
+from the framework. Requests then name only their node.
+
+The flag ``complete`` says whether a graph declares all edges. Frameworks do not always know all of them: for
+example, a routing function without a declared return type looks like an edge to the end. If a graph is not
+complete, observed transitions weigh more than its declared edges.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ START = "__start__"
 END = "__end__"
 
 _COMPLETE_WEIGHT = 2.0
+"""Weight in ``corrected`` of all declared edges of one node together, counted in observed visits."""
 _INCOMPLETE_WEIGHT = 0.5
-"""How many observed visits the declared edges of a node weigh together, if the graph is not complete."""
+"""The same weight for a graph that is not complete."""
 _FADED = 0.03
+"""Probability below which ``corrected`` removes an unused edge of a graph that is not complete."""
 _MAX_FOUND_NODES = 256
 """Maximum number of undeclared nodes that ``corrected`` adds."""
 
@@ -111,15 +115,15 @@ class Aeg:
     ) -> Aeg:
         """Return a new graph: this graph, corrected by observed transitions.
 
-        ``seen`` counts how often each edge was taken. ``tools`` maps nodes to further tools, which are added.
-        If a node was left at least once, each of its edges gets p = (count + w · declared) / (all counts +
-        w). The declaration weighs ``w`` = 2 visits, or half a visit if the graph is not complete, so unused
-        edges fade. A node that was never left keeps its edges.
+        ``seen`` maps each edge (source, target) to the number of times it was taken. ``tools`` maps nodes to
+        further tools, which are added. If ``seen`` has an edge from a node, each edge of the node gets the
+        probability p = (count + w · declared probability) / (sum of the node's counts + w). ``w`` is 2 if
+        this graph is complete, else 0.5. Other nodes keep their edges.
 
         A graph that is not complete loses unused edges whose p is below 0.03. A complete graph keeps them. Up
         to 256 undeclared nodes are added, the most visited ones. The result is complete if this graph is
-        complete and no undeclared edge was seen. Raises ``ArgumentError`` if the result is too large to be
-        sent.
+        complete and ``seen`` has no undeclared edge. Raises ``ArgumentError`` if the result is too large to
+        be sent.
         """
         counts = {
             (_name(source), _name(target)): float(count)

@@ -1,5 +1,5 @@
-"""Settings of the SDK, resolved once. Only this file reads the SDK's environment variables. Its function
-``claim`` also writes one."""
+"""Settings of the SDK, from arguments and environment variables. Only this file reads the SDK's environment
+variables. The functions ``claim`` and ``unclaim`` also write one: ``SOJOURN_PROGRAM_CLAIM``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Environment:
     program_id: str | None = None
     """``SOJOURN_PROGRAM_ID``: the id of this process's own program, for requests outside ``program()``."""
     disabled: bool = False
-    """``SOJOURN_DISABLED``: everything becomes a no-op with the same API."""
+    """``SOJOURN_DISABLED``: the SDK sends nothing and patches nothing; its functions can still be called."""
     history: str | None = None
     """``SOJOURN_HISTORY``: the file that keeps tool durations and program runs; ``off``: no file."""
     data_home: str | None = None
@@ -86,8 +86,8 @@ class Config:
     """Maximum number of unsent events; further events are dropped and counted."""
     batch_events: int = 256
     linger_s: float = 0.005
-    """How long a batch waits for more events. A request sent meanwhile can carry its program's waiting
-    events."""
+    """How long a batch waits for more events. During this time, a request of a program can still carry the
+    program's events."""
     send_timeout_s: float = 2.0
     heartbeat_s: float = 3.0
     close_timeout_s: float = 1.0
@@ -172,7 +172,8 @@ def canonical_host(hostname: str, port: int) -> str:
 
 
 def checked_id(field: str, value: str | None) -> str | None:
-    """Return ``value`` if the wire accepts it as an id. Raises ``ConfigError``, which names ``field``."""
+    """Return ``value`` if it is ``None`` or an id that the wire accepts. Raises ``ConfigError``, which names
+    ``field``."""
     if value is None:
         return None
     if (problem := id_problem(value)) is not None:
@@ -183,8 +184,8 @@ def checked_id(field: str, value: str | None) -> str | None:
 def claim(program_id: str) -> bool:
     """Return whether this process reports the end of the program that ``SOJOURN_PROGRAM_ID`` names.
 
-    The first process that calls this claims the program: it writes its pid to the environment, which forked
-    workers and child processes inherit. A child process with another program id claims its own program.
+    The first process that calls this claims the program: it writes its pid and the id to the environment,
+    which forked workers and child processes inherit. A process with another program id claims that program.
     """
     mark = os.environ.get(_CLAIM, "")
     pid, _, claimed = mark.partition(" ")
@@ -201,7 +202,7 @@ def unclaim() -> None:
 
 
 def _zmq_endpoint(text: str | None) -> str | None:
-    """Return ``text`` if it is a ZeroMQ endpoint to connect to. Raises ``ConfigError``."""
+    """Return ``text`` if it is ``None`` or a ZeroMQ endpoint to connect to. Raises ``ConfigError``."""
     if text is None:
         return None
     scheme, separator, rest = text.partition("://")
@@ -245,7 +246,8 @@ def _history(given: str | os.PathLike[str] | bool | None, environment: Environme
 
 
 def _data_home(env: Mapping[str, str]) -> str | None:
-    """Return ``$XDG_DATA_HOME``, else the platform's folder for application data."""
+    """Return ``$XDG_DATA_HOME``, else the platform's folder for application data; ``None`` if there is
+    neither."""
     named = env.get("XDG_DATA_HOME", "")
     if os.path.isabs(named):  # "all paths must be absolute … if relative, ignore": XDG base directories
         return named

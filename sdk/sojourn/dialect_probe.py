@@ -2,8 +2,8 @@
 thread.
 
 The first GET reads sojourn's capabilities page. A server without that page is recognised by its other public
-pages, with one cheap GET for each. An answer decides only if no other kind of server gives it. A server that
-is not recognised gets headers only.
+pages, with one cheap GET for each. An answer identifies a server only if no other kind of server answers the
+same. A server that is not recognised gets headers only.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ServerDialect:
         """True if the dialect was given or detected, False if it is assumed."""
 
     def learn(self, dialect: str) -> Dialect:
-        """Record that ``dialect`` was detected, and return this dialect. It becomes the dialect in use,
-        unless the caller named one."""
+        """Record that the dialect named ``dialect`` was detected, and return its ``Dialect`` object. It
+        becomes the dialect in use, unless the caller of ``init()`` named one."""
         if not self.given:
             self.dialect = DIALECTS[dialect]
         self.known = True
@@ -56,8 +56,8 @@ class ServerDialect:
 
 
 def probe_dialect(transport: ServerTransport, *, timeout_s: float) -> str | None:
-    """Probe the server once and return its dialect's name; ``None`` if the answers are inconclusive. Never
-    raises."""
+    """Probe the server once and return the name of its dialect. Returns ``vllm`` for a server that answers
+    but is not recognised, and ``None`` if it does not answer, requires a key or fails. Never raises."""
     try:
         answer = transport.get(CAPABILITIES_PATH, timeout_s)
     except Exception as error:

@@ -6,7 +6,7 @@ cannot be sent are dropped and counted.
 
 The dialect's event transport sends a batch (``dialects/event_transport.py``). An event leaves in a batch or
 with a request, and returns to the queue if that request fails. A failed batch is dropped, not resent: old
-facts no longer help decisions, and leases end by themselves without news. (The only retry, on a connection
+events no longer help decisions, and leases end by themselves without events. (The only retry, on a connection
 that the server had closed, is in ``http_transport.py``.) The lock is re-entrant: garbage collection inside
 ``take`` may close a generator, which ends a program and so calls ``put`` on the same thread.
 
@@ -79,11 +79,14 @@ class Emitter:
         delivered: Callable[[], object] | None = None,
         unsupported: Callable[[], EventTransport | None] | None = None,
     ) -> None:
-        """``linger_s``: how long a batch waits for more events. ``first`` runs once on the thread before
-        anything is sent. ``promised()`` returns whether a server expects heartbeats. ``beats(now)`` returns
-        the heartbeats that are due, and the seconds until the next call. ``delivered`` runs on the thread
-        once the server has read a batch. ``unsupported`` runs if the server has no endpoint for batches, and
-        may return another transport. Events are sent in sojourn's own format until ``use`` sets another."""
+        """``linger_s``: how long a batch waits for more events. The callbacks run on the emitter's thread.
+
+        ``first()`` runs once, before anything is sent. ``promised()`` returns whether a server expects
+        heartbeats. ``beats(now)`` returns the heartbeats that are due, and the seconds until its next call
+        (``None``: no heartbeat is due before another event). ``delivered()`` runs after each batch whose
+        answer proves that the server speaks the dialect. ``unsupported()`` runs if the server has no endpoint
+        for batches; it returns another transport, or ``None`` to stop sending. Until ``use`` sets another
+        transport, events are sent in sojourn's own format."""
         self.counters = counters
         self._transport = transport
         self._queue_events = queue_events
@@ -134,8 +137,8 @@ class Emitter:
     # ---- the agent's side
 
     def put(self, source: EventSource, kind: type[Event], **fields: Any) -> bool:
-        """Queue an event of the program ``source`` that happened now, with the class ``kind`` and these
-        fields. Returns False if the event was dropped."""
+        """Queue an event that happened now: an instance of ``kind`` with ``fields``, for the program
+        ``source``. Returns False if the event was dropped. Never blocks or raises."""
         try:
             if kind not in self._kinds:
                 closed = self._closed and self._supported
@@ -225,8 +228,8 @@ class Emitter:
 
     @property
     def pending(self) -> int:
-        """Number of events that are queued or being sent. All of them are counted in ``events_queued`` when
-        this returns."""
+        """Number of events that are queued or being sent. The counter ``events_queued`` includes all of
+        them."""
         with self._lock:
             self._take_in()  # the thread may hang in a send and not do this
             return self._pending.size + self._sending
@@ -258,8 +261,8 @@ class Emitter:
             return self.counters["dropped_send"] == dropped
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Send the queued events within ``timeout_s``, then stop. Later events are dropped. A second call
-        does nothing."""
+        """Send the queued events within ``timeout_s``, then stop. ``None``: the constructor's
+        ``close_timeout_s``. Later events are dropped. Repeating it is harmless. Never raises."""
         end_s = time.monotonic() + (self._close_timeout_s if timeout_s is None else timeout_s)
         try:
             with self._lock:
@@ -336,9 +339,9 @@ class Emitter:
             self._transport.close()
 
     def _back_off(self, longest_s: float) -> None:
-        """Wait up to ``longest_s``; called with the lock held, which the wait releases. ``flush``, ``close``
-        and an answer of the server end the wait early. ``put`` does not, since it only wakes an idle
-        thread."""
+        """Wait up to ``longest_s`` before the next batch. ``flush``, ``close`` and ``server_answered`` end
+        the wait early; ``put`` does not, since it only wakes an idle thread. Called with the lock held; the
+        lock is free during the wait."""
         started_s = time.monotonic()
         self.backing_off = True
         while self.backing_off and not self._closed and not self._hurry:
@@ -351,8 +354,8 @@ class Emitter:
         self.backing_off = False
 
     def _wait_for_events(self) -> bool:
-        """Sleep until there are events to send, then return True. Returns False once the emitter is closed
-        and the queue is empty."""
+        """Sleep until there are events to send, then return True. Queues the heartbeats that become due.
+        Returns False once the emitter is closed and the queue is empty."""
         while True:
             due, wait_s = self._due()
             with self._lock:
@@ -406,7 +409,7 @@ class Emitter:
         return batch
 
     def _send(self, events: list[PendingEvent]) -> bool:
-        """Send a batch. Returns whether the next batch may follow at once."""
+        """Send a batch. Returns False if the thread must back off before the next batch."""
         if not self._supported:
             self.counters.add("dropped_unsupported", len(events))
             return True

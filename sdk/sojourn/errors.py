@@ -6,8 +6,8 @@
 
 ``InputError`` is the base of errors about input from outside, in the server too.
 
-Nothing raises into a running agent. Errors of the SDK, the network or the server are counted instead, see
-``sojourn.stats()``.
+The SDK never raises into a running agent. It counts errors of its own, of the network and of the server
+instead; see ``sojourn.stats()``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from .wire_events import Event
 
 
 class PendingEvent(msgspec.Struct, gc=False):
-    """An event that is not sent yet. ``at_s`` is when it happened, in monotonic seconds."""
+    """An event that is not sent yet. ``at_s`` is the time when it happened, in monotonic seconds. ``seq`` is
+    -1 until ``EventQueue.take_in`` numbers the event."""
 
     program_id: str
     kind: type[Event]
@@ -65,8 +66,8 @@ class EventQueue:
         return count
 
     def put_back(self, taken: Iterable[PendingEvent]) -> int:
-        """Put events back, in order, before the other events of their programs. Returns how many did not
-        fit."""
+        """Put events back, in order, before the other events of their programs. If the queue is full, the
+        oldest of them are dropped. Returns the number of dropped events."""
         left = list(taken)
         while left and not self.full:
             pending = left.pop()
@@ -108,8 +109,8 @@ class EventQueue:
         return taken, unencodable
 
     def batch(self, max_events: int) -> list[PendingEvent]:
-        """Remove and return up to ``max_events`` events: program by program, the longest waiting program
-        first."""
+        """Remove and return up to ``max_events`` events: program by program, the program that was queued
+        first comes first."""
         batch: list[PendingEvent] = []
         while self._rows and len(batch) < max_events:
             program_id, row = next(iter(self._rows.items()))

@@ -34,7 +34,7 @@ class OpenProgram(Protocol):
 
 
 class _LastBeat:
-    """Time of an open program's last beat."""
+    """Time of an open program's last heartbeat, in monotonic seconds; before the first, time of its start."""
 
     __slots__ = ("last_s",)
 
@@ -58,8 +58,8 @@ class Heartbeats:
 
     @property
     def promised(self) -> bool:
-        """True while a server may expect heartbeats: while a program with heartbeats is open, or a moment
-        longer."""
+        """True if a server may expect heartbeats: a program that sends heartbeats is open. A
+        garbage-collected program counts as open until the next call of ``due``."""
         return bool(self._open)
 
     def opened(self, program: OpenProgram, now: float) -> None:
@@ -71,7 +71,7 @@ class Heartbeats:
         self._open.pop(ref(program), None)
 
     def find(self, program_id: str) -> OpenProgram | None:
-        """Return the open program with this id, if it sends heartbeats."""
+        """Return the open program with this id; ``None`` if there is none that sends heartbeats."""
         for reference in self._open.copy():
             program = reference()
             if program is not None and program.id == program_id and program.is_open:
@@ -79,10 +79,11 @@ class Heartbeats:
         return None
 
     def due(self, now: float) -> tuple[list[OpenProgram], float | None]:
-        """Return the programs whose heartbeat is due at ``now``, and the seconds until the next can be due.
+        """Return the programs whose heartbeat is due at ``now``, and the seconds until the next heartbeat.
 
-        A program with a request and no tool call in progress is left out, since the server sees the request.
-        The second value is ``None`` if no program is open.
+        The caller sends these heartbeats; the next one of each program is due an interval later. A program
+        that waits only for an LLM request is left out, since the server sees the request. The second value is
+        ``None`` if no program is open.
         """
         beating: list[OpenProgram] = []
         wait_s: float | None = None

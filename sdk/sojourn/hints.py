@@ -30,8 +30,7 @@ class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Number of turns that the client expects after this one, learned from earlier programs of this type; ≥
     0."""
     events: list[msgspec.Raw] = []
-    """Events that are not sent yet. The request carries them, because otherwise it would arrive before
-    them."""
+    """Unsent events of the program, encoded as JSON. The server applies these events before the request."""
 
 
 class AgenticContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -41,7 +40,7 @@ class AgenticContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     parent_program_id: str | None = None
     root_program_id: str | None = None
     blocks_parent: bool | None = None
-    """True if the parent program waits for this program."""
+    """True if the parent program waits for this program; ``None``: unknown."""
     expected_resume: bool | None = None
     """Whether the client expects a further turn after this one; ``None``: unknown."""
     request_id: str | None = None
@@ -50,6 +49,7 @@ class AgenticContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     priority: int | None = None
     """A higher value is more important; each dialect converts it."""
     deadline_seconds: float | None = None
+    """Seconds from the sending of the request to its deadline; 0 if the deadline has passed."""
     expected_output_length: int | None = None
     """Expected number of output tokens."""
     kv_retention_ttl_seconds: float | None = None

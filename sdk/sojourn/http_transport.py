@@ -15,8 +15,8 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 KEEP_ALIVE_S = 4.0
-"""Longest idle time after which a connection is used again. vLLM's server closes idle connections after 5 s;
-a batch sent at that moment would be lost."""
+"""Longest idle time after which a connection is used again. It is below 5 s, since vLLM's server closes a
+connection that is idle for 5 s, and a batch sent at that moment would be lost."""
 MAX_ANSWER_BYTES = 1024 * 1024
 """Longest answer that is read, in bytes."""
 
@@ -133,7 +133,7 @@ class HttpTransport:
 
 
 class _Proxy(NamedTuple):
-    """An HTTP proxy."""
+    """Address of an HTTP proxy, and the headers that authenticate with it."""
 
     host: str
     port: int
@@ -161,7 +161,8 @@ def _basic(user: str, password: str | None) -> str:
 
 
 def tls_context() -> ssl.SSLContext:
-    """Return a client's TLS settings, with the certificates that ``SSL_CERT_FILE`` or the platform names."""
+    """Return a client's TLS settings, with the certificates that ``SSL_CERT_FILE`` or the platform names.
+    Raises ``OSError`` if the file that ``SSL_CERT_FILE`` names cannot be read."""
     context = ssl.create_default_context()
     named = os.environ.get("SSL_CERT_FILE")
     if named:

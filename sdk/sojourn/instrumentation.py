@@ -17,7 +17,7 @@ class Framework(NamedTuple):
     """One framework and the module that patches it."""
 
     package: str
-    """Top-level package whose import triggers the patch."""
+    """Package whose import triggers the patch."""
     module: str
     """Our module, imported after the package. It has ``patch() -> bool | None``, ``unpatch()`` and
     ``wrap(object) -> object | None``. ``patch`` returns ``None`` if another package has the same name."""
@@ -63,7 +63,8 @@ def instrument(*names: str) -> None:
 
 
 def uninstrument(*names: str) -> None:
-    """Undo ``instrument``: restore the framework's own function objects."""
+    """Undo ``instrument`` for the named frameworks; without names, for all. Their own functions are
+    restored."""
     for name in _checked(names):
         package, module, _ = FRAMEWORKS[name]
         forget(package)
@@ -76,7 +77,7 @@ def uninstrument(*names: str) -> None:
 
 
 def active() -> tuple[str, ...]:
-    """Return the frameworks that are patched now."""
+    """Return the names of the frameworks that are patched now, sorted."""
     return tuple(sorted(_active))
 
 

@@ -8,8 +8,7 @@ from . import runtime
 
 
 class Listener(Protocol):
-    """What the registry needs of a listener: this attribute, and the methods of
-    ``listeners.ProgramListener``."""
+    """A listener as the registry sees it. Each one also has the methods of ``listeners.ProgramListener``."""
 
     wants_usage: bool
 
@@ -17,7 +16,7 @@ class Listener(Protocol):
 _listeners: tuple[Listener, ...] = ()
 """Registered listeners. A change replaces the whole tuple, so that ``notify_listeners`` needs no lock."""
 usage_wanted = False
-"""True while some listener has ``wants_usage``."""
+"""True while at least one registered listener wants token counts (``wants_usage``)."""
 
 
 def add_listener(listener: Listener) -> None:
@@ -27,7 +26,7 @@ def add_listener(listener: Listener) -> None:
 
 
 def remove_listener(listener: Listener) -> None:
-    """Remove ``listener``; unknown ones are ignored."""
+    """Remove ``listener``. Does nothing if it is not registered."""
     _set(tuple(each for each in _listeners if each is not listener))
 
 
@@ -38,7 +37,8 @@ def _set(listeners: tuple[Listener, ...]) -> None:
 
 
 def notify_listeners(method: str, *args: object) -> None:
-    """Call ``method`` of every listener. An exception is counted (``listener_error``); this never raises."""
+    """Call the method named ``method`` of every listener with ``args``. Exceptions of listeners are counted
+    (``listener_error``), not raised."""
     for listener in _listeners:
         try:
             getattr(listener, method)(*args)

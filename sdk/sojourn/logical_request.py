@@ -26,8 +26,8 @@ event; in the Responses API that event repeats the whole answer before them."""
 
 
 class LogicalRequest:
-    """One LLM request with all its attempts. It is in its program's ``open_requests`` until its end, and
-    counts attempts, time to first token and outcome. No method raises."""
+    """One LLM request with all its attempts. It counts attempts, time to first token and outcome in the SDK's
+    counters. Its program's ``open_requests`` has an entry for it until it ends. No method raises."""
 
     __slots__ = (
         "__dict__", "__weakref__", "_counters", "_first_byte", "_open", "_started_s", "_token", "attempts",
@@ -57,9 +57,9 @@ class LogicalRequest:
         self.path = path
         """Path of the request's URL, e.g. ``/chat/completions``."""
         self.usage: TokenUsage | None = None
-        """Token counts of the answer; only read while a listener ``wants_usage``."""
+        """Token counts of the answer. ``None`` if no listener has ``wants_usage``, or the answer has none."""
         self.error: str | None = None
-        """Name of the exception that ended the request."""
+        """Class name of the exception that ended the request; ``None`` if there was none."""
         self.attempts = 0
         self._counters = counters
         self._started_s = runtime.clock()
@@ -71,7 +71,7 @@ class LogicalRequest:
         notify_listeners("request_started", self)
 
     def attempt(self) -> None:
-        """Count an HTTP attempt."""
+        """Count an HTTP attempt, and put the request back into ``open_requests`` after a ``pause``."""
         self.attempts += 1
         self._counters.add("request_attempts")
         if self._open:
@@ -91,9 +91,9 @@ class LogicalRequest:
             notify_listeners("request_first_byte", self)
 
     def end(self, how: str = "ended") -> None:
-        """End the request. Only the first call counts. ``how``: ``ended``, ``failed``, ``cancelled``,
-        ``closed_early`` (closed before the stream's end) or ``abandoned`` (garbage-collected, never
-        closed)."""
+        """End the request. Only the first call counts. ``how``: ``ended`` (the answer is complete),
+        ``failed``, ``cancelled``, ``closed_early`` (closed before the stream's end) or ``abandoned`` (the
+        response was garbage-collected without being closed)."""
         if self._open:
             self._open = False
             self.program.open_requests.discard(self._token)
@@ -101,7 +101,7 @@ class LogicalRequest:
             notify_listeners("request_ended", self, how)
 
     def fail(self, error: BaseException) -> None:
-        """End the request with an exception."""
+        """End the request as ``cancelled`` or ``failed``, because of the exception ``error``."""
         self.error = type(error).__name__
         self.end("cancelled" if status_of(error) == "cancelled" else "failed")
 
@@ -199,8 +199,8 @@ _made: dict[type, type] = {}
 
 
 def _sync_watch(base: type) -> type:
-    """Return a subclass of the stream class ``base`` that tells a ``_ResponseBytes`` of the stream's bytes
-    and end. A subclass is needed because httpx and httpx2 each check for their own base class."""
+    """Return a subclass of the stream class ``base`` that reports the stream's bytes and end to a
+    ``_ResponseBytes``. A subclass is needed because httpx and httpx2 each check for their own base class."""
 
     def __init__(self: Any, inner: Any, seen: _ResponseBytes) -> None:
         self._inner, self._seen = inner, seen

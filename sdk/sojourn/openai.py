@@ -27,8 +27,8 @@ _targets: dict[tuple[int, str], tuple[Any, str]] = {}
 URL object, ``host:port``). The URL object is kept so that no other object gets its ``id()``."""
 _swapped: dict[type, type] = {}
 _patched: dict[tuple[type, str], tuple[Any, Any]] = {}
-"""What is patched: (class, method name) → (our function, the original). A mark on our function could not tell
-this, since a tracer's wrapper would copy the mark (``functools.wraps``)."""
+"""Patched methods: (class, method name) → (our function, the original). An attribute on our function could
+not replace this table, since ``functools.wraps`` copies attributes to the wrappers of other libraries."""
 
 
 def patch() -> bool:
@@ -194,8 +194,8 @@ def _host(url: Any) -> str:
 
 
 def _has_place(options: Any) -> bool:
-    """Return whether fields can be added to the body: it is a JSON object, or is still empty. Bytes, lists
-    and forms stay unchanged."""
+    """Return whether fields can be added to the body: True for a JSON object and for no body, False for
+    bytes, lists and forms."""
     if getattr(options, "content", None) is not None or getattr(options, "files", None):
         return False
     return options.json_data is None or isinstance(options.json_data, Mapping)

@@ -28,12 +28,13 @@ class OutgoingRequest:
         self.turn = turn
         self.request = request
         self.prepared: Any = None
-        """The last attempt to which our fields were added. Only the client's patch reads it."""
+        """The client's own object for the last attempt to which our fields were added. Only the patch of the
+        ``openai`` client uses it."""
         self.bound_for: tuple[str, str | None] = ("", None)
-        """URL of the request, and the ``host:port`` that this URL leads to. Only the client's patch reads
+        """URL of the request, and its server's ``host:port``. Only the patch of the ``openai`` client uses
         it."""
         self.at_home = False
-        """True if the request goes to the server that receives the events."""
+        """True if the last attempt went to the server that receives the events."""
         self._around = around
         self._busy = True
 
@@ -128,7 +129,7 @@ class RetryScope:
         self.over = False
         """True after the block. Needed because tasks started inside still have the scope in their context."""
         self.open: OutgoingRequest | None = None
-        """The logical request that is not answered yet; a next attempt may belong to it."""
+        """The logical request without an answer so far. The next attempt may belong to it."""
         self._token: Token[RetryScope | None] | None = None
 
     def __enter__(self) -> RetryScope:

@@ -1,4 +1,4 @@
-"""Calls a session when the process forks or ends."""
+"""Calls the methods ``after_fork`` and ``exit`` of SDK sessions when the process forks or ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def register_at_fork(**hooks: Callable[[], object]) -> None:
 
 
 def observe_process(session: ProcessObserver) -> None:
-    """Arrange that ``after_fork`` and ``exit`` of ``session`` are called, as long as ``session`` lives."""
+    """Arrange that ``after_fork`` and ``exit`` of ``session`` are called. ``session`` is held weakly."""
     global _hooked
     _observers.add(session)
     if _hooked:

@@ -1,10 +1,11 @@
 """The class ``Program``, and the context variable with the current program, step and tool call.
 
 A program is one agent run, from its first LLM request to its last. One context variable holds the program,
-step and tool call around the running code. So one ``set`` is enough to enter any of the three, and a thread
-can take over all three at once. Callbacks of some frameworks run in contexts of their own, where setting the
-variable has no effect on the agent. Adapters for these frameworks add a *resolver*: a function that reads
-program, node and tool call from the framework's own context.
+step and tool call around the running code, so a new thread inherits all three by one ``set``.
+
+Callbacks of some frameworks run in contexts of their own, where setting the variable has no effect on the
+agent. Adapters for these frameworks add a *resolver*: a function that reads program, node and tool call from
+the framework's own context.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
 
 
 def status_of(error: BaseException | None) -> str:
-    """Return the status of a run that ended with ``error``: ``ok``, ``cancelled`` or ``error``. Compares the
-    names of exception classes, so that asyncio need not be imported."""
+    """Return the status of a run that ended with the exception ``error``: ``cancelled`` or ``error``; ``ok``
+    without an exception. Compares the names of exception classes, so that asyncio need not be imported."""
     if error is None:
         return "ok"
     return "cancelled" if any(kind.__name__ in _CANCELLED for kind in type(error).__mro__) else "error"
@@ -48,7 +49,7 @@ class Program:
     """One agent run: its identity and hints, its graph, and the tool calls and requests in progress.
 
     Some programs never report their end (``os._exit``, SIGKILL, a generator that is never finished). The
-    server ends such a program when its lease expires.
+    server ends such a program after a time without its events and requests.
     """
 
     __slots__ = (
@@ -73,8 +74,11 @@ class Program:
         aeg: Aeg | None = None,
         resume: ResumeFile | None = None,
     ) -> None:
-        """``heartbeat``: send heartbeats. ``implicit``: the program stands for the whole process.
-        ``ends=False``: another process reports the end. ``resume``: the file that the id comes from."""
+        """Create the program without reporting it; ``start`` reports it.
+
+        ``parent``: the parent program or its id. ``heartbeat``: send heartbeats. ``implicit``: the program
+        stands for the whole process. ``ends=False``: another process reports the end. ``resume``: the file
+        that the id comes from."""
         self.id = id
         self.name = name
         self.agent_type = agent_type
@@ -188,7 +192,8 @@ class Program:
         )
 
     def end(self, status: str = "ok") -> None:
-        """Report the end of the program: no request follows. Repeating it is harmless. Never raises."""
+        """Report the end of the program: no request follows. ``status``: ``ok``, ``error`` or ``cancelled``.
+        Repeating it is harmless. Never raises."""
         if self._state != "open":
             return
         self._state = "ended"
@@ -353,8 +358,8 @@ def find_scoped_context(counters: Counters) -> tuple[ExecutionContext, str | Non
 
 
 def reset_context(token: Token[ExecutionContext], counters: Counters) -> None:
-    """Undo the ``set`` of the context variable that returned ``token``. This fails in another context, where
-    Python may finalise a generator. The failure is only counted in ``counters``."""
+    """Undo the ``set`` of the context variable that returned ``token``. Python may finalise a generator in
+    another context, where the reset fails. Such a failure is counted in ``counters`` and not raised."""
     try:
         current_context.reset(token)
     except ValueError:

@@ -49,8 +49,8 @@ INHERIT: Final = _Inherit()
 
 
 class ProgramScope:
-    """What ``program()`` returns: a ``with`` block that runs as one program, or a decorator that runs each
-    call as a program."""
+    """The result of ``program()``. As a ``with`` block, it runs the block as one program. As a decorator, it
+    runs each call of the function as a program."""
 
     __slots__ = ("_parent_id", "_program", "_token", "make")
 
@@ -63,9 +63,9 @@ class ProgramScope:
         self._token: Token[ExecutionContext] | None = None
 
     def open(self) -> Program:
-        """Start a program for the whole process and return it. Until its ``end()``, it is the program of
-        every thread that is in no other one. For consoles and notebooks: no ``with`` block can span several
-        cells.
+        """Start a program for the whole process and return it. Until its ``end()``, all code outside of other
+        programs belongs to it, in every thread. For consoles and notebooks, where no ``with`` block can span
+        several cells.
 
         ``open`` ends the program that an earlier ``open`` started, as ``cancelled``, so that a notebook cell
         can run again. The earlier program stays open if it is given as ``parent``. A program still open when

@@ -50,7 +50,7 @@ def request_parts(program: Program | None = None) -> Parts:
     """Return ``(body fields, headers)`` for one request; unsent events move into the body. Never raises.
 
     Send the result to the server named by ``init()``: the moved events are not sent again, and no other
-    server reads them. ``program``: the program of the request, if not the program around the running code.
+    server reads them. ``program``: the program of the request; ``None``: the program around the running code.
     """
     return _parts(take=True, program=program)
 
@@ -101,7 +101,7 @@ class Turn:
         """Id of the request, the same for every attempt."""
         self._taken: list[PendingEvent] = []
         self._emitter: EmitterId | None = None
-        """Id of the emitter from which this request took events; their sequence numbers are its own."""
+        """Id of the emitter that numbers the carried events; ``None`` before the first take."""
 
     def yields_to(self, theirs: Mapping[str, Any]) -> bool:
         """Return whether our fields must be left out, because the server would refuse them together with a
@@ -112,8 +112,8 @@ class Turn:
         return any(theirs.get(name) is not None for name in server.dialect.yields_to)
 
     def failed(self) -> None:
-        """Put the carried events back into the queue, because the request got no answer and they may not have
-        arrived. Never raises."""
+        """Put the carried events back into the queue. Called after a request without an answer, since its
+        events may not have arrived. Never raises."""
         taken, self._taken = self._taken, []
         if taken and self._emitter is not None and self.session.emitter is not None:
             self.session.emitter.put_back(self._emitter, taken)
@@ -145,8 +145,8 @@ class Turn:
         return self._measured(dialect, emitter)
 
     def _measured(self, dialect: Dialect, emitter: Emitter) -> Parts:
-        """Return body fields and headers with as many events as fit. Each event is encoded first to know its
-        size."""
+        """Return body fields and headers with as many events as fit into ``MAX_CONTEXT_BYTES``. Slower than
+        ``parts``, since each event is encoded to learn its size."""
         room_bytes = MAX_CONTEXT_BYTES - _RESERVED_BYTES - len(encode(self._context()))
         now = runtime.clock()
         events = [pending.encode(now) for pending in self._taken]

@@ -36,7 +36,7 @@ meanwhile."""
 
 
 class ResumeBusy(Exception):
-    """Another run holds the file."""
+    """Raised if another run has locked the file."""
 
 
 class ResumeFile:
@@ -47,7 +47,8 @@ class ResumeFile:
     def __init__(self, path: str) -> None:
         """Lock the file; create it if it is missing.
 
-        Raises ``ArgumentError`` for a file that cannot be read, written or parsed, and ``ResumeBusy``.
+        Raises ``ArgumentError`` for a file that cannot be read, written or parsed. Raises ``ResumeBusy`` if
+        another run has locked it.
         """
         self.path = path
         self._fd: int | None = None
@@ -71,7 +72,8 @@ class ResumeFile:
         _held.add(self)
 
     def remove(self) -> None:
-        """Remove the file: the program ended cleanly. Raises ``OSError``."""
+        """Remove the file and release its lock, after the program's clean end. A file that has replaced it
+        stays. Raises ``OSError``."""
         fd = self._fd
         try:
             # Only our own file, not one that replaced it.
@@ -83,7 +85,7 @@ class ResumeFile:
             self.close()
 
     def close(self) -> None:
-        """Release the file. Repeating it is harmless."""
+        """Release the file's lock; the file stays. Repeating it is harmless."""
         fd, self._fd = self._fd, None
         if fd is not None:
             with contextlib.suppress(OSError):
@@ -99,7 +101,8 @@ _held: WeakSet[ResumeFile] = WeakSet()
 
 
 def check(path: str) -> None:
-    """Check the file without locking it. Raises ``ArgumentError`` if it cannot be used."""
+    """Check that ``path`` can be a resume file, without creating or locking it. Raises ``ArgumentError`` if
+    not."""
     try:
         fd = _open(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """The session of this process: the state that ``init()`` sets up and every other module reads.
 
-An *offline* session sends nothing, and its programs, steps and tool calls are plain scopes. The session is
-offline if ``SOJOURN_DISABLED`` is set, or if neither ``init()`` nor ``SOJOURN_URL`` has named a server. The
-module ``lifecycle`` creates and replaces the session.
+An *offline* session sends nothing; programs, steps and tool calls still work as ``with`` blocks. The session
+is offline if ``SOJOURN_DISABLED`` is set, or if neither ``init()`` nor ``SOJOURN_URL`` has named a server.
+The module ``lifecycle`` creates and replaces the session.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Estimates(Protocol):
 
 
 class Session:
-    """State of the SDK in this process: counters, heartbeats and, once online, the sender and the server's
-    dialect."""
+    """State of the SDK in this process: counters and heartbeats. An online session also has the emitter
+    (the background sender), the server's dialect and the advisor."""
 
     def __init__(self, config: Config | None = None, *, disabled: bool = False) -> None:
         self.config = config
@@ -71,7 +71,7 @@ class Session:
 
     @property
     def online(self) -> bool:
-        """True if a server was named."""
+        """True if the session sends events to a server."""
         return self.emitter is not None
 
     def connect(self) -> None:
@@ -184,8 +184,8 @@ class Session:
         return stats
 
     def after_fork(self) -> None:
-        """Reset the session in a forked child. Programs that the parent started stay the parent's: it keeps
-        sending their heartbeats and reports their ends."""
+        """Reset the session in a forked child. Only the parent process sends heartbeats for the programs that
+        it started, and reports their ends."""
         self.counters.after_fork()
         self.heartbeats.after_fork()
         self.program = None
@@ -198,8 +198,8 @@ class Session:
             self.advisor.after_fork()
 
     def _graph_unknown(self, report: PendingEvent) -> None:
-        """Send the graph of ``report`` in full again, since the server does not know it. If ``report`` held
-        only the hash, this sends the full graph now. Otherwise the next report of this graph is in full."""
+        """Handle the server's answer that it does not know the graph of ``report``. If ``report`` held only
+        the hash, send the full graph now. Otherwise send it in full with the next report of this graph."""
         self.graphs_reported.discard(report.fields["graph_hash"])
         if report.fields["graph"] is None:
             program = self.heartbeats.find(report.program_id)
@@ -212,8 +212,8 @@ class Session:
 
 
 before_exit: list[Callable[[], None]] = []
-"""Functions to call first when the process ends. The module ``program`` adds the one that ends programs
-opened for the whole process."""
+"""Functions that ``Session.exit`` calls before it closes the session. The module ``program`` adds a function
+that ends the programs opened for the whole process."""
 _session: Session | None = None
 _first_use: Callable[[], Session] = Session
 """Makes the session if ``init()`` was not called. The module ``lifecycle`` sets this function."""

@@ -50,8 +50,9 @@ def _coroutine(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..
 
 
 class _GeneratorScope:
-    """A ``with`` block for each stretch in which the generator's code runs: it puts the code into its scope,
-    and the consumer back into its own context afterwards."""
+    """The scope of one generator. Used as a ``with`` block around each step of the generator: the step runs
+    inside the scope, and the block's exit restores the consumer's context. ``open`` and ``close`` enter and
+    leave the scope itself."""
 
     def __init__(self, fresh: ScopeFactory) -> None:
         self._scope = fresh()
@@ -122,8 +123,8 @@ def close_generator(
     inner: AsyncGenerator[Any, Any], between: AbstractContextManager[Any]
 ) -> Generator[Any, Any, Any]:
     """Await ``inner.aclose()``. The ``with`` block ``between`` is entered while the generator's code runs,
-    and left while the generator waits. If Python destroys a generator without an event loop, the generator
-    waits for ever. The unrelated code that then goes on must not run inside ``between``."""
+    and left while the generator waits. This matters if Python destroys a generator without an event loop: the
+    generator then waits for ever, and unrelated code goes on, which must run outside of ``between``."""
     return (yield from _driven(cast("Generator[Any, Any, Any]", inner.aclose().__await__()), between))
 
 

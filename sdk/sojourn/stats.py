@@ -22,8 +22,8 @@ from threading import get_ident
 class Counters:
     """Counts, kept separately for each thread, so that ``add`` needs no lock.
 
-    A lock here could deadlock with the emitter's lock. Garbage collection may end a program at any moment,
-    even while a thread holds one of these two locks. Ending a program would need both.
+    A lock here could deadlock with the emitter's lock. Ending a program would need both locks, and garbage
+    collection may end a program at any moment, even while a thread holds one of them.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Counters:
         return sum(counts.get(name, 0) for counts in self._of_thread.copy().values())
 
     def snapshot(self) -> Counter[str]:
-        """Return all counts."""
+        """Return all counts, summed over the threads."""
         total: Counter[str] = Counter()
         for counts in self._of_thread.copy().values():
             total.update(counts.copy())

@@ -13,8 +13,8 @@ from .stats import Counters
 
 
 class Step:
-    """A node and hints that apply inside a ``with`` block. Values that an inner step lacks come from the
-    steps around it."""
+    """A ``with`` block that gives the requests inside it a graph node and hints. Values that this step lacks
+    come from the steps around it."""
 
     __slots__ = ("_token", "advice", "node", "step_id")
 

@@ -27,7 +27,8 @@ class TokenUsage(NamedTuple):
 
 
 def of_answer(result: Any) -> TokenUsage | None:
-    """Return the usage of a complete answer, given as the client's own object or as a raw response."""
+    """Return the token counts of a complete answer, given as the client's own object or as a raw response.
+    Returns ``None`` if the answer has none, or was not read."""
     usage = getattr(result, "usage", None)
     if usage is not None:
         return _usage(usage)
@@ -42,7 +43,8 @@ def of_answer(result: Any) -> TokenUsage | None:
 
 
 def of_tail(tail: bytes) -> TokenUsage | None:
-    """Return the last ``usage`` object in the last bytes of an answer, streamed or not."""
+    """Return the token counts of the last ``usage`` object in ``tail``, the last bytes of an answer (streamed
+    or not). Returns ``None`` if there is none."""
     end = len(tail)
     tries = 0
     while tries < _MAX_TRIES and (at := tail.rfind(_KEY, 0, end)) >= 0:

@@ -47,7 +47,7 @@ class ToolCall:
         self.call_id = new_call_id() if call_id is None else call_id_of(call_id)
         self.tool_class = None if tool_class is None else name_of(tool_class)
         self.program = program
-        """The program of the call; the current program at the start if none was given."""
+        """The program of the call. If none was given, ``start`` sets the current program."""
         self.status: str | None = None
         """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``. With ``None``, the exception that
         ends the block decides; ``ok`` if there is none."""
@@ -82,8 +82,9 @@ class ToolCall:
         return self
 
     def stop(self, status: str = "ok", *, duration_s: float | None = None) -> None:
-        """Report the end of the tool call. Calling it again is harmless. Never raises. ``duration_s`` is the
-        duration in seconds, by default the time since ``start()``."""
+        """Report the end of the tool call. ``status`` is one of ``STATUSES``; another value counts as ``ok``.
+        ``duration_s`` is the duration in seconds, by default the time since ``start()``. Calling it again is
+        harmless. Never raises."""
         started_s, self._started_s = self._started_s, None
         if started_s is None:
             return

@@ -120,8 +120,8 @@ def decode_batch(data: bytes) -> EventBatch:
 
 
 _MAX_DEPTH = 32
-"""Maximum depth that is kept of a batch too deep for Python's parser; ``NaN`` replaces deeper values. A batch
-with a graph, the deepest kind of event, has 7 levels."""
+"""Maximum nesting depth of values in a batch too deep for Python's parser. Deeper values are replaced by
+``NaN``. A batch with a graph, the deepest kind of event, has 7 levels."""
 _MAX_BRACKETS = 32 * 1024
 """Maximum number of strings and brackets in a batch too deep for Python's parser. A batch with more is
 refused. Ordinary batches have fewer."""

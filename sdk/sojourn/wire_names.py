@@ -38,7 +38,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 _SHORT = 64
-"""Texts of at most this many characters are within the bounds in any encoding."""
+"""Number of characters up to which an ASCII text is accepted without measuring its bytes."""
 
 
 def call_id_of(text: object) -> CallId:

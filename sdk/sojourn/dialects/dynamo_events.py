@@ -30,8 +30,8 @@ counted."""
 LINGER_S = 0.2
 """Longest time that ``close`` waits for ZeroMQ to send its buffer."""
 MAX_REMEMBERED = 4096
-"""Maximum number of running tool calls that are remembered, and likewise of programs with a parent. Beyond it
-the oldest are forgotten."""
+"""Maximum number of running tool calls whose class is remembered, and of programs whose parent is remembered.
+Beyond it the oldest are forgotten."""
 UNKNOWN_CLASS = "unknown"
 
 _STATUS = {

@@ -22,8 +22,7 @@ UNSUPPORTED_STATUSES = frozenset({404, 405, 501})
 
 
 class TransportContext(NamedTuple):
-    """What an event transport may use. If a session changes its transport, the new one gets the same
-    context."""
+    """The HTTP transport, the counters and the callback that every event transport of one session gets."""
 
     transport: ServerTransport
     counters: Counters
@@ -49,8 +48,9 @@ class DeliveryResult(Enum):
     """The result of sending a batch."""
 
     TAKEN = "taken"
+    """The server accepted the batch."""
     SHOWN = "shown"
-    """The batch was accepted, and the answer proves that the server speaks this dialect."""
+    """The server accepted the batch, and its answer proves that it speaks this dialect."""
     FAILED = "failed"
     """The server is unreachable or busy: wait before the next batch."""
     NO_PLACE = "no place"
@@ -73,5 +73,5 @@ class EventTransport(Protocol):
         closed, since the parent still uses them."""
 
     def close(self) -> None:
-        """Send the remaining events until the first failure, then release everything. The emitter's ``close``
-        bounds the time."""
+        """Send the remaining events until the first failure, then close all connections. The emitter's
+        ``close`` bounds the time."""

@@ -100,8 +100,8 @@ class AibrixDialect(VllmDialect):
 
 
 class LlmDDialect(VllmDialect):
-    """llm-d's router (github.com/llm-d/llm-d-router): sends ``X-Session-ID``, and the fairness flow of the
-    request, which is the tenant if known, else the outermost program.
+    """llm-d's router (github.com/llm-d/llm-d-router): sends ``X-Session-ID`` and the request's fairness flow.
+    The flow is the tenant if known, else the outermost program.
 
     No priority is sent: ``x-llm-d-inference-objective`` expects the name of a cluster resource, not a number.
     """

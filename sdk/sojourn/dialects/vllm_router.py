@@ -22,8 +22,8 @@ MAX_DEADLINE_S = 30 * 86400.0
 durations."""
 MAX_RETENTION_S = 300.0
 """Longest KV retention sent. The router obeys this hint: while it keeps a program's KV, no other program gets
-the space. It lets others wait at most this long (``force_resume_timeout_seconds``), so no longer retention is
-sent."""
+the space. This limit is the router's ``force_resume_timeout_seconds``, the longest time for which it lets
+other programs wait."""
 
 
 class VllmRouterDialect(VllmDialect):
@@ -61,15 +61,15 @@ class VllmRouterDialect(VllmDialect):
 
 
 def _id(id: str | None) -> str | None:
-    """Return the id as the router accepts it. The router trims ids, so an id with outer spaces is
-    percent-encoded; so is an id with unprintable characters."""
+    """Return the id in a form that the router keeps unchanged. An id with unprintable characters is
+    percent-encoded. So is an id with spaces at its ends, which the router would strip."""
     if id is None:
         return None
     return _short(id if id == id.strip() and id.isprintable() else header_text(id))
 
 
 def _short(id: str) -> str:
-    """Return ``id``, or its hash if ``id`` has more than 256 bytes. Percent-encoding may make it so long."""
+    """Return ``id``, or its hash if ``id`` has more than 256 bytes, e.g. after percent-encoding."""
     data = id.encode("utf-8", "replace")
     return id if len(data) <= MAX_ID_BYTES else f"sha256-{hashlib.sha256(data).hexdigest()}"
 

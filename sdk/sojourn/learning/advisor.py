@@ -45,11 +45,11 @@ CLOSE_GRACE_S: Final = 0.05
 """Minimum seconds that ``close`` waits for saving, even if sending has used up the whole time limit."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
 REPORT_EVERY_RUNS: Final = 30
-"""Number of runs after which a graph is checked again, and reported again if it has changed. The first checks
-come earlier (``REPORT_AT_RUNS``). Reports are rare, because each version is sent in full."""
+"""Number of runs between two checks of a graph. A check reports the graph again if it has changed. The first
+checks come earlier (``REPORT_AT_RUNS``). Reports are rare, because each version is sent in full."""
 REPORT_NEW_EDGE_AFTER_RUNS: Final = 4
-"""Number of runs after a change of the graph from which a new edge is reported without waiting for the next
-check."""
+"""Minimum number of runs between a change of a graph and the report of a new edge. From then on, a new edge
+is reported at once, not only at the next check."""
 MOVED: Final = 0.05
 """Smallest change of an edge's probability for which a graph is reported again."""
 LIKELY: Final = 0.03
@@ -64,8 +64,8 @@ learned."""
 
 
 class Advisor(ProgramListener):
-    """Learns tool durations and program graphs in one SDK session, and returns estimates from them. With
-    ``history=None`` it learns in memory only."""
+    """Learns tool durations and program graphs in one SDK session, and returns estimates from them.
+    ``history=None``: nothing is read from or saved to a file."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class Advisor(ProgramListener):
         self._graphs: dict[_Declared, Aeg] = {}
         """Graphs corrected by observed runs."""
         self._renewed: dict[_Declared, tuple[int, int]] = {}
-        """Two numbers for each graph: how many runs its agent type had at the last check, and at the last
-        change."""
+        """Two numbers for each graph: the runs of its agent type until the last check, and until the graph's
+        last change."""
         self._moved: dict[_Declared, None] = {}
         """Graphs to check again: graphs that are new, or whose agent type had new runs since the last
         check."""
@@ -128,7 +128,8 @@ class Advisor(ProgramListener):
         return None if left is None else round(left, 2)
 
     def graph(self, program: Program) -> Aeg | None:
-        """Return the graph to report for ``program``: the declared one, corrected by earlier runs."""
+        """Return the graph to report for ``program``: the declared one, corrected by earlier runs. Returns
+        ``None`` if no graph was declared and none has been learned."""
         declared = program.aeg
         kind = _kind(program)
         if kind is None:
@@ -233,8 +234,8 @@ class Advisor(ProgramListener):
         return done.wait(timeout_s)
 
     def after_fork(self) -> None:
-        """Reset queue and thread in a forked child. The child keeps what was learned; the parent saves
-        unsaved data."""
+        """Reset queue and thread in a forked child. The child keeps the estimates; unsaved data stays with
+        the parent, which saves it."""
         self._fresh()
 
     # ---- the thread

@@ -1,7 +1,7 @@
 """The history file, which keeps tool durations and program runs between processes.
 
-    durations   tool, class, seconds, status              at most 500 a key, 20 000 in all
-    runs        kind of agent, path, nodes of its turns    at most 100 a kind, 2 000 in all
+    durations   tool, class, seconds, status         at most 500 per pair (tool, class), 20 000 in all
+    runs        agent type, path, nodes of its turns  at most 100 per agent type, 2 000 in all
 
 The file holds names and numbers only: no arguments, outputs, ids or times of day. Rows are only inserted, and
 removed oldest first, so any number of processes can share a file. A file stays unchanged if it is corrupt, of
@@ -10,8 +10,8 @@ another version, not writable or not ours. The process logs and counts that once
 The store uses SQLite's default journal. The write-ahead log would need memory shared by all processes, but
 home directories are often on a network and used from several hosts.
 
-Each batch opens its own connection, and a fork waits until the batch ends: SQLite forbids two processes to
-share a connection.
+Each load or save opens a connection of its own. A fork waits up to a second until it is closed: SQLite
+forbids two processes to share a connection.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class DurationSample(NamedTuple):
 
 
 class StoredHistory(NamedTuple):
-    """The content of a history file, oldest first."""
+    """The content of a history file, oldest first. ``runs`` holds pairs (agent type, run)."""
 
     durations: list[DurationSample]
     runs: list[tuple[str, ProgramRun]]
@@ -110,7 +110,8 @@ class HistoryStore:
         return self._attempt(self._load)
 
     def save(self, durations: Sequence[DurationSample], runs: Sequence[tuple[str, ProgramRun]]) -> bool:
-        """Add rows. Returns False if they were not saved; while ``usable`` is True, a retry may succeed."""
+        """Add rows, and delete the oldest beyond the limits. ``runs``: pairs (agent type, run). Returns False
+        if nothing was saved; while ``usable`` is True, a retry may succeed."""
         return self._attempt(lambda: self._save(durations, runs)) is not None
 
     def _attempt(self, work: Callable[[], T]) -> T | None:
@@ -266,7 +267,7 @@ def _is_name(value: object) -> bool:
 
 
 _open_connections = threading.Lock()
-"""Lock held while a connection is open. A fork waits for it."""
+"""Lock held while a connection is open. A fork waits for it, at most ``FORK_WAIT_S``."""
 _forking: set[int] = set()
 """Ids of the threads that hold the lock during a fork."""
 

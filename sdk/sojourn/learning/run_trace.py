@@ -1,4 +1,4 @@
-"""The path of one program through the nodes of its graph, built from facts reported while it runs."""
+"""The path of one program through the nodes of its graph, built from the program's events."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ class ProgramRun(NamedTuple):
     path: tuple[tuple[str, ...], ...] = ()
     """The nodes visited, in order. Nodes that ran in parallel form one sorted group."""
     turn_nodes: tuple[str | None, ...] = ()
-    """The node of each LLM request, in order; ``None`` for a request without one."""
+    """The node of each LLM request, in order; ``None`` for a request without one. Has at most ``MAX_TURNS``
+    entries, and none if ``ends`` is False."""
     turns: int = 0
-    """Number of LLM requests of the whole program; may exceed the length of ``turn_nodes``, which is
-    bounded."""
+    """Number of LLM requests of the whole program, which may exceed ``MAX_TURNS``; 0 if ``ends`` is False."""
     tools: tuple[tuple[str, str], ...] = ()
     """Pairs (node, tool): the tool was called at the node."""
     begins: bool = True
     """True if ``path`` begins at the program's start."""
     ends: bool = True
-    """True if ``path`` reaches the program's end and ``turns`` is final; False for a cancelled run."""
+    """True if ``path`` reaches the program's end. False for a cancelled run, and for a piece that continues
+    in the next piece."""
 
 
 class RunTrace:
-    """Turns the facts about one program into a ``ProgramRun``. Not thread-safe.
+    """Builds a ``ProgramRun`` from the events of one program. Not thread-safe.
 
     A *visit* begins when the program enters a node, or when a request names a node that is not current. A
     later request of the same visit counts as a step from the node to itself, because the server needs the
@@ -63,7 +64,7 @@ class RunTrace:
         self.graph: Aeg | None = None
         """The graph that the program declared, if any. Its edges say which node may follow which."""
         self.lossy = False
-        """True once a fact about this program was dropped. Then nothing is learned from the program."""
+        """True once an event of this program was dropped. Then nothing more is learned from the program."""
         self._begins = True
         self._path: list[list[str]] = []
         self._group: list[str] = []
@@ -75,8 +76,8 @@ class RunTrace:
         self._tools: dict[tuple[str, str], None] = {}
 
     def entered(self, node: str) -> ProgramRun | None:
-        """Record that the program entered ``node``. If the path was full before, return it as a piece of the
-        run and begin a new path; else return ``None``."""
+        """Record that the program entered ``node``. If this begins a visit and the path was full before,
+        return the path as a piece of the run and begin a new one; else return ``None``."""
         node = name_of(node)
         if node in (START, END):
             return None
@@ -121,8 +122,8 @@ class RunTrace:
             self._tools[self._group[0], tool] = None
 
     def ended(self, *, broken_off: bool) -> ProgramRun:
-        """Return the finished run. ``broken_off``: True for a cancelled program, whose last node is not its
-        natural end."""
+        """Return the finished run. ``broken_off``: True for a cancelled program, whose last node says nothing
+        about where programs end."""
         return self._run(ends=not broken_off)
 
     def _beside(self, node: str) -> bool:

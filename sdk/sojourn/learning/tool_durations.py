@@ -18,6 +18,7 @@ MAX_SAMPLES = 500
 """Maximum number of samples kept per key. The oldest are dropped first."""
 MAX_KEYS = 1024
 COUNTED = frozenset({"ok", "nonzero", "error", "timeout"})
+"""Statuses of the calls that count as samples."""
 
 Key = tuple[str, str | None]
 """Tool and tool class. The class ``None`` stands for all calls of the tool."""
@@ -42,8 +43,8 @@ class Durations:
         return len(self._samples)
 
     def add(self, tool: str, tool_class: str | None, duration_s: float, status: str) -> bool:
-        """Add a sample. Returns False if status or duration do not count. ``settle`` updates the
-        estimates."""
+        """Add a sample. Returns False if its status is not in ``COUNTED`` or its duration is invalid. The
+        estimates change only at the next ``settle``."""
         if status not in COUNTED or not (math.isfinite(duration_s) and duration_s >= 0):
             return False
         for key in ((tool, None),) if tool_class is None else ((tool, tool_class), (tool, None)):
@@ -68,8 +69,8 @@ class Durations:
                 self._expected[key] = estimate(samples)
 
     def expected(self, tool: str, tool_class: str | None) -> DurationEstimate | None:
-        """Return the estimate for the pair of tool and class if it has enough samples, else for the tool as a
-        whole; ``None`` if neither has."""
+        """Return the estimate for the pair of tool and class if it has enough samples, else the estimate for
+        all calls of the tool; ``None`` if both have too few samples."""
         found = self._expected.get((tool, tool_class))
         return found if found is not None or tool_class is None else self._expected.get((tool, None))
 

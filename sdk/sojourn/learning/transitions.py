@@ -35,7 +35,7 @@ first."""
 MAX_SUCCESSORS: Final = 128
 """Maximum number of successors per context. The rarest is dropped first."""
 MAX_LEFT: Final = 1024
-"""Maximum number of statistics of remaining turns per agent type."""
+"""Maximum number of entries per agent type, both of statistics of remaining turns and of nodes with tools."""
 MAX_TURN: Final = 64
 """Highest turn number that has statistics of its own. Later turns are counted as this turn."""
 MAX_NODE_TOOLS: Final = 16
@@ -45,14 +45,15 @@ _RESCALE_ABOVE = 2.0**40
 _FORGOTTEN = 0.01
 """Counts that decay below this many runs are removed."""
 _CONFIDENT_WEIGHT = ENOUGH_RUNS * 0.9
-"""Decayed weight of about ``ENOUGH_RUNS`` samples."""
+"""Minimum weight of the statistics for an estimate, in runs. Below ``ENOUGH_RUNS``, since weights decay."""
 
 Context = tuple[str, ...]
 
 
 class _TurnsLeft:
-    """Decayed statistics of the remaining turns at one node or turn. The object never changes; ``plus`` makes
-    a new one."""
+    """Decayed statistics of the remaining turns at one node or turn: ``mean`` and variance (``spread``).
+    ``x`` and ``xx`` are the weighted sums of the samples and of their squares. The object never changes;
+    ``plus`` makes a new one."""
 
     __slots__ = ("mean", "spread", "weight", "x", "xx")
 
@@ -82,8 +83,8 @@ class _Kind:
 
 
 class Transitions:
-    """Transitions and remaining turns learned per agent type (``kind``), bounded and decayed. One thread may
-    write while others read."""
+    """Transitions and remaining turns, learned for each agent type (``kind``). Memory is bounded, and old
+    runs weigh less than new ones. One thread may write while others read."""
 
     def __init__(self) -> None:
         self._kinds: OrderedDict[str, _Kind] = OrderedDict()
@@ -111,14 +112,14 @@ class Transitions:
         return tuple(self._kinds)
 
     def runs(self, kind: str) -> int:
-        """Return how many runs of the agent type ``kind`` were learned, old runs counted in full; 0 for an
-        unknown type."""
+        """Return the number of learned runs of the agent type ``kind``, including unfinished ones; 0 for an
+        unknown type. Unlike the statistics, this number does not decay."""
         known = self._kinds.get(kind)
         return 0 if known is None else known.runs
 
     def finished(self, kind: str) -> int:
-        """Return how many runs of the agent type ``kind`` were seen to their end, old runs counted in
-        full."""
+        """Return the number of runs of the agent type ``kind`` that were learned to their end; 0 for an
+        unknown type. Unlike the statistics, this number does not decay."""
         known = self._kinds.get(kind)
         return 0 if known is None else known.finished
 
@@ -150,8 +151,8 @@ class Transitions:
         return sorted(blend.items(), key=lambda item: (-item[1], item[0]))
 
     def edges(self, kind: str) -> dict[tuple[str, str], float]:
-        """Return how often programs of the type ``kind`` took each edge (source, target); older runs count
-        less."""
+        """Return how often programs of the type ``kind`` took each edge (source, target). The newest run
+        counts as 1, older runs as less."""
         known = self._kinds.get(kind)
         if known is None:
             return {}
@@ -173,8 +174,8 @@ class Transitions:
         """Return the expected number of LLM requests after the program's request number ``turns``, made at
         ``node``; ``None`` if too little is known.
 
-        Uses the statistics of the pair (node, turn) if it was seen often enough. Otherwise uses those of the
-        node or those of the turn, whichever vary less.
+        Uses the statistics of the pair (node, turn) if it was seen often enough. Otherwise uses the
+        statistics of the node or of the turn, whichever have the smaller variance.
         """
         known = self._kinds.get(kind)
         if known is None or known.finished < ENOUGH_RUNS:
@@ -321,8 +322,8 @@ def _learn_tool(kind: _Kind, node: str, tool: str) -> None:
 
 
 def _rescale(kind: _Kind) -> None:
-    """Scale an agent type's weights so that the next run weighs 1, and drop decayed counts. Due every 800
-    runs or so."""
+    """Scale an agent type's weights so that the next run weighs 1, and drop decayed counts. Needed about
+    every 800 runs, since the weights of new runs grow without bound."""
     scale, kind.weight = 1 / kind.weight, 1.0
     contexts: OrderedDict[Context, dict[str, float]] = OrderedDict()
     for context, counts in kind.contexts.items():

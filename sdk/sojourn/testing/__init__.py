@@ -120,6 +120,7 @@ class FakeServer:
         self.authorizations: list[str | None] = []
         """The ``Authorization`` header of every request to the events endpoint."""
         self.probes = 0
+        """Number of GET requests, except those for programs."""
         self.programs: dict[str, Any] = {}
         """Program id → the JSON answer of ``GET /sojourn/v1/programs/{id}``. Other ids get 404."""
         self.program_lookups: list[str] = []
@@ -186,7 +187,7 @@ class FakeServer:
             return Answer.of(next(self.script, self.reply))
 
     def forget(self) -> None:
-        """Clear all records."""
+        """Clear the recorded ``batches``, ``requests`` and ``authorizations``."""
         self.batches.clear()
         self.requests.clear()
         self.authorizations.clear()
@@ -205,7 +206,7 @@ class FakeServer:
 
 
 def refusing_url() -> str:
-    """Return a URL on this machine where nothing listens."""
+    """Return a URL on this machine where no server listens: connections are refused."""
     with FakeServer() as server:
         return server.url
 
@@ -216,7 +217,7 @@ class _Http(ThreadingHTTPServer):
     fake: FakeServer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that disconnect during an answer, as in many tests."""
+        """Ignore errors of a connection: in many tests, clients disconnect during an answer."""
 
 
 def _outcome(verdict: Callable[[AnyEvent], Outcome], raw: msgspec.Raw) -> EventOutcome:
