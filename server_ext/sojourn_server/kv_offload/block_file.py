@@ -1,4 +1,6 @@
-"""The file of one Full Block: the KV of all layers for a run of tokens. Its name is the run's chain hash.
+"""The file format of one Full Block: the KV of all layers for a fixed number of tokens.
+
+The file's name is the block's key in hex: the chain hash of all tokens up to the block's end.
 
 Format
 ------
@@ -45,7 +47,8 @@ FORMAT_VERSION = 1
 HEADER_BYTES = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 PARENT_BYTES = 16
-"""Number of leading bytes of a parent's key that a file has; they identify the parent."""
+"""Number of leading bytes of the parent's key that a block's file stores. They suffice to identify the
+parent."""
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a full disk or quota."""
@@ -106,8 +109,7 @@ class KvIdentity:
     block_tokens: int
     """Tokens of one Full Block (the unit of storage), a multiple of the engine's block size."""
     block_bytes: int
-    """Bytes of one Full Block on this rank, in all layers. They are the payload of every file of the
-    store."""
+    """Bytes of one Full Block on this rank, in all layers: the size of every file's payload."""
     layers: int
     """Number of layers on this rank."""
     hash_scheme: str
@@ -162,9 +164,9 @@ def write_block(
     """Write ``payload`` to the file ``partial``, and rename that file to ``path``. ``identity``: digest of
     the ``KvIdentity``. ``parent``: the key of the previous block, empty if there is none.
 
-    ``durable``: return only when the file and its name are on disk. If the payload changes during the call,
-    its checksum will fail. Raises ``OSError``; the caller must then remove the files ``partial`` and
-    ``path``, if they exist.
+    ``durable``: return only when the file and its name are on disk. The payload must not change during the
+    call; otherwise reads of the block raise ``BlockCorrupt``. Raises ``OSError``; the caller must then remove
+    the files ``partial`` and ``path``, if they exist.
     """
     header = _header(key, identity, parent[:PARENT_BYTES], payload)
     write_file(files, partial, [memoryview(header), *payload], fsync=durable)
@@ -195,7 +197,9 @@ def read_block(
 
 
 def read_parent(files: FileSystem, path: Path, key: bytes, identity: bytes) -> bytes | None:
-    """Return the first bytes of the previous block's key; ``None``: the file names no previous block.
+    """Return the first ``PARENT_BYTES`` bytes of the key of the context's previous block.
+
+    ``None``: the file names no previous block.
 
     Reads only the header. Raises ``BlockCorrupt`` for an invalid header, and ``OSError``.
     """
@@ -244,7 +248,7 @@ def read_file(files: FileSystem, path: Path, max_bytes: int) -> bytes:
 
 
 def sync_folder(files: FileSystem, path: Path) -> None:
-    """Flush the names in a folder to disk. Raises ``OSError``."""
+    """Flush a folder's entries (the names of its files) to disk. Raises ``OSError``."""
     fd = files.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         files.fsync(fd)

@@ -22,8 +22,8 @@ FULL_BLOCK_TOKENS = 64
 
 
 class BlockStore(Protocol):
-    """Stores Full Blocks (the unit of storage) by key. Thread-safe; every call waits for the disk. Content
-    that is found to be damaged or of another model is never returned."""
+    """Stores Full Blocks (the unit of storage) by key. Thread-safe; every call waits for the disk. A read
+    raises ``BlockCorrupt`` if it detects damaged content or another model's."""
 
     @property
     def identity(self) -> KvIdentity:

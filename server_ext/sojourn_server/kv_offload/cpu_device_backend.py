@@ -25,7 +25,7 @@ CHUNK_BLOCKS = 32
 def block_rows(name: str, cache: Any, blocks: int) -> ByteArray:
     """Return one layer's KV tensor as an array with one row of bytes per block. Shares the tensor's memory.
 
-    Raises ``UnsupportedKvCaches`` for a tensor on another device, or whose blocks are not in one piece.
+    Raises ``UnsupportedKvCaches`` if the tensor is not on the CPU, or if a block's bytes are not contiguous.
     """
     if cache.device.type != "cpu":
         raise UnsupportedKvCaches(f"layer {name}: KV on {cache.device}; expected a CPU engine")
@@ -116,8 +116,8 @@ class KvBlockArrays:
         return len(self._layers)
 
     def gather(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """Return a copy of one layer of these engine blocks, as Layer Blocks (one layer of a Full Block
-        each). The last one is padded with zeros."""
+        """Copy layer number ``layer`` of the engine blocks ``block_ids`` into Layer Blocks (one layer of a
+        Full Block each), and return them. An incomplete last Layer Block is padded with zeros."""
         full = -(-len(block_ids) // self.per_full)
         made = np.zeros((full * self.per_full, self.engine_bytes), np.uint8)
         ids = np.asarray(block_ids, np.intp)
@@ -126,7 +126,8 @@ class KvBlockArrays:
         return [memoryview(row) for row in rows]
 
     def gather_full(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """Return a copy of one Full Block, one buffer per layer."""
+        """Return a copy of the Full Block that consists of the engine blocks ``block_ids``, one buffer per
+        layer."""
         return [self.gather(layer, block_ids)[0] for layer in range(len(self))]
 
     def scatter(

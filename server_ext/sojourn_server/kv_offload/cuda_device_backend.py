@@ -71,7 +71,8 @@ class CudaRuntime(Protocol):
         *,
         stable_sources: bool,
     ) -> None:
-        """Queue one copy for each address in ``sources``. ``sizes``: bytes.
+        """Queue one copy per index ``i``: ``sizes[i]`` bytes from address ``sources[i]`` to address
+        ``destinations[i]``.
 
         ``stable_sources``: whether the sources are no longer written, so that the device may read them before
         the stream reaches the copy. Raises ``RuntimeError``.
@@ -117,7 +118,8 @@ class CudaDeviceBackend:
         self._host = _page_aligned(slots, self.block_bytes)
         self._pinned = _pin(cuda, self._host)
         self._lock = threading.Lock()
-        """Held while a stream's wait and the copies after it are queued, so that nothing comes between."""
+        """Held while a stream's wait and the copies after it are queued, so that no other thread queues work
+        between them."""
         self._store_stream = cuda.new_stream()
         self._load_stream = cuda.new_stream()
         self._filling: dict[int, CudaCopy] = {}
@@ -158,7 +160,7 @@ class CudaDeviceBackend:
         self._cuda.compute_stream().wait_event(copy.event)
 
     def slot(self, slot: int) -> memoryview:
-        """Return the bytes of a slot, writable, once the last copy into it is done."""
+        """Return the bytes of a slot, writable. Waits until the last copy into the slot is done."""
         with self._lock:
             copy = self._filling.pop(slot, None)
         if copy is not None:
@@ -177,8 +179,8 @@ class CudaDeviceBackend:
     # -- inside --------------------------------------------------------------------------
 
     def _follow_stores(self, slots: Sequence[int]) -> bool:
-        """Make the load stream wait for unfinished copies into these slots. Return whether there were none:
-        only then are the slots stable sources, as in ``CudaRuntime.copy``."""
+        """Make the load stream wait for unfinished copies into these slots. Return true if there is no such
+        copy: only then are the slots stable sources (see ``CudaRuntime.copy``)."""
         filling = {copy for slot in slots if (copy := self._filling.get(slot)) is not None}
         pending = [copy for copy in filling if not copy.done()]
         for copy in pending:

@@ -15,7 +15,8 @@ DISK_INDEX_TIMEOUT_STEPS = 100
 """Number of steps after which the engine stops waiting for the worker's list of files on disk."""
 
 NO_SIBLINGS_RECHECK_S = 5.0
-"""Duration of a pause of searches, which begins when a search finds no other engine's store."""
+"""Seconds for which no further search begins after one that found no other engine's store. They count from
+that search's beginning."""
 
 MAX_FOUND_KEYS = 1 << 16
 """Maximum number of blocks for which the planner remembers that another engine's store has them."""
@@ -96,7 +97,8 @@ class DiskPlanner:
         self.known = False
         """Whether the worker has reported the files that an earlier engine left."""
         self._asked_steps = 0
-        """Number of steps in which the worker could have reported its files."""
+        """Number of steps planned so far. At ``DISK_INDEX_TIMEOUT_STEPS`` the engine stops waiting for the
+        worker's list of files."""
         self._forgotten = False
         """Whether the cache was reset: files of earlier engines must then not be used."""
         self.room = limits.disk_blocks
@@ -218,8 +220,8 @@ class DiskPlanner:
     # -- to disk --------------------------------------------------------------------
 
     def order(self, key: BlockKey, rank: RetentionRank) -> None:
-        """Request a write to disk, as soon as possible, of a block in host memory. Afterwards the block gets
-        the retention rank ``rank``."""
+        """Request that a block in host memory is written to disk as soon as possible. After the write, the
+        block gets the retention rank ``rank``. Does nothing if the planner is ``closed``."""
         if self.closed:
             return
         self._ordered[key] = rank
@@ -234,8 +236,8 @@ class DiskPlanner:
         self._ordered.pop(key, None)
 
     def plan_spills(self) -> None:
-        """Plan this step's writes to disk: first requested blocks, then more if few slots of host memory
-        could be reused without losing a block."""
+        """Plan this step's writes to disk. Requested blocks come first. Others follow if host memory has too
+        few slots that can be reused without loss (``TierLimits.spill_below``)."""
         limits, host = self.limits, self._host
         if not self.known or self.closed or not self._pause.over():
             return
@@ -253,8 +255,8 @@ class DiskPlanner:
         self.spill(host.next_unspilled(min(room, wanted), above=RetentionRank.SPARE))
 
     def _first_ordered(self, most: int) -> list[HostEntry]:
-        """Return entries for up to ``most`` of the first blocks in ``_ordered``, and remove from it those
-        that need no write. Stops at a block whose slot is still being filled."""
+        """Check the first ``most`` requested writes. Return the entries to write, last requested first, and
+        remove the requests that need no write. Stops at a block whose slot is still being filled."""
         found: list[HostEntry] = []
         for key in list(islice(self._ordered, max(0, most))):
             entry = self._host.get(key)
@@ -323,8 +325,8 @@ class DiskPlanner:
         return request_id in self._staging
 
     def must_wait(self, request_id: str, now: float) -> bool:
-        """Return whether the request must still wait for a search or a disk read. When a wait has lasted too
-        long, the request need not wait for that search or read any more."""
+        """Return whether the request must still wait for a search or a disk read. A search is awaited for at
+        most ``limits.max_probe_wait_s``, a read for at most ``limits.max_stage_wait_s``."""
         probe = self._probed.get(request_id)
         if probe is not None and not probe.over:
             if now - probe.since_s < self.limits.max_probe_wait_s:
@@ -341,7 +343,7 @@ class DiskPlanner:
 
     def probe(self, request_id: str, keys: Sequence[BlockKey], now: float) -> bool:
         """Plan a search of other engines' stores for a request's ``keys``, at most once per request. The
-        search begins at the first key that is nowhere known. Returns whether a search was planned."""
+        search begins at the first key without a known copy. Returns whether a search was planned."""
         if not self.limits.shared or self._forgotten or request_id in self._probed:
             return False
         missing = self._from_first_missing(keys)

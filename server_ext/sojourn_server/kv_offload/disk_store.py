@@ -66,7 +66,7 @@ _FANOUT = re.compile(r"[0-9a-f]{2}")
 _BLOCK = re.compile(r"((?:[0-9a-f]{2}){%d,%d})\.(kv|partial)" % (MIN_KEY_BYTES, MAX_KEY_BYTES))  # noqa: UP031
 
 _NOT_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Error numbers of reads that fail for other reasons than the block's file."""
+"""Error numbers of reads that fail because open files or memory ran out. The block's file may be intact."""
 
 
 def block_path(store: Path, key: bytes) -> Path:
@@ -297,7 +297,8 @@ class DiskStore:
             self._touch(key)
 
     def drop(self, key: bytes) -> bool:
-        """Remove the block of ``key``, after running calls for it. Returns whether there was one.
+        """Remove the block of ``key``, once running calls for this key have ended. Returns whether there was
+        a block.
 
         Raises ``StoreError`` if the file cannot be removed: ``has`` is then false, but the file counts
         against the budget.
@@ -355,8 +356,10 @@ class DiskStore:
 
     @contextlib.contextmanager
     def _turn(self, key: bytes) -> Iterator[None]:
-        """Context manager for one thread's turn with ``key``: other threads use neither its files nor its
-        index entry."""
+        """Context manager that gives the calling thread exclusive use of ``key``'s files and index entry.
+
+        Waits while another thread uses them. Raises ``ValueError`` if the store is closed.
+        """
         with self._changed:
             self._changed.wait_for(lambda: key not in self._busy)
             if self._closed:

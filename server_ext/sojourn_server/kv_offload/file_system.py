@@ -1,4 +1,4 @@
-"""File operations of a store: follow no symbolic links, use only folders that no other user can change.
+"""File operations of a store. They follow no symbolic links and use only folders private to this user.
 
 Below a store's root, each folder is opened by name in its parent, with ``O_NOFOLLOW``, and each file in its
 folder. So no link is followed, even if one replaces a folder at any moment. New files are created with

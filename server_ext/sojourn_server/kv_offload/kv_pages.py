@@ -2,7 +2,8 @@
 
 A page is a run of consecutive bytes of one block. vLLM orders the dimensions of a KV cache as the attention
 backend needs them. Pages of several layers may be next to each other in one block. The dimension of heads may
-come before that of blocks: then a layer has one row of pages per head. A block may be several kernel blocks.
+come before that of blocks: then a layer has one row of pages per head. One vLLM block may consist of several
+blocks of the attention kernel.
 """
 
 from __future__ import annotations

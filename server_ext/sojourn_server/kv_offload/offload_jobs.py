@@ -78,7 +78,7 @@ class OffloadJobs:
     spills: dict[int, list[FileCopy]] = field(default_factory=dict)
     """Copies from host to disk, by job number."""
     stages: dict[int, list[FileCopy]] = field(default_factory=dict)
-    """Copies from disk to host, by job number, in increasing order."""
+    """Copies from disk to host, by job number, in increasing order of job number."""
     probes: dict[int, Sequence[BlockKey]] = field(default_factory=dict)
     """Job number → keys, in context order, to search for in other engines' stores."""
 
@@ -101,7 +101,8 @@ class OffloadResults:
     """One worker's results since its last report."""
 
     on_disk: Sequence[BlockKey] | None = None
-    """Keys that an earlier engine left on disk, least recently used first; reported once."""
+    """Keys that an earlier engine left on disk, least recently used first. Reported once; ``None`` in all
+    other reports."""
     partly_on_disk: list[BlockKey] = field(default_factory=list)
     """Keys that only some workers of the engine have on disk."""
     stored: dict[int, CopyResult] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """Plans which KV blocks are copied between the device and the tiers below it: no vLLM, no tensors, no clock.
 
 One planner serves one engine's scheduler. The scheduler reports blocks that the device overwrites
-(``evicted``), copies blocks ahead of that (``store``), and finds and loads blocks (``lookup``, ``load``).
+(``evicted``), copies blocks before they are overwritten (``store``), and finds and loads blocks (``lookup``,
+``load``).
 ``take_jobs`` returns a step's jobs; ``take_loaded`` and ``take_results`` handle their results. The planner
 itself manages host memory and look-ups. Its ``DiskPlanner`` manages the disk.
 
@@ -36,8 +37,8 @@ class _Lookup(NamedTuple):
     """The result of a request's look-up."""
 
     of: tuple[int, BlockKey]
-    """Number of keys looked up, and the first key. If both are equal, all keys are: requests only grow at the
-    end."""
+    """Number of keys looked up, and the first key. Two look-ups of one request with equal ``of`` have equal
+    keys, because a request only grows at its end."""
     found: list[HostEntry]
 
 
@@ -79,8 +80,8 @@ class OffloadPlanner:
         self._loads: dict[str, _Load] = {}
         """Request → its load, until ``take_loaded``."""
         self._being_loaded: set[BlockKey] = set()
-        """Keys of the blocks in ``_loads``. A request that needs such a block waits, and does not load it
-        too."""
+        """Keys of the blocks in ``_loads``. Another request that needs such a block waits for the load
+        instead of loading the block again."""
         self._jobs = OffloadJobs()
         """Jobs of the step being planned, without the disk's."""
         self._wants_step = False
@@ -89,8 +90,8 @@ class OffloadPlanner:
     # -- copies from the device ---------------------------------------------
 
     def evicted(self, key: BlockKey, block_id: int, rank: RetentionRank = RetentionRank.PLAIN) -> bool:
-        """Copy to host memory a block that this step overwrites, unless host memory has it. Returns false if
-        there is no room."""
+        """Save a block that this step overwrites: plan its copy to host memory, unless host memory has the
+        block. Returns false if there is no room."""
         entry = self.host.get(key)
         if entry is not None:
             if entry.job is not None and entry.job in self._storing:
@@ -154,8 +155,8 @@ class OffloadPlanner:
         """Copy a turn's new blocks to host memory, into slots that are empty or have a worthless block.
         Returns the number of copies planned.
 
-        ``newest_first``: blocks of the context. It is read up to the first block that host memory already
-        has.
+        ``newest_first``: (key, block id) of the context's blocks, last block first. The blocks before one
+        that host memory already has are not copied.
         """
         added = [*takewhile(lambda block: self.host.get(block[0]) is None, newest_first)]
         # Spare copies do not replace each other: without room for all, each turn would copy a whole context.
@@ -363,7 +364,8 @@ class OffloadPlanner:
     # -- steps ----------------------------------------------------------------------
 
     def take_jobs(self, *, spill: bool = True) -> OffloadJobs:
-        """Return the jobs of the step just planned. ``spill``: whether host memory may be written to disk."""
+        """Return the jobs of the step just planned. ``spill``: whether this step may begin new writes of host
+        memory to disk."""
         for request_id in [name for name in self._looked_up if self._lost or name != self._last_asked]:
             self._drop_lookup(request_id)
         self._lost = self._wants_step = False

@@ -25,7 +25,8 @@ class Copy(Protocol):
     """Copies that have begun."""
 
     def wait(self) -> float:
-        """Wait until the copies are complete. Returns the seconds of copying, without the time before it."""
+        """Wait until the copies are complete. Returns the seconds that they took, without the time before
+        they began."""
 
 
 class DeviceBackend(Protocol):
@@ -39,11 +40,11 @@ class DeviceBackend(Protocol):
         """Return a fence: a point in the device's work, after everything that it was given so far."""
 
     def to_host(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
-        """Order copies to host memory that start once the device has passed fence ``after``. Of several
+        """Queue copies to host memory. They begin once the device has passed fence ``after``. Of several
         copies into one slot, the last counts."""
 
     def to_device(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
-        """Order copies to the device. Each starts once the device has passed fence ``after`` and earlier
+        """Queue copies to the device. Each begins once the device has passed fence ``after`` and earlier
         copies have filled its slot."""
 
     def hold_compute(self, copy: Any) -> None:
@@ -63,7 +64,8 @@ class _PendingStore:
         self.copies = copies
         self._begun = threading.Lock()  # taken once, by the thread that copies
         self.begun = threading.Event()
-        """Event that is set once ``copy`` has its value, or once beginning the copies has failed."""
+        """Event that is set once ``copy`` has its value, or once the attempt to begin the copies has
+        failed."""
         self.copy: Copy | None = None
         self.over = threading.Event()
         self.copy_result = CopyResult.FAILED
@@ -135,8 +137,8 @@ class OffloadWorker:
                 self._probe.submit(partial(self._look_for, job, keys))
 
     def take_loaded(self) -> tuple[set[str], set[int]]:
-        """Return the requests whose loads have ended since the last call, and their blocks that were not
-        filled."""
+        """Return the ids of the requests whose loads have ended since the last call, and the ids of their
+        device blocks that were not filled."""
         with self._lock:
             loaded, self._loaded = self._loaded, {}
         self.loading.difference_update(loaded)
@@ -179,7 +181,7 @@ class OffloadWorker:
         return bool(self._stores)
 
     def close(self) -> None:
-        """Finish queued work and release the disk's store."""
+        """Finish queued work, at most 5 s per thread. Then close the device backend and the ``DiskStore``."""
         lanes = (self._to_host, self._to_device, self._probe, self._from_disk, self._to_disk)
         for lane in filter(None, lanes):
             lane.close()

@@ -237,7 +237,8 @@ class SharedStore:
         self._tree: BlockPrefixTree | None = None
         """The prefix tree; built when blocks must be evicted for the first time."""
         self._new: dict[bytes, bytes] = {}
-        """Parents of blocks stored before the tree was built, so that their files need not be read."""
+        """Key → key of the parent, for blocks stored before the tree was built. Their files need not be
+        read to find the parent."""
         self._building = threading.Lock()
         """Held while the tree is built. ``_lock`` is free meanwhile, because reading the headers of a large
         store takes seconds."""

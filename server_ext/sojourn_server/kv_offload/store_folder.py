@@ -183,7 +183,7 @@ def store_name(store: Path) -> str | None:
 
 
 class FoundStore(NamedTuple):
-    """A store in the root folder that may be an engine's (see ``find_stores``)."""
+    """A store that ``find_stores`` returns, with its manifest."""
 
     path: Path
     manifest: Mapping[str, Any]
@@ -197,8 +197,8 @@ class FoundStore(NamedTuple):
 def find_stores(
     root: Path, known: Mapping[str, Any], weights: str | None, name: str | None = None
 ) -> list[FoundStore]:
-    """Return the stores in ``root`` that may be an engine's, judged by the part of its identity that is
-    known.
+    """Return the stores in ``root`` that a starting engine may use, judged by the fields of its identity that
+    are known.
 
     ``root``: a path without symbolic links. ``known``: fields of the engine's ``KvIdentity``. ``weights``:
     the beginning of its field ``model``, if known. ``name``: the name of the engine's own store. Changes

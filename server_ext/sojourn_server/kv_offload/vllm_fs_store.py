@@ -210,8 +210,8 @@ class VllmFsStore:
         return PutOutcome.STORED
 
     def _read(self, path: Path, payload: Sequence[memoryview]) -> bool:
-        """Read a block's file. Returns false for a wrong size. (Unlike vLLM, which accepts a longer file: a
-        longer file has other blocks.)"""
+        """Read a block's file. Returns false for a wrong size. vLLM accepts a longer file; this store does
+        not, because a longer file has other blocks."""
         fd = self._files.open(path, os.O_RDONLY)
         try:
             return self._files.size(fd) == self._file_bytes and read_all(self._files, fd, payload)

@@ -83,7 +83,7 @@ class BlockSaver:
         self._moved_s = clock()
         """Time of the last progress on blocks of finished requests."""
         self._taken: dict[str, int] = {}
-        """Request → index after the last block that the previous step saved."""
+        """Request → index, in its context, after the last Full Block that the previous step saved."""
         self._lane = TransferThread("paths-stored")
 
     def __contains__(self, request: str) -> bool:
@@ -128,9 +128,11 @@ class BlockSaver:
 
     def end_step(self, bad: Collection[int]) -> dict[str, int]:
         """Copy the blocks that this step filled and hand them to the store. ``bad``: ids of engine blocks
-        that were not filled. A Full Block is left out if it has such a block, or if one comes before it.
+        that were not filled. A Full Block is left out if such a block is part of it or of the context before
+        it.
 
-        Returns request → index of its first block that was not saved.
+        Returns request → index of its first Full Block that was not saved. A request without such a block is
+        absent.
         """
         with self._lock:
             known = set(self._known)

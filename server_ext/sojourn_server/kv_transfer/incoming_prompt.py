@@ -48,6 +48,8 @@ class PromptState(Enum):
 
 @dataclass(slots=True, eq=False)
 class PromptReadSide:
+    """The half of a prompt that this engine reads from storage and streams to the peer."""
+
     conn: int | None
     keys: list[bytes]
     traffic_class: TrafficClass
@@ -62,6 +64,8 @@ class PromptReadSide:
 
 @dataclass(slots=True, eq=False)
 class PromptOfferSide:
+    """The half of a prompt that the peer offers and pushes to this engine."""
+
     conn: int | None
     keys: list[bytes]
     slots: list[BufferSlot] = field(default_factory=list)
@@ -272,8 +276,8 @@ class IncomingPrompt:
     # -- the end --------------------------------------------------------------------
 
     def fail(self, why: str, now: float, notify: bool) -> None:
-        """Mark the prompt as failed for the reason ``why``, and release its buffers. ``notify``: whether to
-        send its peers an abort."""
+        """Mark the prompt as failed for the reason ``why``, and release its buffers. Ignores a prompt that is
+        complete or has failed. ``notify``: whether to send its peers an abort."""
         if self.state is not PromptState.GATHERING:
             return
         self.state = PromptState.FAILED

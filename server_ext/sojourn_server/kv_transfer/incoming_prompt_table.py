@@ -5,9 +5,9 @@ announces that it waits for a transfer, before or after data arrives. When all b
 uses them and then calls ``forget``. A transfer without progress fails within ``patience_s``. While a request
 is queued, the engine repeats ``want``, which keeps the complete prompt in the buffers.
 
-Prompts are evicted only while other transfers wait for buffers: first prompts that no queued request wants.
-If that is not enough, and prompts of queued requests use more than ``queue_share`` of the slots, those last
-in the queue are evicted until the others use less. The first in the queue is always kept.
+Prompts are evicted only while other transfers wait for buffers. Prompts that no queued request wants go
+first. If prompts of queued requests still use more than ``queue_share`` of the slots, the last in the queue
+are evicted until the rest fits this share. The first in the queue is always kept.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class IncomingPromptTable:
     # -- what the engine asks for ---------------------------------------------------
 
     def expect(self, transfer: str, now: float) -> None:
-        """Announce that the engine waits for a transfer. Raises ``ValueError`` if it waits for it already."""
+        """Announce that the engine waits for a transfer. Raises ``ValueError`` for a second announcement."""
         prompt = self._prompts.get(transfer)
         if prompt is None:
             prompt = self._prompts[transfer] = IncomingPrompt(self, transfer, now)
@@ -337,9 +337,9 @@ class IncomingPromptTable:
         return prompt.transfer in self._wanted and prompt.state is PromptState.COMPLETE
 
     def _beyond_share(self, rest: set[str]) -> list[IncomingPrompt]:
-        """Return the prompts that make the prompts of queued requests exceed ``queue_share`` of the slots,
-        last in the queue first. ``rest``: transfers of the prompts to consider. The first in the queue are
-        kept, because they are needed next."""
+        """Return the prompts to evict so that prompts of queued requests fit ``queue_share`` of the slots,
+        last in the queue first. ``rest``: transfers of the prompts to consider. The first of these is never
+        returned, because it is needed next."""
         most = self.ctx.limits.queue_share * self.ctx.limits.slots
         slots: set[int] = set()
         found: list[IncomingPrompt] = []

@@ -172,7 +172,7 @@ class BlockLoad:
         self._layers = 0
         """Number of leading layers reported as loaded."""
         self._lacking: list[int] = []
-        """For each layer, how many of the first ``good`` blocks lack it."""
+        """For each layer, how many of the blocks in ``slots`` lack it."""
 
     def granted(self, now: float) -> None:
         ctx = self._loads.ctx
@@ -372,7 +372,8 @@ class LoadTable:
                 )
 
     def data(self, conn: int, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """Copy data from a peer into a load's slots. Returns false if the data belong to no load."""
+        """Copy data from a peer into a load's slots. Returns false if the data belong to no load. If the data
+        are not the expected ones, gives up the blocks of this peer and closes the connection."""
         fetch = self._fetches.get(message.transfer)
         if fetch is None or fetch.conn != conn:
             return False
@@ -394,7 +395,7 @@ class LoadTable:
             self.renew(fetch.load, now)
 
     def open_transfers_on(self, conn: int) -> list[str]:
-        """Transfers for which the peer of this connection still has to send data."""
+        """Return the transfers for which the peer of this connection still has to send data."""
         return [transfer for transfer, fetch in self._fetches.items() if fetch.conn == conn]
 
     def conns(self) -> set[int]:

@@ -38,8 +38,8 @@ class ByteStream(Protocol):
         ...
 
     def close(self) -> None:
-        """Close at once, from the event loop. A running write ends and stops reading its memory.
-        Idempotent."""
+        """Close the connection at once. A running write ends and stops reading its memory. Idempotent. Call
+        it only in the event loop."""
         ...
 
 
@@ -264,7 +264,7 @@ class PeerConnection:
         self.stream = stream
         self.tasks: list[asyncio.Task[None]] = []
         self.waiting_bytes = 0
-        """Bytes of queued messages."""
+        """Bytes of queued messages, without their payloads."""
         self._patience_s = patience_s
         self._sent = sent
         self._stalled = stalled
@@ -321,6 +321,8 @@ class PeerConnection:
             self._timer.cancel()
 
     def _run_lookup(self, left: int) -> None:
+        """Start the timer that detects a stalled write. ``left``: timer steps left; at 0, call
+        ``stalled``."""
         if not left:
             self._stalled()
             return

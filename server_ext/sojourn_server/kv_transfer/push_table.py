@@ -55,7 +55,7 @@ class BlockPush:
         self.watch = StallDetector(pushes.ctx.limits.patience_s, now)
         self.needed: dict[int, None] = {}
         self.layers: list[Sequence[memoryview]] = []
-        """The layers given so far; each has its part of every block."""
+        """The layers given so far, each with one buffer per offered block."""
         self.in_queue: set[int] = set()
         """Numbers of this push's items on the link, waiting or in flight."""
         self.over: PushEnded | None = None

@@ -47,7 +47,7 @@ class SplitFetch:
         self._name = f"{fetch.context}#{fetch.ask}"
 
     def begin(self, stored: int) -> None:
-        """Start to read the first ``stored`` blocks of the fetch, which the store has."""
+        """Start to read the fetch's leading blocks. ``stored``: how many of them the store has."""
         fetch = self._fetch
         theirs = round(stored * fetch.decode_share) if fetch.peer else 0
         self._begin(0, stored - theirs)

@@ -46,7 +46,8 @@ class StoreThreads:
         self._writer.submit(lambda: self._write(action))
 
     def close(self) -> bool:
-        """Stop all threads. Returns whether they have ended; false, for example, if the store hangs."""
+        """Stop all threads, waiting at most 5 s for each. Returns whether all have ended; false, for example,
+        if the store hangs."""
         threads = [*self._readers, self._writer]
         for thread in threads:
             thread.close()

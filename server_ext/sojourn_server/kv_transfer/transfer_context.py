@@ -209,10 +209,10 @@ class TransferContext:
                 self.fail(slot, why, now)
 
     def give_up_stuck_reads(self, now: float) -> None:
-        """Give up reads that hang: report their blocks as failed. Their slots stay pinned until the reader
-        threads return.
+        """Report the blocks of reads that have hung for half of ``patience_s`` as failed. Their slots stay
+        pinned until the reader threads return.
 
-        If every reader thread hangs, queued reads are given up too.
+        If every reader thread hangs, the blocks of queued reads are reported as failed too.
         """
         # Half of ``patience_s``: a peer that waits for the block learns of the failure before its timeout.
         stuck = self.reads.stuck(now, self.limits.patience_s / 2)

@@ -150,9 +150,9 @@ class TransferCore:
     def expect(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
         """Announce that the engine needs a prompt that a peer pushes to it. Event: ``PromptTransferEnded``.
 
-        ``epoch``: the run of this engine that the router chose. Returns false if that was an earlier run: it
-        got the prompt, and this run does not have it. Raises ``ValueError`` if the prompt is expected
-        already.
+        ``epoch``: the run of this engine that the router chose; ``None``: not checked. Returns false for an
+        earlier run, because the prompt was pushed to that run's buffers. Raises ``ValueError`` if the prompt
+        is expected already.
         """
         if epoch is not None and epoch != self.peers.epoch:
             self.ctx.counts["stale"] += 1
@@ -180,7 +180,8 @@ class TransferCore:
         self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview], now: float
     ) -> bool:
         """Queue a write of a block to the store. ``content`` must not change until ``BlockStoreEnded``.
-        Returns false, without queueing, if too many writes wait or the store hangs."""
+        Returns false, without queueing, if too many writes wait or the store hangs. Raises ``ValueError`` for
+        a wrong size."""
         if sum(part.nbytes for part in content) != self.ctx.memory.block_bytes:
             raise ValueError(f"a block has {self.ctx.memory.block_bytes} bytes")
         writes, limits = self.ctx.writes, self.ctx.limits

@@ -23,7 +23,8 @@ class HandleOwner(Protocol):
     """Condition that is notified after every event. Its lock guards the core."""
 
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call ``what``, a method of the core, carry out the resulting actions, and return its result."""
+        """Call ``what``, a method of the core, with ``arguments``, ``options`` and the time as ``now``. Then
+        carry out the resulting actions, and return the method's result."""
         ...
 
     def forget(self, handle: TransferHandle[Any]) -> None: ...
@@ -130,8 +131,8 @@ class PromptHandle(TransferHandle[PromptTransferEnded]):
     _ended_by = PromptTransferEnded
 
     def blocks(self) -> list[memoryview]:
-        """Return the prompt's blocks in order, valid until ``end``. Raises ``ValueError`` if it is not
-        complete."""
+        """Return the prompt's blocks in order, valid until ``end``. Raises ``ValueError`` if the prompt is
+        not complete."""
         found: list[memoryview] = self._owner.do(lambda now: self._owner.core.prompt_blocks(self.name))
         return found
 

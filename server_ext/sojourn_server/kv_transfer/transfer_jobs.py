@@ -115,8 +115,8 @@ class TransferResults:
     """Results of the jobs of earlier steps."""
 
     ready: dict[int, int] = field(default_factory=dict)
-    """Ask → number of leading blocks that have arrived or are still arriving. Only fetches that a request can
-    use now."""
+    """Ask → number of leading blocks that have arrived or are still arriving. Has only asks whose request can
+    use the blocks now."""
     prompts: dict[int, int] = field(default_factory=dict)
     """Ask → number of Full Blocks of the expected context; 0: the context will never be complete."""
     stored: dict[str, int] = field(default_factory=dict)

@@ -279,8 +279,9 @@ class TransferLink:
         return self.seconds_for(queued)
 
     def hung_s(self, now: float, patience_s: float) -> float:
-        """Return for how many seconds late I/O has blocked the link. If ``width`` items or more hang, this is
-        the longest delay; if fewer hang, ``patience_s``; if none hangs, 0."""
+        """Return for how many seconds the link's I/O has hung. An item hangs when its I/O is late by
+        ``patience_s``. If no item hangs, returns 0; if fewer than ``width`` hang, ``patience_s``; otherwise
+        the longest delay."""
         stuck = self.stuck(now, patience_s)
         if len(stuck) < self._width:
             return patience_s if stuck else 0.0

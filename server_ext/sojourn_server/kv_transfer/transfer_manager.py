@@ -218,7 +218,8 @@ class TransferManager:
     # -- for handles ----------------------------------------------------------------
 
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call ``what``, a method of the core, carry out the resulting actions, and return its result."""
+        """Call ``what``, a method of the core, with ``arguments``, ``options`` and the time as ``now``. Then
+        carry out the resulting actions, and return the method's result."""
         stored: list[BlockStoreEnded] = []
         try:
             with self.changed:
@@ -240,8 +241,8 @@ class TransferManager:
     def _begin(
         self, handle: TransferHandle[Any], what: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Any:
-        """Call ``what`` as ``do`` does, and give ``handle`` the events of its transfer, from those of this
-        call on."""
+        """Call ``what`` as ``do`` does. ``handle`` gets all events of its transfer, including those of this
+        call. Raises ``ValueError`` if the manager is closed."""
         name = handle.kind, handle.name
 
         def begin(now: float) -> Any:

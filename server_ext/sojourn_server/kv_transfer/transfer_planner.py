@@ -295,18 +295,18 @@ class TransferPlanner:
         return bytes(entry.view.block_hashes[(index + 1) * self._per_full - 1])
 
     def _keys(self, entry: TransferRequest, first: int, tokens: int) -> list[bytes]:
-        """Keys of the Full Blocks from index ``first`` on that lie within the first ``tokens`` tokens."""
+        """Return the keys of the Full Blocks from index ``first`` on, within the first ``tokens`` tokens."""
         hashed = len(entry.view.block_hashes) // self._per_full
         return [self._key(entry, index) for index in range(first, min(tokens // self._full_tokens, hashed))]
 
     def _ready_end(self, entry: TransferRequest) -> int:
-        """Number of tokens from the start of the context to the end of the ready blocks."""
+        """Return the number of tokens from the start of the context to the end of the ready blocks."""
         if entry.is_prompt:
             return entry.view.num_prompt_tokens
         return (entry.first + entry.blocks) * self._full_tokens
 
     def _ready_tokens(self, entry: TransferRequest, computed: int) -> int:
-        """Number of ready tokens after ``computed``; negative if there is a gap before the ready blocks."""
+        """Return the number of ready tokens after the first ``computed``; -1: there is a gap between them."""
         if entry.first * self._full_tokens > computed:
             return -1
         return max(0, self._ready_end(entry) - computed)
@@ -389,7 +389,7 @@ class TransferPlanner:
         return [save for save in saves if NULL_BLOCK not in save.block_ids]
 
     def _full(self, entry: TransferRequest) -> int:
-        """Number of the request's Full Blocks that are full after the last planned step."""
+        """Return the number of the request's Full Blocks that are full after the last planned step."""
         return min(entry.computed // self._full_tokens, len(entry.view.block_hashes) // self._per_full)
 
     def _save_of(self, entry: TransferRequest, place: int, ids: Sequence[int], before: list[int]) -> SaveJob:

@@ -116,7 +116,8 @@ class StatsServer:
 
 
 def fetch_stats(address: str) -> dict[str, Any] | None:
-    """Return the document of the ``StatsServer`` at ``address``. Raises ``StatsUnavailable``."""
+    """Return the document of the ``StatsServer`` at ``address``; ``None``: the server has no document now.
+    Raises ``StatsUnavailable``."""
     told = bytearray()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:

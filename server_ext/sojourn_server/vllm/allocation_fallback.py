@@ -53,7 +53,8 @@ class DemandMonitor:
         self._due_in = 0
 
     def before_step(self, now: float) -> None:
-        """Make a forecast every few steps, and copy the KV of the request that it expects to be preempted."""
+        """Make a forecast every few steps. If the forecast expects that a running request will be preempted,
+        copy this request's KV to host memory."""
         if not self._program_scheduler.predicts_outputs:
             return
         self._due_in -= 1

@@ -174,8 +174,8 @@ class EvictionAdapter:
         self._scale_changes = 0
 
     def before_step(self) -> None:
-        """Bring eviction scores up to date. If the policy's score scale has changed, that means all scores,
-        otherwise the scores of programs that have changed."""
+        """Compute eviction scores again: of all programs if the policy's score scale has changed, otherwise
+        of the programs whose state has changed. Does nothing unless the policy orders by program."""
         if self._by_program:
             self._guarded(self._rescore)
 

@@ -85,10 +85,10 @@ def kv_transfer_member(scheduler: Scheduler) -> KVTransferMember | None:
 
 
 def is_one_of_a_pair(scheduler: Scheduler) -> bool:
-    """Return whether the engine is one of a prefill/decode pair, to judge by its connector.
+    """Return whether the engine belongs to a prefill/decode pair, judged by its connector.
 
-    It is with ``PathsConnector``, with one of ``PAIR_CONNECTORS``, and with any other connector whose
-    ``kv_role`` is ``kv_producer`` or ``kv_consumer``.
+    True for ``PathsConnector``, for ``PAIR_CONNECTORS``, and for any other connector whose ``kv_role`` is
+    ``kv_producer`` or ``kv_consumer``. Always false for ``SojournConnector``.
     """
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, SojournConnector):

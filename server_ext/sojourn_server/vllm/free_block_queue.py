@@ -61,8 +61,8 @@ def _falls_back(
 
 
 class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
-    """Free blocks of one pool in eviction order. It replaces vLLM's queue ``replaced`` while all blocks
-    are still free.
+    """Free blocks of one pool in eviction order. It takes the blocks of vLLM's queue ``replaced``; all blocks
+    of the pool must still be in that queue.
 
     Without a ``scorer``, blocks keep vLLM's order, except that cached blocks of ended programs go first.
     ``before_reuse`` gets all blocks that are about to be reused. Then ``evicted`` gets each cached block that
@@ -110,8 +110,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_falls_back
     def own_cached(self, blocks: Sequence[KVCacheBlock], program_id: ProgramId) -> None:
-        """Like ``own``, for blocks that may be free already. In an order by program those join the program's
-        bucket; otherwise they keep their place in vLLM's list."""
+        """Like ``own``, for blocks that may be free already. If the policy orders by program, the free blocks
+        move to the bucket of their owners; otherwise they keep their place in vLLM's list."""
         if self.broken:
             return
         self.own(blocks, program_id)
@@ -165,7 +165,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     def mark_abandoned(self, program_id: ProgramId, used_s: float) -> None:
         """Move the free blocks of the program's previous turn to the bucket of an abandoned branch.
 
-        Call this when the new turn has all its blocks: it then does not use the blocks that are still free.
+        Call this once the new turn has all its blocks: the new turn does not use blocks that are still free.
         ``used_s`` is the time at which the moved blocks were last used.
         """
         bucket = self._buckets.get((program_id, NEWEST_TURN))

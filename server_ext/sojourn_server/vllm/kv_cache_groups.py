@@ -1,10 +1,10 @@
 """The KV cache groups of a model: sets of layers with block tables of their own.
 
-Most models have one group. Models with sliding windows beside full attention have a group for each, and so
-have hybrid models, whose other layers keep a state (Mamba, linear attention) instead of keys and values. The
-blocks of all groups have one size in bytes and come from one pool. A prefix cache hit needs blocks of all
-groups: all blocks of the prefix with full attention, the last ones with a window, and the one with the state
-at the end of the prefix.
+Most models have one group. Models with full attention and sliding windows have at least one group for each.
+Hybrid models have groups for layers that keep a state (Mamba, linear attention) instead of keys and values.
+The blocks of all groups have one size in bytes and come from one pool. A prefix cache hit needs blocks of
+every group: with full attention, all blocks of the prefix; with a window, the last blocks; with a state, the
+block that has the state at the end of the prefix.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 MAX_READ_BLOCKS = 1024
-"""Maximum number of a request's newest blocks that are read to count those that it holds, in a group in which
-it frees blocks."""
+"""In a group that frees blocks of running requests (windows, states), only this many of a request's newest
+block table entries are read to find the blocks that it still holds."""
 
 
 class UnsupportedModel(RuntimeError):
@@ -34,7 +34,7 @@ class CachedPrefix(NamedTuple):
     blocks: list[KVCacheBlock]
     """Distinct blocks of all groups. With one group they are in the order of the prefix."""
     hashes: int
-    """Number of the prefix's block hashes that they stand for."""
+    """Number of the prefix's leading block hashes that these blocks cover."""
 
 
 class KVCacheGroups:
@@ -75,7 +75,8 @@ class KVCacheGroups:
                 window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
                 fixed += min(most, window // each.block_size + 1) if window else most
         self.fixed_blocks = 0 if self.is_single else fixed
-        """Number of blocks of a request for windows and states, whatever the length of its context."""
+        """Number of blocks that a request needs for windows and states, however long its context is; 0 for a
+        model with one group."""
         self._keeps_all = [type(each) is FullAttentionManager for each in self._managers]
         """For each group, whether a request holds the blocks of its whole context."""
         self.tokens_per_block: float = (
@@ -83,23 +84,26 @@ class KVCacheGroups:
             if self.is_single or not growing
             else 1 / sum(1 / tokens for tokens in growing)
         )
-        """Tokens by which a long context grows per additional block. With several groups it may be less than
-        the tokens of each of these blocks."""
+        """Number of tokens by which a long context grows per additional block of any group. With several
+        full-attention groups, this is less than the tokens of one block, because each group needs a block."""
         self._drops_last_block = bool(scheduler.use_eagle_block_drop)
 
     def __len__(self) -> int:
         return len(self._managers)
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the number of blocks of a request with so many tokens, in all groups."""
+        """Return the number of blocks of a request with ``tokens`` tokens, in all groups."""
         return sum(min(-(-tokens // size), most) for size, most in self._sizes)
 
     def blocks_of_new(self, tokens: int) -> int:
-        """Return the maximum number of blocks that so many new tokens of a running request need."""
+        """Return the maximum number of new blocks for ``tokens`` new tokens of one running request."""
         return sum(min(-(-tokens // size) + 1, most) for size, most in self._sizes)
 
     def blocks_of_step(self, tokens: int) -> int:
-        """Return the maximum number of blocks that a step with so many new tokens of any requests needs."""
+        """Return the maximum number of new blocks for a step with ``tokens`` new tokens of one request.
+
+        If several requests share the tokens, each further request can add one block per group.
+        """
         return sum(-(-tokens // size) + 1 for size, _ in self._sizes)
 
     def used_by(self, request: Request) -> Iterator[Sequence[KVCacheBlock]]:
@@ -112,7 +116,7 @@ class KVCacheGroups:
                 yield [block for block in blocks[-MAX_READ_BLOCKS:] if not block.is_null]
 
     def uncomputed(self, request: Request) -> set[int]:
-        """Return the ids of the request's blocks whose hash stands for tokens that are not computed."""
+        """Return the ids of the request's blocks whose hash covers tokens that are not computed yet."""
         groups, computed = self._manager.get_blocks(request.request_id).blocks, request.num_computed_tokens
         return {
             block.block_id
@@ -122,7 +126,8 @@ class KVCacheGroups:
         }
 
     def blocks_behind(self, requests: Iterable[Request], block_ids: set[int]) -> set[int]:
-        """Return ``block_ids`` and all blocks of these requests whose tokens follow those of one of them."""
+        """Return ``block_ids`` and the ids of all blocks that depend on them: in each request with one of
+        these blocks, the blocks from the first such block's first token on."""
         dependent = set(block_ids)
         for request in requests:
             groups = self._manager.get_block_ids(request.request_id)
@@ -166,7 +171,8 @@ class KVCacheGroups:
         return CachedPrefix(found, count)
 
     def count_in_use(self, hits: Sequence[Sequence[KVCacheBlock]]) -> int:
-        """Return how many blocks of a prefix cache hit, by group, requests use or leases pin."""
+        """Return how many blocks of a prefix cache hit are used by requests or pinned by leases. ``hits``:
+        the hit's blocks, by group."""
         return sum(1 for blocks in hits for block in blocks if block.ref_cnt > 0 and not block.is_null)
 
     def waits_for_state(self, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:

@@ -96,7 +96,8 @@ class ConnectorOptions:
         return value
 
     def whole(self, name: str, default: int | None = None, *, flag: str = "", unit: str = "") -> int:
-        """Return an option's whole number, at least 1. Errors name ``sojourn serve``'s ``flag`` for it."""
+        """Return an option's whole number, at least 1. For error messages: ``flag`` is the option's name in
+        ``sojourn serve``, ``unit`` follows "whole number"."""
         value = self._given.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(name, f"a whole number{unit}, at least 1", flag)
@@ -105,7 +106,7 @@ class ConnectorOptions:
     def size(self, name: str, at_least: int, what: str, *, flag: str) -> int:
         """Return an option's number of bytes, at least ``at_least``, the size of one block.
 
-        Errors call this block ``what``. They name ``sojourn serve``'s ``flag`` for the option.
+        For error messages: ``what`` describes this block, ``flag`` is the option's name in ``sojourn serve``.
         """
         value = self.whole(name, flag=flag, unit=" of bytes")
         if value < at_least:

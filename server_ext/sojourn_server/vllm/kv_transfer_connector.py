@@ -42,7 +42,7 @@ COMPLETED_STATUSES = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 @dataclass
 class KVTransferStats(KVConnectorStats):
-    """Seconds that steps waited for KV. vLLM logs them as "KV Transfer metrics: waited_s=…"."""
+    """Seconds that steps spent in KV transfers. vLLM logs them as "KV Transfer metrics: waited_s=…"."""
 
     data: dict[str, float] = field(default_factory=dict)
     """The fields of ``TransferStepTimes``, by name."""
@@ -191,7 +191,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._attempt(self.planner.abandon)
 
     def _final_orders(self) -> StepOrders[TransferJobs]:
-        """Return the last jobs: they release resources and fill blocks that were already promised."""
+        """Return a step's jobs while the connector is off: they only release resources and fill blocks that
+        vLLM already counts on. The first call also tells the worker to close the links to peers."""
         jobs = self.planner.take_jobs()
         jobs.wants, jobs.fetches, jobs.expects = [], [], []
         jobs.pushes, jobs.saves = [], []
@@ -289,7 +290,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return self._worker.take_not_filled() if self._worker is not None else set()
 
     def get_kv_connector_stats(self) -> KVTransferStats | None:
-        """Return how long steps waited for KV since the last call, for vLLM's log."""
+        """Return the seconds that steps spent in KV transfers since the last call, for vLLM's log; ``None``:
+        no such step."""
         times = self._worker.take_times() if self._worker is not None else None
         return KVTransferStats(data=asdict(times)) if times else None
 

@@ -32,7 +32,8 @@ MAX_ENDED_PROGRAMS = 1000
 
 
 class ProgramCachePolicy(LRUCachePolicy):
-    """vLLM's LRU order, but first the chunks that only ended programs have used."""
+    """Eviction order: first the chunks that only ended programs have used, then all others in vLLM's LRU
+    order."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -48,12 +49,14 @@ class ProgramCachePolicy(LRUCachePolicy):
         self._owned: dict[ProgramId, dict[OffloadKey, None]] = {}
         """Program → the chunks that it alone has used, in the order of its context."""
         self._ended: OrderedDict[ProgramId, dict[OffloadKey, None]] = OrderedDict()
-        """The same for ended programs. The first is evicted first, the end of its context before the rest."""
+        """Ended program → the chunks that it alone has used, in the order of its context. Eviction starts
+        with the first program, and in each context with the last chunk."""
 
     # -- the scheduler adapter's reports ------------------------------------------------
 
     def arrived(self, request_id: str, program_id: ProgramId) -> None:
-        """Handle the arrival of a program's request. An ended program goes on: its chunks are kept again."""
+        """Handle the arrival of a program's request. If the program had ended, its chunks leave the list of
+        those evicted first."""
         self._programs[request_id] = program_id
         if len(self._programs) > MAX_REQUESTS:
             self._programs.popitem(last=False)
@@ -62,13 +65,17 @@ class ProgramCachePolicy(LRUCachePolicy):
             self._owned[program_id] = keys
 
     def in_use(self, program_id: ProgramId | None, block_hashes: Iterable[bytes]) -> None:
-        """Handle the admission of a request, of a program or of none, whose context has these blocks."""
+        """Handle the admission of a request whose context has the blocks ``block_hashes``.
+
+        ``program_id``: the request's program; ``None``: it has none.
+        """
         groups = [make_offload_key(b"", number) for number in range(self.groups)]
         keys = (block_hash + group for block_hash in block_hashes for group in groups)
         self._attempt(self._used_all, [[key for key in keys if key in self._owner]], program_id)
 
     def program_ended(self, program_id: ProgramId) -> None:
-        """Evict the chunks that only this program has used before all others."""
+        """Handle the end of a program. From now on, eviction prefers the chunks that only ended programs have
+        used, including this program's."""
         self._ended.setdefault(program_id, {}).update(self._owned.pop(program_id, {}))
         if len(self._ended) > MAX_ENDED_PROGRAMS:
             _, keys = self._ended.popitem(last=False)
@@ -83,7 +90,8 @@ class ProgramCachePolicy(LRUCachePolicy):
         reused_keys: set[OffloadKey],
         req_context: ReqContext,
     ) -> None:
-        """Record which program has used the chunks of a request. The request's last store has ended."""
+        """Record which program has used the chunks of a request. vLLM calls this when the request's last
+        store has ended."""
         super().on_request_finished(key_groups, insertion_only_keys, reused_keys, req_context)
         self._attempt(self._used_all, key_groups, self._programs.pop(req_context.req_id, None))
 

@@ -29,7 +29,8 @@ from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
 
 STORE_AHEAD_STEPS = 2
-"""Blocks are copied to host memory in advance for this many steps, each of the maximum number of tokens."""
+"""Number of steps whose blocks are copied to host memory in advance, each step with the maximum number of
+tokens."""
 STORE_AHEAD_DEVICE_SHARE = 0.25
 """Maximum share of the device's blocks that is copied to host memory in advance."""
 STORE_AHEAD_HOST_SHARE = 0.125

@@ -68,7 +68,7 @@ class PluginSettings:
     compute_quota_s: float = 0.0
     """Maximum seconds of attention computation per step, estimated from the profile; 0: no limit."""
     allow_missing_tiers: bool = False
-    """Whether a preset that places programs may run without host memory managed by sojourn."""
+    """Whether a preset that places programs in tiers may run without host memory managed by sojourn."""
     strict: bool = False
     """Whether errors of sojourn are raised instead of logged. For tests."""
 

@@ -82,7 +82,7 @@ class PrefillQuota:
         self.step = None
 
     def preempted(self, request: Request) -> None:
-        """Return to the step's quota what a preempted request has taken from it."""
+        """Give the part of the step's quota that a preempted request took back to the quota."""
         if self.step is not None:
             self.step.leave(request.request_id)
 

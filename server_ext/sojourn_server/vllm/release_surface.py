@@ -207,7 +207,7 @@ def _defined(parse: Callable[[str], ast.Module | None], module: str) -> set[str]
 
 
 def _function(module: ast.Module | None, name: str) -> ast.FunctionDef | None:
-    """Return the function of that name at the top of a module."""
+    """Return the function of that name at the top level of a module; ``None``: there is none."""
     body = module.body if module is not None else []
     return next((each for each in body if isinstance(each, ast.FunctionDef) and each.name == name), None)
 

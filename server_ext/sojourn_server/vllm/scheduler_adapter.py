@@ -142,12 +142,12 @@ class SchedulerAdapter:
         self.reader = ToolCallReader(scheduler.vllm_config.model_config)
         connector = scheduler.connector
         self._offload: OffloadManager | None = None
-        """Host memory and disk, if sojourn's connector manages them."""
+        """Manager of host memory and disk; ``None`` without sojourn's connector."""
         if isinstance(connector, SojournConnector):
             connector.clock, connector.strict = clock, settings.strict
             self._offload = OffloadManager(connector, self.program_scheduler)
         self._cache_policy = find_cache_policy(connector)
-        """Order of eviction in the host memory of vLLM's own connector, if sojourn provides it."""
+        """Sojourn's eviction order in the host memory of vLLM's own connector; ``None``: not in use."""
         if self._cache_policy is not None:
             self._cache_policy.strict = settings.strict
             self._cache_policy.groups = len(groups)
@@ -297,7 +297,8 @@ class SchedulerAdapter:
         return refused
 
     def refuse(self, request_id: str, tell: Callable[[Request], None]) -> None:
-        """End a refused request with an error, if it is still parked. ``tell`` sends the client the error."""
+        """End a refused request with an error, if it still waits because its program is not placed on the
+        device. ``tell`` sends the client the error."""
         request = self._scheduler.requests.get(request_id)
         if request is None or not self._waiting.is_parked(request):
             return
@@ -412,8 +413,8 @@ class SchedulerAdapter:
         self._pool.evict_blocks(self._groups.uncomputed(request))
 
     def not_filled(self, block_ids: set[int]) -> None:
-        """Forget blocks whose load failed and all blocks computed from them, before vLLM handles the
-        failure.
+        """Remove blocks whose load failed, and all blocks computed from them, from the prefix cache. Call it
+        before vLLM handles the failure.
 
         Only a connector that loads KV within a step leaves blocks computed from a failed load. A request with
         an asynchronous load waits, and nothing is computed from it.
@@ -427,7 +428,8 @@ class SchedulerAdapter:
         self._carry_out(now)
 
     def requeue_loading(self) -> None:
-        """Free the blocks of requests that load KV, and queue them again. Used for a reset that preempts."""
+        """Free the blocks of requests that load KV, and queue these requests again. Used before a cache reset
+        that preempts running requests."""
         connector = self._scheduler.connector
         if isinstance(connector, SojournConnector):  # another connector may write them at any time
             self._waiting.requeue_loading(connector)
@@ -438,7 +440,8 @@ class SchedulerAdapter:
             self._scheduler.connector.drop_cancelled(copies)
 
     def cache_was_reset(self) -> None:
-        """Remove all owners, after vLLM cleared the prefix cache."""
+        """Remove all owners and forget the blocks in host memory and on disk, after vLLM cleared the prefix
+        cache."""
         self._queue.clear_owners()
         if self._offload is not None:  # vLLM clears only the device by default
             self._offload.reset()
@@ -461,7 +464,7 @@ class SchedulerAdapter:
         return answer
 
     def shutdown(self) -> None:
-        """Save histories and the length predictor when the engine stops."""
+        """Save histories and the length predictor, and end the recording, when the engine stops."""
         try:
             self._history.save(self.program_scheduler.histories)
         finally:
@@ -578,9 +581,9 @@ class SchedulerAdapter:
     def _left_in_cache(
         self, request: Request, program_id: ProgramId, cached: list[KVCacheBlock]
     ) -> tuple[list[KVCacheBlock], Sequence[Any]]:
-        """Make the program the owner of all blocks that a finished or preempted request leaves in the cache.
-        ``cached``: the request's blocks that have a hash. Return the blocks that a lease pins, and the hashes
-        of the context for which they stand."""
+        """Make the program an owner of all blocks that a finished or preempted request leaves in the cache.
+        ``cached``: the request's blocks that have a hash. Return the blocks that a lease would pin, and the
+        block hashes of the context that these blocks cover."""
         self._queue.own(cached, program_id)
         if self._groups.is_single or not cached:
             return cached, request.block_hashes[: len(cached)]

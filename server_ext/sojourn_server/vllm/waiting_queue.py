@@ -69,10 +69,10 @@ class _RequestHeap:
 class PolicyRequestQueue(RequestQueue):
     """vLLM's waiting queue as a priority queue by ``key(request)``, lowest first, with admission control.
 
-    A request with ``gated(request)`` needs admission. If ``may_be_admitted`` rejects the first gated request,
-    all gated requests wait until the next step (``open_step``). Requests that are not gated pass them. But if
-    ``blocks_queue`` is true of the rejected request, no request passes it. A ``parked`` request is not
-    returned until ``rekey`` finds that it is no longer parked.
+    If ``gated(request)`` is true, the request needs admission. If ``may_be_admitted`` rejects the first gated
+    request, all gated requests wait until the next step (``open_step``). Requests that are not gated pass
+    them. But if ``blocks_queue`` is true for the rejected request, no request passes it. While
+    ``parked(request)`` is true, the queue does not return the request. ``rekey`` checks that again.
 
     The oldest request without a program (``untracked``) may be ``overdue``. It is then returned before each
     request that it ``passes``.
@@ -265,8 +265,8 @@ class WaitingQueueAdapter:
         self._promotions: list[tuple[float, str]] = []
         """Heap of (time, request id): at this time the request's key changes, because it has waited."""
         self._shared: dict[str, tuple[int, int]] = {}
-        """Id of a gated request → (step of the last look-up, number of its prompt's blocks that other
-        requests hold)."""
+        """Id of a request that needs admission → (step of the last look-up, number of its prompt's blocks
+        that other requests use or leases pin)."""
         self._last_rejected: tuple[str, int] | None = None
         """Last request that admission rejected: its id, and the number of forecast changes until then."""
 
@@ -432,7 +432,8 @@ class WaitingQueueAdapter:
         return [request for request in in_flight if request.status != RequestStatus.RUNNING]
 
     def _shared_blocks(self, request: Request) -> int:
-        """Return how many blocks of the prompt other requests hold. The number may be some steps old."""
+        """Return how many blocks of the prompt are used by other requests or pinned by leases. The number may
+        be up to ``SHARED_LOOKUP_EVERY_STEPS`` steps old."""
         known = self._shared.get(request.request_id)
         if known is None or self._steps - known[0] >= SHARED_LOOKUP_EVERY_STEPS:
             hits = self._scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks
