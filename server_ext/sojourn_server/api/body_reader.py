@@ -15,7 +15,8 @@ BODY_TIMEOUT_S = 10.0
 async def read_body(request: Request, max_bytes: int, *, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
     """Read and return the whole body.
 
-    Raises ``ApiError``: 413 for more than ``max_bytes``, 408 after ``timeout_s``.
+    Raises ``ApiError``: 413 for more than ``max_bytes``, 408 after ``timeout_s`` seconds, 400 if the client
+    disconnects.
     """
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > max_bytes:

@@ -49,8 +49,7 @@ class EngineRpc(Protocol):
 
 
 PERSIST_OPERATION = "persist"
-"""The operation that also starts to write a program's KV to disk, besides returning the state of the
-write."""
+"""Name of the operation that starts to write a program's KV to disk and returns the state of the write."""
 MAX_QUERIES_IN_FLIGHT = 2
 """Maximum number of unanswered queries per operation, except ``persist``."""
 MAX_PERSISTS_IN_FLIGHT = 16

@@ -53,8 +53,8 @@ unavailable and gets no new call."""
 REFUSAL_DELAY_S = 1.0
 """Seconds by which a refusal is delayed, so that a client that retries at once does not load the server."""
 MAX_BRACKETS = 32
-"""Maximum number of opening brackets in a malformed event. One with more is not sent to the engine, because
-deep nesting might make the whole call unreadable."""
+"""Maximum number of opening brackets in a malformed event that is sent to the engine. Deeper nesting might
+make the whole call unreadable."""
 _NO_EVENT = msgspec.Raw(b"null")
 
 ClientKey = tuple[str, str]
@@ -115,7 +115,7 @@ class EventIntake:
 
         Raises ``EngineUnavailableError`` after ``timeout_s`` seconds or if the queue is full, and any other
         ``EngineError`` of the engine. The engine may have handled some events by then. If the client sends
-        these again, it gets the outcome ``duplicate``.
+        such events again, their outcome is ``duplicate``.
         """
         submission = _Submission(client, batch)
         if not self._make_room(submission):
@@ -151,7 +151,7 @@ class EventIntake:
         """Refuse the newest batches of the clients with the highest weight until ``newcomer`` fits.
 
         Return false if ``newcomer`` itself must be refused, because its own client would have the highest
-        weight, or as high a weight as another.
+        weight, alone or together with another client.
         """
         own_host, own_connection = newcomer.client
         while self._waiting + newcomer.weight > MAX_WAITING:

@@ -29,7 +29,8 @@ ERROR_EVENT_PREFIXES = (b'data: {"error"', b"event: error")
 
 
 def refusal_message(waited_s: float) -> str:
-    """Return the error text for the client: reason and next step. ``waited_s``: wait of the request."""
+    """Return the error text for the client: reason and next step. ``waited_s``: seconds that the request
+    waited."""
     return (
         f"The request was rejected: for {waited_s:g} s (gate_timeout_s) the device had no capacity for "
         "the KV cache of its program. Nothing was computed. Send it again later, end finished programs, "

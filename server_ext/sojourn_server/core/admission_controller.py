@@ -42,10 +42,10 @@ class AdmissionController:
     def applies_to(self, request_state: RequestState, preempted: bool | None = None) -> bool:
         """Whether the admission policy decides on this request.
 
-        It never decides on requests without a program. A policy that forecasts KV demand decides on all
-        others. Any other policy does not decide on preempted requests, nor on requests of a program that
-        already holds KV, by a lease or by another request. ``preempted``: whether the engine preempted the
-        request; ``None``: as last reported.
+        No policy decides on requests without a program. A policy that forecasts KV demand decides on every
+        request of a program. Any other policy decides only on requests that are not preempted and whose
+        program holds no KV, neither by a lease nor by another request. ``preempted``: whether the engine
+        preempted the request; ``None``: as last reported.
         """
         program = request_state.program
         if program is None or not self._policy.gates:
@@ -123,8 +123,9 @@ class AdmissionController:
     def _own(
         self, request_state: RequestState, need_blocks: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView | None:
-        """Return the request as the policy would see it if it ran. If its demand is already counted, it is
-        subtracted. Returns ``None`` if the policy does not forecast."""
+        """Return the waiting request in the form of a running one; ``None`` if the policy does not forecast.
+
+        If the demand forecaster already counts the request's demand, that demand is subtracted first."""
         if not self._policy.forecasts:
             return None
         self._demand_forecaster.remove_demand(request_state.request_id)

@@ -56,7 +56,8 @@ class ClientEventHandler:
         return OutcomeBatch(outcomes=self._fold(batch.emitter, batch.events, now))
 
     def apply_attached_events(self, identity: RequestIdentity, now: float) -> list[EventOutcome]:
-        """Handle the events attached to a request; returns their outcomes. Call before ``RequestArrived``."""
+        """Handle the events attached to a request; returns their outcomes. Call this method before the
+        scheduler handles the request's ``RequestArrived``."""
         context = identity.context
         ours = context.sojourn if context is not None else None
         if ours is None or not ours.events or not ours.emitter:

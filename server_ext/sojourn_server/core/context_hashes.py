@@ -35,7 +35,7 @@ class ContextHashStore:
             self.hashes -= len(oldest)
 
     def get(self, program_id: ProgramId) -> Sequence[Any] | None:
-        """The block hashes of the program's last turn, or None."""
+        """The block hashes of the program's last turn; ``None`` if none are stored."""
         return self._contexts.get(program_id)
 
     def drop(self, program_id: ProgramId) -> None:
@@ -53,8 +53,10 @@ class ContextHashStore:
 
 
 class PlacedPrefixes:
-    """Stores block hashes (*keys*) and retention rank of each placed program. If several programs share a
-    prefix, the highest of their ranks applies to it."""
+    """Stores the block hashes (*keys*) and the retention rank of each program that is placed in a tier.
+
+    The retention rank (``RetentionRank``) orders eviction from host memory: blocks of lower rank are evicted
+    first. If several programs share a prefix, the highest of their ranks applies to the prefix."""
 
     def __init__(self) -> None:
         self._of: dict[ProgramId, tuple[Sequence[Any], int]] = {}

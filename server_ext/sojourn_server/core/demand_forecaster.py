@@ -21,7 +21,8 @@ from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
 REPREDICT_AFTER_TOKENS = 32
-"""Number of generated tokens after which a prediction is renewed. Until then each token reduces it by one."""
+"""Number of generated tokens after which a prediction is renewed. Until then, each generated token reduces
+the predicted number of remaining tokens by one."""
 MIN_OUTPUT_SAMPLES = 16
 """Minimum number of past outputs from which a length is predicted. If outputs of the same agent type and tool
 are fewer, a wider group of outputs is used."""
@@ -35,12 +36,12 @@ errors within one output are alike."""
 MAX_JUDGED_PREDICTIONS_PER_OUTPUT = 16
 """Maximum number of a network's predictions for one output that are compared with its actual length."""
 JUDGED_PREDICTION_SPACING = 1.25
-"""A network's prediction is checked if the output has grown by this factor since the last checked one."""
+"""Factor by which an output must grow between two predictions of the network that are checked."""
 PREDICTION_VALID_TOKENS = 4 * REPREDICT_AFTER_TOKENS
 """Number of generated tokens after which a network's prediction is too old to be used."""
 PREDICTION_VALID_DIVISOR = 4
-"""A network's prediction stays valid for as many tokens as the output's length divided by this, if these are
-more than ``PREDICTION_VALID_TOKENS``."""
+"""For a long output, a network's prediction is valid for the output's length divided by this number, if that
+is more than ``PREDICTION_VALID_TOKENS``."""
 STEP_SMOOTHING = 0.05
 """Weight of the newest step in the mean step time."""
 ASSUMED_LINK_BYTES_PER_S = 4e9
@@ -93,8 +94,8 @@ class DemandForecaster:
     def copied(
         self, offload_s_per_token: float | None, load_back_s_per_token: float | None, queued_s: float
     ) -> None:
-        """Store the measured copy times (``None`` before the first copy), and the duration of queued
-        copies."""
+        """Store the measured seconds to copy a token to host memory and back (``None`` before the first
+        copy), and the seconds until queued copies are done."""
         out_s, back_s = self._assumed_link()
         if out_s is not None:
             self._link_s_per_token = offload_s_per_token or out_s, load_back_s_per_token or back_s
@@ -165,8 +166,10 @@ class DemandForecaster:
     def guessed(
         self, request_id: str, at_tokens: int, remaining: RemainingTokens, now: float, *, most_tokens: int
     ) -> None:
-        """Store a network's prediction of remaining tokens. ``at_tokens``: tokens generated when it was made.
-        ``most_tokens``: maximum number of further tokens then."""
+        """Store a network's prediction of a request's remaining tokens.
+
+        ``at_tokens``: tokens generated when the prediction was made. ``most_tokens``: maximum number of
+        further tokens at that point. A prediction is ignored if its request is unknown or has a newer one."""
         request_state = self._request_states.get(request_id)
         if (
             request_state is None
@@ -189,7 +192,7 @@ class DemandForecaster:
         request_state.remaining = None  # so that the next forecast uses the new prediction
 
     def known(self) -> dict[str, float | None]:
-        """What has been learned, for the statistics: ``outputs`` is the number of learned output lengths.
+        """Return statistics of what was learned. ``outputs`` is the number of learned output lengths.
         ``network_off`` and ``without_off`` are the ``prediction_errors`` with and without the network."""
         prediction_error, baseline_error = self.prediction_errors
         return {
@@ -211,7 +214,8 @@ class DemandForecaster:
     # -- questions ----------------------------------------------------------------
 
     def look(self, running: Sequence[RunningRequestView], used_blocks: int, now: float) -> int | None:
-        """Sample all running requests. Returns the steps until blocks run short; ``None``: they do not soon.
+        """Sample all running requests. Returns the steps until blocks run short; ``None``: no shortage is
+        predicted.
 
         ``used_blocks``: blocks of the whole pool that requests use or leases hold.
         """

@@ -70,7 +70,8 @@ class EngineService:
     Arguments that return state: ``pool_state`` returns the number of blocks in each state (running, leased,
     cached, free). ``tier_state`` returns, for each tier below the device, its ``used`` and ``free`` blocks.
     It also returns the numbers of copies by result (``moves``) and the ``traffic``: bytes moved, seconds of
-    copying, and seconds that forward passes waited. ``paths`` returns the status of KV transfer.
+    copying, and seconds that forward passes waited. ``network_state`` returns the state of the network that
+    predicts output lengths, ``None`` without one. ``paths`` returns the status of KV transfer.
 
     Arguments that are entries of the answer to ``capabilities`` (``docs/wire.md``): ``engine`` describes the
     engine. ``below_device`` returns the entry on tiers, ``None`` without tiers. ``missing`` lists mechanisms

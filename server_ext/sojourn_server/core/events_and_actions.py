@@ -182,7 +182,8 @@ class BlocksNeeded(_Event, tag="room", frozen=True):
 
     need: ReclaimRequest
     freed_blocks: Mapping[ProgramId, int] | None = None
-    """For each program, the number of blocks that become free if its lease ends; None: all that it holds."""
+    """For each program, the number of blocks that become free if its lease ends; None: all blocks of the
+    lease."""
 
 
 class VictimNeeded(_Event, tag="victim", frozen=True):
@@ -228,7 +229,7 @@ class BlockEvicted(_Event, tag="evict", frozen=True):
 
     block_hash: Any
     owner: ProgramId | None
-    """The program that owned the block; None: several did."""
+    """The program that owned the block; None: several programs owned it."""
     taker_request_id: str | None = None
     """The request that gets the block, if known."""
     score: tuple[float, ...] | None = None

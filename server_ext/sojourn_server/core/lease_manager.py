@@ -243,11 +243,10 @@ class LeaseManager:
     def cause(
         self, program: ProgramState, before: Sequence[Any] | None, fact: RequestAdmitted
     ) -> tuple[LossCause, EvictedBlock | None]:
-        """Return why the first block of a prompt that was not found in the cache is missing there, and the
-        record of this block's eviction.
+        """Return why a prompt's first uncached block was lost, and the record of this block's eviction
+        (``None``: unknown).
 
-        The record is ``None`` if it is not known. ``before``: block hashes of the program's last turn,
-        ``None`` if they are no longer stored."""
+        ``before``: block hashes of the program's last turn; ``None`` if they are no longer stored."""
         cause = self.release_cause(program.id)
         missing = fact.cached_tokens // self._state.pool.block_size
         if before is None:  # the stored hashes were dropped
@@ -264,8 +263,9 @@ class LeaseManager:
         return (cause or evicted_block.cause), evicted_block
 
     def release_cause(self, program_id: ProgramId | None) -> LossCause | None:
-        """Return why the program's KV was released, as a cause in the turn ledger. Returns ``None`` if the KV
-        was not released. Also ``None`` if it was released for a reason that is no cause in the ledger."""
+        """Return why the program's KV was released, as a cause in the turn ledger.
+
+        ``None`` if the KV was not released, or if the ledger has no cause for the reason of the release."""
         ended = self._state.let_go.get(program_id) if program_id is not None else None
         return _LOSS_CAUSE_OF_LEASE_END.get(ended) if ended is not None else None
 

@@ -72,7 +72,8 @@ class ProgramLifecycle:
     def over(self, program: ProgramState, signal: ProgramSignal, outcome: str, now: float) -> None:
         """End a program because it is done (``END``) or was silent for too long (``SILENCE``).
 
-        ``outcome``: label in log and metrics."""
+        The histories learn the program's turns and steps. ``END`` drops its KV, ``SILENCE`` only ends its
+        lease. ``outcome``: label in the metrics."""
         if not self._programs.signal(program, signal):
             return
         if signal is ProgramSignal.END:  # after silence a tool may still run, and its end may be reported
@@ -91,7 +92,8 @@ class ProgramLifecycle:
             self._lease_manager.order(EngineActionKind.RELEASE, program.id, DecisionReason.SILENT, now)
 
     def expire_silent_programs(self, now: float) -> None:
-        """End programs that have been silent for too long."""
+        """End at most ``MAX_EXPIRED_PER_TICK`` programs that have been silent for too long (see
+        ``SchedulerLimits``)."""
         for _ in range(MAX_EXPIRED_PER_TICK):
             program = self._programs.silent(
                 now, idle_s=self._state.limits.idle_program_s, promised_s=self._state.limits.silent_program_s

@@ -317,8 +317,7 @@ class ProgramScheduler:
     def queue_key(self, request_id: str, *, preempted: bool | None = None) -> tuple[Any, ...]:
         """Sort key of the request in the waiting queue, lowest first.
 
-        ``preempted``: whether the engine preempted the request. With ``None``, the engine's last report of
-        this request decides."""
+        ``preempted``: whether the engine preempted the request; ``None``: as last reported by the engine."""
         state = self._requests.states[request_id]
         view = self._request_lifecycle.waiting_view(state)
         return self.preset.order.key(view if preempted is None else view._replace(preempted=preempted))
@@ -338,7 +337,7 @@ class ProgramScheduler:
         """Whether a waiting request has waited so long that it may end any lease, and may be served before
         requests that arrived later (see ``passes``).
 
-        This is so for a request without a program after ``line_patience_s``. A request of a program is never
+        A request without a program is overdue after ``line_patience_s``. A request of a program is never
         overdue: it waits only for earlier programs, which is the purpose of leases.
         """
         state = self._requests.states.get(request_id)
@@ -349,7 +348,7 @@ class ProgramScheduler:
     def passes(self, overdue_id: str, other_id: str, *, preempted: bool) -> bool:
         """Whether an overdue request is served before another waiting request.
 
-        It is, if the other request arrived later and is not preempted. ``preempted``: whether the engine
+        True if the other request arrived later and is not preempted. ``preempted``: whether the engine
         preempted the other request.
         """
         overdue, other = self._requests.states.get(overdue_id), self._requests.states.get(other_id)
@@ -375,8 +374,8 @@ class ProgramScheduler:
     def may_reclaim(self, need: ReclaimRequest) -> bool:
         """Whether a ``BlocksNeeded`` event for ``need`` could end a lease.
 
-        It could not if there are no leases. While requests run, it also could not if the same event ended no
-        lease before and the leases have not changed since."""
+        False if there are no leases. While requests run, also false if the same ``need`` ended no lease
+        before and the leases have not changed since."""
         return self._lease_manager.may_reclaim(need)
 
     @property
@@ -400,8 +399,10 @@ class ProgramScheduler:
         return self._forecaster.changes
 
     def output_length_errors(self) -> dict[str, float | None]:
-        """Number of learned output lengths, and the mean errors of their predictions: with the neural network
-        of the output predictor, and without it."""
+        """Return the number of learned output lengths (``outputs``), and the mean errors of predictions with
+        the neural network (``network_off``) and without it (``without_off``).
+
+        An error is the mean |ln(actual ÷ predicted)|; ``None``: too few outputs have been checked."""
         return self._forecaster.known()
 
     def placed_tier(self, program_id: ProgramId) -> Tier | None:
@@ -415,8 +416,10 @@ class ProgramScheduler:
     # -- queries for the eviction order -------------------------------------------
 
     def label(self, program_id: ProgramId | None) -> BlockLabel:
-        """The label of a program's blocks: its placed tier. Lower tiers choose by it which blocks to evict.
-        INACTIVE if ``program_id`` is ``None``, unknown, or that of an ended program."""
+        """The label of a program's blocks, which follows from the tier where the program is placed.
+
+        Host memory and disk choose by this label which blocks to evict. INACTIVE if ``program_id`` is
+        ``None``, unknown, or that of an ended or expired program."""
         program = self._programs.get(program_id) if program_id is not None else None
         if program is None or program.status in OVER_STATUSES:
             return BlockLabel.INACTIVE
@@ -457,8 +460,8 @@ class ProgramScheduler:
     def take_begun_turns(self) -> dict[ProgramId, float]:
         """Return the programs that began a turn since the last call of this method.
 
-        A turn begins when its request is admitted. The value is the end of the program's turn before it, or
-        the program's arrival: until then it used its earlier blocks."""
+        A turn begins when its request is admitted. The value is the time at which the program last used its
+        earlier blocks: the end of its previous turn, or its arrival if it had none."""
         return self._predictor.take_begun()
 
     def check(self) -> None:

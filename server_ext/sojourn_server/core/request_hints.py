@@ -22,12 +22,12 @@ def clipped(name: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """The program that a request belongs to, and its hint."""
+    """The program and the hint that a request names; each is ``None`` if the request names none."""
 
     program_id: ProgramId | None
     context: AgenticContext | None
     outcome: Outcome | None = None
-    """How the hint was used; ``None`` without a hint."""
+    """Whether the hint was applied or rejected; ``None`` without a hint."""
     reason: str = ""
 
 

@@ -73,8 +73,8 @@ class RequestState:
     prediction, the prediction without the network)."""
 
     def run(self, now: float, promoted_s: float) -> None:
-        """Record that the request begins to run. ``promoted_s``: time at which its long wait moved it to the
-        front of the queue. If that time has passed, what it ran and waited before no longer counts."""
+        """Record that the request begins to run. ``promoted_s``: time at which its long wait moves it to the
+        front of the queue. If that time has passed, earlier run and wait times no longer count."""
         if promoted_s <= now:
             self.waited_s, self.ran_s = now - promoted_s, 0.0
         else:
@@ -179,8 +179,9 @@ class RequestTable:
         request_state.stop(now)
 
     def idle_s(self, now: float, anything_running: bool) -> float:
-        """Seconds for which no request has run. The time begins with the first of the calls in a row that say
-        so (``anything_running`` false)."""
+        """Seconds for which no request has run; 0.0 if ``anything_running``.
+
+        The time starts at the first call without ``anything_running`` since a request ran last."""
         if anything_running:
             self._idle_since_s = None
             return 0.0

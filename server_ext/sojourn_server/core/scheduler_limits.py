@@ -19,8 +19,8 @@ class SchedulerLimits:
     """Maximum number of leases that end in one engine step; further ones end in later steps."""
     max_hinted_ttl_s: float = 300.0
     max_held_s: float = 310.0
-    """Maximum seconds of a lease that a client's reports extend. If the policy granted more, that is the
-    maximum."""
+    """Maximum duration of a lease in seconds, however often the client's reports extend the lease. A longer
+    TTL from the policy is not shortened."""
     gate_timeout_s: float = 600.0
     """Seconds for which placement may keep a request waiting (parked). Then it is refused with an error."""
     line_patience_s: float = 30.0

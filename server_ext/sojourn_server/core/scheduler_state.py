@@ -32,12 +32,13 @@ class KVPoolConfig:
 
     blocks: int
     block_size: int
-    """Number of tokens per block hash: a prefix cache hit has a multiple of it."""
+    """Number of tokens per block hash. The length of a prefix cache hit is a multiple of this number."""
     tokens_per_block: float = 0.0
     """Number of tokens of context per block; 0: ``block_size``. A model with several KV cache groups needs
     several blocks for the same tokens."""
     fixed_blocks: int = 0
-    """Number of further blocks of each request, for windows and states: they do not depend on its length."""
+    """Number of blocks that each request needs in addition, whatever its length, for attention windows and
+    recurrent states."""
     block_bytes: int = 0
     max_context_tokens: int = 1 << 31
     dropped_hit_blocks: int = 0
@@ -55,7 +56,7 @@ class KVPoolConfig:
         self.tokens_per_block = self.tokens_per_block or self.block_size
 
     def blocks_of(self, tokens: float) -> int:
-        """Return the number of blocks of a request with so many tokens."""
+        """Return the number of blocks of a request with ``tokens`` tokens; 0 for 0 tokens."""
         return math.ceil(tokens / self.tokens_per_block) + self.fixed_blocks if tokens else 0
 
 

@@ -275,7 +275,9 @@ class TierManager:
         return place.leaves_after is not None and request_state.arrival > place.leaves_after
 
     def parked_for(self, limit_s: float, now: float) -> Iterator[RequestState]:
-        """Yield parked requests that have waited for ``limit_s`` or longer, each request once."""
+        """Yield parked requests that have waited for ``limit_s`` or longer, each request once.
+
+        Must be called in every tick: it also detects pauses of the engine, which do not count as waiting."""
         paused_s = now - self._last_tick_s
         self._last_tick_s = now
         if self._oldest and not 0 <= paused_s < ENGINE_PAUSE_S:

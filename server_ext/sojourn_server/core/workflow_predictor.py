@@ -51,7 +51,8 @@ class WorkflowPredictor:
         self._changed: dict[ProgramId, None] = {}
         """Programs whose eviction key may have changed, in the order of the changes."""
         self._begun: dict[ProgramId, float] = {}
-        """Programs that began a turn → end of the turn before, or the program's arrival."""
+        """Programs that began a turn → end of the previous turn, or the program's arrival if there was
+        none."""
         self._plans: list[tuple[float, ProgramId]] = []
         """Heap of (start time, program) of prefetches. An entry is stale if the program's ``prefetch_at_s``
         differs."""
@@ -149,7 +150,7 @@ class WorkflowPredictor:
         return view._replace(last_turn_s=left.used_s, blocks=left.blocks, in_abandoned_branch=True)
 
     def scale(self, branch_reuse: float = 1.0) -> EvictionScoreScale:
-        """Return statistics over all programs; eviction scores depend on them. ``branch_reuse``: share of the
+        """Return the scale of eviction scores: statistics over all programs. ``branch_reuse``: share of the
         blocks of abandoned branches that was used again."""
         return EvictionScoreScale(self._known.gaps_s.value, self._known.context_blocks.value, branch_reuse)
 
@@ -161,8 +162,8 @@ class WorkflowPredictor:
         return taken
 
     def take_begun(self) -> dict[ProgramId, float]:
-        """Return and clear the programs that began a turn, each with the end of its turn before, or its
-        arrival: until then it used its earlier blocks."""
+        """Return and clear the programs that began a turn, each with the time at which it last used its
+        earlier blocks: the end of its previous turn, or its arrival if it had none."""
         taken = self._begun
         if taken:
             self._begun = {}

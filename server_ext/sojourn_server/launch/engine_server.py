@@ -52,8 +52,9 @@ class EngineServer:
 
     ``serve_args`` are flags of sojourn and vLLM, passed on unchanged. ``env`` is added to this process's
     environment. The log goes to ``log_path``; by default to a temporary file, which ``stop`` deletes.
-    ``policy=None`` means the default of ``sojourn serve``. ``port=0`` means any free port. Entering the
-    ``with`` block waits until the server answers, and raises ``ServerStartError`` after ``ready_timeout_s``.
+    ``policy=None`` means the default of ``sojourn serve``. ``api_key`` is the key that the server will
+    require; ``None``: no key. ``port=0`` means any free port. Entering the ``with`` block waits until the
+    server answers, and raises ``ServerStartError`` after ``ready_timeout_s``.
     """
 
     def __init__(

@@ -183,8 +183,10 @@ def _contents_notes(
 def free_space_notes(
     disk: str, disk_gib: float, there: Path, stores: list[FoundStore], flag: str = DISK_FLAG
 ) -> Iterator[str]:
-    """Yield a note if the store cannot grow to ``disk_gib``: the disk's free space plus the size of the
-    largest of ``stores``, whose space the engine can reuse, is less."""
+    """Yield a note if the store cannot grow to ``disk_gib``.
+
+    The store can use the free space of the disk with ``there``, plus the space of the largest of ``stores``:
+    the engine reuses the space of its own blocks."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(there)
         # The store can reuse the space of its blocks. With several stores, only the engine knows its own.

@@ -30,9 +30,9 @@ def weights_fingerprint(
 
     For a directory or file, the text has its path and the sizes and dates of its files. For a hub id or the
     path of a snapshot, the text has the name and the commit. So all copies of a commit have the same text.
-    ``cache`` is the hub's folder on this machine (``None``: unknown). It tells which commit a branch has.
-    ``since_s`` is the engine's start in Unix time (``None``: no check). If the branch got a new commit after
-    that, the engine may have loaded the old one. The weights are then unknown.
+    ``cache`` is the hub's folder on this machine (``None``: unknown). The folder tells which commit a branch
+    has. ``since_s`` is the engine's start in Unix time (``None``: no check). If the branch got a new commit
+    after the start, the engine may have loaded either commit, and ``UnknownWeights`` is raised.
     """
     path = Path(model)
     if path.is_file():

@@ -51,8 +51,8 @@ class DecisionLog:
         """Return at most ``limit`` decisions from number ``seq`` on, oldest first, and the ``seq`` to ask for
         next.
 
-        There are no such decisions if ``seq`` is above this engine's newest number, as after a restart of the
-        engine. The ``seq`` to ask for next is then the number that the engine's next decision will have.
+        If ``seq`` is above the newest number, as after a restart of the engine, the list is empty, and the
+        returned ``seq`` is the number that the next decision will have.
         """
         first = self._ring[0].seq if self._ring else self._next
         start = max(0, seq - first)

@@ -65,8 +65,8 @@ class MetricSpec:
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, ascending, without +Inf."""
     shown_at_zero: frozenset[tuple[str, ...]] | None = None
-    """Combinations of label values with which a counter is on the page even while it is 0; ``None``: all
-    combinations. Each has its values in the order of ``labels``. Other combinations appear once counted."""
+    """Combinations of label values, in the order of ``labels``, that a counter shows on the page even while
+    they are 0; ``None``: all combinations. Other combinations appear after their first count."""
 
     def series(self) -> int:
         """Maximum number of sample lines of this metric for one engine."""

@@ -27,7 +27,8 @@ class LossCause(str, Enum):
     PRESSURE = "pressure"
     """The lease was reclaimed for another request."""
     CHANGED = "changed"
-    """The prompt repeats the previous turn's context only up to some token. KV after it is of no use."""
+    """The prompt repeats the previous turn's context only up to some token. The KV after that token cannot be
+    reused."""
     DROPPED = "dropped"
     """The KV was dropped at the program's end or by a cache reset."""
     PREEMPTED = "preempted"

@@ -50,6 +50,8 @@ def custom_class_loader(folder: Path, allowed: str = "") -> CustomClassLoader:
 def check_defines_methods(policy_class: type, protocol: type, question: str, place: str) -> None:
     """Raise ``CustomPolicyError`` if a class lacks a method of its protocol. Creates no instance.
 
+    ``question`` (a key of a preset) and ``place`` (``module:Class``) are used in the error message.
+
     Data attributes may be set in ``__init__``, so ``check_implements_protocol`` checks them on the instance.
     """
     methods = [name for name, value in vars(protocol).items() if name[0] != "_" and callable(value)]
@@ -60,7 +62,10 @@ def check_defines_methods(policy_class: type, protocol: type, question: str, pla
 
 
 def check_implements_protocol(policy: Any, protocol: type, question: str, place: str) -> None:
-    """Raise ``CustomPolicyError`` if ``policy`` lacks an attribute of its protocol."""
+    """Raise ``CustomPolicyError`` if ``policy``, an instance, lacks an attribute of its protocol.
+
+    ``question`` and ``place`` are used in the error message, as in ``check_defines_methods``.
+    """
     wanted = [
         name for name in (*vars(protocol).get("__annotations__", ()), *vars(protocol)) if name[0] != "_"
     ]

@@ -1,7 +1,8 @@
 """The protocols of an engine's policies: each computes one decision from a frozen view and ``now``.
 
 A policy reads no clock, does no I/O and knows no engine, so the same object runs in vLLM, in the gateway and
-in the simulator. A policy that cannot decide raises nothing. It returns the value that its protocol names.
+in the simulator. A policy that cannot decide does not raise: it returns the value that its protocol names for
+this case, such as ``None``.
 """
 
 from __future__ import annotations

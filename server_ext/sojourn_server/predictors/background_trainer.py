@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm.sojourn")
 CPU_SHARE = 0.01
 """Share of one core that predicting and training may use together."""
 BURST_S = 0.25
-"""Processor seconds of its share that the thread may save up, and also that it may overdraw."""
+"""Maximum number of unused processor seconds that the thread saves up, and maximum that it may overdraw."""
 CREDIT_S = 0.05
 """Overdrawn processor seconds up to which the thread still predicts, since hidden states come in bursts."""
 MAX_QUEUED_NOTES = 64
@@ -33,7 +33,10 @@ STOP_TIMEOUT_S = 2.0
 
 
 class LengthPrediction(NamedTuple):
-    """Equally likely numbers of a request's remaining tokens, predicted after ``at_tokens`` tokens."""
+    """Prediction of a request's remaining output tokens, as equally likely numbers in ascending order.
+
+    ``at_tokens``: number of tokens that the request had generated at the time of the prediction.
+    """
 
     at_tokens: int
     remaining: tuple[float, ...]
@@ -54,8 +57,12 @@ class BackgroundTrainer:
     """Runs the length trainer of one engine in a thread.
 
     The engine sends the thread messages with ``see`` and ``ended``, and fetches its predictions with
-    ``guesses``. Only ``stop`` waits for the thread. An error in the thread ends its predictions, nothing
-    else. Raises ``WeightsError`` if ``file`` holds weights for another ``model``.
+    ``guesses``. Only ``stop`` waits for the thread. After an error the thread ends and predicts no more; the
+    engine goes on.
+
+    ``points``: number of values in a prediction. ``file``: where the weights are loaded from and saved to;
+    ``None``: nowhere. ``share``: of one core. Raises ``WeightsError`` if ``file`` holds weights for another
+    ``model``.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class BackgroundTrainer:
         self._notes: queue.Queue[_HiddenStatesObserved | _OutputEnded | None] = queue.Queue(MAX_QUEUED_NOTES)
         self._guesses: dict[str, LengthPrediction] = {}
         self._lock = threading.Lock()
-        """Guards the dictionary of new predictions. It is held only while that is extended or replaced."""
+        """Guards ``_guesses``. It is held only while predictions are added or taken."""
         self.missed = 0
         """Number of messages dropped because the queue was full or the processor time was used up."""
         self.spent_s = 0.0
@@ -108,7 +115,9 @@ class BackgroundTrainer:
         return taken
 
     def state(self) -> dict[str, float | None]:
-        """Return the counters and the mean training loss, by name."""
+        """Return the counters, the used processor seconds and the training loss, by name.
+
+        The loss is a moving average; ``None`` before training."""
         student = self._student
         return {
             "examples": float(student.examples),

@@ -35,8 +35,8 @@ class KvBlockLayout(NamedTuple):
 def measure_bandwidth(copy_bytes: int = COPY_BYTES, blocks: KvBlockLayout | None = None) -> CopyBandwidth:
     """Measure copy bandwidth as the median of a few large copies, and return it. Never raises.
 
-    With CUDA the copies are between the device and pinned memory. Without CUDA they are those of a CPU
-    engine's host tier, in blocks of the layout ``blocks``; plain memory copies if ``blocks`` is ``None``.
+    With CUDA, data are copied between the device and pinned host memory. Without CUDA, KV blocks of the
+    layout ``blocks`` are copied as the host tier of a CPU engine does; ``None``: plain memory copies.
     """
     if importlib.util.find_spec("torch") is None:
         return CopyBandwidth(None, None, "torch is not installed here")
@@ -93,7 +93,7 @@ def _copy_rate(torch: Any, copy_bytes: int, host: Any, device: Any, *, into_host
 
 
 def _host_tier_bandwidth(torch: Any, copy_bytes: int, blocks: KvBlockLayout) -> CopyBandwidth:
-    """Measure the copies of a CPU engine's host tier: steps that save many blocks, then steps that load."""
+    """Measure how fast the host tier of a CPU engine saves KV blocks and loads them back."""
     from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
     from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs
     from sojourn_server.kv_offload.offload_worker import OffloadWorker

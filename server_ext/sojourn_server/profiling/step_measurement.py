@@ -52,7 +52,7 @@ class StepMeasurement:
 
 
 class DecodePlan(NamedTuple):
-    """Parameters of one decode measurement."""
+    """One decode measurement: ``concurrency`` requests, each with a context of ``context`` tokens."""
 
     context: int
     concurrency: int
@@ -124,10 +124,10 @@ async def measure_steps(
 ) -> StepMeasurement:
     """Measure extension and decode samples within ``budget_s`` seconds. Returns these and prefill samples.
 
-    The prefill samples are computed from ``points``. The cheapest samples come first. Samples predicted to
-    exceed the budget are skipped, with a note. ``on_sample`` is called before each with a description and the
-    estimated remaining seconds. Results are stored in ``into`` at once, so that an interrupted caller keeps
-    them. Raises ``RequestError`` if a request fails.
+    The prefill samples are computed from ``points``, measured pairs of (prompt tokens, seconds). The cheapest
+    samples come first. Samples predicted to exceed the budget are skipped, with a note. ``on_sample`` is
+    called before each with a description and the estimated remaining seconds. Results are stored in ``into``
+    at once, so that an interrupted caller keeps them. Raises ``RequestError`` if a request fails.
     """
     # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
     rng = rng or random.Random()
@@ -167,7 +167,8 @@ async def measure_steps(
 def expected_steps_s(
     points: list[tuple[int, float]], *, max_tokens: int, limits: EngineLimits, block_size: int, repeats: int
 ) -> float:
-    """Return the estimated seconds that ``measure_steps`` needs for prompts. Decode times are unknown."""
+    """Return the estimated seconds that ``measure_steps`` spends on prefill. Decode steps are not included,
+    because their times are unknown before the measurement."""
     jobs = _measurement_jobs(max_tokens, limits, block_size, PrefillCurve.fit(points), repeats)
     return sum(job.prefill_s for job in jobs)
 

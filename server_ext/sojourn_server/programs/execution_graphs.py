@@ -98,8 +98,8 @@ class GraphStore:
         return None if graph_hash is None else self._graphs.get(graph_hash)
 
     def types(self) -> dict[str, list[str]]:
-        """Return, for the hash of each followed graph, the sorted agent types whose latest program follows
-        it."""
+        """Return graph hash → sorted agent types whose latest program follows this graph. Graphs that were
+        removed are left out."""
         types: dict[str, list[str]] = {}
         for agent_type, graph_hash in sorted(self._current.items()):
             if graph_hash in self._graphs:

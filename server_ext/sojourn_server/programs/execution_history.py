@@ -28,8 +28,8 @@ class ToolHistory:
 
     The history keeps the newest ``max_samples_per_tool`` durations of each of the ``max_tools`` most recently
     observed tools. S has the newest ``MAX_SAMPLES`` durations of all tools together. Clients may invent tool
-    names: such a call costs O(log) time and displaces no more durations than a real call. Raises
-    ``ValueError`` for limits below 1.
+    names: an invented name costs as little time and memory as a real one. Raises ``ValueError`` for limits
+    below 1.
     """
 
     def __init__(self, max_samples_per_tool: int = 1000, max_tools: int = 512) -> None:
@@ -238,7 +238,8 @@ class SlidingMax:
     """Approximate maximum of the newest ``window`` values.
 
     The approximation, ``value``, changes only when the true maximum leaves the range from ``value / factor``
-    to ``value``. So eviction keys computed with it stay valid for long. ``changes`` counts its changes.
+    to ``value``. So eviction keys computed with ``value`` rarely change. ``changes`` counts the changes of
+    ``value``.
     """
 
     def __init__(self, window: int = 1000, factor: float = 1.5) -> None:
@@ -297,8 +298,8 @@ class BranchReuseRate:
 
     Older observations count less. The estimate confirms itself: while the share is low, such blocks are
     evicted early, and few can be used again. It rises only after memory was ample for a while. ``share``
-    changes in steps of at least ``stride``, so that eviction keys computed with it stay valid for long.
-    ``changes`` counts the steps.
+    changes in steps of at least ``stride``, so that eviction keys computed with it rarely change. ``changes``
+    counts the steps.
     """
 
     def __init__(
@@ -320,8 +321,8 @@ class BranchReuseRate:
         self.changes = 0
 
     def observe(self, reused: int, evicted: int) -> None:
-        """Update the share. ``reused`` and ``evicted``: numbers of blocks with either fate since the
-        start."""
+        """Update the share. Both numbers count blocks of abandoned branches since the start: ``reused`` those
+        that were used again, ``evicted`` those that were evicted unused."""
         if (reused, evicted) == self._seen:
             return
         self._reused += reused - self._seen[0]

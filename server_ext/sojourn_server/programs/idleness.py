@@ -36,10 +36,10 @@ class IdlenessPhase(str, Enum):
 
 
 class Idleness(NamedTuple):
-    """A program's counted reasoning and acting time up to its last event, and the phase (``counting``) since.
+    """A program's reasoning and acting seconds up to its last event, and its phase since then (``counting``).
 
-    The running interval is the time since that event. Only its length depends on ``now``, so the object stays
-    valid until the program's next event.
+    The running interval is the time since the last event. The object stays valid until the program's next
+    event, because only the length of the running interval depends on ``now``.
     """
 
     reasoning_s: float = 0.0
@@ -114,15 +114,14 @@ class IdlenessTracker:
         self._earlier_reasoning_s = self._earlier_acting_s = 0.0
 
     def arrived(self, request_id: str, now: float) -> None:
-        """Record that a request arrived and waits. It ends the program's tool call: the program acts no
-        more."""
+        """Record that a request arrived and waits. Its arrival ends the program's acting time."""
         self._pass_time(now)
         self._live.setdefault(request_id, False)
         self._count()
 
     def admitted(self, request_id: str, now: float) -> None:
-        """Record that a request runs, for the first time or after a preemption. The method ``arrived`` need
-        not have been called for it."""
+        """Record that a request runs, for the first time or after a preemption. A request without a call of
+        ``arrived`` is accepted."""
         self._pass_time(now)
         if not self._live.get(request_id, False):
             self._live[request_id] = True
@@ -141,8 +140,8 @@ class IdlenessTracker:
         self._count()
 
     def finished(self, request_id: str, now: float) -> None:
-        """Record that a request was answered or aborted. After the last one in the engine the program
-        acts."""
+        """Record that a request was answered or aborted. If it was the program's last request in the engine,
+        acting time begins."""
         self._pass_time(now)
         if self._live.pop(request_id, False):
             self._running -= 1

@@ -64,7 +64,7 @@ class OutputLengthHistory:
         return self._all.ordered if len(self._all.ordered) >= least else ()
 
     def count(self) -> int:
-        """Number of outputs in the history of all outputs."""
+        """Number of outputs kept in the group of all outputs, at most ``max_samples``."""
         return len(self._all.ordered)
 
     def snapshot(self) -> dict[str, Any]:

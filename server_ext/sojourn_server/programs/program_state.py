@@ -10,16 +10,19 @@ from sojourn.ids import CallId, EmitterId, ProgramId
 from .program_status import ProgramStatus
 
 SEQ_WINDOW = 1024
-"""A sequence number that is this far behind the newest one counts as seen."""
+"""Number of sequence numbers that are tracked per emitter. Numbers further behind the newest count as
+seen."""
 _FULL_MASK = (1 << SEQ_WINDOW) - 1
 HALF_LIFE = 20.0
-"""Number of later outcomes of turns after which the weight of an outcome is halved."""
+"""Number of turns after which the weight of an older turn is halved in ``HintReliability``."""
 MIN_OUTCOMES = 5.0
-"""Minimum total weight of outcomes. With less, hints count as reliable."""
+"""Minimum total weight of observed turns in ``HintReliability``. With less, hints count as reliable."""
 MAX_ERROR_RATIO = 1.25
-"""Hints count as unreliable if their error exceeds this multiple of a constant prediction's error."""
+"""Hints count as unreliable if their error exceeds this multiple of the baseline's error (see
+``HintReliability``)."""
 ERROR_SLACK = 0.05
-"""Error that reliable hints may have beyond ``MAX_ERROR_RATIO``. It matters if both errors are small."""
+"""Sum of squared errors that reliable hints may have beyond ``MAX_ERROR_RATIO`` times the baseline's. It
+matters only if both sums are small."""
 CHANCE_ERROR = 0.25
 """Mean squared error of the constant prediction 0.5."""
 
@@ -89,13 +92,17 @@ class HintReliability:
 
     @property
     def hints_reliable(self) -> bool:
-        """Whether hints, counted over many programs, are not much worse than the baseline."""
+        """Whether the hints of many programs are about as good as the baseline, or better. True while fewer
+        than ``MIN_OUTCOMES`` turns are known."""
         return self.weight < MIN_OUTCOMES or self.error <= self.base_error * MAX_ERROR_RATIO + ERROR_SLACK
 
     @property
     def no_worse_than_chance(self) -> bool:
-        """Whether hints, counted over one program, are no worse than the constant prediction 0.5. The
-        baseline is too good to compare with here: all turns of a program but the last have a successor."""
+        """Whether one program's hints are at least as good as the constant prediction 0.5. True while fewer
+        than ``MIN_OUTCOMES`` hints are known.
+
+        The baseline would be too strict for one program, since another turn follows each turn but the last.
+        """
         return self.declared < MIN_OUTCOMES or self.error <= self.declared * CHANCE_ERROR
 
     def numbers(self) -> list[float]:
@@ -159,7 +166,8 @@ class ProgramState:
     tier: str | None = None
     """Source of ``goes_on``, a ``PredictionSource``: hints, inferred or cold. It is not a memory tier."""
     pending_declaration: tuple[str, float] | None = None
-    """Agent type and hinted probability of another turn, while it is unknown whether another turn follows."""
+    """Agent type and hinted probability of another turn, kept until it is known whether another turn follows;
+    ``None``: no hint."""
     credit: HintReliability | None = None
     """Reliability of this program's hints; ``None`` without any."""
     prefetch_at_s: float | None = None
@@ -185,8 +193,8 @@ class ProgramState:
     """Whether the client reported a tool's duration in this gap. If not, the gap's length is learned."""
     gap_started_s: float | None = None
     gap_inferred_s: float | None = None
-    """Time at which a request last ended a gap whose length was learned as the tool's duration, for want of a
-    report. Later events about tool calls of that gap do not count."""
+    """Time at which the last gap without a reported tool duration ended; ``None``: no such gap. The gap's
+    length was learned as the tool's duration, so later events about tool calls of that gap do not count."""
     hinted_ttl_s: float | None = None
     """The TTL in seconds that the client hinted for the last turn, clipped to the allowed range."""
     attained_s: float = 0.0

@@ -5,8 +5,8 @@ turns, GATED while its request waits for admission or placement, ENDED after the
 EXPIRED after a long silence. A new request makes an ENDED or EXPIRED program REASONING again, since clients
 may be late or resumed.
 
-A pair of status and signal that is not in the table changes nothing and is no error, since signals may be
-repeated, late or lost.
+A signal for which the current status has no transition is ignored, since signals may be repeated, late or
+lost.
 """
 
 from __future__ import annotations

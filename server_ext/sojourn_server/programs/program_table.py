@@ -14,9 +14,10 @@ from .program_status import OVER_STATUSES, ProgramSignal, ProgramStatus, next_st
 class ProgramTable:
     """The programs of one engine, at most ``max_programs``.
 
-    Beyond that limit, ended programs are removed first, in the order of their ends. Next are programs that
-    never sent a request, oldest first, so that a flood of invented ids displaces no real program. Last are
-    other programs without a request in the engine, the longest silent first.
+    Beyond that limit, ended and expired programs without a request in the engine are removed first, in the
+    order in which they ended. Next are programs that never sent a request, oldest first, so that a flood of
+    invented ids displaces no real program. Last are other programs without a request in the engine, the
+    longest silent first.
     """
 
     def __init__(self, max_programs: int = 20_000) -> None:
@@ -94,8 +95,8 @@ class ProgramTable:
         return True
 
     def promise_heartbeats(self, program: ProgramState) -> None:
-        """Record that the program's client will send heartbeats. Call this method right after ``open``,
-        because the program is put behind all others in the order of silence."""
+        """Record that the program's client will send heartbeats. Call this method right after ``open``: it
+        files the program as the one whose client was heard last."""
         if program.heartbeats:
             return
         was_acting = self._acting[False].pop(program.id, 0) is None

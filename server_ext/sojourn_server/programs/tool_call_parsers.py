@@ -3,7 +3,7 @@
 Models write tool calls in many forms. The parser tries the forms in this order and uses the first that yields
 a call, since an output uses a single form:
 
-    OpenAI JSON      {"type": "function_call", "name": …} and its relatives, "tool_calls": […]
+    OpenAI JSON      {"type": "function_call", "name": …} and its variants, "tool_calls": […]
     hermes, Qwen     <tool_call>{"name": …, "arguments": …}</tool_call>
     tagged           <function=name>…, <invoke name="name">…, functions.name:0, to=functions.name
     bare JSON        {"name": …, "arguments" or "parameters": …}      (Llama 3.1, Mistral, Qwen)
@@ -38,8 +38,8 @@ SHELL_TOOLS = frozenset(
     | {"local_shell", "run_bash", "run_command", "run_in_terminal", "run_shell_command"}
     | {"run_terminal_cmd", "sh", "shell", "shell_command", "terminal"}
 )
-"""Names of tools, in lower case, that run a command line. The first word of the command says more about the
-duration than the tool's name."""
+"""Lower-case names of tools that run a command line. Their history keys include the command's head, e.g.
+``bash:pytest``, since durations depend on the command."""
 
 _COMMAND_ARGUMENTS = ("command", "cmd", "script", "keystrokes", "code", "input")
 
@@ -60,7 +60,11 @@ class ParsedToolCall:
 
 
 def parse_tool_calls(text: str) -> tuple[ParsedToolCall, ...]:
-    """Return the tool calls in a model's output, in order; empty if there is none or it is ambiguous."""
+    """Return the tool calls in a model's output, in order.
+
+    The result is empty if there is no call. It is also empty if the only candidates are two or more fenced
+    shell blocks.
+    """
     text = text[-MAX_TEXT_CHARS:]
     text = _without_end_marks(text.rpartition("</think>")[2])
     prose, blocks = _split_fenced_blocks(text)
@@ -85,8 +89,8 @@ _MAX_MARKS = 8
 
 
 def _without_end_marks(text: str) -> str:
-    """Remove special tokens from the end of ``text``. They are there if the output was decoded with special
-    tokens."""
+    """Remove special tokens such as ``<|im_end|>`` from the end of ``text``. Only outputs decoded without
+    ``skip_special_tokens`` have them."""
     for _ in range(_MAX_MARKS):
         text = text.rstrip()
         if text.endswith(_END_MARKS):
@@ -105,9 +109,10 @@ _AGENT_FENCE = "```mswea_bash_command"
 
 
 def _split_fenced_blocks(text: str) -> tuple[str, list[str]]:
-    """Return ``text`` without its fenced shell blocks, and those blocks that may be tool calls.
+    """Return ``text`` without its fenced shell blocks, and the contents of the blocks that may be tool calls.
 
-    If a block has mini-swe-agent's own marker, ordinary ``bash`` blocks are only illustrations.
+    If any block is marked ``mswea_bash_command`` (mini-swe-agent's own marker), only marked blocks may be
+    tool calls, and ordinary ``bash`` blocks are illustrations.
     """
     if "```" not in text:
         return text, []
@@ -171,7 +176,10 @@ def _openai_calls(values: list[Any]) -> list[ParsedToolCall]:
 
 
 def _openai_blocks(value: Any, depth: int) -> Iterator[ParsedToolCall]:
-    """Yield function calls in the formats of chat completions, responses and Anthropic messages."""
+    """Yield the function calls in ``value``, down to ``depth`` levels of nesting.
+
+    The formats are those of OpenAI's chat completions and responses, and of Anthropic's messages.
+    """
     if depth == 0:
         return
     if isinstance(value, list):

@@ -24,8 +24,8 @@ REPLY_STEP = "(reply)"
 MAX_STEPS = 256
 """Maximum number of steps kept per program. The history learns a longer program in pieces."""
 MAX_UNCONFIRMED_TYPES = 4096
-"""Maximum number of agent types, named by prompt hash, of which only one program is known. Their steps are
-not learned; a second program confirms the type."""
+"""Maximum number of unconfirmed agent types. A type named by prompt hash is unconfirmed while only one
+program of it is known. That program's steps are not learned; a second program confirms the type."""
 
 OBSERVATIONS_VERSION = 1
 NEWEST_WEIGHT = 0.2
@@ -52,7 +52,11 @@ class WorkflowHistory:
     # -- what happens ------------------------------------------------------------
 
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
-        """Learn, when the request after a turn arrives, the turn's step and its tool's output length."""
+        """Learn from a turn that another turn follows: its step, its gap and the length of its tool's output.
+
+        ``tool``: the tool that the turn called; ``None``: no tool. ``prompt_tokens``: length of the next
+        request's prompt.
+        """
         self.gaps_s.observe(gap_s)
         self._judge(program, came_back=True)
         if prompt_tokens >= program.context_tokens:
@@ -63,7 +67,7 @@ class WorkflowHistory:
             program.steps, program.steps_begin = program.steps[-ORDER:], False
 
     def over(self, program: ProgramState, *, ended: bool, turn_open: bool) -> None:
-        """Learn the steps of a program that is over. ``ended``: whether it came to its end, uncancelled.
+        """Learn the steps of a program that is over. ``ended``: false if the client cancelled the program.
 
         ``turn_open``: whether the step of its last turn is still missing in ``steps``, since no request
         followed that turn.
@@ -84,8 +88,8 @@ class WorkflowHistory:
         return self.transitions.finished(agent_type_name(program))
 
     def successors(self, program: ProgramState) -> Successors:
-        """Return a program's possible next steps: those that followed its last steps in others of its
-        type."""
+        """Return the steps that may follow the program's current turn, as learned from programs of its agent
+        type. The last ``ORDER`` steps, the current one included, are compared."""
         past = [*program.steps[-ORDER:], step_name(program.pending_tool)]
         return tuple(self.transitions.predict(agent_type_name(program), past[-ORDER:]))
 
@@ -238,9 +242,10 @@ def step_name(tool: str | None) -> str:
 
 
 def prompt_type(block_hashes: Sequence[Any], block_size: int) -> str | None:
-    """Name of the agent type that a prompt implies: the hash of its first 64 tokens, in whole blocks.
+    """Return the agent type that a prompt implies, named by the hash of its first 64 tokens.
 
-    A shorter prompt counts with all its full blocks. ``None`` for a prompt of less than one block.
+    The 64 tokens are rounded down to full blocks, but to one block at least. A shorter prompt is named by all
+    its full blocks. ``None`` for a prompt without a full block.
     """
     place = min(max(1, 64 // block_size), len(block_hashes)) - 1
     if place < 0:

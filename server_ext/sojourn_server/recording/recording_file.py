@@ -83,7 +83,8 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         histories: Histories,
         versions: dict[str, str],
     ) -> RecordingHeader:
-        """Return the header for a scheduler built from these arguments. It copies their present state."""
+        """Return the header for a scheduler built from these arguments. The header copies the present content
+        of the histories."""
         return cls(
             versions={"sojourn": version("sojourn"), "python": platform.python_version(), **versions},
             preset_toml=preset_toml,
@@ -165,7 +166,7 @@ class RecordingFile:
         return self._file is not None
 
     def write(self, record: tuple[Any, ...]) -> None:
-        """Write a record. The caller may change the record's parts afterwards."""
+        """Write a record, encoded at once: the caller may change the record's parts afterwards."""
         if self._file is None:
             return
         try:
@@ -177,7 +178,7 @@ class RecordingFile:
             self.give_up(error)
 
     def close(self) -> None:
-        """Write the records that are not in the file yet, and close it."""
+        """Write the records that are not in the file yet, and close the file."""
         if self._file is None:
             return
         try:

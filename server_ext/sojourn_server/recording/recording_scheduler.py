@@ -69,8 +69,11 @@ class CallRecorder:
         orders: Callable[[T], Any] | None = None,
         **more: Any,
     ) -> T:
-        """Run ``call``, record it and return its result. ``answer`` and ``orders`` extract the recorded
-        answer and actions from the result. Raises what ``call`` raises."""
+        """Run ``call``, write its record and return its result. Raises what ``call`` raises.
+
+        ``op``, ``now`` and ``facts`` are the first parts of the record. ``answer`` and ``orders`` compute the
+        recorded answer and actions from the result; ``None``: the record has none.
+        """
         if self._sink is None:
             return call(*args, **more)
         try:
@@ -328,7 +331,9 @@ class RecordingScheduler(ProgramScheduler):
         return answer
 
     def chain_before(self, request_id: str) -> Sequence[Any]:
-        """Return the chain of block hashes from which the request's next one is recorded as a difference."""
+        """Return the chain of block hashes to which the request's next recorded chain is compared.
+
+        This is the request's last recorded chain, or else its program's context; empty without both."""
         chain = self._chains.get(request_id)
         if chain is not None:
             return chain

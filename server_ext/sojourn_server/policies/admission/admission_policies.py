@@ -24,7 +24,7 @@ class NoAdmissionControl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeProgramAdmission:
-    """Admits a program if its prompt fits beside the KV of all admitted programs. Part of baseline ``admit``.
+    """Admits a program if its prompt fits beside the KV of all earlier programs. Used by preset ``admit``.
 
     Admitted programs keep their KV while their tools run. So a program may have to wait until another program
     ends, not only until a turn ends. KV of later programs counts as free, because it can be reclaimed. So the
@@ -110,7 +110,7 @@ class DemandForecastAdmission:
     A request without prediction is admitted, as in the unmodified engine. An idle engine admits its first
     request, whatever the demand. At most ``LARGEST_SHARE`` of the memory counts as demand of one request.
     Otherwise a request that needs most of the memory would wait until nothing runs, and the queue would wait
-    behind it. A shortage after the request has most likely ended does not delay the request.
+    behind it. Shortages at steps by which the request has most likely ended (``SLIGHT_SHARE``) are ignored.
     """
 
     reserve: float = 0.05

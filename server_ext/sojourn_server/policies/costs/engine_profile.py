@@ -2,7 +2,8 @@
 
 A quadratic is fitted to prefill time over context length: the linear part is the weights' work per token, the
 quadratic part is attention. ``sojourn profile`` measures the points. Policies use ``PrefillCurve.seconds``.
-The simulator also uses step costs (``step_costs.py``) and the engine's limits; version 1 lacks both.
+The simulator also uses step costs (``step_costs.py``) and the engine's limits. Profiles of version 1 lack
+both.
 """
 
 from __future__ import annotations

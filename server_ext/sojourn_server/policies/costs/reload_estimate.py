@@ -14,8 +14,9 @@ MIN_TOKENS_A_REQUEST = 8
 class ReloadEstimate:
     """Estimate of PrefillReload(r), the seconds to compute a context again (Continuum §4.1).
 
-    With a ``PrefillCurve`` (C9), the estimate is the value of that curve. Without one, it is the number of
-    tokens times the mean seconds per token of earlier prefill steps (exponentially weighted), 0 at first.
+    With a ``PrefillCurve`` (C9), the estimate is the value of the curve. Without a curve, it is the number of
+    tokens times the mean seconds per token of earlier prefill steps. The mean is exponentially weighted, and
+    0 before the first such step.
     """
 
     def __init__(self, curve: PrefillCurve | None = None, *, smoothing: float = 0.1) -> None:
@@ -40,7 +41,7 @@ class ReloadEstimate:
         return self._curve is not None or self._s_per_token is not None
 
     def seconds(self, tokens: int) -> float:
-        """Seconds to compute a context of ``tokens`` from scratch."""
+        """Seconds to compute a context of ``tokens`` tokens from scratch; 0.0 while nothing is known."""
         if self._curve is not None:
             return self._curve.seconds(tokens)
         return tokens * self._s_per_token if self._s_per_token is not None else 0.0

@@ -14,7 +14,7 @@ from ..placement.placement_views import Tier
 class BlockLabel(str, Enum):
     """What the program of a KV block does; the eviction order of each tier follows it.
 
-    Blocks of ended or unknown programs are INACTIVE.
+    Blocks are INACTIVE if their program has ended, is unknown or is placed in no tier.
     """
 
     BUSY = "busy"

@@ -32,9 +32,10 @@ class BlockedRequestView(NamedTuple):
 
 
 class PreemptibleRequestView(NamedTuple):
-    """A request that may be recalled: its replica is chosen, but it has no output yet and was never recalled.
+    """A request that may be recalled, that is, taken back from the replica that was chosen for it.
 
-    It may still wait at the gateway for room on the replica."""
+    The request has no output yet and was never recalled before. It may still wait at the gateway for capacity
+    on the replica."""
 
     request_id: str
     tenant: str

@@ -43,8 +43,8 @@ def expected_growth_tokens(
     """Tokens by which the program's context is expected to grow, at most up to ``max_context_tokens``.
 
     ``turns_ahead``: number of turns to look ahead. ``None``: look ahead until the program ends, at least one
-    turn. If the context was longer before, it is then expected to reach its former length again. For example,
-    a parent's context is shorter while its sub-agents run.
+    turn. With ``None``, a context that was longer before is expected to reach its former length again. For
+    example, a parent's context is shorter while its sub-agents run.
     """
     room = max(0, max_context_tokens - program.context_tokens)
     turns = seen.mean_turns if seen.observed_programs >= MIN_PROGRAMS_SEEN else prior_turns

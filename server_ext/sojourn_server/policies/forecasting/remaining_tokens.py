@@ -211,11 +211,12 @@ def clamp_remaining(tokens: float, view: OutputLengthView) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenStatePrediction(SurvivalPrediction):
-    """Uses a network's prediction from hidden states if it was more accurate than ``SurvivalPrediction``.
+    """Uses a neural network's predictions while they are more accurate than ``SurvivalPrediction``.
 
-    Otherwise ``SurvivalPrediction`` predicts. If that policy has no prediction, the network's is used as soon
-    as the network's error is known. So a network that has learned nothing, gets bad input or is out of date
-    does no harm. Options and raised errors are those of ``SurvivalPrediction``.
+    The network reads the model's hidden states. While its predictions are less accurate,
+    ``SurvivalPrediction`` predicts. If ``SurvivalPrediction`` has no prediction, the network's prediction is
+    used as soon as the network's error is known. So a network that has learned nothing, gets bad input or is
+    out of date does no harm. Options and raised errors are those of ``SurvivalPrediction``.
     """
 
     reads_hidden_states: bool = True

@@ -19,10 +19,10 @@ class LatestProgramReclaim:
     - A running request reclaims any lease. The alternative is a preemption, which costs more than the loss of
       an idle program's cache.
     - A waiting request reclaims leases of programs that arrived later, if these hold enough blocks.
-    - If they do not, and nothing runs, a waiting request also reclaims leases of earlier programs. Without
-      this case the engine would stand still: the paper's deadlock. With ``patient``, the request first waits
-      for the next lease to expire or its program to return, if the next expiry is sooner than the cheapest
-      leased context could be rebuilt. The TTL bounds this wait.
+    - If those leases hold too few blocks and nothing runs, a waiting request also reclaims leases of earlier
+      programs. Without this case the engine would stand still: the paper's deadlock. With ``patient``, the
+      request first waits for a lease to end, if the time until the next expiry is shorter than the time to
+      rebuild the cheapest leased context. The TTL bounds this wait.
     """
 
     patient: bool = False
@@ -54,11 +54,11 @@ class LatestProgramReclaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterProgramsReclaim:
-    """Ends leases of later-arrived programs, the latest first. Part of the baseline ``admit``.
+    """Ends leases of later-arrived programs, the latest first. Used by preset ``admit``.
 
-    If these leases hold too few blocks, no lease ends: a waiting request waits, and for a running one the
-    engine preempts (``victim: latest-program``). After the engine was idle for ``patience_s``, a waiting
-    request also reclaims leases of earlier programs, since these programs may be waiting for it.
+    If these leases hold too few blocks, no lease ends: a waiting request waits, and for a running request the
+    engine preempts another one (``victim: latest-program``). After the engine was idle for ``patience_s``, a
+    waiting request also reclaims leases of earlier programs, since those programs may wait for the request.
     """
 
     patience_s: float = 30.0
@@ -117,10 +117,10 @@ class EvictionOrderReclaim:
 def reclaim_for_overdue(
     need: ReclaimRequest, leases: Sequence[LeaseView], now: float
 ) -> tuple[ProgramId, ...] | None:
-    """Return the programs whose leases end for an overdue request, under every policy.
+    """Return the programs whose leases end for an overdue ``ReclaimRequest``, whatever the policy.
 
     Leases with a TTL from the client end first. Otherwise hints could starve requests without a program. Next
-    come leases of programs without a waiting request, the soonest-expiring first, and then all others. While
+    come leases of programs without a waiting request, and then all others; the soonest-expiring first. While
     other requests run, the result is ``None`` if all leases together hold too few blocks: the request would
     still have to wait.
     """
@@ -134,8 +134,9 @@ def reclaim_for_overdue(
 
 
 def _shortest_sufficient_prefix(leases: Sequence[LeaseView], blocks: int) -> tuple[ProgramId, ...] | None:
-    """Programs of as many of the first ``leases`` as are needed to free ``blocks``. If all hold fewer, the
-    programs of all leases; ``None`` if there are no leases."""
+    """Return the programs of the first ``leases`` that together hold at least ``blocks`` blocks.
+
+    If all leases together hold fewer, the programs of all leases are returned; ``None`` without leases."""
     chosen: list[ProgramId] = []
     gained = 0
     for lease in leases:

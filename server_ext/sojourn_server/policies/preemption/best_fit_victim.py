@@ -87,7 +87,8 @@ class BestFitVictim:
 def _preselected_candidates(
     candidates: Sequence[RunningRequestView], need: BlockShortage
 ) -> Sequence[RunningRequestView]:
-    """Return at most ``MAX_CANDIDATES_COMPARED`` candidates, so chosen that a good victim is among them."""
+    """Return at most ``MAX_CANDIDATES_COMPARED`` candidates: those with the least loss, and those that free
+    most blocks."""
     if len(candidates) <= MAX_CANDIDATES_COMPARED:
         return candidates
     least = heapq.nsmallest(

@@ -90,7 +90,7 @@ def break_even_tokens(
     flops_per_s: float,
     link_bytes_per_s: float,
 ) -> float:
-    """Context length in tokens from which offloading beats recomputing, from a model's and a machine's sizes.
+    """Context length in tokens beyond which offloading beats recomputing, by the paper's formula.
 
     0 or less: offloading is always faster (§2.1, equations 1 to 3). With L ``layers`` of width D
     (``hidden``), computing S tokens takes 4·L·(6·S·D² + S²·D) operations at B_comp (``flops_per_s``). Copying
@@ -114,7 +114,7 @@ def break_even_tokens(
 def measured_break_even_tokens(
     a_s: float, b_s_per_token: float, c_s_per_token2: float, copy_s_per_token: float
 ) -> float:
-    """Context length in tokens from which offloading beats recomputing, from measurements.
+    """Context length in tokens beyond which offloading beats recomputing, computed from measurements.
 
     The prefill of S tokens takes a + b·S + c·S² seconds. ``copy_s_per_token`` is the time to copy a token's
     KV out and back. 0: offloading is faster for all lengths. ``inf``: offloading is slower for all long

@@ -31,8 +31,8 @@ class LikeliestSuccessorPrefetch:
     """Loads a program's prefix shortly before its tool may end, if another turn is likely.
 
     The copy ends when the tool has run for the ``early_share`` quantile of its earlier durations. Loading KV
-    earlier would only take blocks from other programs. A tool without earlier calls is loaded for at once.
-    The paper always loads at once. Raises ``ValueError`` for a share or probability outside 0 to 1.
+    earlier would only take blocks from other programs. If the view has no durations, the prefix is loaded at
+    once. The paper always loads at once. Raises ``ValueError`` for a share or probability outside 0 to 1.
     """
 
     early_share: float = 0.25

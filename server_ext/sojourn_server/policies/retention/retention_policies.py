@@ -35,7 +35,7 @@ class FixedRetention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UntilProgramEndRetention(FixedRetention):
-    """Keeps the KV of every turn with a tool call until the program ends. Part of the baseline ``admit``.
+    """Keeps the KV of every turn with a tool call until the program ends. Used by preset ``admit``.
 
     ``ttl_s`` is only an upper bound. The KV of a program without activity for ``idle_program_s`` is dropped
     anyway.
