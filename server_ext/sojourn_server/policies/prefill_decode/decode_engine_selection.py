@@ -12,12 +12,12 @@ from typing import Protocol
 from .prefill_decode_views import DecodeEngineView, PdRequest
 
 HIGH_TOKENS_RATIO = 1.05
-"""An engine has a high token count if its tokens exceed this multiple of an even share of its group's tokens.
-This is our reading of the paper: the formula for the threshold is illegible in the text available to us."""
+"""An engine's token count is high if it exceeds this multiple of the group's mean tokens per engine (see
+``high_token_threshold``). This is our reading of the paper, whose formula is illegible in our copy."""
 
 
 class DecodeLoad(Protocol):
-    """The load of a decode engine: a ``DecodeEngineView`` or the mutable state behind one."""
+    """What ``choose_decode`` reads of an engine: its number, free KV tokens, load and request limit."""
 
     @property
     def number(self) -> int: ...
@@ -32,10 +32,9 @@ class DecodeLoad(Protocol):
 
 
 def choose_group(loads: Iterable[tuple[int, int]]) -> int | None:
-    """Return the group with the fewest tokens (phase 1). ``loads`` has (group, tokens) of each group that can
-    run more requests.
+    """Return the number of the group with the fewest tokens (phase 1); ``None``: ``loads`` is empty.
 
-    Ties go to the lowest number; ``None`` without groups.
+    ``loads`` has (group, tokens) of each group that can run more requests. Ties go to the lowest number.
     """
     return min(loads, key=lambda load: (load[1], load[0]), default=(None, 0))[0]
 
@@ -64,7 +63,8 @@ def high_token_threshold(
 
 
 def choose_decode(engines: Iterable[DecodeLoad], request: PdRequest, most_tokens: float) -> int | None:
-    """Return the group's engine for a request (phase 2); ``None``: no engine has both memory and a free slot.
+    """Return the number of the engine for a request (phase 2). ``None``: no engine has both enough free
+    memory and a free request slot.
 
     Engines that stay at or below ``most_tokens`` with the request are preferred. Of these the one with the
     fewest requests is chosen, then the fewest tokens. If every engine with space would exceed
@@ -93,7 +93,7 @@ def choose_decode(engines: Iterable[DecodeLoad], request: PdRequest, most_tokens
 
 
 class _DecodeEngine:
-    """The mutable state of a decode engine."""
+    """State of a decode engine: its KV capacity, and the load of its assigned requests."""
 
     __slots__ = (
         "free_kv_tokens", "group", "is_suspended", "kv_tokens", "most_requests", "node", "number", "requests",
@@ -110,6 +110,7 @@ class _DecodeEngine:
         self.is_suspended = False
 
     def view(self) -> DecodeEngineView:
+        """A snapshot of the engine."""
         return DecodeEngineView(
             self.number, self.node, self.group.number, self.free_kv_tokens, self.tokens, self.requests,
             self.most_requests,
@@ -118,6 +119,8 @@ class _DecodeEngine:
 
 @dataclass(slots=True, eq=False)
 class _DecodeGroup:
+    """Available decode engines that share one queue."""
+
     number: int
     engines: list[_DecodeEngine] = field(default_factory=list)
     tokens: int = 0
@@ -127,16 +130,18 @@ class _DecodeGroup:
     largest: int = 0
     """KV capacity in tokens of the group's largest engine."""
     requests: int = 0
-    """Number of requests on the group's engines, without its queue."""
+    """Number of requests on the group's engines. The queue's requests are not counted."""
     most_requests: float = 0
     """Sum of the request limits of the group's engines."""
 
     def key(self) -> tuple[bool, int, int]:
-        """Return (whether the group is at its request limit, tokens, number); the lowest is chosen next."""
+        """The group's sort key for phase 1: (is at its request limit, tokens, number). The lowest is chosen.
+
+        The queue's requests count towards the request limit."""
         return self.requests + len(self.queue) >= self.most_requests, self.tokens, self.number
 
     def enter(self, engine: _DecodeEngine) -> None:
-        """Add an engine that became available, and count its requests."""
+        """Add an engine that became available, and its load to the group's."""
         self.engines.append(engine)
         self.tokens += engine.tokens
         self.requests += engine.requests
@@ -144,7 +149,7 @@ class _DecodeGroup:
         self.bound()
 
     def leave(self, engine: _DecodeEngine) -> None:
-        """Take out an engine that became unavailable, and no longer count its requests."""
+        """Remove an engine that became unavailable, and subtract its load from the group's."""
         self.engines.remove(engine)
         self.tokens -= engine.tokens
         self.requests -= engine.requests
@@ -160,9 +165,10 @@ class DecodeEngineSelector:
     """Chooses a decode engine for each request, in two phases, and keeps a queue for each group.
 
     Phase 1 chooses a group and adds the request to its queue (``queue``). Phase 2 chooses an engine of the
-    group (``fetch``). Groups are in a heap by tokens, whose outdated entries are dropped when they reach the
-    top. Within a group all engines are compared, as in the paper. KV memory counts as used as soon as an
-    engine is chosen, although the engine allocates it only when decoding begins. This prevents preemptions.
+    group (``fetch``). A heap orders the groups by tokens; its outdated entries are dropped when they reach
+    the top. Within a group all engines are compared, as in the paper. A request's KV memory counts as used as
+    soon as its engine is chosen, although the engine allocates the memory only when decoding begins. This
+    prevents preemptions.
 
     The paper has no limit on an engine's requests. Here a request counts towards the limit as soon as its
     engine is chosen, because a request in an engine's own queue holds KV buffers. A request is not queued in
@@ -181,7 +187,9 @@ class DecodeEngineSelector:
         """Groups whose queue or memory has changed since the last ``fetch``."""
 
     def add(self, number: int, node: int, group: int, kv_tokens: int) -> None:
-        """Add an empty engine. Raises ``ValueError`` for a number used before, or ``kv_tokens`` below 1."""
+        """Add an engine without requests and with KV memory for ``kv_tokens`` tokens.
+
+        Raises ``ValueError`` for a number used before, or ``kv_tokens`` below 1."""
         if number in self._given:
             raise ValueError(f"decode engine {number} was there already; expected a new number")
         if kv_tokens < 1:
@@ -194,9 +202,10 @@ class DecodeEngineSelector:
         self._changed[group] = None
 
     def limit(self, number: int, most_requests: float) -> None:
-        """Set an engine's request limit. ``inf``, the initial value, means unknown. Present requests stay.
+        """Set an engine's request limit. ``inf``, the initial value, means unknown.
 
-        Raises ``ValueError`` for a limit below 1, and ``KeyError`` for an unknown engine."""
+        Requests that are on the engine stay there, even above the limit. Raises ``ValueError`` for a limit
+        below 1, and ``KeyError`` for an unknown engine."""
         if not most_requests >= 1:
             raise ValueError(f"decode engine {number}: most_requests is {most_requests}; expected at least 1")
         engine = self._engines[number]
@@ -209,8 +218,8 @@ class DecodeEngineSelector:
             self._changed[engine.group.number] = None
 
     def remove(self, number: int) -> list[PdRequest]:
-        """Remove an engine. Returns the requests of its group's queue that none of the group's remaining
-        engines can hold.
+        """Remove an engine. Returns the requests that leave the group's queue, since no remaining engine of
+        the group can hold them.
 
         Raises ``KeyError`` for an unknown engine.
         """
@@ -219,10 +228,10 @@ class DecodeEngineSelector:
         return unqueued_ids
 
     def suspend(self, number: int) -> list[PdRequest]:
-        """Make an engine unavailable until ``resume``. Its requests still count for it.
+        """Make an engine unavailable until ``resume``. The requests on the engine still count as its load.
 
-        Returns the requests of its group's queue that none of the group's available engines can hold. No
-        effect on a suspended engine. Raises ``KeyError`` for an unknown engine.
+        Returns the requests that leave the group's queue, since no available engine of the group can hold
+        them. No effect on a suspended engine. Raises ``KeyError`` for an unknown engine.
         """
         engine = self._engines[number]
         if engine.is_suspended:
@@ -243,7 +252,8 @@ class DecodeEngineSelector:
         return unqueued_ids
 
     def resume(self, number: int) -> None:
-        """Make a suspended engine available again, with its load. Raises ``KeyError`` for an unknown one."""
+        """Make a suspended engine available again, with the requests that it still has. No effect on an
+        available engine. Raises ``KeyError`` for an unknown engine."""
         engine = self._engines[number]
         if not engine.is_suspended:
             return
@@ -254,14 +264,15 @@ class DecodeEngineSelector:
         self._changed[group.number] = None
 
     def largest_kv_tokens(self) -> int:
-        """KV capacity of the largest available engine; 0 without engines."""
+        """KV capacity, in tokens, of the largest available engine; 0 without available engines."""
         return max((group.largest for group in self._groups.values()), default=0)
 
     def queue(self, request: PdRequest) -> bool:
-        """Add the request to the queue of a group that can hold it (phase 1). Returns False if there is no
-        group, or if every group that could hold it is at its request limit.
+        """Add a request to a group's queue (phase 1): the group with the fewest tokens, of those below their
+        request limit with an engine large enough. Returns False if there is no such group.
 
-        Raises ``ValueError`` if no engine is large enough: the request would block the queue for ever.
+        Raises ``ValueError`` if all available engines are too small: the request would block the queue for
+        ever.
         """
         heap, groups = self._heap, self._groups
         too_small = []
@@ -292,7 +303,8 @@ class DecodeEngineSelector:
         return True
 
     def has_room(self) -> bool:
-        """Whether any group is below its request limit, its queue included."""
+        """Whether any group can queue another request: its engines and queue together have fewer requests
+        than its request limit."""
         heap = self._heap
         while heap:
             group = self._groups.get(heap[0][2])
@@ -302,10 +314,10 @@ class DecodeEngineSelector:
         return False
 
     def fetch(self) -> Iterator[tuple[PdRequest, int]]:
-        """Assign queued requests to engines, and yield (request, engine number): phase 2 of changed groups.
+        """Assign queued requests to engines (phase 2), and yield each as (request, engine number).
 
-        The requests of a group come in the order of its queue. A request is assigned when the caller takes
-        it from the iterator; the rest stay queued.
+        Only groups whose queue or memory has changed are examined. The requests of a group come in the order
+        of its queue. A request is assigned when the caller takes it from the iterator; the rest stay queued.
         """
         while self._changed:
             number = next(iter(self._changed))
@@ -327,7 +339,8 @@ class DecodeEngineSelector:
             self._changed.pop(number, None)
 
     def finish(self, number: int, request: PdRequest) -> None:
-        """Free the memory of a request that has ended or was cancelled. Ignored for a removed engine."""
+        """Free the KV memory and the slot on engine ``number`` of a request that ended or was cancelled. No
+        effect if the engine was removed."""
         engine = self._engines.get(number)
         if engine is None:
             return
@@ -344,7 +357,7 @@ class DecodeEngineSelector:
             self._changed[group.number] = None
 
     def withdraw(self, request_id: int | str) -> bool:
-        """Remove a waiting request from its queue. Returns false if the request is in no queue."""
+        """Remove a waiting request from its group's queue. Returns False if the request is in no queue."""
         for group in self._groups.values():
             for request in group.queue:
                 if request.request_id == request_id:
@@ -356,7 +369,7 @@ class DecodeEngineSelector:
         return False
 
     def node_of(self, number: int) -> int:
-        """The engine's node. Raises ``KeyError`` for an unknown engine."""
+        """The number of the engine's node. Raises ``KeyError`` for an unknown engine."""
         return self._engines[number].node
 
     def views(self) -> list[DecodeEngineView]:
@@ -364,10 +377,11 @@ class DecodeEngineSelector:
         return [engine.view() for engine in self._engines.values() if not engine.is_suspended]
 
     def waiting(self, group: int) -> int:
-        """Number of requests in the group's queue."""
+        """Number of requests in the group's queue. Raises ``KeyError`` for a group without engines."""
         return len(self._groups[group].queue)
 
     def _push(self, group: _DecodeGroup) -> None:
+        """Push a group onto the heap with its present key. Earlier entries of the group become outdated."""
         heappush(self._heap, group.key())
         if len(self._heap) > 64 + 8 * len(self._groups):
             # Drop all outdated entries together.

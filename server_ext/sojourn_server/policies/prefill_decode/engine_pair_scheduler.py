@@ -16,7 +16,10 @@ _NO_READ = ReadSplit(0, 0)
 
 
 class _RequestInFlight:
-    """A request in flight. ``prefill`` or ``decode`` is ``None`` until that engine is chosen."""
+    """A submitted request that has not ended.
+
+    ``prefill`` and ``decode`` are the numbers of its engines, ``None`` until chosen. The engines' nodes are
+    valid only once the engines are chosen. ``prefilled``: the prompt is computed."""
 
     __slots__ = ("decode", "decode_node", "prefill", "prefill_node", "prefilled", "request")
 
@@ -29,8 +32,9 @@ class _RequestInFlight:
 
 
 class PairQueueLengths(NamedTuple):
-    """Numbers of requests that wait for a prefill engine and for a decode engine. A request may wait for
-    both."""
+    """Numbers of waiting requests by the kind of engine that they wait for. A request may wait for both.
+
+    Requests that no decode group can queue yet count as waiting for a decode engine only."""
 
     waiting_for_prefill: int
     waiting_for_decode: int
@@ -42,13 +46,13 @@ class PairScheduler:
     """Assigns a prefill and a decode engine to each request. It has no clock and does no I/O.
 
     A request waits at the same time in the queue for prefill engines, first come first served, and in the
-    queue of a decode group. When both engines are chosen, their nodes are assigned the read of its KV from
-    storage. The paper's engines fetch requests periodically. Here any event may free capacity, so call
-    ``dispatch`` after events: it returns the requests that can start. The cost is a few microseconds per
-    request, independent of the number of engines.
+    queue of a decode group. When both engines are chosen, ``side`` decides which of their nodes reads the
+    request's KV from storage. In the paper, engines fetch requests periodically. Here any event may free
+    capacity, so call ``dispatch`` after events: it returns the requests that can start. The cost is a few
+    microseconds per request, independent of the number of engines.
 
-    A router and a simulator get the same pairs from the same events, as long as no request waits and the
-    nodes' reports are correct.
+    A router and a simulator that report the same events get the same pairs, as long as no request waits and
+    the nodes report their read queues correctly.
     """
 
     def __init__(
@@ -64,15 +68,18 @@ class PairScheduler:
         self._line: deque[_RequestInFlight] = deque()
         """Requests that wait for a prefill engine."""
         self._unplaced: dict[int | str, _RequestInFlight] = {}
-        """Requests in no queue: no available decode engine can hold them, or the groups that could are at
-        their request limit. They use no prefill engine. They are queued when such a group has a free slot."""
+        """Requests in no queue: no available decode engine can hold them, or all groups that could are at
+        their request limit. These requests get no prefill engine. They are queued as soon as a group can hold
+        them and is below its limit."""
         self._flights: dict[int | str, _RequestInFlight] = {}
         """All requests in flight, in order of arrival."""
 
     # -- the fleet ---------------------------------------------------------------------
 
     def add_node(self, node: int, block_s: float) -> None:
-        """Add a node whose storage NIC reads a Full Block in ``block_s`` seconds. Raises ``ValueError``."""
+        """Add a node whose storage NIC reads a Full Block in ``block_s`` seconds.
+
+        Raises ``ValueError`` unless ``block_s`` is finite and above 0."""
         self._queues.add(node, block_s)
 
     def add_prefill(self, number: int, node: int) -> None:
@@ -80,7 +87,7 @@ class PairScheduler:
         self._prefill.add(number, node)
 
     def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
-        """Add a decode engine with room for ``kv_tokens`` tokens.
+        """Add a decode engine with KV memory for ``kv_tokens`` tokens.
 
         Raises ``ValueError`` for a used number or ``kv_tokens`` below 1, ``KeyError`` for an unknown node."""
         self._queues.block_s(node)
@@ -106,12 +113,14 @@ class PairScheduler:
         self._line_up(self._decode.remove(number))
 
     def suspend_prefill(self, number: int) -> None:
-        """Make a prefill engine unavailable until ``resume_prefill``; its requests still count."""
+        """Make a prefill engine unavailable until ``resume_prefill``. Requests that have both engines go on
+        and still count as its load; all others are queued again."""
         self._prefill.suspend(number)
         self._line_up(())
 
     def suspend_decode(self, number: int) -> None:
-        """Make a decode engine unavailable until ``resume_decode``; its requests still count."""
+        """Make a decode engine unavailable until ``resume_decode``. Requests that have both engines go on and
+        still count as its load; all others are queued again."""
         self._line_up(self._decode.suspend(number))
 
     def resume_prefill(self, number: int) -> None:
@@ -163,16 +172,18 @@ class PairScheduler:
             self._decode.withdraw(request_id)
 
     def report(self, node: int, queue_s: float, now: float) -> None:
-        """Set a node's read queue to ``queue_s``, the seconds that the node reported for its storage NIC.
-        Raises ``ValueError`` unless it is finite and ≥ 0."""
+        """Set a node's read queue to ``queue_s``: the seconds of queued reads that the node reports for its
+        storage NIC.
+
+        Raises ``ValueError`` unless ``queue_s`` is finite and ≥ 0."""
         self._queues.report(node, queue_s, now)
         self._prefill.refresh_node_queue(node)
 
     # -- decisions ---------------------------------------------------------------------
 
     def dispatch(self, now: float) -> list[EnginePair]:
-        """Assign free engines to waiting requests. Returns the requests that can start now with their
-        engines, in the order in which the pairs became complete."""
+        """Assign engines to waiting requests. Returns the pairs that became complete, in this order; their
+        requests can start now."""
         self._place_unplaced()
         ready: list[_RequestInFlight] = []
         line = self._line
@@ -193,7 +204,7 @@ class PairScheduler:
         return [self._pair(flight, now) for flight in ready]
 
     def _place_unplaced(self) -> None:
-        """Queue those requests of ``_unplaced`` for which a decode group has room now."""
+        """Queue those requests of ``_unplaced`` that a decode group below its request limit can hold."""
         decode = self._decode
         if not self._unplaced or not decode.has_room():
             return
@@ -209,12 +220,13 @@ class PairScheduler:
             del self._unplaced[request_id]
 
     def _line_up(self, left: Iterable[PdRequest]) -> None:
-        """Queue all requests that lack an engine again, in order of arrival, after an engine has left.
+        """Queue again, in order of arrival, all requests that lack an engine. Called after an engine has
+        left.
 
-        ``left`` are the requests that the engine's group dropped from its queue. Prefill and decode queues
-        must have the same order, so that a request with a prefill engine waits only for requests that also
-        have one. Another order could cause a deadlock: request A holds the prefill engine that B needs, and
-        waits for memory that B holds.
+        ``left`` are the requests that the engine's group has already dropped from its queue. Prefill and
+        decode queues must have the same order. Then a request with a prefill engine waits only for requests
+        that also have one. Another order could cause a deadlock: request A holds the prefill engine that B
+        needs, and waits for memory that B holds.
         """
         unqueued_ids = {request.request_id for request in left}
         unpaired = [one for one in self._flights.values() if one.prefill is None or one.decode is None]
@@ -232,6 +244,7 @@ class PairScheduler:
         self._place_unplaced()
 
     def _pair(self, flight: _RequestInFlight, now: float) -> EnginePair:
+        """Return the pair of a request with both engines, and add its storage reads to the nodes' queues."""
         request, prefill, decode = flight.request, flight.prefill, flight.decode
         assert prefill is not None
         assert decode is not None
@@ -260,18 +273,18 @@ class PairScheduler:
 
     @property
     def fleet(self) -> PairQueueLengths:
-        """Numbers of requests that wait for each kind of engine, and of all requests in flight."""
+        """Numbers of waiting requests by kind of engine, and the number of all requests in flight."""
         paired = sum(1 for flight in self._flights.values() if flight.decode is not None)
         return PairQueueLengths(len(self._line), len(self._flights) - paired, len(self._flights))
 
     @property
     def prefill(self) -> PrefillEngineSelector:
-        """The selector with the state of the prefill engines."""
+        """The selector of prefill engines, with their state."""
         return self._prefill
 
     @property
     def decode(self) -> DecodeEngineSelector:
-        """The selector with the state of the decode engines."""
+        """The selector of decode engines, with their state."""
         return self._decode
 
     @property

@@ -1,4 +1,4 @@
-"""Prefill quota: limits the prompt tokens of a step by the time of their attention (DualPath §6.2, D7).
+"""Prefill quota: limits a step's prompt tokens by the time that their attention takes (DualPath §6.2, D7).
 
 Devices that share expert layers synchronise after each attention layer, and attention takes longer over a
 long context than over a short one. A quota in seconds of attention makes the devices' steps equally long. A
@@ -63,16 +63,17 @@ class PrefillCandidate(NamedTuple):
 
 
 class PrefillStepPlan(NamedTuple):
-    """The prefill work of a step: ``chunks[i]`` new tokens of request i. Later requests get no tokens."""
+    """The prefill work of a step: new tokens for the first requests. The other requests get none."""
 
     chunks: tuple[int, ...]
+    """Number of new tokens of each request that is in the step, in order."""
     attention_s: float
     """Predicted seconds of attention."""
 
     @property
     def tokens(self) -> int:
-        """Total number of new tokens. An engine that packs the same requests in the same order, up to this
-        many tokens, runs the same step."""
+        """Total number of new tokens. An engine with this number as token budget, and the same requests in
+        the same order, runs the same step."""
         return sum(self.chunks)
 
 
@@ -105,8 +106,9 @@ class PrefillComputeQuota:
     ) -> PrefillStepPlan:
         """Return the prefill work of one step.
 
-        ``requests``: running requests, then waiting ones, each in order of arrival. They are read only as far
-        as needed. Raises ``ValueError`` for a request without new tokens or with negative cached tokens."""
+        ``requests``: running requests, then waiting ones, both in order of arrival. The iterable is read only
+        until the step is full. Raises ``ValueError`` for a request without new tokens or with negative cached
+        tokens."""
         chunks: list[int] = []
         left_s, tokens = self.quota_s, 0
         spent_s = 0.0
@@ -130,8 +132,9 @@ class PrefillComputeQuota:
     def chunk(self, cached: int, new: int, left_s: float, *, first: bool) -> int:
         """Return how many of a request's ``new`` tokens fit in ``left_s`` seconds of attention.
 
-        If not all fit, the number is cut so that the context ends at a block boundary; it may be 0. The
-        ``first`` request of a step gets tokens up to the next block boundary even if these do not fit."""
+        ``cached`` tokens precede them. If not all fit, the number is cut so that the context ends at a block
+        boundary; it may be 0. The ``first`` request of a step gets tokens up to the next block boundary even
+        if these do not fit."""
         if self.costs.seconds(cached, new) <= left_s:
             return new
         # If the context ends within a block, the next block boundary is less than a block away.
@@ -151,8 +154,8 @@ class PrefillComputeQuota:
 class StepQuotaUsage:
     """Counts how much of a step's quota is used, while the engine itself adds prompts to the step.
 
-    ``decodes_s`` seconds of the quota are reserved for decoding requests, which are in every step. So prompts
-    never delay an output token. The rest of the quota is for prompts.
+    ``decodes_s`` seconds of the quota are reserved for the attention of decoding requests, which are in every
+    step. Prompts get the rest of the quota. They never displace a decoding request.
     """
 
     __slots__ = ("_quota", "_taken", "closed", "cut", "decodes_s", "prompts_s")
@@ -164,15 +167,15 @@ class StepQuotaUsage:
         self.prompts_s = 0.0
         """Attention seconds of the prompts packed so far."""
         self.closed = False
-        """Whether a prompt did not fit, so that later prompts get nothing."""
+        """True once a prompt did not fit completely; later prompts of the step get nothing."""
         self.cut: str | None = None
-        """The request that got only part of its tokens."""
+        """Id of the request that got only part of its tokens; ``None``: there is none."""
 
     def offer(self, request_id: str, cached: int, new: int, *, chunkable: bool = True) -> int:
-        """Return how many of its ``new`` tokens a request may compute in this step. ``take`` confirms them.
+        """Return how many of its ``new`` tokens a request may compute in this step; ``cached`` precede them.
 
-        A request that is not ``chunkable`` gets all tokens if they fit or if the request is the first of the
-        step, else none."""
+        The tokens count as used only once ``take`` confirms them. A request that is not ``chunkable`` gets
+        all tokens if they fit or if the request is the first prompt of the step, else none."""
         if self.closed:
             return 0
         left_s = self._quota.quota_s - self.decodes_s - self.prompts_s
@@ -195,7 +198,8 @@ class StepQuotaUsage:
         return set(self._taken)
 
     def leave(self, request_id: str) -> None:
-        """Undo ``take``; no effect if the request was not taken."""
+        """Undo ``take``; no effect if the request was not taken. If the request had been cut, later prompts
+        may be added again."""
         if request_id not in self._taken:
             return
         del self._taken[request_id]

@@ -57,20 +57,22 @@ class LinkRatioBound(NamedTuple):
     """The limits that one link sets to P/D, the number of prefill nodes per decode node."""
 
     link: str
+    """Name of the link and direction, for instance ``decode compute NIC, read``."""
     least: float = 0.0
     most: float = math.inf
 
 
 class PdRatioRange(NamedTuple):
-    """The range of prefill nodes per decode node for which no link except storage is the bottleneck."""
+    """The range of P/D, prefill nodes per decode node, in which only storage NICs are a bottleneck."""
 
     least: float
     most: float
     bounds: tuple[LinkRatioBound, ...]
+    """The bounds of each link, whose intersection is the range."""
 
     @property
     def possible(self) -> bool:
-        """Whether the range contains a ratio; false: at every ratio another link saturates before storage."""
+        """Whether the range contains any ratio; false: at every ratio another link saturates first."""
         return self.least <= self.most
 
     def holds(self, ratio: float) -> bool:
@@ -79,7 +81,7 @@ class PdRatioRange(NamedTuple):
 
 
 def pd_ratio_range(links: NodeLinks) -> PdRatioRange:
-    """Compute the range of P/D in which storage is the only bottleneck, and the bound of each link."""
+    """Return the range of P/D in which storage NICs are the only bottleneck, with the bounds of each link."""
     g, s = links.devices, links.storage_share
     spare = links.dram_bytes_per_s / links.storage_nic_bytes_per_s
     never = math.inf
@@ -95,7 +97,8 @@ def pd_ratio_range(links: NodeLinks) -> PdRatioRange:
 
 
 def link_utilisation(links: NodeLinks, prefill_nodes: int, decode_nodes: int) -> dict[str, float]:
-    """Utilisation of each link while all storage NICs read all the time; a link above 1.0 is a bottleneck.
+    """Return the utilisation of each link, by name, while all storage NICs read all the time. A link above
+    1.0 is a bottleneck.
 
     Raises ``ValueError`` for fewer than one node of either kind.
     """
@@ -139,29 +142,28 @@ class AverageTurnSizes:
 
 
 class TwoPathGain(NamedTuple):
-    """Turns per second that each kind of resource allows in the whole fleet."""
+    """Upper bounds of a fleet's throughput, in turns per second, set by different resources."""
 
     one_path: float
-    """Limit set by the prefill nodes' storage NICs."""
+    """Bound set by the prefill nodes' storage NICs, if only these nodes read KV."""
     two_paths: float
-    """Limit set by all storage NICs."""
+    """Bound set by the storage NICs of all nodes, if all nodes read KV."""
     compute: float
-    """Limit set by the prefill devices' compute."""
+    """Bound set by the compute of the prefill devices."""
 
     @property
     def most(self) -> float:
-        """Upper bound of the speed-up from two paths; 1.0 if computing is the bottleneck with one path."""
+        """Upper bound of the speed-up from the second path; 1.0 if compute is the limit with one path."""
         return min(self.two_paths, self.compute) / min(self.one_path, self.compute)
 
 
 def two_path_gain(
     links: NodeLinks, turn: AverageTurnSizes, prefill_nodes: int, decode_nodes: int
 ) -> TwoPathGain:
-    """Return the limits of a fleet that reads KV through the prefill nodes only, or through all nodes.
+    """Return the throughput bounds of a fleet that reads KV through the prefill nodes only, or through all.
 
-    ``TwoPathGain.most`` is the speed-up from the second path, through the decode nodes. It is an upper bound:
-    load is even, nothing waits, and decoding is no bottleneck. Raises ``ValueError`` for fewer than one node
-    of either kind."""
+    The bounds assume that load is even, nothing waits, and decoding is no bottleneck. Raises ``ValueError``
+    for fewer than one node of either kind."""
     if prefill_nodes < 1 or decode_nodes < 1:
         raise ValueError(f"{prefill_nodes} prefill and {decode_nodes} decode nodes; expected one at least")
     reads_per_s = links.storage_nic_bytes_per_s / (turn.hit_tokens * turn.kv_bytes_per_token)

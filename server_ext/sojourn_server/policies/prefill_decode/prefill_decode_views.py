@@ -20,17 +20,18 @@ class PdRequest(NamedTuple):
     tokens: int
     """Prompt length in tokens: the paper's estimate of the request's cost for devices, NICs and memory."""
     hit_blocks: int = 0
-    """Full Blocks of the prompt in storage."""
+    """Number of the prompt's first Full Blocks whose KV is in storage."""
     kv_tokens: int = 0
     """KV tokens that the request needs on the decode engine: the prompt and, if known, the output."""
 
 
 class PrefillEngineView(NamedTuple):
-    """A prefill engine, and the number of its assigned tokens that are not prefilled yet."""
+    """A prefill engine and its load."""
 
     number: int
     node: int
     tokens: int = 0
+    """Prompt tokens of the requests that are assigned to the engine and not prefilled yet."""
 
 
 class DecodeEngineView(NamedTuple):
@@ -39,33 +40,37 @@ class DecodeEngineView(NamedTuple):
     number: int
     node: int
     group: int
-    """Number of the group whose engines share a queue; engines of one node are in one group."""
+    """Number of the engine's group, whose engines share a queue. All engines of a node are in one group."""
     free_kv_tokens: int
     """Free KV memory in tokens. An assigned request's memory counts as used even before its KV arrives."""
     tokens: int = 0
+    """Prompt tokens of the assigned requests."""
     requests: int = 0
     most_requests: float = math.inf
     """Request limit; ``inf``: unknown."""
 
 
 class StorageReadView(NamedTuple):
-    """A read of Full Blocks (DualPath's unit of storage, several engine blocks), and the state of the two
-    storage NICs that could do it: of the prefill node and of the decode node."""
+    """A request's read from storage, and the state of the two storage NICs that could do the read: those of
+    the prefill engine's and the decode engine's node."""
 
     blocks: int
+    """Number of Full Blocks to read (64 tokens over all layers, DualPath's unit of storage)."""
     prefill_queue_s: float
     """Seconds of reads queued at the prefill engine's node; negative: seconds since its NIC became idle."""
     decode_queue_s: float
+    """The same for the decode engine's node."""
     prefill_block_s: float
     """Seconds that the NIC of the prefill engine's node takes per Full Block."""
     decode_block_s: float
+    """The same for the decode engine's node."""
     one_node: bool = False
     """Whether both engines are on one node and share its NIC."""
 
 
 class ReadSplit(NamedTuple):
-    """Numbers of Full Blocks (DualPath's unit of storage) that the prefill engine and the decode engine read.
-    The prefill engine reads the first blocks of the prompt."""
+    """Numbers of Full Blocks that each engine's node reads from storage for a request. The prefill engine's
+    node reads the first blocks of the prompt."""
 
     prefill_blocks: int
     decode_blocks: int

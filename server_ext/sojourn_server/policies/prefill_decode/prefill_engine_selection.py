@@ -15,15 +15,16 @@ from .storage_read_queues import StorageReadQueues
 class PrefillSelectionLimits:
     """Two limits for the selection, the paper's α and β.
 
-    In the paper α is the number of tokens that a node reads in a certain time, and β the number that an
-    engine computes in another. Here α is that time itself, since nodes may differ. Both times are illegible
-    in the text available to us; 3 s (α) and 5 s (β) are our choice. Raises ``ValueError`` for limits < 0.
+    In the paper, α is the number of tokens that a node reads in some time, and β the number of tokens that an
+    engine computes in some other time. Both times are illegible in the text available to us; we chose 3 s and
+    5 s. Here α is the time itself, since nodes may differ in speed. Raises ``ValueError`` for limits < 0.
     """
 
     short_queue_s: float = 3.0
-    """α: nodes whose storage NIC has a longer read queue are chosen last."""
+    """α: engines on nodes whose storage NIC has a longer read queue are chosen last."""
     most_tokens: float = math.inf
-    """β: an engine with more unfinished tokens gets no new request. A good value: what it computes in 5 s."""
+    """β: an engine with more unfinished tokens gets no new request. ``inf``, the default: no limit. A good
+    value is the number of tokens that an engine computes in 5 s."""
 
     def __post_init__(self) -> None:
         if not (self.short_queue_s >= 0 and self.most_tokens >= 0):
@@ -38,10 +39,11 @@ def choose_prefill(
     limits: PrefillSelectionLimits,
     now: float,
 ) -> int | None:
-    """Return the engine for the next request. ``None``: all have more than β tokens, so the request waits.
+    """Return the number of the engine for the next request. ``None``: no engine has at most β tokens, so the
+    request waits.
 
-    Of the engines with at most β tokens, those on nodes with a read queue of at most α come first. Among
-    them, the engine with the fewest tokens is chosen. Ties go to the lowest number. Compares all engines.
+    Of the engines with at most β tokens, those on nodes with a read queue of at most α are preferred. Of
+    these, the engine with the fewest tokens is chosen. Ties go to the lowest number.
     """
     best: tuple[bool, int, int] | None = None
     for engine in engines:
@@ -55,6 +57,8 @@ def choose_prefill(
 
 
 class _PrefillEngine:
+    """State of a prefill engine. ``tokens``: its prompt tokens that are not prefilled yet."""
+
     __slots__ = ("is_suspended", "node", "number", "tokens")
 
     def __init__(self, number: int, node: _PrefillNode) -> None:
@@ -66,24 +70,27 @@ class _PrefillEngine:
 
 @dataclass(slots=True, eq=False)
 class _PrefillNode:
+    """A node and its available prefill engines."""
+
     number: int
     engines: list[_PrefillEngine] = field(default_factory=list)
     best: tuple[int, int] = (-1, -1)
-    """(tokens, number) of the node's engine with the fewest tokens."""
+    """(tokens, number) of the node's engine with the fewest tokens; (-1, -1): not computed yet."""
     long: bool = False
     """Whether the node is in the heap of nodes with long queues."""
 
 
 _HeapEntry = tuple[int, int, int]
-"""(tokens, engine, node): an entry is outdated once (tokens, engine) is not the ``best`` of its node."""
+"""(tokens, engine, node). An entry is outdated if (tokens, engine) is no longer the ``best`` of its node."""
 
 
 class PrefillEngineSelector:
-    """Chooses prefill engines by the rule of ``choose_prefill``, in less time: thousands per second.
+    """Chooses prefill engines by the rule of ``choose_prefill``, thousands of times per second.
 
-    One heap holds the nodes with short read queues, another those with long ones, both sorted by their least
-    loaded engine. If that engine changes, a new entry is pushed. The old one is dropped when it reaches the
-    top. Queues shrink as time passes, so a third heap holds the times at which long queues become short.
+    It does not compare all engines. One heap holds the nodes with short read queues (at most α), another the
+    nodes with long ones. Both are sorted by the tokens of each node's least loaded engine. If these change, a
+    new entry is pushed; the outdated one is dropped when it reaches the top. Queues shrink as time passes, so
+    a third heap holds the times at which long queues become short.
     """
 
     def __init__(self, limits: PrefillSelectionLimits, queues: StorageReadQueues) -> None:
@@ -95,10 +102,13 @@ class PrefillEngineSelector:
         self._short: list[_HeapEntry] = []
         self._long: list[_HeapEntry] = []
         self._wakes: list[tuple[float, int]] = []
+        """Heap of (time, node): when the read queue of a node in ``_long`` becomes short."""
 
     def add(self, number: int, node: int) -> None:
-        """Add an idle engine on a known node. Raises ``KeyError`` for an unknown node, and ``ValueError`` for
-        a number used before, since a removed engine with that number may have unfinished requests."""
+        """Add an engine without requests on a known node.
+
+        Raises ``KeyError`` for an unknown node, and ``ValueError`` for a number used before: requests of a
+        removed engine with that number may still be unfinished."""
         if number in self._given:
             raise ValueError(f"prefill engine {number} was there already; expected a new number")
         self._queues.block_s(node)
@@ -114,8 +124,8 @@ class PrefillEngineSelector:
         del self._engines[number]
 
     def suspend(self, number: int) -> None:
-        """Make an engine unavailable until ``resume``; its requests still count. No effect on a suspended
-        engine. Raises ``KeyError`` for an unknown engine."""
+        """Make an engine unavailable until ``resume``. The requests on the engine still count as its load. No
+        effect on a suspended engine. Raises ``KeyError`` for an unknown engine."""
         engine = self._engines[number]
         if engine.is_suspended:
             return
@@ -128,7 +138,8 @@ class PrefillEngineSelector:
             del self._nodes[node.number]
 
     def resume(self, number: int) -> None:
-        """Make a suspended engine available again, with its load. Raises ``KeyError`` for an unknown one."""
+        """Make a suspended engine available again, with the requests that it still has. No effect on an
+        available engine. Raises ``KeyError`` for an unknown engine."""
         engine = self._engines[number]
         if not engine.is_suspended:
             return
@@ -138,7 +149,8 @@ class PrefillEngineSelector:
         self._push(engine.node)
 
     def choose(self, now: float) -> int | None:
-        """Return the engine for the next request; ``None``: it must wait. ``assign`` records the choice."""
+        """Return the number of the engine for the next request; ``None``: the request must wait. The caller
+        records the choice with ``assign``."""
         self._wake(now)
         short_s, most = self._limits.short_queue_s, self._limits.most_tokens
         heap, nodes = self._short, self._nodes
@@ -169,14 +181,16 @@ class PrefillEngineSelector:
         return None
 
     def assign(self, number: int, tokens: int) -> None:
-        """Record a new request of ``tokens`` tokens on an engine. Raises ``KeyError`` for an unknown one."""
+        """Count a new request of ``tokens`` prompt tokens on an engine. Raises ``KeyError`` for an unknown
+        engine."""
         engine = self._engines[number]
         engine.tokens += tokens
         if engine.node.best[1] == number:  # the others are unaffected
             self._push(engine.node)
 
     def finish(self, number: int, tokens: int) -> None:
-        """Record that a request was prefilled or cancelled. Ignored for a removed engine."""
+        """Stop counting a request of ``tokens`` prompt tokens that was prefilled or cancelled. No effect if
+        the engine was removed."""
         engine = self._engines.get(number)
         if engine is not None:
             engine.tokens -= tokens
@@ -188,12 +202,13 @@ class PrefillEngineSelector:
                 self._set_best(node, mine)
 
     def refresh_node_queue(self, node: int) -> None:
-        """Check a node's read queue again at the next choice, since a report may have made it shorter."""
+        """Have the next ``choose`` check a node's read queue again. Call this after a report of the queue,
+        which may be shorter than expected."""
         if node in self._nodes and self._nodes[node].long:
             heappush(self._wakes, (-math.inf, node))
 
     def node_of(self, number: int) -> int:
-        """The engine's node. Raises ``KeyError`` for an unknown engine."""
+        """The number of the engine's node. Raises ``KeyError`` for an unknown engine."""
         return self._engines[number].node.number
 
     def views(self) -> list[PrefillEngineView]:
@@ -202,7 +217,7 @@ class PrefillEngineSelector:
         return [PrefillEngineView(e.number, e.node.number, e.tokens) for e in found]
 
     def _wake(self, now: float) -> None:
-        """Move nodes whose read queue has become short to the heap of short queues."""
+        """Move nodes whose read queue has become short by ``now`` from the heap ``_long`` to ``_short``."""
         again = []
         while self._wakes and self._wakes[0][0] <= now:
             _, place = heappop(self._wakes)
@@ -219,6 +234,7 @@ class PrefillEngineSelector:
             heappush(self._wakes, entry)
 
     def _push(self, node: _PrefillNode) -> None:
+        """Find the least loaded of the node's engines, and set it as the node's best engine."""
         engines = iter(node.engines)
         first = next(engines)
         tokens, number = first.tokens, first.number
@@ -228,6 +244,7 @@ class PrefillEngineSelector:
         self._set_best(node, (tokens, number))
 
     def _set_best(self, node: _PrefillNode, best: tuple[int, int]) -> None:
+        """Set (tokens, number) of the node's best engine, and push a new heap entry if the value changes."""
         if best == node.best:
             return  # its entry is still in the heap
         node.best = best

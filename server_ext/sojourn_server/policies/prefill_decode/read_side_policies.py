@@ -10,7 +10,7 @@ from .prefill_decode_views import ReadSplit, StorageReadView
 
 
 class ReadSidePolicy(Protocol):
-    """Chooses which side, the prefill or the decode engine's node, reads a request's blocks from storage."""
+    """Chooses how many of a request's stored blocks each engine's node reads."""
 
     def split(self, view: StorageReadView) -> ReadSplit: ...
 
@@ -27,9 +27,9 @@ class PrefillSideRead:
 class ShorterQueueRead:
     """The side with the shorter read queue reads everything (§6.1).
 
-    If neither side has reads queued, the side that has been idle longer reads. The paper does not specify
-    that case; a fixed choice would give one side all reads of a lightly loaded fleet. Ties go to the prefill
-    side, which also reads if both engines are on one node.
+    If neither side has queued reads, the side that has been idle longer reads. The paper does not specify
+    this case. A fixed choice would give one side all reads of a lightly loaded fleet. In a tie the prefill
+    side reads. It also reads if both engines are on one node.
     """
 
     def split(self, view: StorageReadView) -> ReadSplit:
@@ -42,10 +42,10 @@ class ShorterQueueRead:
 class WaterFillingRead:
     """Splits a read so that both sides finish at nearly the same time (future work in §6.1).
 
-    A side gets whole Full Blocks. The split is chosen for which the read ends first; of two equal splits, the
-    one with more blocks on the prefill side. A side that can read everything before the other's queue is
-    empty reads everything. Reads of fewer than ``least_blocks`` blocks, and those of a pair on one node, are
-    not split. Raises ``ValueError`` for a limit below 1.
+    Each side reads whole Full Blocks. The policy chooses the split with the earliest end of the read; of two
+    equally early splits, the one with more blocks on the prefill side. A side that can read everything before
+    the other's queue is empty reads everything. Reads of fewer than ``least_blocks`` blocks, and reads for
+    two engines on one node, are not split. Raises ``ValueError`` for a limit below 1.
     """
 
     least_blocks: int = 2
@@ -73,7 +73,8 @@ class WaterFillingRead:
 
 
 def read_duration_s(view: StorageReadView, split: ReadSplit) -> float:
-    """Return the seconds from now until both sides have read the blocks that ``split`` gives them."""
+    """Return the seconds from now until both sides have read their blocks of ``split``, queued reads
+    included."""
     prefill_s = max(0.0, view.prefill_queue_s) + split.prefill_blocks * view.prefill_block_s
     decode_s = max(0.0, view.decode_queue_s) + split.decode_blocks * view.decode_block_s
     if not split.decode_blocks:

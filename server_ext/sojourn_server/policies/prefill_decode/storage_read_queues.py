@@ -1,4 +1,4 @@
-"""Read queues: the seconds of reads that each node's storage NIC has to do (DualPath §6.1, ``read_q``)."""
+"""Read queues: seconds of reads that are queued at each node's storage NIC (DualPath §6.1, ``read_q``)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StorageReadQueues:
         self._busy_until_s.setdefault(node, -math.inf)
 
     def block_s(self, node: int) -> float:
-        """Seconds per Full Block of the node's NIC."""
+        """Seconds that the node's NIC takes per Full Block. Raises ``KeyError`` for an unknown node."""
         return self._block_s[node]
 
     def queue_s(self, node: int, now: float) -> float:
@@ -36,18 +36,21 @@ class StorageReadQueues:
         return self._busy_until_s[node] - now
 
     def short_queue_from_s(self, node: int, short_s: float) -> float:
-        """Time from which the node's queue is at most ``short_s``, if no read is added."""
+        """Time, on the clock of ``now``, from which the node's queue is at most ``short_s`` seconds long, if
+        no read is added."""
         return self._busy_until_s[node] - short_s
 
     def read(self, node: int, blocks: int, now: float) -> float:
-        """Assign a read of ``blocks`` Full Blocks to a node; returns the time at which the read ends."""
+        """Add a read of ``blocks`` Full Blocks to a node's queue. Returns the time at which the read ends, on
+        the clock of ``now``."""
         done_s = max(self._busy_until_s[node], now) + blocks * self._block_s[node]
         self._busy_until_s[node] = done_s
         return done_s
 
     def report(self, node: int, queue_s: float, now: float) -> None:
-        """Set a node's queue to the reported ``queue_s``. Raises ``ValueError`` unless it is finite and ≥
-        0."""
+        """Replace the estimate of a node's queue by the reported ``queue_s``, in seconds of reading.
+
+        0 means that the NIC is idle. Raises ``ValueError`` unless ``queue_s`` is finite and ≥ 0."""
         if not 0 <= queue_s < math.inf:
             raise ValueError(f"node {node}: queue_s is {queue_s}; expected seconds, finite and ≥ 0")
         if queue_s:

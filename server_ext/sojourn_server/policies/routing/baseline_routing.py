@@ -28,7 +28,7 @@ class RandomRouting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRobinRouting:
-    """Sends requests to the replicas in turn."""
+    """Sends requests to the replicas that accept programs in turn, by the request's number."""
 
     reads_prefixes: bool = False
     reasons: ClassVar[tuple[str, ...]] = ("in_turn",)
@@ -41,6 +41,6 @@ class RoundRobinRouting:
 
 
 def stable_hash(seed: int, what: str, many: int) -> int:
-    """Hash ``what`` to a number from 0 to ``many`` - 1, evenly spread, and the same in every process."""
+    """Hash ``seed`` and ``what`` to a number from 0 to ``many`` - 1, the same in every process."""
     digest = blake2b(f"{seed}/{what}".encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % many

@@ -10,7 +10,9 @@ from typing import ClassVar
 from .replica_views import NO_REPLICA, ReplicaView, RoutingDecision, RoutingView, wait_for_capacity
 
 SIZE_MEASURES = ("peak", "context")
+"""Values of ``CapacityRouting.size_by``."""
 FIT_RULES = ("most-room", "least-room")
+"""Values of ``CapacityRouting.fit``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +20,10 @@ class CapacityRouting:
     """Routes a program to the replica with its KV, in any tier, or else to one with enough free memory.
 
     ``size_by`` defines a program's size: its expected longest context (``peak``), or its present context as
-    in MORI (``context``). With ``context``, young programs get in that later outgrow the replica. ``fit``
-    selects among replicas with enough free memory: the one with the most, as in MORI (``most-room``), or the
-    one with the least (``least-room``). A replica without resident programs takes a program of any size.
-    Raises ``ValueError`` for other values.
+    in MORI (``context``). With ``context``, a replica may accept young programs that outgrow it later.
+    ``fit`` selects among replicas with enough free memory: the one with the most, as in MORI (``most-room``),
+    or the one with the least (``least-room``). A replica without resident programs accepts a program of any
+    size. If no replica fits, the program waits. Raises ``ValueError`` for other values.
     """
 
     size_by: str = "peak"

@@ -1,4 +1,4 @@
-"""Routing by delay: a program goes to the replica where it and the other programs slow each other least.
+"""Routing by delay: a program goes to the replica where it and the programs there slow each other least.
 
 A decode step for several programs reads the KV of all of them. So a program is slowed by the contexts of the
 other programs on its replica until they end. The best replica depends on how long each program stays. A small
@@ -17,23 +17,25 @@ from .replica_views import NO_REPLICA, ReplicaView, ResidentProgramGroup, Routin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastDelayRouting:
-    """Routes a program to the replica with its KV, or else to the one with the least delay and enough memory.
+    """Routes a program to the replica with its KV, or else to the replica with enough memory where the
+    ``mutual_delay`` of the program and the programs there is least.
 
     A sub-agent whose prompt starts like its parent's goes to the parent's replica, because the parent holds
     memory there until the sub-agent ends.
 
     For the memory check, contexts are assumed to grow evenly to their programs' expected sizes, and all
     programs to take turns at the same pace. Memory is enough if all contexts together never exceed
-    ``most_full`` of it. Programs end at different times, so more of them fit than if memory were reserved for
-    every program's full size. On a replica without other programs, memory always counts as enough. On a
-    replica without requests it does too, since its resident programs may never return.
+    the share ``most_full`` of it. Programs end at different times, so more of them fit than if memory were
+    reserved for every program's full size. A replica without other programs always counts as having enough
+    memory. So does a replica without requests, since its resident programs may never return.
 
     If no replica has enough memory for a program, the program and all programs behind it wait. A request that
     is expected to be its program's last does not wait: it goes to the least loaded replica.
 
     ``resident_for_s``: seconds for which a program without a request counts as resident after its last
-    activity. A limit is needed, since many clients never report the end. SAGA (§4.2) keeps no KV for longer
-    than the default. Raises ``ValueError`` if ``most_full`` is not in (0, 1] or the time is negative.
+    activity. A limit is needed, since many clients never report a program's end. The default is the longest
+    time for which SAGA (§4.2) keeps KV. Raises ``ValueError`` if ``most_full`` is not in (0, 1] or the time
+    is negative.
     """
 
     most_full: float = 0.9
@@ -77,6 +79,7 @@ class LeastDelayRouting:
     def _memory_suffices(
         self, newcomer: ResidentProgramGroup, view: RoutingView, replica: ReplicaView
     ) -> bool:
+        """Whether the replica has enough memory for the new program, by the rules of the class docstring."""
         there = view.residents.get(replica.replica_id, ())
         if not there or not (replica.in_flight or replica.queued):
             return True
@@ -84,11 +87,12 @@ class LeastDelayRouting:
 
 
 def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgramGroup]) -> float:
-    """Return the delay that a new program suffers from other programs, plus the delay that it causes them.
+    """Return the delay of a new program by the other programs, plus their delay by the new program.
 
-    The unit is tokens of KV read per step. The delay that it suffers is a mean over the new program's turns.
-    The delay that it causes is a sum over the other programs, each a mean over all turns of that program,
-    since a delay matters relative to the program's duration. A growing context counts with its mean length.
+    A delay is measured as tokens of the other side's KV that a decode step reads. The new program's delay is
+    a mean over its expected turns. The others' delay is a sum over these programs. Each summand is a mean
+    over all turns, past and expected, of one program, since a delay matters relative to the program's
+    duration. A growing context counts with its mean length.
     """
     own = caused = 0.0
     begins, turns_left = newcomer.context_tokens, newcomer.turns_left
@@ -102,7 +106,10 @@ def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgra
 
 
 def peak_resident_tokens(programs: Sequence[ResidentProgramGroup]) -> float:
-    """The largest total of the programs' tokens from now on, if no further programs arrive."""
+    """Return the largest total of the programs' context tokens from now on, if no further programs arrive.
+
+    Each context is assumed to grow evenly to its expected size, and all programs to take turns at the same
+    pace."""
     rows = sorted(
         (one.turns_left, one.context_tokens, (one.size_tokens - one.context_tokens) / one.turns_left)
         for one in programs

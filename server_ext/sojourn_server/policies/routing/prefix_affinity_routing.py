@@ -1,4 +1,4 @@
-"""Routing by prompt prefix: the rule of SGLang's and vLLM's routers, which know no sessions.
+"""Routing by prompt prefix, without sessions: the rule of SGLang's and vLLM's routers.
 
 A request goes to the replica that computed the longest prefix of its prompt. If that prefix is short, or the
 replicas' loads differ too much, it goes to the replica with the fewest requests.
@@ -18,8 +18,9 @@ class PrefixAffinityRouting:
     """Routes to the replica that has computed the longest prefix of the prompt, if it is long enough.
 
     The prefix must be at least the share ``least_match`` of the prompt, and loads must not differ too much.
-    Otherwise the replica with the fewest requests is chosen. Loads differ too much if the most loaded replica
-    has over ``most_ahead`` requests more than the least loaded one, and over ``most_ratio`` times as many.
+    Otherwise the replica with the fewest requests is chosen. Loads differ too much if one replica has more
+    than ``most_ahead`` requests more than another, and more than ``most_ratio`` times as many. Only replicas
+    that accept programs are considered.
     Raises ``ValueError`` for ``least_match`` outside 0 to 1, ``most_ahead`` < 0 or ``most_ratio`` < 1.
     """
 

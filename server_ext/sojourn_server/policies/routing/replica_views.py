@@ -18,14 +18,14 @@ class ReplicaView(NamedTuple):
     """The larger of two shares: the used share of KV memory, and the used share of the request limit.
     Requests that wait for the replica at the gateway count as well. Above 1, some requests wait."""
     in_flight: int
-    """Number of requests that were sent and are not answered yet."""
+    """Number of requests that were sent to the replica and have not ended."""
     room_tokens: int
-    """Free KV tokens in all tiers, if each resident program takes its expected size; negative if the sizes
+    """Free KV tokens in all tiers, if each resident program uses its expected size. Negative: the sizes
     exceed the capacity."""
     homed: int = 0
     """Number of resident programs: those whose home is this replica."""
     takes_new: bool = True
-    """Whether programs may come to the replica: it is healthy and not draining."""
+    """Whether the replica accepts programs from elsewhere: it is healthy and not draining."""
     queued: int = 0
     """Requests that wait for the replica at the gateway."""
     memory_tokens: int = 0
@@ -44,8 +44,10 @@ class ResidentProgramGroup(NamedTuple):
     turns: int
     """Answered turns of each program."""
     turns_left: float
-    """Expected further turns of each program, at least 1; as many as past turns for an unknown agent type."""
+    """Expected further turns of each program, at least 1. For an unknown agent type: the number of past
+    turns."""
     programs: int = 1
+    """Number of programs in the group."""
 
 
 class RoutingView(NamedTuple):
@@ -73,19 +75,22 @@ class RoutingView(NamedTuple):
 
 
 class RoutingDecision(NamedTuple):
-    """The chosen replica, and the reason, which the ledger records. ``replica_id`` ``None``: wait."""
+    """The chosen replica and the reason, a label of metrics. ``replica_id`` is ``None`` if the request has to
+    wait."""
 
     replica_id: str | None
     reason: str
     needs_tokens: int = 0
-    """Free KV tokens for which a waiting request waits. It is routed again when a replica that takes new
-    programs has as many, or no resident program. Until then, other requests that need at least as many and
-    have no KV on a replica wait too. 0: all other requests wait behind this one."""
+    """Free KV tokens that a request without a replica needs. The request is routed again when a replica that
+    accepts programs has that many free, or has no resident program. Smaller needs of other requests may be
+    served first. 0: the need is unknown. Then all other requests wait behind this one, unless they go to
+    their program's home or have ``passes``."""
     passes: bool = False
     """Whether the request may overtake requests that wait for capacity, because its program will soon end."""
 
 
 NO_REPLICA = RoutingDecision(None, "no_replica")
+"""Decision to wait because no replica accepts programs."""
 
 
 def wait_for_capacity(needs_tokens: int) -> RoutingDecision:

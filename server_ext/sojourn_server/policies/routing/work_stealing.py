@@ -10,7 +10,7 @@ from .baseline_routing import stable_hash
 
 
 class StealingReplicaView(NamedTuple):
-    """A replica as the stealing policy sees it, either as possible thief or as possible victim."""
+    """A replica as the stealing policy sees it: a possible thief or a possible victim."""
 
     replica_id: str
     load: float
@@ -18,15 +18,17 @@ class StealingReplicaView(NamedTuple):
     queued: int
     """Requests that wait for the replica at the gateway."""
     idle_s: float
-    """Seconds for which the replica has had spare capacity and no waiting requests; 0: it is not idle now."""
+    """Seconds since the replica has had spare capacity; 0: it is full or requests wait for it."""
     takes_new: bool = True
+    """Whether the replica accepts programs from elsewhere, as in ``ReplicaView``. Only then it may steal."""
     may_leave: int = 0
     """Number of waiting requests that may be stolen, because their programs have no other request on the
     replica. Only the longest-waiting requests are examined."""
 
 
 class StealDecision(NamedTuple):
-    """``thief`` takes the oldest movable request from ``victim``, together with its program."""
+    """The replica ``thief`` takes over the longest-waiting movable request of the replica ``victim``, and the
+    request's program."""
 
     thief: str
     victim: str
@@ -34,11 +36,11 @@ class StealDecision(NamedTuple):
 
 
 class StealingPolicy(Protocol):
-    """Chooses which replica steals a request from which.
+    """Chooses a replica that steals a waiting request (the thief), and a replica that loses it (the victim).
 
-    The gateway calls ``steal`` while requests wait at the gateway: once per epoch, and when a replica joins
-    or becomes idle. It repeats the call after each steal until the result is ``None``. A policy may have an
-    attribute ``reasons``, as a ``RoutingPolicy`` may.
+    The routing core calls ``steal`` while requests wait for single replicas: at each ``Tick``, and when a
+    replica joins or stops being full. After each steal it repeats the call, until the result is ``None``. A
+    policy may have an attribute ``reasons``, as a ``RoutingPolicy`` may.
     """
 
     steals: bool
@@ -49,7 +51,7 @@ class StealingPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoStealing:
-    """Requests never move."""
+    """Never steals: a waiting request stays with its replica."""
 
     steals: bool = False
 
@@ -61,10 +63,10 @@ class NoStealing:
 class WorkStealing:
     """Lets an idle replica steal from a replica with more than ``load_ratio`` times its load (SAGA §5.2).
 
-    The thief must have been idle for ``idle_s``, and the loads must differ by ``load_ratio``. Both conditions
-    are in the paper's safeguard (a); the paper's earlier text asks for only one. ``either`` drops the
-    condition on idle time. The victim is drawn at random. The thief becomes the home of the stolen session.
-    Raises ``ValueError`` for times below 0 or a ratio below 1.
+    The thief must also have been idle for ``idle_s`` seconds. The paper's safeguard (a) asks for both
+    conditions, its earlier text for only one. ``either=True`` drops the condition on idle time. The victim is
+    drawn at random. The thief becomes the home of the stolen session. Raises ``ValueError`` for times below 0
+    or a ratio below 1.
     """
 
     idle_s: float = 0.1
