@@ -46,7 +46,8 @@ VOCABULARY = 8000
 POLICY = "observe"
 """Preset that evicts in vLLM's own order, so that only the tiers differ from stock."""
 HOST_POOLS = 5
-"""Size of host memory in KV pools: two for the filler contexts, the rest for measured contexts."""
+"""Size of host memory as a multiple of the KV pool: two pools for the fillers, three for measured
+contexts."""
 
 
 class Point(NamedTuple):
@@ -93,10 +94,11 @@ def plan(longest: int) -> Plan:
 
 
 def crossing(points: Sequence[Point], other: Callable[[Point], float]) -> dict[str, Any]:
-    """Return the context length in tokens from which on ``other`` is faster than computing.
+    """Return ``tokens``, the context length from which on ``other`` is faster than computing, and ``faster``.
 
-    ``other`` returns the seconds of the alternative at a point. The result lies between two measured lengths,
-    by linear interpolation. ``faster`` says whether there is such a length.
+    ``other`` returns the seconds of the alternative at a point. ``faster`` is one of three texts. ``from``:
+    ``tokens`` is interpolated between two measured lengths. ``from the shortest``: the alternative is faster
+    at all measured lengths. ``not measured``: it is slower at the longest length, and ``tokens`` is ``None``.
     """
     wins = [other(point) < point.computed_s for point in points]
     if not wins[-1]:
@@ -245,7 +247,7 @@ def run(model: str, plan: Plan, rounds: int, seed: int, console: Console) -> dic
 
 
 def thresholds(result: dict[str, Any]) -> dict[str, str]:
-    """Return method → break-even as text."""
+    """Return the break-even of each method as text: two measured ones and two predicted ones."""
     measured, predicted = result["measured"], result["predicted"]["break_even"]
     return {
         "measured, out and in again": words(measured["out_and_in"]),

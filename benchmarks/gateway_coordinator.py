@@ -39,8 +39,8 @@ HEAD = ("what", "at once, or a batch", "a second, median", "slowest round")
 async def decisions(
     routing_backend: CoordinatedRoutingBackend, at_once: int, seconds: float, first: int
 ) -> tuple[float, int]:
-    """Place new programs, ``at_once`` concurrently, for ``seconds``. Returns the programs per second, and the
-    last number used, as ``first`` of the next call."""
+    """Place new programs, ``at_once`` concurrently, for ``seconds``. Programs are numbered from ``first`` +
+    1. Returns the programs per second and the last number, which is ``first`` of the next call."""
     done, number = 0, first
     end = time.perf_counter() + seconds
 
@@ -90,7 +90,7 @@ async def told(calls: Any, batch: int, seconds: float) -> float:
 
 
 async def measure(config: Any, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Return kind of call → its rate in each round, per second."""
+    """Return the rates of each kind of call, in decisions or facts per second: one value per round."""
     from sojourn_server.gateway.ray.coordinator_actor import CoordinatorActorClient
 
     calls = CoordinatorActorClient(config)

@@ -49,8 +49,8 @@ HEAD = ("path", "p50 ms", "p95 ms", "added p50 ms", "added p95 ms")
 async def measure(
     gateway: str, rounds: int, label: str, bare: Mapping[str, str] | None = None
 ) -> dict[str, list[float]]:
-    """Return path → seconds of each request, in the order of rounds. ``bare``: address of each engine →
-    address of the relay in front of it."""
+    """Return, for each path, the seconds of its requests in the order of rounds. ``bare`` maps an engine's
+    address to the address of the relay in front of it."""
     took: dict[str, list[float]] = {name: [] for name in (DIRECT, *([BARE] if bare else []), GATEWAY)}
     async with aiohttp.ClientSession() as http:
 
@@ -82,7 +82,7 @@ async def measure(
 
 
 def figures(took: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return path → figures in milliseconds."""
+    """Return the figures of each path, in milliseconds."""
 
     def at(values: list[float], share: float) -> float:
         return round(1000 * sorted(values)[min(len(values) - 1, int(share * len(values)))], 3)

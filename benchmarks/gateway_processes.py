@@ -125,7 +125,7 @@ def serve_engine(port: int) -> None:
 
 
 def serve_floor(port: int, engine: int | None) -> None:
-    """Run uvicorn, which answers by itself, or relays to the port ``engine`` through aiohttp."""
+    """Run uvicorn, which relays to the port ``engine`` through aiohttp; ``None``: it answers by itself."""
     import aiohttp
     import uvicorn
 

@@ -2,10 +2,10 @@
 
     python benchmarks/kv_offload_demo.py --json benchmarks/results/kv_offload_demo.json
 
-Eight coding agents whose final contexts together are ``--times`` the KV pool. All arms but stock have 1 GiB
-of host memory; tasks, seed, flags and pool are equal. ``lru`` is our offload connector with vLLM's eviction
-order (``observe``). The arms alternate, ``--rounds`` times; figures are medians over the rounds. Run it on an
-idle machine.
+Eight coding agents run; their final contexts together are ``--times`` the KV pool. All arms but stock have 1
+GiB of host memory; tasks, seed, flags and pool are equal. ``lru`` is our offload connector with vLLM's
+eviction order (``observe``). The arms alternate, ``--rounds`` times; figures are medians over the rounds. Run
+it on an idle machine.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 The programs of each trace, sub-agents with their parents, are split into two halves, ``--splits`` times. The
 outputs of one half are learned as an engine learns them (``OutputLengthHistory``: by agent type and the tool
 whose result the prompt ends with). For each output of the other half, every predictor predicts the remaining
-tokens at its beginning and at 32, 128, 512 and 2,048 tokens. ``held back``: nothing is learned from that
-half. ``online``: its outputs are learned as they end, as in an engine.
+tokens at its beginning and at 32, 128, 512 and 2,048 tokens. There are two variants. In ``held back``,
+nothing is learned from the other half. In ``online``, its outputs are learned as they end, as in an engine.
 
 32 programs run at once, or a quarter of a half if that is less; when one ends, the next starts. A token takes
 20 ms, a tool at most a minute. The learning half is played twice and learned the second time, because in an
@@ -277,7 +277,8 @@ def answers(lesson: Lesson, *, online: bool) -> dict[str, dict[int, list[Answer]
 
 
 Figures = dict[str, dict[str, dict[int, dict[str, Any]]]]
-"""Variant → predictor → tokens so far → measures; empty if a split has fewer than ``LEAST_ANSWERS``."""
+"""Variant → predictor → tokens so far → measures. Measures are left out if a split has fewer than
+``LEAST_ANSWERS`` answers for them."""
 
 
 def measure(programs: Sequence[ProgramPlan], splits: int, seed: int) -> Figures:

@@ -91,7 +91,8 @@ class Bench:
         return outcomes
 
     def wall_s(self, specs: Sequence[PdSpec]) -> float | None:
-        """Return the wall seconds of these specifications together; ``None`` unless all ran at once."""
+        """Return the wall seconds of the ``run`` call that executed all of ``specs``. ``None`` if some
+        results were cached before that call, or without ``--cache``."""
         file = self._file(specs)
         return float(file.read_text()) if file is not None and file.exists() else None
 

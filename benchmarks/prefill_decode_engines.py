@@ -208,5 +208,5 @@ def loud_model(folder: Path) -> str:
 
 
 def all_idle(engines: Sequence[Engine]) -> bool:
-    """Return whether no connector has an open operation."""
+    """Return whether every connector is idle: it has no open operation."""
     return all(engine.look().is_idle for engine in engines)

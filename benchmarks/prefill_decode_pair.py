@@ -76,7 +76,7 @@ ARMS: dict[str, Callable[[], ReadSidePolicy]] = {
 
 
 class Sample(NamedTuple):
-    """Bytes that each engine's storage link has read up to a time, and whether it has queued reads."""
+    """State of the storage links at one time, by engine: bytes read so far, and whether reads are queued."""
 
     at_s: float
     read_bytes: dict[str, int]

@@ -59,8 +59,9 @@ async def through(
     prefilled: Callable[[], None] = lambda: None,
     began: Callable[[], None] = lambda: None,
 ) -> PairResponse:
-    """Send a request to both engines and return the answer. ``prefilled`` is called after the prefill
-    engine's answer, ``began`` at the first token. ``httpx.HTTPError`` and ``RuntimeError`` mean a failure."""
+    """Send a request to the prefill engine, then to the decode engine, and return the answer. Calls
+    ``prefilled`` after the prefill engine's answer, and ``began`` at the first token. Raises
+    ``httpx.HTTPError`` or ``RuntimeError`` if an engine fails."""
     sent_s = time.monotonic()
     first = await _post(http, prefill, prefill_body(API, body, transfer, decode.peer, decode_share))
     told = parse_transfer_params(first)

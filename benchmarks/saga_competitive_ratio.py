@@ -3,14 +3,14 @@
     python benchmarks/saga_competitive_ratio.py --traces traces --cache ratio-cache
 
 For every trace, programs arrive by a Poisson process and run until all have finished, so every policy does
-the same work. The KV pool has several sizes. Two first runs find the scale of the trace. In the first, each
-program has the device alone; from it follows an arrival rate that keeps ``--live`` programs alive. In the
-second, programs arrive at that rate and no KV is lost; pool sizes are shares of the largest total of living
-contexts. (In much smaller pools, running programs displace each other under any order, and LRU is as good as
-Bélády.) At each size, stock vLLM is run and its block accesses are recorded. Bélády and "LRU + Prefix" (SAGA,
-Table 2) are replayed on them. Sizes at which LRU ÷ Bélády is at least 2.0, as in the paper's table, are run
-under every other policy. Writes saga_competitive_ratio.json and .md into benchmarks/results. Text between the
-marks of the .md is written by hand and kept.
+the same work. The KV pool has several sizes. Two preliminary runs find the scale of the trace. In the first,
+each program has the device alone; this gives an arrival rate that keeps ``--live`` programs alive. In the
+second, programs arrive at that rate and no KV is lost. Pool sizes are shares of the largest total of living
+contexts in this run. (In much smaller pools, running programs displace each other under any order, and LRU is
+as good as Bélády.) At each size, stock vLLM is run and its block accesses are recorded. Bélády and "LRU +
+Prefix" (SAGA, Table 2) are replayed on these accesses. Sizes at which LRU ÷ Bélády is at least 2.0, as in the
+paper's table, are run under every other policy. Writes saga_competitive_ratio.json and .md into
+benchmarks/results. Text between the marks of the .md is written by hand and kept.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def measure(turns: int, calls: int) -> dict[str, Any]:
 
 
 def with_answering_server(turns: int) -> dict[str, Any]:
-    """Measure the usual case, with the sender busy in the background."""
+    """Measure with a server that answers, the usual case: the SDK's sender is busy in the background."""
     # The server has its own process, so that its work is not measured.
     with ServerProcess("ok") as url:
         return turns_against(url, turns)

@@ -5,9 +5,9 @@
 Two engines (model ``tiny``, host memory and disk) run behind two gateways with tenants. Engine *a* and
 gateway *a* run throughout. Engine *b* and gateway *b* are killed and restarted at random, under load. A round
 begins with ``--load`` seconds of agents, floods of events and hostile clients; some clients are killed. In
-the silence after it, the servers must release all blocks, leases, requests, copies and connections within
-``--silence`` seconds. The memory of a process at its end is compared with that at minute ``--settle`` of its
-life. ``--seed`` and the round's number determine all choices. The page is written after every round.
+the silence after the load, the servers must release all blocks, leases, requests, copies and connections
+within ``--silence`` seconds. The final memory of a process is compared with its memory at minute ``--settle``
+of its life. ``--seed`` and the round's number determine all choices. The page is written after every round.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class Client:
         return Counter({word: count for word, count in self.words.items() if word[:1] not in "+-"})
 
     def inside(self, what: str) -> int:
-        """Return the number of the client's programs that are in a tool call or read a stream (``what``)."""
+        """Return how many of the client's programs are now in a tool call (``what`` is ``tool``), or read a
+        stream (``stream``)."""
         return self.words[f"+{what}"] - self.words[f"-{what}"]
 
 

@@ -52,7 +52,7 @@ def tell(word: str) -> None:
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """Report the begin and the end of the ``with`` block, as ``+what`` and ``-what``."""
+    """Report the beginning and the end of the ``with`` block, as ``+what`` and ``-what``."""
     tell(f"+{what}")
     try:
         yield

@@ -5,9 +5,9 @@
 Runs synthetic requests with published output lengths of reasoning models, and real agent traces, in a closed
 loop for half a virtual hour each. Reports per load the output throughput, preemptions, preemptions within ten
 steps of another one (cascades), time per output token and time to first token, absolute and relative to
-``stock``. ``tetris+host+erring`` stands for the network on hidden states: it knows the remaining output of
-running requests up to the network's error on a real engine (learned_length_prediction.md), and that of
-waiting requests as ``survival`` does. ``--only LOAD …`` and ``--policies …`` run some and keep the other
+``stock``. ``tetris+host+erring`` stands for the network on hidden states. It predicts the remaining output of
+running requests with the network's mean error on a real engine (learned_length_prediction.md), and the output
+of waiting requests like ``survival``. ``--only LOAD …`` and ``--policies …`` run some and keep the other
 results of the JSON.
 """
 

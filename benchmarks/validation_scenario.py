@@ -136,5 +136,5 @@ def orderly_programs(count: int, every_s: float) -> list[TraceProgram]:
 
 
 def plans_of(programs: Iterable[TraceProgram], scenario: Scenario) -> dict[str, list[TurnPlan]]:
-    """Return program id → the lengths of the program's turns."""
+    """Return the lengths of each program's turns, by program id."""
     return {program.program_id: plan_turns(program, scenario.token_scale) for program in programs}

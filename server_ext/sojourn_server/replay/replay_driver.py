@@ -195,7 +195,9 @@ class Replay:
         )
 
     def _fitting(self, builder: PromptBuilder) -> tuple[int, str]:
-        """Return how many of the program's first turns fit the context limits, and why the next does not."""
+        """Return how many of the program's first turns are replayed, and why the next turn does not fit
+        (empty if all fit). A turn that exceeds only the server's context excludes the whole program, unless
+        ``max_context_tokens`` is set."""
         plans = builder.plans
         limit, clip = self._served.max_context_tokens, self._options.max_context_tokens
         for index, plan in enumerate(plans):
