@@ -18,13 +18,13 @@ class ApiKeys:
         self._digests: tuple[bytes, ...] | None = None
 
     def configure(self, keys: Iterable[str]) -> None:
-        """Accept ``keys``; empty strings are ignored."""
+        """Accept ``keys``, instead of earlier ones. Empty strings are ignored."""
         self._digests = tuple(_digest(key) for key in keys if key)
 
     def allow(self, authorization: str | None) -> bool:
         """Return whether a request with this ``Authorization`` header may pass.
 
-        The time it takes reveals nothing about the keys: it always compares all digests, in constant time.
+        The duration of the check reveals nothing about the keys: all digests are compared, in constant time.
         """
         if self._digests is None:
             return False

@@ -48,8 +48,8 @@ the client with the highest weight are refused."""
 CALL_TIMEOUT_S = 30.0
 """Seconds that the engine has to answer a call. After that the intake goes on without the answer."""
 MAX_LATE_CALLS = 4
-"""Number of calls that may be unanswered after ``CALL_TIMEOUT_S``. Once this many are, the engine counts as
-unavailable and gets no new call."""
+"""Number of calls without an answer after ``CALL_TIMEOUT_S`` from which the engine counts as unavailable and
+gets no new call."""
 REFUSAL_DELAY_S = 1.0
 """Seconds by which a refusal is delayed, so that a client that retries at once does not load the server."""
 MAX_BRACKETS = 32

@@ -130,7 +130,8 @@ async def poll_forever(
     """Copy the engine's new metric values into the bridge every ``interval_s`` seconds.
 
     The loop ends when the engine is gone or turns out to run without sojourn. It holds a reference to the
-    engine only during a call. Calls have no timeout, which would lose the increments of a late answer.
+    engine only during a call. Calls have no timeout, because a timeout would lose the increments of a late
+    answer.
     """
     while True:
         engine = engine_ref()

@@ -50,7 +50,10 @@ def retry_after_s(request_id: str) -> int:
 
 
 def rewrite_error(error_text: bytes, message: str) -> bytes | None:
-    """Return the error's JSON with ``message`` as its text; ``None`` if ``error_text`` is no JSON error."""
+    """Return the error's JSON with ``message`` as its text, and with the type and code of a refusal.
+
+    ``None`` if ``error_text`` is no JSON error.
+    """
     try:
         document: Any = json.loads(error_text)
     except (ValueError, RecursionError):

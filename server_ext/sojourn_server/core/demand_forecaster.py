@@ -24,8 +24,8 @@ REPREDICT_AFTER_TOKENS = 32
 """Number of generated tokens after which a prediction is renewed. Until then, each generated token reduces
 the predicted number of remaining tokens by one."""
 MIN_OUTPUT_SAMPLES = 16
-"""Minimum number of past outputs from which a length is predicted. If outputs of the same agent type and tool
-are fewer, a wider group of outputs is used."""
+"""Minimum number of past outputs from which a length is predicted. If there are fewer outputs of the same
+agent type and tool, a wider group of outputs is used."""
 MIN_JUDGED_HINTS = 8
 """Minimum number of checked hints of an agent type before the type's hint error counts."""
 MIN_JUDGED_OUTPUTS = 16
@@ -77,7 +77,8 @@ class DemandForecaster:
         """Blocks that the counted requests are expected to need at each of ``STEP_POINTS``."""
         self._room_blocks = self._pool.blocks
         self.changes = 0
-        """Number of samples and departures so far. After each, a rejected request may be admitted."""
+        """Number of samples and departures so far. After each of them, the admission policy may accept a
+        request that it rejected before."""
 
     @property
     def predicts(self) -> bool:
@@ -254,8 +255,8 @@ class DemandForecaster:
     def as_running_view(
         self, request_state: RequestState, *, tokens: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView:
-        """Return the view that a waiting request would have if it ran, as input of policies. ``tokens``: its
-        KV tokens that it does not share with others."""
+        """Return the view that a waiting request would have if it ran, as input of policies. ``tokens``:
+        tokens whose KV counts as the request's demand."""
         return RunningRequestView(
             request_id=request_state.request_id,
             program_rank=request_state.rank,
@@ -270,7 +271,9 @@ class DemandForecaster:
         )
 
     def recovery(self, tokens: int, now: float, *, copied_tokens: int = 0) -> RecoveryMethod:
-        """Choose how a request that is preempted with ``tokens`` tokens of KV recovers them."""
+        """Choose how a request that is preempted with ``tokens`` tokens of KV recovers them.
+
+        ``copied_tokens``: how many of these tokens are in host memory already."""
         return self._preset.recovery.recovery(self._victim(tokens, copied_tokens), now)
 
     # -- inside ---------------------------------------------------------------

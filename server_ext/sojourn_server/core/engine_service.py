@@ -49,8 +49,9 @@ GaugeValues = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class KVTransferStatus(Protocol):
-    """Returns the entry ``paths`` of capabilities and of stats: the status of KV transfer in an engine of a
-    prefill/decode pair."""
+    """Protocol of an object that returns the status of KV transfer in an engine of a prefill/decode pair.
+
+    The status is the entry ``paths`` in the answers to ``capabilities`` and ``stats``."""
 
     def capabilities(self) -> dict[str, Any] | None: ...
 

@@ -115,9 +115,9 @@ class TurnFinished(_Event, tag="end", frozen=True):
     cached_blocks: int
     """Number of blocks that the request can leave in the prefix cache, and that a lease would pin."""
     block_hashes: Sequence[Any]
-    """Hashes of the part of the context that these blocks stand for."""
+    """Chained block hashes of the part of the context whose KV is in ``cached_blocks``."""
     held_blocks: int | None = None
-    """Number of distinct blocks that leases hold now; None: the sum over all leases."""
+    """Number of distinct blocks that leases hold now; None: the sum over all leases is used."""
     unheld_blocks: int | None = None
     """Number of ``cached_blocks`` that no lease holds yet; None: all."""
     used_blocks: int | None = None
@@ -141,7 +141,7 @@ class ClientEventReceived(_Event, tag="event", frozen=True):
 
 
 class Tick(_Event, tag="tick", frozen=True):
-    """Time has passed, so leases, prefetches and programs may be due.
+    """Time has passed: leases and programs may expire, and prefetches may be due.
 
     The engine reports it once per step and before every HTTP operation."""
 
@@ -238,7 +238,7 @@ class BlockEvicted(_Event, tag="evict", frozen=True):
 
 class CachedBlocksFound(_Event, tag="pin", frozen=True):
     """Result of a ``PIN_CACHED`` action: the number of blocks that are still cached. The answer
-    ``LeaseGranted`` makes the engine hold them."""
+    ``LeaseGranted`` makes the engine hold them. ``None`` values mean the same as in ``TurnFinished``."""
 
     program_id: ProgramId
     blocks: int

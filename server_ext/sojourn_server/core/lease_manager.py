@@ -207,7 +207,7 @@ class LeaseManager:
     def log_keep(
         self, program: ProgramState, keep: RetentionDecision, blocks: int, now: float, kind: str = "keep"
     ) -> None:
-        """Log a retention decision."""
+        """Log a retention decision under the name ``kind``, and add a granted TTL to the metrics."""
         self._state.decisions.add(
             now, kind, program.id, keep.reason.value, ttl_s=keep.ttl_s, blocks=blocks, turn=program.turns
         )

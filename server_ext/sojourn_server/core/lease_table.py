@@ -20,7 +20,9 @@ SILENCE_EXTENSION_S = 10.0
 
 @dataclass(slots=True)
 class Lease:
-    """KV of one program held between turns. Times are seconds on the engine's monotonic clock."""
+    """A lease: the cached blocks of one program, held between its turns.
+
+    Times are seconds on the engine's monotonic clock."""
 
     program_id: ProgramId
     rank: int

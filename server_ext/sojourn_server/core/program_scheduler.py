@@ -364,7 +364,8 @@ class ProgramScheduler:
         return self._tiers.parked(self._requests.states[request_id])
 
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
-        """Whether a rejected request has waited so long that later requests may not overtake it."""
+        """Whether a rejected request has waited so long (``line_patience_s``) that later requests may not
+        overtake it."""
         return self._admission.blocks_later_requests(self._requests.states[request_id], now)
 
     def awaiting_first_token(self) -> KeysView[str]:

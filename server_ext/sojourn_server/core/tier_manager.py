@@ -76,7 +76,7 @@ class _PlacedState:
     arrived_s: float
     tier: Tier = Tier.WAITING
     waiting: dict[str, RequestState] = field(default_factory=dict)
-    """The program's requests without blocks, oldest first."""
+    """The program's requests that were not admitted yet, oldest first."""
     running: dict[str, RequestState] = field(default_factory=dict)
     """The program's admitted requests, preempted ones included."""
     context_blocks: int = 0

@@ -23,7 +23,7 @@ CACHE_POLICY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOffloadOptions:
-    """Options of KV offload to host memory and disk. Sizes in GiB."""
+    """Options of KV offload to host memory and disk. Sizes in GiB; ``None``: the option is not given."""
 
     host_gib: float | None = None
     disk: str | None = None

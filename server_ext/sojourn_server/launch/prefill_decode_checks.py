@@ -41,7 +41,7 @@ def check_prefill_decode(
 
     Raises ``InvalidOption`` for an option that the engine will surely reject. ``name``: name of the engine's
     part of the store. ``block_tokens``: value of --block-size. ``block_tokens_certain``: whether the engine
-    surely keeps it (``keeps_block_size``). Other arguments are as in ``check_kv_offload``. With
+    surely uses this size (``keeps_block_size``). Other arguments are as in ``check_kv_offload``. With
     ``probe_system=False`` the check writes nothing and opens no port.
     """
     notes = check_host_memory(
@@ -73,7 +73,7 @@ def keeps_block_size(model_path: str) -> bool:
     """Return whether an engine surely uses the block size given by ``--block-size``.
 
     For models with latent attention, vLLM on the CPU chooses another block size. The model's ``config.json``
-    shows the kind of attention. Without it, as for a hub id, the result is false.
+    shows the kind of attention. Without this file, as for a hub id, the result is false.
     """
     try:
         text = (Path(model_path).expanduser() / "config.json").read_text(encoding="utf-8")

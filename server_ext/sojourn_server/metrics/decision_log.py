@@ -15,7 +15,7 @@ class Decision:
     seq: int
     at_s: float
     kind: str
-    """What was decided, for example ``keep``, ``release``, ``preempt`` or ``move``."""
+    """What was decided, for example ``keep``, ``release``, ``preempt``, ``prefetch`` or ``to_host``."""
     program_id: str | None
     reason: str
     numbers: dict[str, float]

@@ -157,7 +157,10 @@ class WorkflowPredictionPolicy(Protocol):
 
 
 class PrefetchPolicy(Protocol):
-    """Decides when to load a program's prefix back from host memory or disk. ``plans`` False: never."""
+    """Decides when to load a program's prefix back from host memory or disk; ``None``: no prefetch.
+
+    ``plans`` False: the policy is never asked.
+    """
 
     plans: bool
 

@@ -228,7 +228,8 @@ class EvictionCandidateView(NamedTuple):
 
 
 class EvictionScoreScale(NamedTuple):
-    """The units of eviction scores, the same for all programs. They change in discrete steps."""
+    """Statistics by which eviction scores are scaled, the same for all programs. They change in discrete
+    steps."""
 
     longest_gap_s: float = 0.0
     """τ_max: the longest recent gap between two turns; seconds."""

@@ -30,7 +30,7 @@ MAX_EXAMPLE_USES = 24
 """Mean number of times that an example is used in training. A higher number would overfit."""
 
 MIN_EXAMPLES = 2 * BATCH_SIZE
-"""Number of examples from which training starts; as many must be trained on before the first prediction."""
+"""Number of examples from which training starts. The first prediction follows after training on as many."""
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 1e-2

@@ -38,8 +38,8 @@ async def read_limits(url: str, served: ServedModel, *, api_key: str | None = No
 
 
 async def read_block_size(url: str, *, api_key: str | None = None) -> int | None:
-    """Return the tokens per KV block from vLLM's metrics, or ``None``. For servers without sojourn. Never
-    raises."""
+    """Return the tokens per KV block from vLLM's metrics; ``None``: not found. Used for servers without
+    sojourn. Never raises."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S) as client:
         return _limits_from_metrics(await _get(client, url + METRICS_PATH)).block_size

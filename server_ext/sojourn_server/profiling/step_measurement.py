@@ -230,7 +230,8 @@ class _MeasurementRun:
         self._batched = batched
 
     async def decode(self, point: DecodePlan, repeats: int) -> float:
-        """Measure one decode plan and add its sample. Returns the seconds per step; 0.0: none was timed."""
+        """Measure one decode plan and add its sample. Returns the seconds per step; 0.0: no step was
+        timed."""
         prompts = [
             self._fresh(decode_prompt_tokens(point, self._block_size)) for _ in range(point.concurrency)
         ]

@@ -297,9 +297,9 @@ class BranchReuseRate:
     """Estimates the share of blocks of abandoned branches that are used again before they are evicted.
 
     Older observations count less. The estimate confirms itself: while the share is low, such blocks are
-    evicted early, and few can be used again. It rises only after memory was ample for a while. ``share``
-    changes in steps of at least ``stride``, so that eviction keys computed with it rarely change. ``changes``
-    counts the steps.
+    evicted early, and few can be used again. The estimate rises only after memory was ample for a while.
+    ``share`` changes in steps of at least ``stride``, so that eviction keys computed with it rarely change.
+    ``changes`` counts the steps.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ MAX_INTERVAL_S = 1e9
 
 
 class IdlenessPhase(str, Enum):
-    """What a program's present time counts as. ``NOTHING``: it is not counted."""
+    """How a program's present time is counted: as reasoning, as acting, or not at all (``NOTHING``)."""
 
     REASONING = "reasoning"
     ACTING = "acting"

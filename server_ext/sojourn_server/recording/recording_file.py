@@ -236,10 +236,10 @@ class _HeaderVersion(msgspec.Struct):
 
 
 class RecordingReader:
-    """Reads a recording. Raises ``RecordingError`` if it is missing, damaged, cut off or of a wrong version.
+    """Reads a recording. A missing, damaged or cut file, or another version, raises ``RecordingError``.
 
     With ``allow_unfinished`` the end record may be missing, because the engine was killed or the disk was
-    full. Each call of ``records`` reads the file again, so that it is never in memory as a whole.
+    full. Each call of ``records`` reads the file again, so that the file is never in memory as a whole.
     """
 
     def __init__(self, path: str | Path, *, allow_unfinished: bool = False) -> None:

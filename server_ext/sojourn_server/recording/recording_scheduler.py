@@ -87,8 +87,8 @@ class CallRecorder:
     def facts(self, make: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
         """Return ``make(*args)``, the facts of a call: its arguments as plain values.
 
-        Use it before the recorded call, which may change the arguments. Returns an empty tuple if nothing is
-        recorded any more. If ``make`` fails, the recording ends and the result is empty too."""
+        Call this method before the recorded call, which may change the arguments. Returns an empty tuple if
+        nothing is recorded any more. If ``make`` fails, the recording ends and the result is empty too."""
         if self._sink is None:
             return ()
         try:

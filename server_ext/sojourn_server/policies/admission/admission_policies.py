@@ -31,7 +31,7 @@ class WholeProgramAdmission:
     earliest program is always admitted. The policy ignores the growth of contexts.
 
     After the engine was idle for ``patience_s``, the program is admitted anyway: programs with KV may be
-    waiting for it, as a parent waits for its sub-agent.
+    waiting for this program, as a parent waits for its sub-agent.
     """
 
     gates: bool = True
@@ -103,9 +103,10 @@ class DemandForecastAdmission:
 
     Demand is checked for the next ``horizon_steps`` engine steps. The paper (Tetris) copies KV ahead of a
     preemption, "comparing future KV cache demand with available memory". Here the same comparison for new
-    requests prevents preemptions. Without it, the engine admits every prompt that fits. When contexts grow,
-    it preempts the newest request, admits it again one step later, and so on. The share ``reserve`` of the
-    available blocks stays free, since demand exceeds its expectation half of the time.
+    requests prevents preemptions. Without this comparison, the engine admits every prompt that fits. When
+    contexts grow, the engine preempts the newest request, admits the same request one step later, and so on.
+    The share ``reserve`` of the available blocks stays free, since demand exceeds its expectation half of the
+    time.
 
     A request without prediction is admitted, as in the unmodified engine. An idle engine admits its first
     request, whatever the demand. At most ``LARGEST_SHARE`` of the memory counts as demand of one request.

@@ -26,7 +26,7 @@ READABLE_VERSIONS = (1, 2)
 class PrefillCurve:
     """Prefill seconds of n tokens: a + b·n + c·n². Raises ``ValueError`` unless a, b, c are finite and ≥ 0.
 
-    So a longer context never takes less time than a shorter one.
+    Since a, b, c are ≥ 0, a longer context never takes less time than a shorter one.
     """
 
     a_s: float

@@ -12,7 +12,7 @@ from ..placement.placement_views import Tier
 
 
 class BlockLabel(str, Enum):
-    """What the program of a KV block does; the eviction order of each tier follows it.
+    """Label of a KV block: how busy its program is. Each tier evicts blocks in its own order of labels.
 
     Blocks are INACTIVE if their program has ended, is unknown or is placed in no tier.
     """
@@ -42,5 +42,5 @@ def label_of_tier(tier: Tier) -> BlockLabel:
 
 
 def device_eviction_rank(marked: BlockLabel) -> int:
-    """Return the label's position in the device's eviction order: inactive 0, cold 1, idle 2, busy 3."""
+    """Return the label's position in the device's eviction order: inactive 0 (evicted first) to busy 3."""
     return _DEVICE_EVICTION_ORDER[marked]

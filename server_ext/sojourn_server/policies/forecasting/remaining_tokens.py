@@ -80,7 +80,7 @@ class NoLengthPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanLengthPrediction:
-    """A baseline. It predicts the mean output length of the agent type minus the tokens generated so far.
+    """Predicts the mean output length of the agent type minus the tokens generated so far; a baseline.
 
     A request beyond the mean is expected to end with its next token. There is no prediction before
     ``min_outputs`` finished outputs. Raises ``ValueError`` for ``min_outputs`` below 1.

@@ -82,7 +82,7 @@ class LaterProgramsReclaim:
 class SoonestExpiringReclaim:
     """Ends leases for every request that needs blocks, the soonest-expiring first.
 
-    It stops when there are enough blocks or no leases. So leases never delay a request.
+    Leases end until there are enough blocks or no leases are left. So leases never delay a request.
     """
 
     def release(
