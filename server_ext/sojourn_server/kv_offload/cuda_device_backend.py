@@ -126,15 +126,15 @@ class CudaDeviceBackend:
         """Slot → the last copy into it, unless that copy is known to be done."""
 
     def fence(self) -> CudaEvent:
-        """Return an event that passes when the device has done all work that the calling thread has queued so
-        far."""
+        """Return an event that completes when the device has done all work that the calling thread has queued
+        so far."""
         event = self._cuda.new_event()
         event.record(self._cuda.compute_stream())
         return event
 
     def to_host(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
-        """Queue copies of blocks, in all layers, to host memory. The device begins them once ``after`` has
-        passed. The last copy into a slot wins."""
+        """Queue copies of blocks, in all layers, to host memory. The device begins them once ``after`` is
+        complete. The last copy into a slot wins."""
         with self._lock:
             self._store_stream.wait_event(after)
             # Copies of one call have no order among them.
@@ -145,8 +145,8 @@ class CudaDeviceBackend:
         return copy
 
     def to_device(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
-        """Queue copies of blocks, in all layers, to the device. The device begins them once ``after`` has
-        passed and earlier copies into their slots are done."""
+        """Queue copies of blocks, in all layers, to the device. The device begins them once ``after`` is
+        complete and earlier copies into their slots are done."""
         with self._lock:
             self._load_stream.wait_event(after)
             stable = self._follow_stores([copy.slot for copy in copies])

@@ -27,7 +27,8 @@ alone may pin more."""
 
 
 class DiskBackoff:
-    """Pauses disk writes after a failure. Each further failure doubles the pause, up to a limit."""
+    """Pauses disk writes after a failure, at first for 16 steps. Each further failure doubles the pause, up
+    to ``LONGEST_STEPS``. A success resets it."""
 
     LONGEST_STEPS = 4096
 
@@ -202,7 +203,7 @@ class DiskPlanner:
             self._drops.append(key)
 
     def forget(self) -> None:
-        """Delete all files and end all waits, because the cache was reset."""
+        """Delete all files and end all waits for disk reads, because the cache was reset."""
         for request_id in list(self._staging):
             self.abandon(request_id)
         self._drops += self._files

@@ -25,7 +25,8 @@ Errors
      ├ BlockNotFound       there is no such block (any more)
      └ BlockCorrupt        the block was damaged; it has been removed
 
-Wrong arguments raise ``ValueError``. After any error, except in ``open``, the block can be computed again.
+Wrong arguments raise ``ValueError``. Every error outside ``open`` concerns one block, and the engine can
+compute that block again.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class RetentionRank(IntEnum):
     IDLE = 4
     """Block of an idle program whose KV belongs in host memory."""
     WANTED = 5
-    """Block that is read next: its program has just been admitted. No block of a lower rank replaces it."""
+    """Block that a request will load soon: its program has just been placed on the device, or the request was
+    preempted. No block of a lower rank replaces it."""
 
     @property
     def until_written(self) -> RetentionRank:
@@ -51,6 +52,7 @@ class HostEntry:
     job: int | None
     """Number of the job that fills the slot; ``None``: the slot is filled."""
     on_disk: bool
+    """Whether the disk has a copy."""
     pins: int = 0
     """Number of current or expected readers. A pinned entry is not reused."""
     removal_pending: bool = False
@@ -101,7 +103,7 @@ class HostBlockPool:
         self, key: BlockKey, rank: RetentionRank, job: int | None, *, on_disk: bool = False
     ) -> HostEntry | None:
         """Assign an empty slot to a new block and return its entry. ``None``: no slot is empty, so call
-        ``reuse`` first."""
+        ``reuse`` first. ``job``, ``on_disk``: as in ``HostEntry``."""
         if not self._free:
             return None
         entry = HostEntry(key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk)
@@ -120,7 +122,8 @@ class HostBlockPool:
         at_most: RetentionRank | None = None,
     ) -> HostEntry | None:
         """Assign a slot to a new block and return its entry. If no slot is empty, evict an entry whose rank
-        is at most ``at_most`` (default: ``rank``); ``None``: there is no such entry."""
+        is at most ``at_most`` (default: ``rank``); ``None``: there is no such entry. ``job``, ``on_disk``: as
+        in ``HostEntry``."""
         if not self._free:
             reused = self.reuse(at_most=rank if at_most is None else at_most)
             if reused is None:

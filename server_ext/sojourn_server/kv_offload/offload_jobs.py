@@ -58,7 +58,8 @@ class CopyResult(Enum):
 
 @dataclass(slots=True)
 class OffloadJobs:
-    """The jobs of one step. Each job has a number, and one result is reported for it."""
+    """The jobs of one step. The worker reports one result for each job number, and one for each request in
+    ``loads``."""
 
     settles: bool = False
     """Whether the worker must first wait for all loads of earlier steps, because one of them was
@@ -108,7 +109,9 @@ class OffloadResults:
     stored: dict[int, CopyResult] = field(default_factory=dict)
     """Results of the stores that have ended, by job number."""
     spilled: dict[int, Mapping[BlockKey, CopyResult]] = field(default_factory=dict)
+    """Job number → results of its copies from host to disk. A key that is absent has failed."""
     staged: dict[int, Mapping[BlockKey, CopyResult]] = field(default_factory=dict)
+    """Job number → results of its copies from disk to host. A key that is absent has failed."""
     probed: dict[int, ProbeResult] = field(default_factory=dict)
     lost_slots: list[int] = field(default_factory=list)
     """Slots of failed ``saves`` and ``awaited``: their content is undefined."""
@@ -117,7 +120,8 @@ class OffloadResults:
     moved_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes copied since the last report, by direction."""
     waited_s: float = 0.0
-    """Seconds for which the forward pass waited for copies."""
+    """Seconds since the last report for which the thread that runs the model waited for copies before a
+    forward pass. Waits of the device itself are not counted."""
 
     def __bool__(self) -> bool:
         return bool(

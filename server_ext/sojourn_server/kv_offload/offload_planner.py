@@ -2,9 +2,8 @@
 
 One planner serves one engine's scheduler. The scheduler reports blocks that the device overwrites
 (``evicted``), copies blocks before they are overwritten (``store``), and finds and loads blocks (``lookup``,
-``load``).
-``take_jobs`` returns a step's jobs; ``take_loaded`` and ``take_results`` handle their results. The planner
-itself manages host memory and look-ups. Its ``DiskPlanner`` manages the disk.
+``load``). ``take_jobs`` returns a step's jobs; ``take_loaded`` and ``take_results`` handle their results. The
+planner itself manages host memory and look-ups. Its ``DiskPlanner`` manages the disk.
 
 Three invariants hold. (1) A look-up finds only blocks that can be read when they are needed, provided that
 the worker carries out jobs in sequence. (2) A slot that one job reads or writes is used by no other job. (3)
@@ -155,8 +154,8 @@ class OffloadPlanner:
         """Copy a turn's new blocks to host memory, into slots that are empty or have a worthless block.
         Returns the number of copies planned.
 
-        ``newest_first``: (key, block id) of the context's blocks, last block first. The blocks before one
-        that host memory already has are not copied.
+        ``newest_first``: (key, block id) of the context's blocks, last block first. Reading stops at the
+        first block that host memory already has.
         """
         added = [*takewhile(lambda block: self.host.get(block[0]) is None, newest_first)]
         # Spare copies do not replace each other: without room for all, each turn would copy a whole context.

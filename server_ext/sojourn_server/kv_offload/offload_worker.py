@@ -37,7 +37,7 @@ class DeviceBackend(Protocol):
     """Bytes of one block over all layers."""
 
     def fence(self) -> Any:
-        """Return a fence: a point in the device's work, after everything that it was given so far."""
+        """Return a fence: the point in the device's work after all work that the device was given so far."""
 
     def to_host(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
         """Queue copies to host memory. They begin once the device has passed fence ``after``. Of several

@@ -328,7 +328,7 @@ def _read_manifest(files: FileSystem, path: Path) -> dict[str, Any] | ManifestMi
 def _manifest_mismatches(
     manifest: dict[str, Any] | ManifestMismatch, expected: Mapping[str, Any]
 ) -> list[ManifestMismatch]:
-    """Return the fields of a manifest that differ from ``expected`` or are unknown."""
+    """Return the fields of a manifest whose values differ from ``expected``, and fields of unknown name."""
     if isinstance(manifest, ManifestMismatch):
         return [manifest]
     return [

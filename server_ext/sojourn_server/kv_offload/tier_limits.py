@@ -13,6 +13,7 @@ class TierLimits:
     """Limits of host memory and disk of one engine. Times are in seconds."""
 
     host_slots: int
+    """Number of blocks that fit in host memory."""
     disk_blocks: int = 0
     """Number of blocks that fit on the disk; 0: no disk."""
     spill_below: float = 0.25
@@ -27,7 +28,7 @@ class TierLimits:
     shared: bool = False
     """Whether this engine also reads the stores of other engines in the same root folder."""
     min_probe_blocks: int = 8
-    """Other engines' stores are searched only for at least this many blocks; computing fewer blocks is
-    faster."""
+    """Minimum number of missing blocks for which other engines' stores are searched. Computing fewer blocks
+    is faster than the search."""
     max_probe_wait_s: float = 1.0
     """Maximum seconds that a request waits for a search of other engines' stores."""

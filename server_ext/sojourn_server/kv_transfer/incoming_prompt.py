@@ -95,8 +95,11 @@ class IncomingPrompt:
         self.read: PromptReadSide | None = None
         self.offer: PromptOfferSide | None = None
         self.leased = False
+        """Whether the prompt has requested a lease on buffers, granted or not."""
         self.expected = False
+        """Whether the engine waits for the prompt (``IncomingPromptTable.expect``)."""
         self.claimed = False
+        """Whether the engine has taken the complete blocks, which are pinned since then."""
         self.idle_since_s: float | None = None
         """Time at which the prompt became complete or its peer went away; ``None``: data is expected."""
         self.moved_s = now

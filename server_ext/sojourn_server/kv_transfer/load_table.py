@@ -38,7 +38,8 @@ class ReadingPeer:
     total: int
     """Number of blocks of the whole transfer."""
     epoch: str | None = None
-    """Identifies the run of the peer's process that the router chose. A restarted peer has another epoch."""
+    """Identifies the run of the peer's process that the router chose; ``None``: any run. A restarted peer has
+    another epoch."""
     or_read_locally: bool = False
     """Whether this engine reads missing blocks from storage itself if the peer fails. It does so only until
     the first layer of all blocks has arrived. After that, a step may already wait for the other layers."""
@@ -158,6 +159,7 @@ class BlockLoad:
         self.name = f"load {load}"
         self.keys = keys
         self.good = len(keys)
+        """Number of leading blocks that have arrived or may still arrive."""
         self.why = ""
         self.state = LoadState.WAITING
         self.slots: list[BufferSlot] = []
@@ -409,7 +411,7 @@ class LoadTable:
 
     def tick(self, now: float) -> None:
         # Waiting behind others is not a stall. A load with buffers keeps its lease while this engine makes
-        # any progress; a load that waits for buffers, while reads complete or buffers are released.
+        # any progress. A load that waits for buffers keeps it while reads complete or leases end.
         buffers = self.ctx.buffers
         done, line = (self.ctx.done(now), self.ctx.reads.moved(now) + buffers.released)
         for load in self._loads.values():

@@ -1,7 +1,8 @@
 """Transfer jobs of one step, which the planner gives the worker, and the worker's results.
 
 An *ask* is one attempt to get a request's KV from storage or a peer. The planner gives each ask a number that
-is never reused, and ignores results of asks that have ended.
+is never reused, and ignores results of asks that have ended. A *context* is a prompt whose KV is transferred;
+jobs name it by its ``transfer_request.context_name``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class FetchJob(NamedTuple):
     decode_share: float = 0.0
     """Share of the stored blocks that the peer, a decode engine, reads."""
     peer: str = ""
+    """Address of the peer that reads the last part of the blocks; empty: none."""
     context: str = ""
     total: int = 0
     """Number of Full Blocks of the whole context."""
@@ -83,7 +85,8 @@ class SaveJob(NamedTuple):
 
 @dataclass(slots=True)
 class TransferJobs:
-    """The jobs of one step, in the order in which they are carried out."""
+    """The jobs of one step. The worker starts them at the step's beginning, but copies the blocks of
+    ``saves`` and starts ``takes`` at its end."""
 
     ends: list[int] = field(default_factory=list)
     """Numbers of asks whose results are not needed any more."""
@@ -91,7 +94,7 @@ class TransferJobs:
     """Contexts that queued requests will ask for. A context then stays in the buffers until a later step has
     it in ``expects`` or ``drops``, but no longer than a lease if the engine takes no steps."""
     drops: list[ExpectJob] = field(default_factory=list)
-    """Contexts that peers push to this engine and that no request will ask for."""
+    """Contexts that peers push to this engine and that no request will ask for. Their ``ask`` is 0."""
     aborts: list[str] = field(default_factory=list)
     """Requests whose push is cancelled."""
     fetches: list[FetchJob] = field(default_factory=list)

@@ -314,8 +314,8 @@ class TransferPlanner:
     def _expect(self, entry: TransferRequest, computed: int) -> ExternalMatch:
         if entry.has_context_mismatch:
             entry.waits_for_prompt = False
-            # The name shows that the context has other tokens. Another request may wait for it, for example
-            # if a call had several prompts; if not, the context's lease expires.
+            # The pushed context has other tokens, as its name shows. Another request may wait for this
+            # context, for example if a call had several prompts. If none does, the context's lease expires.
             self.counts["prompts_foreign"] += 1
             return self._fetch(entry, computed)
         if entry.view.num_prompt_tokens <= computed:
@@ -453,7 +453,8 @@ class TransferPlanner:
         self._drop(entry)
 
     def _drop(self, entry: TransferRequest) -> None:
-        """Release a context that a peer pushes here and that the request will not ask for."""
+        """Plan to release the context that a peer pushes for the request, because the request will not ask
+        for it. Keeps a context that another queued request wants."""
         if entry.waits_for_prompt:
             self._wants_no_more(entry)
             self._order_drop(ExpectJob(0, entry.params.context, entry.params.epoch))

@@ -135,8 +135,8 @@ def fetch_stats(address: str) -> dict[str, Any] | None:
 
 
 def read_stats(told: bytes, address: str) -> dict[str, Any] | None:
-    """Return the document in ``told``, the server's answer. ``address``: the server's, for error messages.
-    Raises ``StatsUnavailable``."""
+    """Return the document in ``told``, the server's answer; ``None``: the server has no document now.
+    ``address``: the server's address, for error messages. Raises ``StatsUnavailable``."""
     try:
         document = json.loads(told)
     except (ValueError, RecursionError) as error:

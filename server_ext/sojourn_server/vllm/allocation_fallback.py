@@ -160,8 +160,9 @@ class AllocationFallback:
     def prepare_step(self) -> None:
         """Install the wrapper for the next step, or remove it if memory is ample and no request waits.
 
-        The wrapper runs for every running request and is most of the adapter's cost. Most steps of an engine
-        without pressure do not need it. Evictions in steps without it are recorded without a causing request.
+        The wrapper runs for every running request and is most of the adapter's cost. An engine without
+        pressure rarely needs it. In steps without the wrapper, evictions are recorded without the request
+        that caused them.
         """
         scheduler = self._scheduler
         free = scheduler.kv_cache_manager.block_pool.free_block_queue.num_free_blocks

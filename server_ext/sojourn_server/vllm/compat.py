@@ -22,7 +22,7 @@ TESTED_WITHOUT_ENGINE: tuple[str, ...] = ("0.33.0",)
 """Tested releases without a CPU build: the tests run their scheduler, but no whole engine."""
 
 UNTESTED_VLLM_VARIABLE = "SOJOURN_UNTESTED_VLLM"
-"""Set to ``1`` to run on a release outside ``TESTED_VLLM``."""
+"""Environment variable that allows a release outside ``TESTED_VLLM`` if its value is ``1``."""
 
 CLI_MODULE = "vllm.entrypoints.cli.main"
 """Module of vLLM's command line. The CPU build does not install it."""

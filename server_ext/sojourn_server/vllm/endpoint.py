@@ -106,7 +106,8 @@ def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
 
 
 def _request_id(scope: Mapping[str, Any]) -> str | None:
-    """Return vLLM's id of an HTTP request. The engine's ids of this request contain it."""
+    """Return vLLM's id of an HTTP request; ``None``: it has none. The engine's ids of this request contain
+    it."""
     return getattr(scope["state"].get("request_metadata"), "request_id", None)
 
 

@@ -88,7 +88,8 @@ def is_one_of_a_pair(scheduler: Scheduler) -> bool:
     """Return whether the engine belongs to a prefill/decode pair, judged by its connector.
 
     True for ``PathsConnector``, for ``PAIR_CONNECTORS``, and for any other connector whose ``kv_role`` is
-    ``kv_producer`` or ``kv_consumer``. Always false for ``SojournConnector``.
+    ``kv_producer`` or ``kv_consumer``, also inside vLLM's ``MultiConnector``. Always false for
+    ``SojournConnector``.
     """
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, SojournConnector):

@@ -35,7 +35,7 @@ MAX_REPLAY_IDS = 65_536
 _vocab_size: int | None = None
 """Size of the vocabulary, set when a logits processor is built in this process. The API server builds
 none, so it validates requests without the size. The engine therefore checks the ids again: an id beyond the
-vocabulary would stop it."""
+vocabulary would crash the engine."""
 
 
 def replay_ids(params: SamplingParams) -> list[int] | None:

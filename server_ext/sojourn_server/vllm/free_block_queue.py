@@ -110,8 +110,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_falls_back
     def own_cached(self, blocks: Sequence[KVCacheBlock], program_id: ProgramId) -> None:
-        """Like ``own``, for blocks that may be free already. If the policy orders by program, the free blocks
-        move to the bucket of their owners; otherwise they keep their place in vLLM's list."""
+        """Like ``own``, for blocks that may be free already. If the policy orders by program, free blocks
+        move to the bucket of their owners. Otherwise free blocks keep their place in vLLM's list, and those
+        of ended programs join its end."""
         if self.broken:
             return
         self.own(blocks, program_id)
@@ -359,7 +360,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def _list_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
         """Yield the blocks of vLLM's list after ``cursor`` (``None``: all). The blocks of ``ENDED_BUCKET``
-        come in between, after the uncached blocks at the front of the list."""
+        follow the uncached blocks at the front of the list, before the rest of the list."""
         ended = self._buckets.get(ENDED_BUCKET)
         if ended is None or (cursor is not None and not self._among_first(cursor)):
             yield from super().iter_blocks_after(cursor)

@@ -178,7 +178,7 @@ class KVCacheGroups:
     def waits_for_state(self, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:
         """Return whether a hit ends with a state that a request computes in this same step.
 
-        vLLM then allocates no blocks for it in this step, however many are free.
+        vLLM then allocates no blocks for the request with this hit in this step, however many are free.
         """
         return any(
             blocks

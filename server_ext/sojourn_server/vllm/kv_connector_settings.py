@@ -463,7 +463,8 @@ def _identity(
 
 
 def _fs_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full: int) -> VllmFsLayout:
-    """Return the layout that vLLM's fs tier uses for this engine, with ``per_full`` blocks per file."""
+    """Return the layout that vLLM's fs tier uses for this engine, with ``per_full`` blocks per file. Raises
+    ``SettingsError`` if vLLM uses its canonical layout."""
     from .compat import build_offloading_config
 
     config = build_offloading_config(vllm_config, kv_cache_config)

@@ -139,8 +139,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         """Remove the results of cancelled loads from ``output``, because vLLM does not expect them."""
         if not self._cancelled:
             return
-        # Those blocks are others' now. One worker's copy may fail steps before the last worker has answered.
-        # A block that is loaded again since stays in: the later load may be the one that failed.
+        # Other requests may have these blocks now. One worker's copy may fail steps before the last worker
+        # has answered. A block that a later load fills stays in the set: that load may have failed.
         loading = self.planner.loading_blocks()
         output.invalid_block_ids -= loading - self.planner.loading_blocks(without=self._cancelled)
         answered = self._cancelled & (output.finished_recving or set())

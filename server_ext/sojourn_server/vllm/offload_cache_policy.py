@@ -4,7 +4,7 @@ KV of ended programs is evicted first, all other KV in vLLM's LRU order.
 
 vLLM loads the class by name, from ``eviction_policy`` and ``cache_policy_module_path`` of the connector's
 configuration. The scheduler adapter then reports requests and programs. Methods below ``vLLM's hooks`` are
-called inside vLLM's scheduler: an error of sojourn's own leaves vLLM's order and stops nothing.
+called inside vLLM's scheduler. After an error of sojourn's own, the engine continues with vLLM's LRU order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class ProgramCachePolicy(LRUCachePolicy):
         self._programs: OrderedDict[str, ProgramId] = OrderedDict()
         """Request → its program, from its arrival until vLLM has handled its end."""
         self._owner: dict[OffloadKey, ProgramId | None] = {}
-        """Chunk → the only program that has used it; ``None``: several programs, or a request of none."""
+        """Chunk → the only program that has used it; ``None``: several programs, or a request without a
+        program, have used it."""
         self._owned: dict[ProgramId, dict[OffloadKey, None]] = {}
         """Program → the chunks that it alone has used, in the order of its context."""
         self._ended: OrderedDict[ProgramId, dict[OffloadKey, None]] = OrderedDict()
@@ -96,7 +97,8 @@ class ProgramCachePolicy(LRUCachePolicy):
         self._attempt(self._used_all, key_groups, self._programs.pop(req_context.req_id, None))
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        """Evict ``n`` chunks that are not ``protected``; ``None``: there are fewer, and all stay."""
+        """Evict ``n`` chunks that are not ``protected``, and return them. If there are fewer such chunks,
+        evict none and return ``None``."""
         first = dict(self._attempt(self._of_ended, n, protected) or ())
         rest = super().evict(n - len(first), {*protected, *first})
         if rest is None:

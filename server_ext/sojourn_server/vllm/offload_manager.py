@@ -229,7 +229,7 @@ class OffloadManager:
 
     def fetch(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
         """Start to read blocks from disk into host memory. Return the number of blocks being read, and the
-        number of blocks that neither tier has."""
+        number of blocks that neither host memory nor disk has."""
         found = self._guarded(self._fetch, keys)
         return found if found is not None else (0, len(keys))
 

@@ -82,7 +82,7 @@ class PrefillQuota:
         self.step = None
 
     def preempted(self, request: Request) -> None:
-        """Give the part of the step's quota that a preempted request took back to the quota."""
+        """Release a preempted request's part of the step's quota, so that other requests can use it."""
         if self.step is not None:
             self.step.leave(request.request_id)
 
@@ -137,7 +137,8 @@ class PrefillQuota:
             self.step.take(request.request_id, computed, chunk)
 
     def _decodes_s(self) -> float:
-        """Return the seconds of attention for the step's decoding requests. Called if it has a prompt."""
+        """Return the seconds of attention for the decoding requests among the running ones. Called only in
+        steps with a prompt."""
         seconds = self.quota.costs.seconds
         return sum(
             seconds(request.num_computed_tokens, 1 + len(request.spec_token_ids))

@@ -38,8 +38,8 @@ def _append_refusal(outputs: dict[int, EngineCoreOutputs], request: Request) -> 
 
 
 class SojournMixin:
-    """Mix-in that reports a vLLM scheduler's events to a ``SchedulerAdapter``. List this
-    base class before the scheduler class."""
+    """Mix-in that reports a vLLM scheduler's events to a ``SchedulerAdapter``. List this base class before
+    the scheduler class."""
 
     sojourn: SchedulerAdapter
     sojourn_quota: PrefillQuota | None

@@ -431,7 +431,7 @@ class SchedulerAdapter:
         """Free the blocks of requests that load KV, and queue these requests again. Used before a cache reset
         that preempts running requests."""
         connector = self._scheduler.connector
-        if isinstance(connector, SojournConnector):  # another connector may write them at any time
+        if isinstance(connector, SojournConnector):  # others may write to the blocks at any time
             self._waiting.requeue_loading(connector)
 
     def drop_cancelled(self, copies: KVConnectorOutput) -> None:
@@ -588,7 +588,7 @@ class SchedulerAdapter:
         if self._groups.is_single or not cached:
             return cached, request.block_hashes[: len(cached)]
         # A window needs its last blocks only. The state that a hit needs may no longer be among the request's
-        # blocks: vLLM frees it a step after it is computed.
+        # blocks: vLLM frees the state's block one step after the state is computed.
         prefix = self._groups.cached_prefix(request.block_hashes)
         self._queue.own_cached(prefix.blocks, program_id)
         return prefix.blocks, request.block_hashes[: prefix.hashes]

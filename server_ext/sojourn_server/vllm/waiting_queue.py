@@ -74,8 +74,8 @@ class PolicyRequestQueue(RequestQueue):
     them. But if ``blocks_queue`` is true for the rejected request, no request passes it. While
     ``parked(request)`` is true, the queue does not return the request. ``rekey`` checks that again.
 
-    The oldest request without a program (``untracked``) may be ``overdue``. It is then returned before each
-    request that it ``passes``.
+    ``untracked(request)`` is true for a request without a program. If ``overdue`` is true for the oldest of
+    these requests, the queue returns this request before each request that it ``passes``.
 
     ``bool`` is true if a request can be admitted now. ``len`` counts all requests, so that the engine knows
     that it has work left.
@@ -268,7 +268,8 @@ class WaitingQueueAdapter:
         """Id of a request that needs admission → (step of the last look-up, number of its prompt's blocks
         that other requests use or leases pin)."""
         self._last_rejected: tuple[str, int] | None = None
-        """Last request that admission rejected: its id, and the number of forecast changes until then."""
+        """Last request that admission rejected: its id, and the value of
+        ``ProgramScheduler.demand_changes`` at that time."""
 
     def open_step(self) -> None:
         """Start a step, before the scheduler plans it."""
