@@ -97,7 +97,7 @@ def flood(
 
 async def measure(url: str, seed: int) -> tuple[list[float], list[float], int, int]:
     """Measure one round. Returns each request's seconds to first token, its seconds per output token, and two
-    numbers of events of the slow-posting client: lost and sent."""
+    numbers of events of the client that posts few events: lost and sent."""
     ttft, tpot = [], []
     lost = sent = 0
     end = time.perf_counter() + ROUND_S

@@ -47,7 +47,7 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def ask(self, program: int) -> float:
-        """Send a request and read the answer. Return the seconds that took."""
+        """Send a request and read the whole answer. Return the seconds from the first to the last byte."""
         body = json.dumps({"model": "tiny", "prompt": [100 + program] * 64, "max_tokens": 1}).encode()
         asked = (
             b"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nX-Session-ID: p%d\r\n"
@@ -84,7 +84,8 @@ def pause(memory: array[float]) -> None:
 
 def measure(engine: int, ways: dict[str, tuple[int, int]], rounds: int, cold: bool) -> dict[str, Any]:
     """Return medians for each path to the engine. Each round sends one request on every path, in rotating
-    order. ``cold``: with pauses that overwrite the CPU caches. ``ways``: path → (port, process id)."""
+    order. ``cold``: with pauses that overwrite the CPU caches. ``ways`` gives each path's port and process
+    id."""
     direct = Connection(engine)
     to = {name: Connection(port) for name, (port, _) in ways.items()}
     memory = array("d", bytes(64 << 20)) if cold else array("d")

@@ -175,7 +175,8 @@ def answers(
 
 
 def calls(steps: int) -> dict[str, Any]:
-    """Return the seconds of calls on the engine's thread, for each share of a core that training may use."""
+    """Return how many seconds calls take on the engine's thread, for each share of a core that training may
+    use."""
     import torch
     from sojourn_server.predictors.background_trainer import CPU_SHARE, BackgroundTrainer
 

@@ -209,7 +209,7 @@ def _played(plan: ProgramPlan, begins_s: float, kind: str, place: int, made: lis
 
 
 class Lesson(NamedTuple):
-    """Outputs to learn from, and outputs to predict."""
+    """Outputs to learn from (``learned``), and outputs to predict (``of``)."""
 
     learned: list[Output]
     of: list[Output]

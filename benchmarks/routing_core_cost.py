@@ -60,7 +60,7 @@ ENDED = 600
 WAITING = 10_000
 LOOKS = 100
 NODES = ((2, 4), (48, 96))
-"""Numbers of prefill and decode nodes."""
+"""(Prefill nodes, decode nodes) of each measured cluster."""
 ENGINES = 8
 """Number of engines per node."""
 PAIR_PROGRAMS = 8

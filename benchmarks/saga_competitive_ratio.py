@@ -276,7 +276,7 @@ def page(found: dict[str, list[Size]], policies: Sequence[str], live: float, mad
 
 
 def grid(head: list[str], lines: list[list[str]]) -> list[str]:
-    """Return a Markdown table with right-aligned numbers."""
+    """Return a Markdown table with right-aligned numbers, or "None." if ``lines`` is empty."""
     if not lines:
         return ["None."]
     return [

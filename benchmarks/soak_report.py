@@ -23,8 +23,8 @@ TABLE_BOUNDS = {"engine": {"programs": MOST_PROGRAMS}, "gateway": {"programs": 2
 
 
 def problems(states: Sequence[ServerState], first: Mapping[str, ServerState]) -> list[str]:
-    """Return one line for each thing that was not released. ``first``: server name → state after the first
-    silence."""
+    """Return one line for each thing that was not released. ``first`` maps a server's name to its state after
+    the first silence."""
     found = []
     for state in states:
         found += [f"{state.name}: {count:g} {what}" for what, count in state.counts.items() if count]

@@ -173,8 +173,8 @@ def play_in_simulator(
     profile_file: Path,
     repeat: int = 0,
 ) -> RunMeasurements:
-    """Run the programs once in virtual time, and return the measurements. Step times are random unless
-    ``repeat`` is 0; each other ``repeat`` is another seed.
+    """Run the programs once in virtual time, and return the measurements. With ``repeat`` 0, step times are
+    not random. Any other ``repeat`` is part of the seed of random step times.
 
     Raises ``BenchmarkError`` if the simulator reports a fault of its own.
     """

@@ -93,7 +93,7 @@ class CompletionsClient:
         await self._http.aclose()
 
     async def discover(self, model: str | None) -> ServedModel:
-        """Return the served model named ``model``, or the first served one if that is ``None``.
+        """Return the served model named ``model``, or the first served one if ``model`` is ``None``.
 
         Raises ``ServerError`` if the server cannot be used, or does not serve ``model``."""
         answer = await self._get("/v1/models")

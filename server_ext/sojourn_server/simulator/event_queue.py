@@ -87,8 +87,8 @@ class EventQueue:
         return ran
 
     def run_due_events(self, now: float) -> None:
-        """Run all events that are due at ``now`` or before, also events scheduled meanwhile. Then set the
-        time to ``now``."""
+        """Run every event that is due at ``now`` or before, including events that a running event schedules.
+        Then set the time to ``now``."""
         self.run_until(now)
         self.now_s = now
 

@@ -39,7 +39,7 @@ class SweepParameter(NamedTuple):
 
     @property
     def expected(self) -> str:
-        """Description of a valid value."""
+        """Description of a valid value, for error messages."""
         number = "a whole number" if self.whole else "a finite number"
         return f"{number} of 0 or more" if self.zero else f"{number} above 0"
 

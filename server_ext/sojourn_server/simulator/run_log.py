@@ -59,7 +59,7 @@ class TurnLog(msgspec.Struct, kw_only=True):
     gap_s: float = 0.0
     """Client-side seconds until the next turn; 0 for the last."""
     replica: str | None = None
-    """The engine that computed the turn; ``None`` with a single engine, or before the turn entered one."""
+    """Name of the engine that got the turn; ``None`` with a single engine, or before a router chose one."""
     recalls: int = 0
     """Number of times that a gateway withdrew the request from an engine before its first token."""
 

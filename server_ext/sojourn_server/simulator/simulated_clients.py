@@ -78,7 +78,10 @@ class SimulatedClients:
         call_s: float = 0.0,
         with_hints: bool = False,
     ) -> None:
-        """``standalone``: a single engine outside a cluster; logs do not name it."""
+        """``standalone``: a single engine outside a cluster; logs do not name it. ``expected_s`` computes a
+        program's completion time alone on an engine, for its log; ``None``: it is not logged. ``call_s``:
+        virtual seconds that requests and events take to reach an engine. ``with_hints``: whether clients send
+        hints and events."""
         self._event_queue = event_queue
         self._loop = loop
         self._request_router: Any = request_router

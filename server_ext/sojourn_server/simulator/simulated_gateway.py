@@ -83,8 +83,8 @@ def _step_s(latency: LatencyModel, new: int, context: int, *, samples: bool = Tr
 DEFAULT_TENANT = "lab"
 """Tenant of programs whose workload has no tenants."""
 TICK_INTERVAL_S = 0.1
-"""Interval at which the routing core gets the time, for presets whose decisions depend on it: those that
-steal requests, divide capacity or make requests yield (SAGA §5.2, §6.2)."""
+"""Virtual seconds between two ticks of the routing core. Only presets that steal requests, divide capacity or
+make requests yield (SAGA §5.2, §6.2) get ticks, because their decisions depend on time."""
 PREFIX_CHUNK_TOKENS = 256
 """Prompt tokens per prefix hash."""
 MAX_WAITING_REQUESTS = 1_000_000

@@ -105,8 +105,8 @@ class SimulatedReplica:
         return bool(self._steps) and self._steps[0].is_computing
 
     def submit(self, message: Callable[[], None]) -> None:
-        """Put ``message`` in the inbox: a function that gives the engine a request or event. It is called
-        when the engine is between two steps."""
+        """Put ``message`` in the inbox: a function that gives the engine a request or event. ``deliver``
+        calls this function between two steps of the engine."""
         self._inbox.append(message)
 
     def cancel(self, request_id: str) -> InFlightTurn | None:

@@ -26,12 +26,12 @@ UNBOUNDED_HOST_TOKENS = 40_000_000
 added."""
 
 HISTORY_SEED = 1_000_003
-"""Difference between two seeds: that of the ``RunSpec.seen`` programs, and that of the run."""
+"""Offset that is added to the run's seed to get the seed of the ``RunSpec.seen`` programs."""
 
 OCCUPANCY_SAMPLES = 200
 """Occupancy samples of a run."""
 UNBOUNDED_OCCUPANCY_SAMPLES = 20
-"""Occupancy samples of a run with millions of blocks."""
+"""Occupancy samples of a run with millions of blocks; also the minimum for clusters."""
 
 DEFAULT_MODEL = "llama-3.1-8b"
 """Model if neither the user nor the hardware profile names one."""

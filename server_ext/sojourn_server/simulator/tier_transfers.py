@@ -1,4 +1,4 @@
-"""Sojourn's host and disk tiers in virtual time: the planner is the engine's, the transfers are simulated.
+"""Sojourn's host and disk tiers in virtual time: a live engine's planner, with simulated transfers.
 
 Before a step begins, the blocks that it overwrites are saved. A request is in no step until its blocks are
 loaded. Each direction (to and from the device, to and from the disk) is one FIFO. The disk is a set of keys.
@@ -70,7 +70,7 @@ class _DiskTransferLane:
 
 
 class TierTransfers:
-    """Transfers of one engine, in virtual seconds."""
+    """Simulated copies between the tiers of one engine. All times are virtual seconds."""
 
     def __init__(self, latency: LatencyModel, block_bytes: int) -> None:
         self._latency = latency

@@ -35,7 +35,7 @@ class _Transfer(NamedTuple):
 
 
 class VllmOffloadTransfers:
-    """Transfers of one engine, in virtual seconds."""
+    """Simulated copies between device and host memory of one engine. All times are virtual seconds."""
 
     def __init__(self, latency: LatencyModel, block_bytes: int) -> None:
         self._latency = latency

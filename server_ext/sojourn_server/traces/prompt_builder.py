@@ -45,8 +45,8 @@ __all__ = [
 DEFAULT_VOCABULARY = 8000
 """Upper bound of token ids; common models have larger vocabularies."""
 _PREFIX_SLACK_TOKENS = 64
-"""Tokens by which a recorded common prefix may be shorter than the previous prompt. Up to this number, the
-prompt counts as a continuation, because sources round common prefixes down to whole blocks."""
+"""A prompt counts as a continuation if its recorded common prefix is at most this many tokens shorter than
+the previous prompt, because sources round common prefixes down to whole blocks."""
 _HISTORY_TURNS = 12
 """Number of earlier turns that ``prefix_tokens_any`` covers."""
 
@@ -106,9 +106,9 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
 def recomputed_tokens(plans: Sequence[TurnPlan], index: int, cached_tokens: int, block_size: int) -> int:
     """Return the number of prompt tokens of turn ``index`` that the server recomputed.
 
-    These are tokens that a perfect cache would have provided. It would have provided the whole blocks of the
-    reused prefix, and the server reported only ``cached_tokens``: the result is the difference. The prompt's
-    last token is always computed, and the last generated token never has KV, so neither counts as reused.
+    A perfect cache would have provided all whole blocks of the reused prefix. The result is their tokens less
+    ``cached_tokens``, the number that the server reported; 0 for a first turn. The prompt's last token is
+    always computed, and the last generated token never has KV, so neither counts as reused.
     """
     plan = plans[index]
     if plan.base is None:

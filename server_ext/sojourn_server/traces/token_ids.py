@@ -30,8 +30,8 @@ class TokenIdGenerator:
     """Generator of ids from ``FIRST_ID`` to below ``vocabulary``.
 
     A draw begins with its 64-bit seed, encoded in as few ids as possible, and continues with consecutive ids.
-    vLLM identifies a KV block by the hash of its whole prefix, so this is as good as random ids. A list of
-    50,000 ids takes microseconds. All lists share their ``int`` objects.
+    vLLM identifies a KV block by the hash of its whole prefix, so draws with different beginnings share no
+    block, as with random ids. A list of 50,000 ids takes microseconds. All lists share their ``int`` objects.
     """
 
     def __init__(self, vocabulary: int) -> None:

@@ -12,12 +12,12 @@ from .latency_protocol import StepWork
 
 @dataclass(frozen=True, slots=True)
 class FittedLatency:
-    """Linear model: step seconds = step + token·tokens + pair·pairs + kv_token·kv_tokens_read +
-    request·requests.
+    """``LatencyModel`` that is linear in the work of a step, with coefficients fitted to measurements.
 
-    The coefficients are fitted to measurements. They are accurate between the measured points (the profile's
-    samples show the error) and optimistic beyond them, for example for a much larger batch. Step seconds
-    exclude ``costs.call_s``, the API server's seconds per request.
+    Seconds of a step = step_s + token_s·tokens + pair_s·attention_pairs + kv_token_s·kv_tokens_read +
+    request_s·requests. The coefficients are fields of ``costs``. The model is accurate between the measured
+    points (the profile's samples show the error), and optimistic beyond them, for example for a much larger
+    batch. It excludes ``costs.call_s``, the API server's seconds per request.
     """
 
     costs: StepCosts

@@ -124,7 +124,7 @@ class HardwareProfile:
     memory_bytes: float
     """Total memory as CUDA reports it: below the rounded value of the data sheet."""
     bf16_flops_per_s: float
-    """Peak of the tensor cores for dense matrices."""
+    """Published bf16 peak of the tensor cores for dense matrices."""
     memory_bandwidth_bytes_per_s: float
     linear_efficiency: float
     """Fraction of the FLOP peak in the linear layers (all but attention), with many tokens."""
@@ -134,11 +134,11 @@ class HardwareProfile:
     """Fraction of the FLOP peak in prefill attention. FLOPs count only query-key pairs inside the causal
     mask."""
     weight_read_efficiency: float
-    """Fraction of the bandwidth peak in GEMMs of few tokens, whose time is that of reading the weights."""
+    """Fraction of the memory bandwidth peak in GEMMs of few tokens, which mostly read weights."""
     kv_read_efficiency: float
-    """Fraction of the bandwidth peak in decode attention over a paged KV cache."""
+    """Fraction of the memory bandwidth peak in decode attention over a paged KV cache."""
     layer_overhead_s: float
-    """Seconds of a layer with almost no work, spent in its small kernels."""
+    """Fixed seconds of a layer, spent in small kernels even if there is almost no work."""
     step_overhead_s: float
     """Seconds the device idles between two steps, for scheduling, input preparation and sampling."""
     request_overhead_s: float

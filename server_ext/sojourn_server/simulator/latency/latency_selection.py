@@ -24,7 +24,7 @@ from .latency_protocol import DeviceShape, LatencyModel
 from .roofline_latency import RooflineLatency
 
 GPU_MEMORY_UTILIZATION = 0.92
-"""vLLM 0.32's default (config/cache.py)."""
+"""Default of vLLM 0.32 for the share of device memory that an engine uses (config/cache.py)."""
 RUNTIME_BYTES = 1.0 * 2**30
 """Estimated device bytes of CUDA context, NCCL and captured graphs. vLLM's start-up logs show 0.5–1.5 GiB."""
 MAX_TP = 64
@@ -275,8 +275,8 @@ def _measured_latency_model(
 
 
 def _rounded_device_shape(device: DeviceShape, cpu_ratio: float) -> DeviceShape:
-    """Round to whole blocks, add host memory, and check that the pool holds one request of the longest
-    context."""
+    """Return ``device`` with its pool rounded down to whole blocks, and host memory set by ``cpu_ratio``.
+    Raises ``LatencyProfileError`` if the pool cannot hold one request of the longest context."""
     if not 0 <= cpu_ratio < float("inf"):
         raise LatencyProfileError(f"cpu_ratio is {cpu_ratio}; expected a number ≥ 0")
     block = device.block_size

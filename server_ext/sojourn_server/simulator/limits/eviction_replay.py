@@ -1,6 +1,7 @@
 """Replay of a fixed access sequence over a pool of blocks, with any eviction order.
 
-The pool behaves like vLLM's ``BlockPool`` under a scheduler with prefix caching and chunked prefill:
+A *place* is a physical block of the pool. A *block* is content, and each place caches at most one block. The
+pool behaves like vLLM's ``BlockPool`` under a scheduler with prefix caching and chunked prefill:
 
 - An admitted request reuses the longest cached prefix of its lookup. There is one lookup: if another request
   caches a block later, this request still computes its own copy (vLLM does not merge equal blocks).
@@ -241,8 +242,8 @@ class _ReplayPool:
                 del writing[block]
 
     def _let_go(self, table: list[int], cached: int, owner: int, now: int) -> None:
-        """Release a request's places. The first ``cached`` places of ``table`` hold cached blocks, and join
-        the eviction order last block first if no other request holds them. The other places become empty."""
+        """Release a request's places. The first ``cached`` places of ``table`` hold cached blocks: those that
+        no other request holds join the eviction order, last block first. The later places become empty."""
         holders = self._holders
         for here in table:
             holders[here] -= 1
@@ -309,7 +310,7 @@ class _ReplayPool:
         self._surplus = False
 
     def _shrink(self) -> None:
-        """Remove places beyond the pool's size: as many of them as places are free now."""
+        """Drop free places until the number of places is the pool's size, or until no place is free."""
         while self._outside:
             gone = self._free_places(self._outside)
             if not gone:

@@ -23,7 +23,8 @@ TPOT_SLO_S = 0.05
 
 
 class LatencySummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Latencies, in seconds, of finished turns with more than one token, submitted after the warm-up."""
+    """Latencies, in seconds, of finished turns with more than one token that were submitted after the
+    warm-up. TTST is the time from the first token to the second."""
 
     turns: int
     ttft_mean: float
@@ -60,8 +61,7 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Evenness of the storage NICs: maximum over mean of the bytes they read in a window of 10 s, averaged
     over the loaded part of the run. ``None`` if they read nothing in it."""
     nic_busy: tuple[float, float]
-    """Busy share of the prefill nodes' storage NICs and of the decode nodes', in the loaded part of the
-    run."""
+    """Busy shares of storage NICs in the loaded part of the run: (prefill nodes, decode nodes)."""
     attention_max_over_mean: float | None
     """Evenness of a prefill group: maximum over mean of its devices' attention seconds in a step, over the
     first twentieth of the run. ``None`` without attention work."""

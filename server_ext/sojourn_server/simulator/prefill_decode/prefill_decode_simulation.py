@@ -336,13 +336,15 @@ class PdSimulation:
             )
 
     def _kv_left_prefill(self, state: AgentState) -> None:
-        """Handle a request whose KV has left the prefill device."""
+        """Free the device memory of a request whose KV has left the prefill device. Start the reads of
+        requests that waited for this memory, and pass the request on to decoding."""
         for other in self._on_device[state.worker].leave(state.request.tokens):
             self._start_reads(other)
         self._kv_in_decode_dram(state)
 
     def _kv_in_decode_dram(self, state: AgentState) -> None:
-        """Handle a request whose KV is in the decode node's DRAM."""
+        """Begin to decode a request whose KV is in the decode node's DRAM. It waits if its KV does not fit on
+        the device, and ends at once if it has only one output token."""
         device = self.decode_devices[state.decode]
         self.nics[device.node].written_tokens += state.request.kv_tokens - state.cached_before
         if state.output_tokens < 2:

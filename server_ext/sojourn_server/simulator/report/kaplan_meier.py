@@ -15,7 +15,7 @@ from ...metrics.summary_statistics import PERCENTILES
 from .run_row import NO_STATISTICS, SummaryStatistics
 
 _ROUNDING = 1e-12
-"""Tolerance of rounding in a product of fractions."""
+"""Tolerance for rounding errors in shares, which are products of fractions."""
 
 
 def finished_share(exact: Sequence[float], cut_off: Sequence[float]) -> list[tuple[float, float]]:

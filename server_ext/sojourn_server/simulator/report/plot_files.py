@@ -65,14 +65,14 @@ def write_plots(
 ) -> list[Path]:
     """Draw ``runs`` into ``folder`` and return the paths of the files, in a fixed order.
 
-    For each trace, hardware, model, loop and seed: ``completion_cdf``, ``load`` (throughput, TTFT and
-    completion against load; bars for a single load), ``regenerated`` (by cause), ``pareto`` (throughput
-    against P95 completion), and an ``occupancy-LOAD`` for each load. If there are several such groups, each
-    has its own folder in ``folder``.
+    Each combination of trace, hardware, model, loop and seed has these plots: ``completion_cdf``, ``load``
+    (throughput, TTFT and completion against load; bars for a single load), ``regenerated`` (by cause),
+    ``pareto`` (throughput against P95 completion), and an ``occupancy-LOAD`` for each load. With several
+    combinations, each has its own folder in ``folder``.
 
     ``rows`` are the metrics of the runs; by default ``summarize_run`` computes them with ``since_s``. They
-    may include bounds that were not simulated and so have no log in ``runs``. In a group without logs, plots
-    that need logs are skipped. All plots are drawn before the first file is written.
+    may include bounds that were not simulated and so have no log in ``runs``. A combination without logs
+    lacks the plots that need logs. All plots are drawn before the first file is written.
 
     Raises ``PlotError`` without matplotlib, ``ValueError`` without rows.
     """

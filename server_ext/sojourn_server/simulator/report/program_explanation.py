@@ -15,7 +15,7 @@ from .results_table import WrappedColumn, WrappedTable
 STAGES = ("held back", "queued", "prefill", "decode", "tools")
 """Stages of a turn, in order."""
 PHASE_KINDS = (*STAGES[:-1], "preempted", STAGES[-1])
-"""All kinds of phases."""
+"""All kinds of phases: the stages, and ``preempted``."""
 
 
 class TurnPhase(NamedTuple):
@@ -240,7 +240,7 @@ def _duration_text(span: TurnPhase | None, lasted: list[TurnPhase], turn: TurnLo
 
 
 def _hit_text(turn: TurnLog) -> str:
-    """Hit or miss, with the causes of misses."""
+    """Table text on a turn's cache hit or miss, with the causes of a miss."""
     if turn.admitted_s is None:
         return "never got blocks"
     if turn.regenerated:

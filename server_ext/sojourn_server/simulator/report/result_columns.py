@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .run_row import OVERALL, ReplicaChanges, RunRow, SummaryStatistics, Utilisation
 
 BASELINES = ("stock", "prefix-affinity/stock")
-"""Policies to which factors such as ``2.14×`` are relative: on one engine, and on a cluster."""
+"""Policies with which factors such as ``2.14×`` compare: the first on one engine, the second on a cluster."""
 _MOST_DECIMALS = 3
 
 

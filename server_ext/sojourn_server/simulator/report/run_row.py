@@ -90,7 +90,7 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     wall_s: float
 
     limit: bool = False
-    """Whether the row is of a bound on policies, not of a policy. It is never marked best."""
+    """Whether the row belongs to a bound, not to a policy. Tables never mark such a row as the best."""
     loop: str = "closed"
     rate_per_s: float | None = None
     since_s: float = 0.0

@@ -43,7 +43,7 @@ class SweepRuns(msgspec.Struct, kw_only=True, frozen=True):
     """A sweep over the rows of one suite."""
 
     field: str
-    """Field of ``RunSpec``."""
+    """Name of the swept field of ``RunSpec``."""
     meaning: str
     """Meaning of the field, with its unit."""
     values: tuple[SweepValue, ...]

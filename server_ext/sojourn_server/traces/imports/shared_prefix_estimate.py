@@ -13,9 +13,9 @@ def with_shared_prefixes(programs: Sequence[TraceProgram]) -> list[TraceProgram]
     """Return the programs with ``shared_prefix_tokens`` filled in.
 
     All runs of an agent get the same number. It is the smallest number of cached tokens that any of their
-    first prompts had, not counting 0. If all had 0, the field stays unset. A first prompt can be cached only
-    by another run. So the very first run has 0 although it has the prefix. Runs on the same task have more
-    than the prefix, because they share more than the system prompt.
+    first prompts had, not counting 0. If all had 0, the field stays unset. A first prompt can hit only blocks
+    that another run computed, so the very first run has 0 cached tokens. Runs on the same task have more
+    cached tokens than the prefix is long, because they share more than the system prompt.
     """
     least: dict[str | None, int] = {}
     for program in programs:
