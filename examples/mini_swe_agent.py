@@ -2,8 +2,8 @@
 
     sojourn serve MODEL
     python examples/mini_swe_agent.py --model MODEL
-For the `mini` command nothing is to be written: sojourn run -- mini …
-A model such as tiny never submits; the run then ends at --steps, or when mini has had enough of it.
+The `mini` command needs no script: sojourn run -- mini …
+A model such as tiny never submits; the run then ends at --steps, or earlier if mini aborts it.
 The lines marked with an arrow are all that sojourn adds.
 """
 
@@ -14,7 +14,7 @@ import os
 import tempfile
 from pathlib import Path
 
-# Read by mini as it is imported: no banner, no set-up dialogue, no prices for a local model.
+# mini reads these when it is imported: no banner, no set-up dialogue, no prices for a local model.
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
 os.environ.setdefault("MSWEA_CONFIGURED", "true")
 os.environ.setdefault("MSWEA_COST_TRACKING", "ignore_errors")

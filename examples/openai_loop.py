@@ -2,8 +2,8 @@
 
     sojourn serve smol                       # or any model that calls tools
     python examples/openai_loop.py --model smol --task 'What time is it, and who am I?'
-A model such as tiny calls no tool; --rehearse N calls them for it, N times. The lines marked with an arrow
-are all that sojourn adds; @sojourn.tool on run_tool would report tools sooner and more exactly.
+A model such as tiny calls no tool; with --rehearse N the script itself adds N tool calls. The lines marked
+with an arrow are all that sojourn adds. @sojourn.tool on run_tool would report tools sooner and more exactly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rent no longer than buying costs: keep a context for as long as it would take to get it back.
+"""Break-even retention: keep a program's context as long as it would take to restore it.
 
-The rule for skiers who do not know how long the season lasts. Whatever a tool takes, the time for which a
-context was kept in vain is at most what its absence would have cost; nothing has to be learned for it.
+This is the break-even rule of the ski-rental problem. However long a tool runs, the time for which the
+context is kept in vain is at most the time that its loss would cost. The rule needs no history.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sojourn_server.policies.policy_views import FinishedTurnView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
-    """A retention policy: ``factor`` times recomputing the context and queueing for it once more."""
+    """Retention policy: TTL = ``factor`` · (seconds to recompute the context + mean queueing delay T̄)."""
 
     factor: float = 1.0
 

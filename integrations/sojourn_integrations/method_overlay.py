@@ -1,8 +1,8 @@
 """Wraps methods of one object by giving it a subclass of its own class.
 
-A wrapper stored as an attribute would stay bound to *that* object: a copy of the object would call the
-original object's method. A subclass, called overlay here, works for copies too. A pickle names the original
-class, so loading it needs neither the overlay nor this package.
+A wrapper stored as an attribute would stay bound to its object: a copy of the object would call the method of
+the original. A subclass, called overlay here, works for copies too. A pickle names the original class, so
+loading it needs neither the overlay nor this package.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class _Method:
 
 
 def overlay_method(owner: Any, name: str, around: Around) -> None:
-    """Wrap the method ``name`` of ``owner``. Repeating it is harmless. Raises if the class of the object
-    cannot be replaced."""
+    """Wrap the method ``name`` of ``owner``. Repeating it is harmless. Raises ``TypeError`` if the class of
+    the object cannot be replaced."""
     kind = type(owner)
     base = vars(kind).get(_BASE)
     methods = {method.name: method.around for method in _methods(kind) if method.active}
@@ -100,8 +100,8 @@ def remove_overlay(owner: Any) -> None:
 
 
 def remove_all_overlays() -> None:
-    """Remove the overlays of all known objects. Their copies keep an overlay, but it only calls the
-    original."""
+    """Remove the overlays of all objects that ``overlay_method`` has changed. Copies of these objects keep an
+    overlay, whose methods then only call the originals."""
     for overlay in _classes.values():
         for method in _methods(overlay):
             method.active = False

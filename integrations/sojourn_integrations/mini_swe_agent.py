@@ -59,7 +59,7 @@ def detach(agent: Any) -> Any:
 def instrument() -> None:
     """Attach to every agent made or run from now on in this process. Repeating it is harmless. Imports mini.
 
-    If mini's ``DefaultAgent`` has no ``run`` of its own, mini stays unchanged.
+    If mini's ``DefaultAgent`` has no ``__init__`` or ``run`` of its own, mini stays unchanged.
     """
     patch()
 
@@ -75,8 +75,8 @@ def uninstrument() -> None:
 
 
 def patch() -> bool:
-    """Do the work of ``instrument``; ``sojourn.init`` calls this too. Returns False if mini looks
-    unfamiliar."""
+    """Patch mini's ``DefaultAgent``, for ``instrument`` and ``sojourn.init``. Returns False, without changes,
+    if that class has no ``__init__`` or ``run`` of its own."""
     from minisweagent.agents.default import DefaultAgent as agent_class
 
     if not {"__init__", "run"} <= vars(agent_class).keys():
@@ -140,7 +140,7 @@ def _running_in_program(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_program(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``run`` inside a new program, unless this run already has one."""
+    """Call ``run`` inside a new program. If the agent is already inside its ``run``, only call it."""
     running = _running.get()
     if id(agent) in running:
         return run(*args, **kwargs)

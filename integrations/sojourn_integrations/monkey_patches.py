@@ -69,8 +69,8 @@ class Patches:
 
     def __init__(self) -> None:
         self.active = False
-        """False after ``undo``: our functions then only call the originals, for instance where another
-        package's patch still calls ours."""
+        """False before the first ``put`` and after ``undo``. While it is False, our functions only call the
+        originals: another package's patch may still call ours."""
         self._made: dict[tuple[int, str], _Patch] = {}
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -95,9 +95,8 @@ class Patches:
 
 
 def _is_beneath(ours: Any, current: Any) -> bool:
-    """Return whether our function ``ours`` is ``current`` itself or lies beneath it, by the chain of
-    ``__wrapped__``. A mark on our function would prove nothing, since ``functools.wraps`` copies marks to the
-    wrapper."""
+    """Return whether ``current`` is our function ``ours`` or wraps it, by the chain of ``__wrapped__``. An
+    attribute on our function would prove nothing, since ``functools.wraps`` copies it to the wrappers."""
     for _ in range(100):
         if current is None or current is ours:
             break

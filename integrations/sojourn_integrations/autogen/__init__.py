@@ -22,7 +22,7 @@ What is reported
 
 Limits
 - A ``CancellationToken`` that fires inside a tool makes AutoGen 0.7.4 and 0.7.5 wait for ever, with or
-  without sojourn (microsoft/autogen#7956). Such a program stays open until the server's leases end it.
+  without sojourn (microsoft/autogen#7956). Such a program stays open, but its leases still expire.
 - ``break`` out of ``team.run_stream()`` does not stop the team: when the generator is closed, AutoGen lets
   the team run on until it is idle. The program ends after that. An unclosed generator is closed by Python's
   garbage collection, or by the event loop when it stops.
@@ -55,11 +55,12 @@ from .team_graph import graph_of
 
 _Wrapper = Callable[[Any, Callable[[], bool]], Callable[..., Any]]
 """Type of a function that wraps a function of AutoGen and returns the wrapper. The first argument is
-AutoGen's function. The second is a function that returns whether the wrapper is to report."""
+AutoGen's function. The second is a function without arguments: while it returns False, the wrapper reports
+nothing."""
 
 _patched: list[tuple[type, str, Any, Any]] = []
-"""What is patched now: (class, attribute name, AutoGen's function, our function). Both functions are as the
-class stores them, e.g. as ``staticmethod``."""
+"""Patched attributes: (class, attribute name, AutoGen's function, our function). Both functions are stored as
+in the class, e.g. as ``staticmethod``."""
 _wrapped_classes: dict[type, type] = {}
 _lock = threading.Lock()
 _active = False
@@ -69,7 +70,7 @@ _active = False
 
 
 def patch() -> bool:
-    """Patch AutoGen's classes. Returns False, without changes, if one of them looks unfamiliar."""
+    """Patch AutoGen's classes. Returns False, without changes, if one of them lacks a method to patch."""
     global _active
     with _lock:
         if _active:
@@ -142,8 +143,8 @@ def _targets() -> Iterator[tuple[type, str, _Wrapper]]:
 
 
 def _static(kind: type, name: str) -> Any | None:
-    """Return the attribute as the class itself stores it, unbound; ``None`` if it is no function or static
-    method."""
+    """Return the function or static method ``name`` that ``kind`` itself defines, unbound; ``None`` if there
+    is none."""
     found = vars(kind).get(name)
     return found if callable(getattr(found, "__func__", found)) else None
 

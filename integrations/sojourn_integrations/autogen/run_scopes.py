@@ -60,7 +60,7 @@ class TeamRun:
 
 
 class RunFrame(NamedTuple):
-    """Where the running code is within a run: in which team, and in which agent's turn."""
+    """Position of the running code within a run: the team, and the agent whose turn it is."""
 
     run: TeamRun
     prefix: str = ""
@@ -80,8 +80,8 @@ _graphs: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
 
 def resolve() -> ResolvedContext | None:
     """Return the program of the team whose message AutoGen handles in this task; ``None`` if there is none.
-    The SDK calls this function to find the program of a request. The result names no node, since
-    ``begin_turn`` sets it."""
+    The SDK calls this function to find the program of a request. The result has no node: ``begin_turn``
+    reports the nodes."""
     handled = _handled()
     return None if handled is None else ResolvedContext(handled.run.program)
 
@@ -115,7 +115,8 @@ def _around() -> tuple[ExecutionContext, RunFrame | None, bool]:
 
 
 class RunScope:
-    """A run or a turn. Its context is entered for each step of the run's coroutine or generator."""
+    """A run or turn in progress. ``activate`` and ``deactivate`` enter and leave its context around each step
+    of the coroutine or generator; ``close`` ends it."""
 
     __slots__ = ("_frame", "_key", "_open", "_outer", "_place", "_run")
 
@@ -136,7 +137,7 @@ class RunScope:
             frame.run.program.enter_node(frame.node)
 
     def activate(self) -> tuple[Token[ExecutionContext], Token[RunFrame | None]] | None:
-        """Enter the context. Never raises."""
+        """Enter the context. Returns the tokens for ``deactivate``; ``None`` after an error. Never raises."""
         try:
             return current_context.set(self._place), _frame.set(self._frame)
         except Exception:
@@ -180,7 +181,7 @@ class RunScope:
 
 def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
     """Begin a team's run and return its scope; ``None`` if the running code is already inside a run of this
-    team."""
+    team. ``graph(team)`` returns the team's graph; it is called only if a new run begins."""
     here, frame, inside_tool = _around()
     if frame is not None and frame.team == id(team):
         return None
@@ -193,7 +194,8 @@ def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None
 
 
 def begin_turn(agent: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
-    """Begin an agent's turn and return its scope; ``None`` if the code is already inside a turn."""
+    """Begin an agent's turn and return its scope; ``None`` if the code is already inside a turn.
+    ``graph(agent)`` returns the agent's graph; it is called only if a new run begins."""
     here, frame, inside_tool = _around()
     if frame is not None and frame.node is not None:
         return None
@@ -212,9 +214,9 @@ def _run(
     inside_tool: bool,
     graph: Callable[[Any], Aeg | None],
 ) -> tuple[TeamRun, TeamRun | None, ExecutionContext]:
-    """Return the run that ``runner``, a team or agent, is part of. If ``frame`` is ``None``, a run begins
-    here. The second value is this run if it begins here, else ``None``. The third is the context inside the
-    run. ``here``, ``frame`` and ``inside_tool`` are the result of ``_around``."""
+    """Return three values: the run that ``runner`` (a team or agent) belongs to; the same run if it begins
+    here, else ``None``; and the context inside the run. A run begins here if ``frame`` is ``None``. ``here``,
+    ``frame`` and ``inside_tool`` are the result of ``_around``."""
     if frame is not None:
         return frame.run, None, here
     name = str(runner.name)
@@ -239,8 +241,8 @@ def _report_graph(program: Program, aeg: Aeg | None) -> None:
 
 
 def begin_call(tool: str, call_id: str | None, tool_class: str | None = None) -> ToolCall | None:
-    """Return a new tool call of the run, for the caller to start; ``None`` if the running code is already
-    inside it."""
+    """Return a new tool call of the run, which the caller starts; ``None`` if the running code is already
+    inside this tool call."""
     here, _ = find_context(session().counters)
     running = here.tool_call
     frame = _frame.get()
@@ -262,6 +264,6 @@ def end_call(call: ToolCall) -> None:
 
 
 def call_under_way() -> ToolCall | None:
-    """Return the tool call around the running code, if this module reports it; else ``None``."""
+    """Return the tool call around the running code, if ``begin_call`` made it in this run; else ``None``."""
     call, frame = current_context.get().tool_call, _frame.get()
     return call if frame is not None and call in frame.run.calls else None

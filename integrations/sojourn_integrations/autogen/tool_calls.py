@@ -168,7 +168,7 @@ def _carrying(tool: Any) -> Any:
 
 
 def _copy(tool: Any) -> Any:
-    """Return the same as ``copy.copy(tool)``, but faster for an object without copy methods of its own."""
+    """Return a shallow copy, like ``copy.copy(tool)``. Faster for a tool without copy methods of its own."""
     kind: Any = type(tool)
     if kind.__reduce_ex__ is not object.__reduce_ex__ or hasattr(kind, "__copy__"):
         return copy.copy(tool)
@@ -178,7 +178,8 @@ def _copy(tool: Any) -> Any:
 
 
 def _language(blocks: Any) -> str | None:
-    """Return the language of the last code block, or the main command if the block is shell code."""
+    """Return the language of the last code block, or the main command if that block is shell code. ``None``
+    without blocks."""
     if not blocks:
         return None
     language = str(blocks[-1].language).strip().lower()

@@ -37,8 +37,8 @@ def unpatch() -> None:
 def wrap(target: Any) -> Any | None:
     """Return a copy of a runnable (an agent, a chain) with a handler of its own.
 
-    Returns ``None`` for a graph, which the package ``langgraph`` wraps. Also for a part of an agent (a model,
-    tool or prompt), and for an object that is not a runnable.
+    Returns ``None`` for an object that is not a runnable, for a part of an agent (a model, tool or prompt),
+    and for a LangGraph graph, which the package ``langgraph`` wraps.
     """
     from langchain_core.language_models import BaseLanguageModel
     from langchain_core.prompts import BasePromptTemplate

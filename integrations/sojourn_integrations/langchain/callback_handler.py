@@ -1,7 +1,8 @@
 """``Handler``: the callbacks by which LangChain and LangGraph report runs, nodes and tool calls.
 
-The callbacks set no context variables. LangGraph runs the only node of a step in its caller's context, where
-a variable would leak. It ends async runs in a task of their own, where a variable could not be reset.
+The callbacks set no context variables. If a step has only one node, LangGraph runs the node in the caller's
+context, where a variable would outlive the node. LangGraph ends an async run in a separate task, where a
+variable could not be reset.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from .run_tree import RunNode, RunTree
 
 tree = RunTree()
 _users: set[str] = set()
-"""Names of our modules that need the handler in every run."""
+"""Names passed to ``install`` and not yet to ``remove``: our modules that need the handler in every run."""
 _hook: ContextVar[Any] | None = None
 _running_config: ContextVar[Any] | None = None
 """LangChain's context variable of the running config, found at first use."""
 _by_hand = False
-"""True once the user's code has made a ``Handler``. The resolver then stays when ``remove`` removes ours."""
+"""True once the user's code has made a ``Handler``. Then ``remove`` keeps the resolver, which that handler
+needs."""
 
 
 def install(user: str) -> bool:
-    """Add the handler to every run, on behalf of the module ``user``. Repeating it is harmless."""
+    """Add the handler to every run, on behalf of the module ``user``. Repeating it is harmless. Returns
+    False, without changes, if LangChain lacks what this needs."""
     global _hook
     if _hook is None:
         from langchain_core.runnables.config import var_child_runnable_config
@@ -81,9 +84,9 @@ def _key(run_id: Any) -> Any:
 
 
 def _above(parent_run_id: Any) -> Any:
-    """Return the id of the run in the tree that is the parent of a starting run. This is LangChain's parent,
-    ``parent_run_id``, unless that is a retriever or model: these are not in the tree. Then the parent is the
-    run around the retriever or model."""
+    """Return the id of a starting run's parent in the tree. Usually this is LangChain's ``parent_run_id``. If
+    that run is a retriever or model, which the tree leaves out, it is the run around the retriever or
+    model."""
     if parent_run_id is None or tree.get(parent_run_id) is not None:
         return parent_run_id
     around = running_in()

@@ -44,8 +44,9 @@ class InterruptedPrograms:
         return len(self._kept)
 
     def keep(self, program: Program, interrupts: Sequence[str | None]) -> None:
-        """Add a program that stopped at these interrupts. Beyond ``MAX_INTERRUPTED`` programs the oldest one
-        ends."""
+        """Add a program that stopped for a person, report the wait as a tool call, and stop heartbeats.
+        ``interrupts``: ids of the interrupts at which it stopped. Beyond ``MAX_INTERRUPTED`` programs the
+        oldest one ends as ``cancelled``."""
         mark = next((each for each in interrupts if each), None)
         call = ToolCall(HUMAN, f"{HUMAN}-{mark}" if mark else None, tool_class=HUMAN, program=program).start()
         session().heartbeats.closed(program)
@@ -60,8 +61,8 @@ class InterruptedPrograms:
                 each.program.end("cancelled")
 
     def take(self, id: str) -> Program | None:
-        """Remove and return the waiting program with this id, or ``None`` if no such program waits in this
-        process and session."""
+        """Remove and return the waiting program with this id; its wait ends and its heartbeats start again.
+        ``None`` if no such program waits in this process and session."""
         with self._lock:
             kept = self._kept.pop(id, None)
         if kept is None or not kept.usable:

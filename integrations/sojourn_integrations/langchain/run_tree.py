@@ -48,7 +48,8 @@ _INTERNAL_PREFIX = "Runnable"
 
 
 class GraphStart:
-    """A graph that is about to run. The next run that begins in this context is the graph's run."""
+    """A graph that is about to run. The next LangChain run that begins in this context is the graph's run.
+    ``aeg`` is called to read the graph; ``run`` is ``None`` until the run begins."""
 
     __slots__ = ("aeg", "agent_type", "graph", "run", "saver")
 
@@ -100,14 +101,15 @@ class RunNode:
         """The innermost tool call around this run, within its program."""
         self.ns: str = parent.ns if parent else ""
         self.prefix: str = parent.prefix if parent else ""
-        """Namespace of the program's graph within the graphs around it."""
+        """Checkpoint namespace of the run with which the program began. Node names leave this prefix out."""
         self.node: str | None = parent.node if parent else None
         self.saver: object | None = parent.saver if parent else None
         self.resumable = False
         """True if the program's id comes from the LangGraph thread (``thread_id``), so that a later run may
         go on with it."""
         self.waits: tuple[Any, ...] | None = None
-        """Interrupts at which the graph stopped, empty for a breakpoint; ``None`` if there was neither."""
+        """Interrupts at which the graph stopped; empty if it stopped at a breakpoint, ``None`` if it did not
+        stop."""
         self.inputs: Any = None
         self.seen_calls: set[str] = set()
 
@@ -119,7 +121,7 @@ class RunTree:
         self._runs: dict[Hashable, RunNode] = {}
         self._roots: dict[Hashable, RunNode] = {}
         self._hosts: dict[int, RunNode] = {}
-        """``id()`` of a program that the user opened → the run that now stands for that program."""
+        """``id()`` of a program that the user opened → the graph run that is reported as this program."""
         self._open_ids: dict[str, RunNode] = {}
         self._ours: set[str] = set()
         """Hashes of graphs that this module set on programs of the user."""
@@ -399,17 +401,17 @@ class RunTree:
 
 
 def _place() -> ExecutionContext:
-    """Return where the running code is, by the user's own ``with`` blocks alone: their program, step and tool
-    call."""
+    """Return the program, step and tool call that the user's own code opened around the running code.
+    Resolvers are not asked."""
     here = current_context.get()
     return here._replace(program=process_programs[-1]) if process_programs and here.program is None else here
 
 
 def node_path(ns: str, prefix: str = "") -> str | None:
-    """Return a node's name as in ``get_graph(xray=True)``. It comes from the node's checkpoint namespace
-    ``ns``: ``sub:UUID|model:UUID`` gives ``sub:model``. ``prefix``, the namespace of an outer graph, is left
-    out. So are the numbers that LangGraph gives to later sub-graphs of a step. Returns ``None`` if ``ns``
-    names no node."""
+    """Return the name of a node, as in ``get_graph(xray=True)``, from its checkpoint namespace ``ns``:
+    ``sub:UUID|model:UUID`` gives ``sub:model``. The namespace ``prefix`` of an outer graph is left out. So
+    are the numbers that LangGraph gives to later sub-graphs of a step. Returns ``None`` if ``ns`` names no
+    node."""
     if prefix and ns.startswith(prefix + "|"):
         ns = ns[len(prefix) + 1 :]
     if "|" not in ns:

@@ -145,9 +145,9 @@ def _steps(start: GraphStart, inner: Iterator[Any], watch: bool) -> Iterator[Any
 
 
 class _Unfinished:
-    """Ends a graph's async run when this object is garbage-collected. Only the run's async generator
-    references the object. It is needed because, without an event loop, Python destroys an async generator
-    without closing it."""
+    """Ends a graph's async run when this object is garbage-collected, which happens together with the run's
+    async generator. Needed because Python destroys an async generator without closing it if there is no event
+    loop."""
 
     __slots__ = ("_start",)
 

@@ -44,8 +44,8 @@ _wrapped: dict[int, Any] = {}
 
 
 def patch() -> bool | None:
-    """Report every run from now on. Returns False if the framework looks unfamiliar, and ``None`` if
-    ``agents`` is another package. In both cases nothing is patched."""
+    """Report every run from now on. Returns False if the framework lacks a function that this needs, and
+    ``None`` if ``agents`` is another package. In both cases nothing is patched."""
     global _everywhere
     if not _is_theirs():
         return None
@@ -102,7 +102,7 @@ class _Kinds(NamedTuple):
 
 @functools.cache
 def _kinds() -> _Kinds:
-    """Import the framework and derive our classes from its own."""
+    """Return the framework's classes and our subclasses of them. Imports the framework."""
     hooks: Any = import_module("agents.lifecycle").RunHooksBase
     runner: Any = import_module("agents.run").AgentRunner
     names = {name for name in dir(hooks) if name.startswith("on_")} | HOOKS.keys()
@@ -212,8 +212,8 @@ class _Runner:
 
 
 class _Selective:
-    """Mix-in that decides which runs the default runner reports. After ``patch`` it reports every run.
-    Before, it reports the runs of wrapped agents, and runs inside those."""
+    """Mix-in that decides which runs the default runner reports: after ``patch`` every run, otherwise only
+    the runs of wrapped agents and all runs inside them."""
 
     def _tells_of(self, agent: Any) -> bool:
         if _everywhere:

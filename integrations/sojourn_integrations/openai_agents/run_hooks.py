@@ -24,8 +24,7 @@ from sojourn.wire_names import call_id_of
 from sojourn_integrations.safe_scope import fault
 
 _COMMANDS = ("command", "cmd")
-"""Names of tool arguments that hold a shell command, whose main command becomes the tool class of the
-call."""
+"""Names of tool arguments that hold a shell command. The main command becomes the call's tool class."""
 
 
 class Run:
@@ -40,7 +39,7 @@ class Run:
         self.agent = agent
         """Name of the agent that the run started with."""
         self.conversation = conversation
-        """Key of the run's conversation in the ``ProgramCache``."""
+        """Key of the run's conversation in the ``ProgramCache``; ``None`` without a conversation."""
         self.node: str | None = None
         self.calls: dict[Call, None] = {}
         """Tool calls in progress, in order."""
@@ -69,7 +68,7 @@ class Run:
             self.program.enter_node(self.node)
 
     def stop_calls(self) -> None:
-        """End the run's open tool calls."""
+        """End the run's open tool calls: as ``cancelled``, unless a call has failed already."""
         for call in list(self.calls):
             call.stop(call.tool_call.status or "cancelled")
 
@@ -144,8 +143,8 @@ def record_tool_errors(attach_error: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BaseHooks:
-    """The framework's ``RunHooks``, extended: reports nodes and tool calls, and calls the user's hooks,
-    ``inner``, as well."""
+    """Base class of ``Hooks``, which reports nodes and tool calls and also calls the user's hooks ``inner``.
+    ``by_runner``: True if our runner made the object, not the user."""
 
     def __init__(self, inner: Any = None, *, by_runner: bool = False) -> None:
         self._inner = inner if inner is not None else import_module("agents.lifecycle").RunHooksBase()
@@ -220,7 +219,7 @@ hooks."""
 
 
 def _timed_out(tool: Any, result: Any, elapsed_s: float) -> bool:
-    """Return whether the framework told the model that the tool timed out."""
+    """Return whether the tool timed out. ``result``: the text that the framework gives to the model."""
     limit_s = getattr(tool, "timeout_seconds", None)
     if limit_s is None or elapsed_s < limit_s:
         return False

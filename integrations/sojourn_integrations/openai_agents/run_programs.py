@@ -2,10 +2,12 @@
 
 Inside ``with sojourn.program()`` the run *is* that program. Inside another run, or in a tool call of any
 framework, the run is a child program. Runs with ``session=`` belong to a conversation, which is one program
-over all its runs: an end between two runs would release the KV just when it is worth most. A conversation in
-memory ends with its session object. A stored conversation only stops its heartbeats then, since a later
-request may load it again. (A conversation in a file has the same id in every process of this machine.) A run
-that stops for an approval keeps its program open, and continues it when it is resumed.
+over all its runs: an end between two runs would release the KV just when it is worth most.
+
+When the session object is garbage-collected, a conversation in memory ends. A stored conversation only stops
+its heartbeats, since a later request may load it again. (A conversation in a file has the same program id in
+every process of this machine.) A run that stops for an approval keeps its program open, and the resumed run
+continues this program.
 """
 
 from __future__ import annotations
@@ -173,7 +175,8 @@ def _interrupted_like(agent: str, id: str) -> Program | None:
 
 
 def _digest(asked: Any) -> bytes:
-    """Return a hash of a run's input. The hash does not leave this process."""
+    """Return a hash of a run's input; empty if the input is not JSON. The hash does not leave this
+    process."""
     try:
         text = json.dumps(asked, sort_keys=True, default=str)
     except (TypeError, ValueError):  # not JSON

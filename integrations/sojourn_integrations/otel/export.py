@@ -49,7 +49,7 @@ class _OpenProgram:
     def __init__(self, span: Any, ours: bool) -> None:
         self.span = span
         self.ours = ours
-        """True if ``export`` made the span, and so ends it; False for a framework's own span."""
+        """True if this module made the span and has to end it; False for a framework's own span."""
         self.tools: dict[str, tuple[Any, bool]] = {}
 
 
@@ -95,7 +95,8 @@ class SpanExport(ProgramListener):
     # ---- programs
 
     def program_started(self, program: Program) -> None:
-        """Start the program's ``invoke_agent`` span, unless ``source`` made the program from a span."""
+        """Start the program's ``invoke_agent`` span. No span is made for an implicit program, or for a
+        program that ``source`` made from a span."""
         if not program.implicit:
             self._open(program)
 

@@ -29,12 +29,13 @@ MAX_PENDING = 2_000
 """Maximum number of waiting requests of all programs. Further requests are finished at once, without outcome
 (``otel_outcomes_skipped``)."""
 IDLE_S = 5.0
-"""Longest time until a request's outcome is fetched, so that the spans of a long run arrive during the
-run."""
+"""Longest time from a request's end until its outcome is fetched, in seconds. So the spans of a long run
+arrive during the run."""
 RETRY_S = 0.7
 """Delay before the only retry, for a request that the server's ledger did not have yet."""
 PAUSE_S = 5.0
-"""Time after a server error during which no outcome is fetched."""
+"""Seconds after a server error during which no outcome is fetched. Requests that end meanwhile are finished
+without outcome."""
 FETCH_TIMEOUT_S = 2.0
 
 Turn = Mapping[str, Any]
@@ -67,8 +68,8 @@ class _Group:
 
 
 class _Flush:
-    """A caller's call to fetch all outcomes now, with the event that ends the caller's wait. ``last``: the
-    fetching thread stops afterwards."""
+    """Message to the fetching thread: fetch all outcomes now, then set ``done``. ``last``: then also stop the
+    thread."""
 
     __slots__ = ("done", "last")
 

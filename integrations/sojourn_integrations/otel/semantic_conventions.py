@@ -140,5 +140,5 @@ class _Telling(threading.local):
 
 
 telling = _Telling()
-"""``telling.span`` is the framework's span that ``source`` is reporting on this thread as a program or tool
-call. ``export`` writes no second span for that program or call."""
+"""``telling.span`` is set while ``source`` reports a program or tool call on this thread. It is the
+framework's span from which the report is made, so that ``export`` writes no second span; else ``None``."""

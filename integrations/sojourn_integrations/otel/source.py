@@ -82,7 +82,8 @@ class _Entry:
         self.before: Any = _UNMOVED
         """Node of the program before this span changed it; ``_UNMOVED`` if the span did not change it."""
         self.caught = id(sys.exc_info()[1])
-        """``id()`` of the exception being handled when the span started. It is not an error of this span."""
+        """``id()`` of the exception that was being handled when the span started; it is no error of this
+        span."""
 
 
 class SojournSpanProcessor(SpanProcessor):
@@ -318,8 +319,8 @@ class SojournSpanProcessor(SpanProcessor):
                 call.stop(_status(span, entry.caught), duration_s=(span.end_time - span.start_time) / 1e9)
 
     def _release(self, key: Key, program: Program, status: str) -> None:
-        """Stop counting the span ``key`` as one that keeps ``program`` open. When no such span is left, the
-        program ends with ``status``."""
+        """Remove the span ``key`` from the spans that keep ``program`` open. If none is left, end the program
+        with ``status``."""
         held = self._programs.get(program.id)
         if held is not None and held[0] is program:
             held[1].discard(key)
