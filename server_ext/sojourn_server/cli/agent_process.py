@@ -41,8 +41,9 @@ Note = Callable[[str], None]
 
 
 def become(command: Sequence[str], url: str | None, *, children: bool, note: Note) -> NoReturn:
-    """Replace this process with ``command``. ``children``: also instrument the command's Python child
-    processes. Raises ``CliError`` if the command does not exist."""
+    """Replace this process with ``command``. ``url``: root of the sojourn server; ``None``: taken from
+    ``OPENAI_BASE_URL`` if a sojourn server answers there, else ``DEFAULT_URL``. ``children``: also instrument
+    the command's Python child processes. Raises ``CliError`` if the command cannot be run."""
     program = find_command(command[0])
     if url is None:
         url = openai_base_url_root(os.environ, note) or DEFAULT_URL

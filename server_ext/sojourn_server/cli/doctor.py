@@ -41,7 +41,8 @@ def doctor(
         False, "--fabric", help="Only print settings that isolate KV traffic on InfiniBand or RoCE; untested"
     ),
 ) -> None:
-    """Print a report. Exit code 0 if no check failed, else 1. With --url the server generates one token."""
+    """Check this environment, and with --url a server, and print a report. Exits with code 1 if a check
+    failed. With --url the server generates one token. With --fabric, only network settings are printed."""
     if fabric:
         from ..kv_transfer.fabric_qos import infiniband_settings, roce_settings
 
@@ -63,7 +64,8 @@ def doctor(
 
 
 def _key_source(context: typer.Context) -> str:
-    """Return the name of the option or environment variable that holds the API key."""
+    """Return the name of the option or environment variable that holds the API key; ``--api-key`` if there
+    is no key."""
     source = context.get_parameter_source("api_key")
     if source is None or source.name != "ENVIRONMENT":
         return "--api-key"
@@ -166,8 +168,8 @@ def _engine_checks() -> Iterator[Check]:
 
 
 def _release_check() -> Check:
-    """Compare the interfaces of vLLM that sojourn uses: those of the installed release, which is not tested,
-    with those of the newest known release. Return the comparison as a check."""
+    """Return a check that compares the installed, untested release of vLLM with the newest known release.
+    Only interfaces that sojourn uses are compared."""
     from sojourn_server.vllm.compat import package_directory
     from sojourn_server.vllm.release_surface import (
         differences,

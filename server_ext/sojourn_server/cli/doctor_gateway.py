@@ -24,8 +24,8 @@ REPLICAS_PATH = "/sojourn/v1/replicas"
 def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]:
     """Return the checks of a gateway, its replicas and its prefill/decode pairs; empty for other servers.
 
-    ``goes_on``: True if the report continues with the checks of a single server. Then the result says that
-    the gateway's replicas answer those checks, because the gateway forwards their requests.
+    ``goes_on``: True if checks of a single server follow in the report. The result then says that replicas
+    answer those checks, because the gateway forwards the requests.
     """
     from sojourn.wire_codec import CAPABILITIES_PATH
 

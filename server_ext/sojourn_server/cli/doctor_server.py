@@ -23,7 +23,8 @@ KEY_VARIABLES = ("VLLM_API_KEY", "SOJOURN_API_KEY")
 
 
 def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterator[Check]:
-    """Yield the checks of the server behind ``client``. Stops at a fault that makes more checks impossible.
+    """Yield the checks of the server behind ``client``. Stops after a fault that makes more checks
+    impossible. The server generates one token.
 
     ``key_source``: the option or environment variable that holds the client's API key.
     """

@@ -23,7 +23,8 @@ def parity(
     ),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the report as JSON, - for stdout"),
 ) -> None:
-    """Replay ``recording`` and print a report. Exits with code 1 if a decision or answer differs from it."""
+    """Replay ``recording`` and print a report. Exits with code 1 if a decision or answer differs from the
+    recording, or if the recording holds no decisions."""
     from sojourn_server.simulator.parity_replay import RecordingError, replay_recording
 
     try:

@@ -27,7 +27,7 @@ _EXAMPLES = {
     "--compute-nic-gbit": "400", "--storage-nic-gbit": "400", "--dram-gbyte": "500", "--hit-tokens": "33147",
     "--new-tokens": "292", "--kv-bytes": "48068", "--new-tokens-per-s": "2160",
 }  # fmt: skip
-"""Default values, used as examples in error messages."""
+"""Option → its default value, as an example for error messages."""
 
 
 def register(app: typer.Typer) -> None:

@@ -18,8 +18,8 @@ LINE_EVERY_S = 10.0
 
 
 class ProfileProgress:
-    """Context manager that displays the progress of a measurement; ``show`` reports the next step. ``clock``
-    returns seconds."""
+    """Context manager that displays the progress of a measurement; ``show`` displays the next step.
+    ``clock`` returns monotonic seconds."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOutputs:
-    """Output options of the command."""
+    """Output options of ``sojourn simulate``; ``None``: no such output. Other commands use only ``check``."""
 
     json: str | None
     """File for the figures, or ``-`` for stdout."""

@@ -21,8 +21,8 @@ def run_with_progress(
     kept: RunCache | None = None,
     name: Callable[[RunSpec], str] = lambda spec: spec.label,
 ) -> SuiteResult:
-    """Return the result of ``simulation_suite.run_suite``, with progress bars meanwhile. ``name`` labels each
-    bar. Raises the errors of ``run_suite``."""
+    """Call ``simulation_suite.run_suite`` with these arguments, show progress bars meanwhile, and return its
+    result. ``name`` returns the label of a run's bar. Raises the errors of ``run_suite``."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from sojourn_server.simulator.simulation_suite import planned_runs, run_suite
