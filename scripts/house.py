@@ -206,7 +206,7 @@ def package_table() -> str:
 
 
 def measure() -> dict[str, object]:
-    """Return every count as plain JSON values."""
+    """Return a dict of all counts, and of the modules and faults behind them, as plain JSON values."""
     graph = ImportGraph()
     lines: Counter[str] = Counter()
     modules: Counter[str] = Counter()

@@ -38,7 +38,8 @@ def source_of(where: Path) -> ReadSource:
 
 
 def version_of(where: Path) -> str:
-    """Return the vLLM version of a wheel, from its name, or of a folder, from the metadata in it."""
+    """Return the vLLM version of a wheel (from its name) or a folder (from the metadata inside). Exits with
+    an error if there is not exactly one version."""
     names = [where.name] if where.is_file() else [each.name for each in where.glob("vllm*.dist-info")]
     found = [match.group(1) for name in names if (match := re.match(r"vllm(?:_cpu)?-([0-9.]+[0-9])", name))]
     if len(found) != 1:
@@ -47,9 +48,10 @@ def version_of(where: Path) -> str:
 
 
 def check(where: Path) -> int:
-    """Print how the release in ``where`` differs from its entry, or from the newest one if it has none.
+    """Print how the release in ``where`` differs from its entry in release_surfaces.json.
 
-    Return the exit status: 1 if anything differs or the release has no entry.
+    A release without an entry is compared with the newest entry. Return the exit status: 1 if anything
+    differs or the release has no entry.
     """
     version, known = version_of(where), known_surfaces()
     expected = known.get(version)

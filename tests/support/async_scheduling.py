@@ -1,9 +1,9 @@
-"""Engines on the CPU that schedule a step ahead, as engines on CUDA do: vLLM's own batch queue of two.
+"""Asynchronous scheduling on the CPU: engines plan a step before the previous step's results, as on CUDA.
 
-vLLM turns asynchronous scheduling off on the CPU, where it gains nothing. Its scheduler, engine core and
-model runner support it there too, once CUDA's streams and events have stand-ins. Forward passes run within
-the call that submits them: this shows what is planned before results are known, and nothing about the order
-of a device's work.
+vLLM turns asynchronous scheduling off on the CPU, where it gains nothing. Its scheduler, engine core (with a
+batch queue of two) and model runner work there too, once CUDA's streams and events are replaced by stand-ins.
+A forward pass runs inside the call that submits it. So tests see which steps are planned before results are
+known, but not the order of a device's work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 
 class StandInEvent:
-    """Of work that is over when it is submitted."""
+    """Stand-in for a CUDA event. It has always passed, since all work runs when it is submitted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -31,7 +31,7 @@ class StandInEvent:
 
 
 class StandInStream:
-    """Carries out all work when it is submitted."""
+    """Stand-in for a CUDA stream. It runs all work when it is submitted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         import torch
@@ -50,10 +50,8 @@ class StandInStream:
 
 @contextmanager
 def asynchronous_scheduling() -> Iterator[None]:
-    """Engines that start meanwhile schedule a step ahead unless they are given ``async_scheduling=False``.
-
-    Close them before it ends.
-    """
+    """Use asynchronous scheduling in engines that start inside the ``with`` block, except those with
+    ``async_scheduling=False``. Close these engines before the block ends."""
     import torch
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker import cpu_model_runner
@@ -73,6 +71,6 @@ def asynchronous_scheduling() -> Iterator[None]:
         patch.setattr(torch.cuda, "Stream", StandInStream)
         patch.setattr(torch.cuda, "current_stream", lambda *args, **kwargs: stream)
         patch.setattr(torch.cuda, "stream", nullcontext)
-        # It would put the real ones back when the model runner has been made.
+        # vLLM's wrapper would restore CUDA's classes once the model runner is built.
         patch.setattr(cpu_model_runner, "_torch_cuda_wrapper", nullcontext)
         yield

@@ -1,4 +1,4 @@
-"""The ``sojourn`` command in this process: a test need not pay for importing vLLM again."""
+"""Runs the ``sojourn`` command in this process, so that a test does not have to import vLLM again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from sojourn_server.cli import main
 from sojourn_server.cli.console import console
 
 COLUMNS = 250
-"""Width of tables, so that none of their words is broken."""
+"""Width of the console in characters: wide enough that tables break no word."""
 
 
 def run_sojourn(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command line with ``arguments``; processes that it starts write to the test's own streams."""
+    """Run ``sojourn`` with ``arguments`` in the folder ``cwd``, and return its exit code and output. The
+    output of child processes goes to the test's own streams instead."""
     out, err, code = StringIO(), StringIO(), 0
     with (
         chdir(cwd or os.curdir),

@@ -1,7 +1,7 @@
 """CUDA's streams and events without a device: the test decides when queued work runs, in any allowed order.
 
-Copies move real bytes between numpy arrays by address. Unstable sources are read when the stream gets to the
-copy; stable ones when the copy is queued, the earliest moment that CUDA allows.
+Copies move real bytes between numpy arrays by address. A stable source is read when the copy is queued, which
+is the earliest moment that CUDA allows. An unstable source is read when the stream runs the copy.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import Any
 
 
 class FakeEvent:
+    """A CUDA event. ``passed`` is True before the first ``record``, as in CUDA, and once the stream has
+    reached the event."""
+
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
-        self.passed = True  # as CUDA: an event never recorded has passed
+        self.passed = True
 
     def record(self, stream: FakeStream) -> None:
         with self.cuda.lock:
@@ -40,7 +43,8 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Its work: events to pass, ``("wait", event)``, and functions to call."""
+    """A CUDA stream. ``work`` holds its queued work in order: events to mark as passed, pairs
+    ``("wait", event)``, and functions to call."""
 
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self.cuda = cuda
@@ -60,7 +64,8 @@ class FakeStream:
 
 
 class FakeCuda:
-    """One device. The model's thread computes on ``compute``."""
+    """One device: a ``CudaRuntime`` for the code under test, and methods with which the test runs the queued
+    work. ``compute`` is the stream of the model's kernels. ``seed`` determines the order of the work."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -110,12 +115,13 @@ class FakeCuda:
     # -- the test's side
 
     def kernel(self, run: Callable[[], None]) -> None:
-        """Queue work of the model."""
+        """Queue ``run`` on the stream ``compute``, as a kernel of the model."""
         with self.lock:
             self.compute.work.append(run)
 
     def run_one(self) -> bool:
-        """Run one piece of work of any stream that need not wait; ``False``: there is none."""
+        """Run the next work of a random stream that does not wait for an event. Returns False if there is no
+        such stream."""
         with self.lock:
             ready = [stream for stream in self.streams if stream.runnable]
             if not ready:
@@ -128,13 +134,13 @@ class FakeCuda:
             return True
 
     def run_some(self, most: int) -> None:
-        """Run at most ``most`` pieces of work."""
+        """Run a random number of pieces of work, from 0 to ``most``."""
         for _ in range(self.draw.randrange(most + 1)):
             if not self.run_one():
                 return
 
     def run_all(self) -> None:
-        """Run all that can run. Asserts that nothing waits for ever."""
+        """Run all queued work. Fails if a stream waits for an event that never passes."""
         while self.run_one():
             pass
         assert not any(stream.work for stream in self.streams), "work waits for an event that never passes"

@@ -1,4 +1,4 @@
-"""``sojourn gateway`` as a process of its own."""
+"""Runs ``sojourn gateway`` as a child process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ runpy.run_module("sojourn_server.cli", run_name="__main__")
 
 
 class GatewayProcess:
-    """Context manager: started, waited for until it knows all engines, stopped."""
+    """Context manager that starts a gateway for the engines ``urls``, waits until it knows all of them, and
+    stops it at the end. Its output goes to ``log_path``; ``flags`` are added to its command line."""
 
     def __init__(self, urls: list[str], log_path: Path, *flags: str, patient: bool = False) -> None:
-        """``patient``: for a moving program's KV it waits as long as it ever does, however little that saves:
-        beside other tests a disk may take longer than computing a short context anew."""
+        """``patient``: when a program moves to another engine, the gateway always waits its longest time for
+        the program's KV. Otherwise it may give up: while other tests run, writing a short context to disk may
+        take longer than computing it."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Collecting garbage often, where much is imported."""
+"""Makes frequent garbage collections cheap in a process with many imported modules."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def old_objects_passed_over() -> Iterator[None]:
-    """``gc.collect()`` looks meanwhile at what is made meanwhile.
+    """Restrict ``gc.collect()`` to objects that are created inside the ``with`` block.
 
-    Beside torch, vLLM and the frameworks it takes half a second otherwise, to find nothing among their
-    modules. Garbage from before stays until the end: it is no finding of the tests that collect here. An
-    engine that is closed in this process lets everything be looked at again, which costs time alone.
+    Otherwise each collection takes half a second, since it scans the modules of torch, vLLM and the agent
+    frameworks. Older garbage stays until the end of the block; the tests do not look for it. If an engine is
+    closed in this process inside the block, collections scan all objects again, which only costs time.
     """
     gc.freeze()
     try:

@@ -1,4 +1,4 @@
-"""``sojourn gateway --ray`` as a process on its own cluster, and queries of what it started."""
+"""Runs ``sojourn gateway --ray`` as a child process with its own Ray cluster, and finds their processes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RayGateway:
-    """The command: ``start`` waits until it answers, ``stop_application`` until nothing is left of it."""
+    """The command and its processes. ``start`` waits until the gateway answers, ``stop`` until all processes
+    have ended."""
 
     def __init__(self, home: Path, engines: Mapping[str, Any], *, start_s: float = 180.0) -> None:
-        """``home`` should be short: Ray's sockets lie below it. ``engines`` goes into the file.
-
-        ``start_s``: how long it may take until it answers.
+        """``home``: folder for all files; its path must be short, since Ray's sockets are below it.
+        ``engines``: added to the section ``engines`` of the config file. ``start_s``: longest wait for the
+        gateway's first answer, in seconds.
         """
         self.home = home
         self.start_s = start_s
@@ -60,7 +61,7 @@ class RayGateway:
 
     @property
     def config_path(self) -> Path:
-        """The file it is told."""
+        """Path of the config file that the command reads."""
         return self.home / "config.yaml"
 
     def start(self) -> None:
@@ -77,7 +78,8 @@ class RayGateway:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """As a service manager does it; fails if anything is left, or is said that is not ours."""
+        """Stop the command by SIGTERM, as a service manager does. Fails if a process is left, if the exit
+        code is not 0, or if Ray logs anything after our last line."""
         assert self.process is not None
         self.tree()
         self.process.send_signal(signal.SIGTERM)
@@ -98,14 +100,14 @@ class RayGateway:
                 self.process.wait()
 
     def tree(self) -> list[Any]:
-        """All processes that were started, and their children."""
+        """Return all processes below the command, and add them to ``seen``."""
         assert self.process is not None
         found = psutil.Process(self.process.pid).children(recursive=True)
         self.seen |= {one.pid: one for one in found}
         return list(found)
 
     def pids(self, title: str) -> list[int]:
-        """Processes whose command line has these words."""
+        """Return the ids of the processes whose command line contains the text ``title``."""
         found = []
         for one in self.tree():
             try:
@@ -116,7 +118,7 @@ class RayGateway:
         return found
 
     def listens_at(self, port: int) -> int:
-        """The process that listens at a port of ours; fails where there is none."""
+        """Return the id of the process that listens at this TCP port. Fails if there is none."""
         for one in self.tree():
             try:
                 connections = one.net_connections(kind="tcp")
@@ -127,7 +129,8 @@ class RayGateway:
         raise AssertionError(f"nobody listens at {port}")
 
     def cluster_address(self) -> str:
-        """Of its cluster; left to itself Ray takes any that runs on this machine."""
+        """Return the address of this gateway's cluster. Without an address, a Ray driver would connect to any
+        cluster on this machine."""
         for one in self.tree():
             try:
                 told = [word for word in one.cmdline() if word.startswith("--gcs-address=")]
@@ -138,10 +141,11 @@ class RayGateway:
         raise AssertionError("no process of Ray's tells an address")
 
     def run(self, script: Path, *arguments: str) -> str:
-        """A script as a driver on the cluster, which is told the file first; what it prints last."""
+        """Run ``script`` as a driver on the cluster, and return the last line of its output. Its first
+        argument is the path of the config file; ``arguments`` follow. Fails if the script fails."""
         done = subprocess.run(
             [sys.executable, str(script), str(self.config_path), *arguments],
-            # To an address that it is given Ray shows its token only if it is told to.
+            # With RAY_ADDRESS set, Ray sends its token only in this mode.
             env={**self.environment, "RAY_ADDRESS": self.cluster_address(), "RAY_AUTH_MODE": "token"},
             capture_output=True, text=True, timeout=DEADLINE_S * 2,
         )  # fmt: skip
@@ -154,7 +158,8 @@ Made = TypeVar("Made", bound=RayGateway)
 
 @contextmanager
 def started(make: Callable[[Path], Made]) -> Iterator[Made]:
-    """One in a home of its own with a short path, which goes with it."""
+    """Start the gateway that ``make`` returns for a new folder with a short path, and yield it. At the end,
+    stop the gateway and delete the folder."""
     home = Path(tempfile.mkdtemp(prefix="sjr-"))
     try:
         made = make(home)
@@ -168,7 +173,7 @@ def started(make: Callable[[Path], Made]) -> Iterator[Made]:
 
 
 def free_port() -> int:
-    """One that nobody has now."""
+    """Return a TCP port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

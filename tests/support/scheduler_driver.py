@@ -15,9 +15,11 @@ from sojourn_server.policies.preemption.preemption_recovery import RecoveryMetho
 
 
 class SchedulerDriver(ProgramScheduler):
-    """Collects orders in ``actions`` and refused requests in ``refused`` until the test takes them.
+    """A ``ProgramScheduler`` that collects its engine actions in ``actions``, and the ids of refused requests
+    in ``refused``.
 
-    After every event the tables must be consistent (``ProgramScheduler.check``).
+    After each event it checks that the tables are consistent (``ProgramScheduler.check``). With more than 100
+    programs, it checks only after every 256th event.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -65,14 +67,15 @@ class SchedulerDriver(ProgramScheduler):
         self.handle(ev.UntrackedRequestLeft(request_id), now)
 
     def waiting_view(self, request_id: str) -> WaitingRequestView:
-        """What the queue order sees of a request."""
+        """Return the view of a waiting request that the queue-order policy gets."""
         state = self._requests.states[request_id]
         return self._request_lifecycle.waiting_view(state)
 
     def make_room(
         self, need: ReclaimRequest, now: float, freed_by: Callable[[ProgramId], int] | None = None
     ) -> int:
-        """How many leases gave way."""
+        """Ask for blocks (``BlocksNeeded``), and return the number of leases that ended. ``freed_by`` returns
+        the blocks that the end of a program's lease frees; ``None``: all blocks of the lease."""
         freed = (
             {lease.program_id: freed_by(lease.program_id) for lease in self.state.leases}
             if freed_by

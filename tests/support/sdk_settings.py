@@ -9,13 +9,14 @@ from typing import Any
 from sojourn.config import Config
 
 PATH = str(Path(__file__).parent)
-"""For ``PYTHONPATH`` of a process that imports this module."""
+"""This folder: the entry for ``PYTHONPATH`` of a process that imports this module."""
 
 _resolve: Any = Config.resolve.__func__  # type: ignore[attr-defined]
 
 
 def resolve_with(**settings: Any) -> Any:
-    """Return a ``Config.resolve`` that sets these fields of its result, to be set by ``monkeypatch``."""
+    """Return a replacement for ``Config.resolve`` that sets the fields ``settings`` of its result. A test
+    installs it with ``monkeypatch``."""
 
     def resolve(cls: type[Config], *args: Any, **kwargs: Any) -> Config:
         config: Config = dataclasses.replace(_resolve(cls, *args, **kwargs), **settings)

@@ -1,11 +1,11 @@
-"""An agent with random, history-dependent transitions, to measure predictions on.
+"""An agent with random, history-dependent transitions, for tests of predictions.
 
     plan ─▶ [outline] ─▶ act ⟲ ─▶ check ─┬▶ fix ─▶ check …
                                          └▶ summarise ─▶ end
 
-A task is small or large. Large ones get an outline and are acted on twice, small ones once. The first check
-nearly always finds something, one after a fix seldom does; now and then a fix leads back to acting. So
-what follows a check depends on what preceded it, which a chain that knows the present node only cannot tell.
+A task is small or large. A large task usually gets an outline and two visits to ``act``, a small task one
+visit. The first check nearly always leads to a fix; a check after a fix seldom does. Now and then a fix leads
+back to ``act``. So the node after a check depends on earlier nodes, which a first-order chain does not know.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ NODES = ("plan", "outline", "act", "check", "fix", "summarise")
 
 
 class State(NamedTuple):
-    """All that the next step depends on."""
+    """State of a run that determines the probabilities of the next node: the current node, the size of the
+    task, and the number of visits to ``act`` and ``fix``."""
 
     node: str = START
     large: bool = False
@@ -30,7 +31,7 @@ class State(NamedTuple):
 
 
 def odds(state: State) -> dict[str, float]:
-    """Next node → its probability: the whole truth, as an oracle would know it."""
+    """Return the true probability of each possible next node."""
     node = state.node
     if node == START:
         return {"plan": 1.0}
@@ -51,7 +52,7 @@ def odds(state: State) -> dict[str, float]:
 
 
 def step(state: State, random: Random) -> State:
-    """Draw the next node."""
+    """Draw the next node, and return the state after it."""
     choices = odds(state)
     node = random.choices(list(choices), list(choices.values()))[0]
     large = random.random() < 0.15 if state.node == START else state.large
@@ -59,7 +60,7 @@ def step(state: State, random: Random) -> State:
 
 
 def states(random: Random) -> list[State]:
-    """One run, from the start to the end."""
+    """Return the states of one random run, from ``START`` to ``END``."""
     run = [State()]
     while run[-1].node != END:
         run.append(step(run[-1], random))
@@ -67,13 +68,14 @@ def states(random: Random) -> list[State]:
 
 
 def oracle(state: State) -> str:
-    """The likeliest next node."""
+    """Return the likeliest next node: the best possible prediction."""
     choices = odds(state)
     return max(choices, key=lambda node: choices[node])
 
 
 class FirstOrderChain:
-    """What follows the present node most often: the simplest thing that could be learned."""
+    """Baseline predictor: returns the node that followed the current node most often in ``runs``. Returns
+    ``None`` for an unknown node."""
 
     def __init__(self, runs: list[list[State]]) -> None:
         self._counts: dict[str, Counter[str]] = {}

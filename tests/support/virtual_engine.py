@@ -1,9 +1,9 @@
-"""A scripted engine around the real steward, desk and service, in virtual time.
+"""A fake engine in virtual time around the real ``ProgramScheduler``, ``ClientEventHandler`` and
+``EngineService``.
 
-It has a prefix cache of chained block hashes and nothing else: no scheduler.
-A test says when requests arrive, get their blocks and finish, when blocks are
-evicted, and how much time passes. Orders are carried out at once and kept in
-``done`` for the test to look at.
+The engine has only a prefix cache of chained block hashes, and no scheduler of its own. The test says when
+requests arrive, are admitted and finish, when blocks are evicted, and how much time passes. The engine
+carries out actions at once and records them in ``done``.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from sojourn_server.programs.tool_call_parsers import parse_tool_calls
 
 BLOCK_TOKENS = 4
 BASH = "Let us see.\n```bash\npytest -q\n```"
-"""An output that calls a tool, whose key is ``bash:pytest``."""
+"""A model output that calls a tool; the key of the tool is ``TOOL``."""
 TOOL = "bash:pytest"
 
 
 class VirtualEngine:
-    """One engine with ``blocks`` blocks of four tokens; ``recorder`` refuses what the catalogue lacks."""
+    """One engine with ``blocks`` blocks of ``BLOCK_TOKENS`` tokens. ``now`` is the virtual time in seconds.
+    The recorder is strict: metrics that are not in the catalogue raise."""
 
     def __init__(
         self,
@@ -78,19 +79,20 @@ class VirtualEngine:
     # -- time ---------------------------------------------------------------------
 
     def wait(self, seconds: float) -> None:
-        """Let time pass, then begin a step."""
+        """Advance the virtual time by ``seconds``, then begin a step."""
         self.now += seconds
         self.step()
 
     def step(self) -> None:
-        """Begin an engine step."""
+        """Begin an engine step at the current virtual time."""
         self.program_scheduler.tick(self.now)
         self.carry_out()
 
     # -- requests -------------------------------------------------------------------
 
     def arrive(self, program: str | None, tokens: Sequence[int], **hint: Any) -> str:
-        """A request arrives; ``hint`` are fields of its agentic context. Returns the request's id."""
+        """Let a request with the prompt ``tokens`` arrive, and return its id. ``program``: its program's id;
+        ``None``: untracked. ``hint``: fields of its agentic context."""
         self._requests += 1
         request_id = f"r{self._requests}"
         context = {"program_id": program, **hint}
@@ -105,7 +107,8 @@ class VirtualEngine:
         return request_id
 
     def admit(self, request_id: str, *, resumed: bool = False) -> int:
-        """The request gets its blocks; returns the tokens found in the cache."""
+        """Admit the request, and return the number of its tokens found in the cache. ``resumed``: True after
+        a preemption."""
         prompt = self._prompts[request_id]
         hashes = chain(prompt)
         hit = 0
@@ -136,7 +139,8 @@ class VirtualEngine:
         output: Sequence[int] = (7, 7),
         outcome: TurnFinishReason = TurnFinishReason.STOPPED,
     ) -> Lease | None:
-        """The request leaves the engine having written ``parse_text``, which is the tokens ``output``."""
+        """Finish the request with the output ``text``, encoded as the tokens ``output``. Returns the lease
+        that its program gets, or ``None``."""
         prompt = self._prompts.pop(request_id)
         hashes = chain([*prompt, *output])
         failed = outcome in (TurnFinishReason.ABORTED, TurnFinishReason.ERROR)
@@ -163,14 +167,16 @@ class VirtualEngine:
         return lease
 
     def turn(self, program: str | None, tokens: Sequence[int], text: str = BASH, **hint: Any) -> Lease | None:
-        """A whole turn in no time."""
+        """Let a request arrive, be admitted and finish at the current time. Returns the granted lease, or
+        ``None``."""
         request_id = self.arrive(program, tokens, **hint)
         self.admit(request_id)
         self.program_scheduler.first_token(request_id, self.now)
         return self.finish(request_id, text)
 
     def evict(self, tokens: Sequence[int], *, by: str | None = None, keep: int = 0) -> None:
-        """Somebody takes the places of the cached blocks of ``tokens``, all but the first ``keep``."""
+        """Evict the cached blocks of ``tokens``, except the first ``keep`` blocks. ``by``: id of the
+        program whose request takes them, if known."""
         for block in chain(tokens)[keep:]:
             if block in self.cached:
                 self.cached.discard(block)
@@ -181,7 +187,8 @@ class VirtualEngine:
     # -- clients --------------------------------------------------------------------
 
     def send(self, *events: Event, emitter: str = "e") -> list[EventOutcome]:
-        """Post a batch of events; their sequence numbers are given here unless they are ≥ 0 already."""
+        """Post a batch of events, and return their outcomes. An event with a negative ``seq`` gets the next
+        sequence number."""
         numbered = []
         for event in events:
             if event.seq < 0:
@@ -190,24 +197,24 @@ class VirtualEngine:
         return self.post({"v": WIRE_VERSION, "emitter": emitter, "events": numbered})
 
     def post(self, batch: dict[str, Any]) -> list[EventOutcome]:
-        """Post a batch as it is."""
+        """Post a batch in the wire format, unchanged, and return the outcomes of its events."""
         answer = self.service.call("events", json.dumps(batch), self.now)
         self.carry_out()
         return decode_outcomes(answer.encode()).outcomes
 
     def next_seq(self) -> int:
-        """A sequence number not used before."""
+        """Return a sequence number that no earlier event has."""
         self._seq += 1
         return self._seq
 
     def ask(self, operation: str, **arguments: Any) -> Any:
-        """What the HTTP side would get."""
+        """Return the answer that the API server would get for ``operation``."""
         return json.loads(self.service.call(operation, json.dumps(arguments), self.now))
 
     # -- the engine's side -----------------------------------------------------------
 
     def carry_out(self) -> None:
-        """Do what the steward ordered."""
+        """Carry out the actions of the ``ProgramScheduler``, and add them to ``done``."""
         while self.program_scheduler.actions:
             for action in self.program_scheduler.take_actions():
                 self.done.append(action)
@@ -226,7 +233,7 @@ class VirtualEngine:
                     self.cached.difference_update(held)
 
     def pool_state(self) -> dict[str, int]:
-        """Blocks by state, as the real engine tells them."""
+        """Return the number of blocks in each state, as the real engine reports them."""
         leased = sum(len(blocks) for blocks in self.held.values())
         cached = len(self.cached) - leased
         total = self.program_scheduler.pool.blocks
@@ -241,31 +248,32 @@ class VirtualEngine:
     # -- for assertions ---------------------------------------------------------------
 
     def program(self, program_id: str) -> ProgramState:
-        """What is known of a program that must be known."""
+        """Return the state of a program. Fails if the program is unknown."""
         program = self.program_scheduler.state.programs.get(ProgramId(program_id))
         assert program is not None
         return program
 
     def request_state(self, request_id: str) -> RequestState:
-        """What is known of a request in the engine."""
+        """Return the state of a request in the engine. Raises ``KeyError`` if it has left."""
         return self.program_scheduler.state.requests.states[request_id]
 
     def queue(self) -> list[str]:
-        """Requests in the order in which the preset would admit them."""
+        """Return the ids of all requests in the engine, by the preset's queue order."""
         return sorted(self.program_scheduler.state.requests.states, key=self.program_scheduler.queue_key)
 
     def reasons(self, kind: str) -> list[str]:
-        """Reasons of the decisions of one kind so far, oldest first."""
+        """Return the reasons of all decisions of one kind, oldest first."""
         chosen, _ = self.program_scheduler.decisions.since(0, 100_000)
         return [decision.reason for decision in chosen if decision.kind == kind]
 
     def counter(self, name: str, **labels: str) -> float:
-        """What a counter has come to, read without draining it for good."""
+        """Return the sum of a counter since the start, over all its rows that have these labels."""
         rows = self.drained().get(name, [])
         return sum(n for found, n in rows if found.items() >= labels.items())
 
     def drained(self) -> dict[str, Any]:
-        """All counters so far; each call adds what came since the one before."""
+        """Return all counters since the start, as counter name → list of (labels, increment). Each call
+        drains the recorder and adds the new increments."""
         total: dict[str, Any] = self.__dict__.setdefault("_drained", {})
         for name, rows in self.program_scheduler.recorder.drain()["counters"].items():
             total.setdefault(name, []).extend(rows)
@@ -273,7 +281,7 @@ class VirtualEngine:
 
 
 def chain(tokens: Sequence[int]) -> list[int]:
-    """Chained hashes of the full blocks of ``tokens``."""
+    """Return the hash of each full block of ``tokens``. As in vLLM, it covers the blocks before it too."""
     hashes: list[int] = []
     previous = 0
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -283,5 +291,5 @@ def chain(tokens: Sequence[int]) -> list[int]:
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:
-    """``n`` tokens that share no prefix with those of another ``seed``."""
+    """Return ``n`` tokens. Prompts with different ``seed`` have no common prefix."""
     return [seed * 1_000_003 + i for i in range(n)]

@@ -1,4 +1,4 @@
-"""Waiting for a condition, in place of sleeping for a fixed time."""
+"""Functions that wait for a condition instead of sleeping for a fixed time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 PATIENCE_S = 30.0
-"""Longest wait. A busy machine needs seconds; a test that hangs ends here."""
+"""Default of the longest wait, in seconds. A busy machine needs a few seconds; a hanging test ends here."""
 EVERY_S = 0.005
 
 
@@ -27,7 +27,7 @@ def wait_until(
 
 
 async def wait_until_async(condition: Callable[[], Result], within_s: float = PATIENCE_S) -> Result:
-    """The same on an event loop."""
+    """Do the same as ``wait_until`` on an event loop, without blocking the loop."""
     end_s = time.monotonic() + within_s
     while not (result := condition()):
         assert time.monotonic() < end_s, f"not within {within_s:.0f} s"
