@@ -123,7 +123,7 @@ class CudaDeviceBackend:
         self._store_stream = cuda.new_stream()
         self._load_stream = cuda.new_stream()
         self._filling: dict[int, CudaCopy] = {}
-        """Slot → the last copy into it, unless that copy is known to be done."""
+        """Slot → the last copy into it. A slot whose last copy is known to be done has no entry."""
 
     def fence(self) -> CudaEvent:
         """Return an event that completes when the device has done all work that the calling thread has queued

@@ -182,7 +182,8 @@ class DiskPlanner:
         self.make_room(0)
 
     def drop_parts(self, keys: Iterable[BlockKey]) -> None:
-        """Delete the parts of blocks that only some of the engine's workers have on disk."""
+        """Delete the files of ``keys``, blocks that only some of the engine's workers have on disk. Skips
+        blocks that the planner counts as on disk."""
         self._drops += [key for key in keys if key not in self._files]
 
     def make_room(self, blocks: int) -> None:

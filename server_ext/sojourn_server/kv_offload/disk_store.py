@@ -158,7 +158,7 @@ class DiskStore:
         self._unusable: OrderedDict[bytes, None] = OrderedDict()
         """Keys whose files cannot be read or removed. They still count against the budget."""
         self._used_bytes = 0
-        """Bytes of indexed and unusable files and of those being written."""
+        """Bytes of indexed files, unusable files and files being written."""
         self._last_use_ns = 0
 
     @classmethod
@@ -423,8 +423,8 @@ class DiskStore:
                 raise StoreError("removing the KV block", self._path(key), error) from error
 
     def _reserve(self) -> bool:
-        """Reserve budget for one more file, if necessary by removing an unusable one. Returns whether it
-        fits."""
+        """Reserve budget for one more file, if necessary by removing an unusable one. Returns whether the
+        file fits."""
         while True:
             with self._changed:
                 if self._used_bytes + self.file_bytes <= self.budget_bytes:

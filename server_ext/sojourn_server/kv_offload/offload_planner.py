@@ -84,7 +84,7 @@ class OffloadPlanner:
         self._jobs = OffloadJobs()
         """Jobs of the step being planned, without the disk's."""
         self._wants_step = False
-        """Whether a caller waits for results of earlier jobs."""
+        """Whether ``persist`` waits for disk writes, so that the engine must run a step even when idle."""
 
     # -- copies from the device ---------------------------------------------
 

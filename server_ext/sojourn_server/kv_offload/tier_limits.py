@@ -17,8 +17,8 @@ class TierLimits:
     disk_blocks: int = 0
     """Number of blocks that fit on the disk; 0: no disk."""
     spill_below: float = 0.25
-    """Blocks are written to disk while less than this share of host memory can be reused without loss.
-    Without loss: empty slots, and blocks that are worthless or also on disk or on the device."""
+    """Blocks are written to disk while less than this share of host memory can be reused without loss. A slot
+    can be reused without loss if it is empty, or if its block is worthless, on disk or on the device."""
     max_spilling: int = 256
     """Maximum number of blocks being written to disk at once, so that a slow disk's queue stays short."""
     max_staging: int = 4096

@@ -242,8 +242,8 @@ class TransferLink:
         return True
 
     def close(self, request: str) -> None:
-        """Declare that a request queues no more items for now. It gives up its place in the queue once all
-        its items have started."""
+        """Declare that a request queues no more items for now. The request gives up its place in the queue
+        once all its items have started."""
         of = self._requests.get(request)
         if of is not None:
             of.is_closed = True

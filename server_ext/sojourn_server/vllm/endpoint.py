@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .compat import EngineClient
 
 UTILITY = "sojourn_call"
-"""The method of the engine core that answers all calls: ``(operation, payload) -> str``."""
+"""Name of the engine core's method that answers all calls: ``(operation, payload) -> str``."""
 
 STREAMS_END_S = 10.0
 """Seconds between the engine's stop and the closing of connections by the server. In this time clients can

@@ -9,10 +9,12 @@ from typing import Protocol
 from sojourn.ids import ProgramId
 
 Score = tuple[float, ...]
+"""Eviction score of a bucket. Scores are compared as tuples; the lowest is evicted first."""
 NEWEST_TURN = math.inf
+"""Time in a bucket's key that marks the blocks of the program's newest turn."""
 Bucket = tuple[ProgramId, float]
-"""Key of a bucket: the program, and the time of its last use of the blocks (``NEWEST_TURN`` for blocks of its
-newest turn)."""
+"""Key of a bucket: the program, and the time in seconds at which it last used the blocks (``NEWEST_TURN`` for
+blocks of its newest turn)."""
 Standing = tuple[float, ...] | None
 """The inputs from which the policy computes a bucket's score. They do not depend on the score's scale."""
 HeapPosition = tuple[Score, bool, int]
