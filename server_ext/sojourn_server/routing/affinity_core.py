@@ -31,15 +31,18 @@ from .routing_tables import build_routing_tables
 MAX_EXPIRED_PER_TICK = 500
 """Maximum number of timed-out requests rejected in one tick; later ticks reject the rest."""
 MAX_FAILED_REROUTED = 256
-"""Maximum number of requests routed again in one pass after they failed at a replica that is still
-registered."""
+"""Maximum number of requests of the ``failed`` queue that one pass routes again. These requests failed at a
+replica that is still registered."""
 UNROUTED_ROUTE = RoutingDecision("", "policy_failed")
 """Placeholder route of a request that is rejected because the routing policy failed."""
 
 
 class AffinityCore(RoutingCore):
-    """Routing core that keeps each program at one replica, its home. Four policies decide: routing, work
-    stealing, tenants' shares, and preemption between tenants."""
+    """Routing core that keeps each program at one replica, its home.
+
+    Four policies decide: ``routing``, work ``stealing``, tenants' shares (``sharing``), and preemption
+    between tenants (``yielding``; ``None``: no preemption). ``expected`` estimates programs' sizes and turns.
+    """
 
     def __init__(
         self,
@@ -137,8 +140,8 @@ class AffinityCore(RoutingCore):
         return snapshot_routing_state(self.fleet, self.programs, self.expected, self._number, now)
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
-        """Restore a snapshot; return the number of programs with a home. Each replica gets a new lease that
-        starts at ``now``."""
+        """Restore a snapshot; return the number of programs with a home. Each replica counts as having
+        reported at ``now``."""
         if self._number or len(self.fleet) or len(self.programs):
             raise ValueError("this core has replicas or programs already; expected a new one")
         shift_s = 0.0 if elapsed_s is None else now - state.taken_s - elapsed_s
@@ -149,8 +152,8 @@ class AffinityCore(RoutingCore):
         return sum(program.home is not None for program in self.programs)
 
     def suspect_all(self, now: float) -> None:
-        """Mark all healthy replicas as suspect. A suspect replica gets no new programs until it registers
-        again."""
+        """Mark all replicas as suspect, except those that drain. A suspect replica gets no new programs until
+        it registers again."""
         for replica in self.fleet:
             if replica.health is ReplicaHealth.UP:
                 replica.health = ReplicaHealth.SUSPECT
@@ -168,9 +171,10 @@ class AffinityCore(RoutingCore):
         return self.fleet.longest_tokens
 
     def _is_queue_full(self, tenant: str) -> bool:
-        """Whether a new request of ``tenant`` must be rejected because ``most_waiting`` requests wait. If
-        tenants share capacity, a tenant that has less than an equal part of ``most_waiting`` may exceed this
-        limit. The total never exceeds twice the limit."""
+        """Whether a new request of ``tenant`` must be rejected because ``most_waiting`` requests wait.
+
+        If tenants share capacity, a request is accepted above this limit if its tenant has fewer waiting
+        requests than an equal part of the limit. The total never exceeds twice the limit."""
         most = self.limits.most_waiting
         if self.waiting < most or not self.tenants.take_turns or self.waiting >= 2 * most:
             return self.waiting >= most
@@ -276,8 +280,10 @@ class AffinityCore(RoutingCore):
             self._reset_capacity_needs(program)
 
     def _is_at(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
-        """Whether a request is at this replica. If the request was recalled from there too late, the method
-        records it as sent there again and returns True."""
+        """Whether a request is at this replica.
+
+        If the request was recalled from this replica, the gateway ignored the recall because the answer had
+        begun. Then the method records the request as sent there again and returns True."""
         if request.sent_s is not None and request.replica_id == replica_id:
             return True
         if request.recalled_from != replica_id:
@@ -313,7 +319,8 @@ class AffinityCore(RoutingCore):
         self._replay(request, now)
 
     def _replay(self, request: RoutedRequest, now: float) -> None:
-        """Abort, reject or requeue a request that its replica did not answer."""
+        """Process a request that its replica did not answer: abort the stream if it has begun, reject the
+        request if it failed too often, else queue it again."""
         self._capacity_changed = True
         request.failures += 1
         if request.began:
@@ -433,8 +440,10 @@ class AffinityCore(RoutingCore):
 
     def _size(self, program: RoutedProgram | None, context_tokens: int, *, anew: bool = False) -> int:
         """Longest context, in tokens, that a program is expected to reach; without a program,
-        ``context_tokens``. ``anew``: estimate again, as after each turn. Otherwise the last estimate is used
-        until the program outgrows it."""
+        ``context_tokens``.
+
+        ``anew``: compute a new estimate, as after each turn. Otherwise the last estimate is used until the
+        program outgrows it."""
         fitting = self.fleet.fitting
         if program is None:
             return fitting(context_tokens)
@@ -445,8 +454,8 @@ class AffinityCore(RoutingCore):
         return fitting(self.expected.size_tokens(program, context_tokens, most))
 
     def _reset_capacity_needs(self, program: RoutedProgram) -> None:
-        """Mark a program's waiting requests to be routed again. The program has a home now, so its requests
-        need no further capacity."""
+        """Have the program's requests that wait for capacity routed again. The program has a home now, so its
+        requests need no further capacity."""
         if not program.waiting:
             return
         for request in self.requests.anywhere.of(program):
@@ -454,8 +463,8 @@ class AffinityCore(RoutingCore):
             self._capacity_changed = True
 
     def _release_unanswered_homes(self, now: float) -> None:
-        """Remove the homes of programs that never got an answer and have no open request. This frees
-        capacity."""
+        """Remove the homes of programs that have had no answer and have no request in progress. This frees
+        the capacity that was counted for them."""
         unanswered = self.requests.unanswered
         while unanswered:
             program = unanswered.pop()
@@ -484,8 +493,10 @@ class AffinityCore(RoutingCore):
     # -- dispatch -----------------------------------------------------------------
 
     def _dispatch(self, now: float, *, epoch: bool) -> None:
-        """Send the requests for which a replica has capacity. With ``epoch``, also run work stealing and
-        preemption between tenants. Without it, work stealing runs only after a replica has become idle."""
+        """Send the requests for which a replica has capacity.
+
+        ``epoch`` is True on a ``Tick``. Then work stealing and preemption between tenants run too. On other
+        events, only work stealing runs, and only if a replica registered or stopped being full."""
         self._release_unanswered_homes(now)
         if self._has_unrouted:
             self._capacity_changed, self._has_unrouted = True, False
@@ -512,15 +523,15 @@ class AffinityCore(RoutingCore):
     @contextmanager
     def _counted_failures(self) -> Iterator[None]:
         """Context manager that catches and counts a ``PolicyCallError`` of its block. The policy is called
-        again in the next epoch."""
+        again on the next ``Tick``."""
         try:
             yield
         except PolicyCallError as error:
             self.counts.policy_failed(error)
 
     def _send_eligible(self, now: float) -> None:
-        """Send the requests that wait for any replica, as long as some replica has capacity. Then send
-        requests from the queues of single replicas whose load has fallen."""
+        """Send requests that wait for any replica, as long as some replica has capacity. Then send requests
+        that wait for one replica, if the load of that replica has fallen."""
         while self._capacity_changed or self.homes.capacity_grew:
             self._capacity_changed = self.homes.capacity_grew = False
             self._send_failed(now)
@@ -541,6 +552,7 @@ class AffinityCore(RoutingCore):
                 self._placer.send(request, replica, now)
 
     def _place(self, request: RoutedRequest, reserved_replica: str | None, now: float) -> RoutingDecision:
+        """``RequestPlacer.place``, but a request for which the routing policy fails is rejected."""
         try:
             return self._placer.place(request, reserved_replica, now)
         except PolicyCallError as error:
@@ -550,8 +562,8 @@ class AffinityCore(RoutingCore):
             return UNROUTED_ROUTE
 
     def _send_failed(self, now: float) -> None:
-        """Route again the requests that failed at a replica that is still registered. Reject a request if no
-        replica can retry it."""
+        """Route again the oldest requests of the ``failed`` queue. Reject a request if no replica can retry
+        it."""
         failed = self.requests.failed
         for request in failed.oldest(MAX_FAILED_REROUTED) if failed else ():
             if any(_can_retry_at(replica, request) for replica in self.fleet):
@@ -561,9 +573,10 @@ class AffinityCore(RoutingCore):
 
 
 def _can_retry_at(replica: Replica, request: RoutedRequest) -> bool:
-    """Whether a failed request may wait for this replica. A replica where the request has not failed counts
-    unless it drains. A replica where the request failed counts only while it is suspect, since a new instance
-    may soon replace it."""
+    """Whether a failed request may wait for this replica.
+
+    If the request has not failed there: True unless the replica drains. If it has: True only while the
+    replica is suspect, since a new instance may soon replace the replica."""
     if replica.replica_id in request.failed_at:
         return replica.health is ReplicaHealth.SUSPECT
     return replica.health is not ReplicaHealth.DRAINING

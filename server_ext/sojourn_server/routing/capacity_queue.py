@@ -1,17 +1,17 @@
 """The queue of requests that no replica has KV capacity for, and the order in which they are routed later.
 
-If a request has to wait, its routing decision states the KV capacity that it needs. A pass over the queue
-routes again only requests that fit into the largest free capacity, in order of arrival or of tenants' shares.
-This keeps a pass over 10,000 requests cheap.
+If a request has to wait, its routing decision states the KV capacity that the request needs. A pass over the
+queue routes again only requests that fit into the largest free capacity of a replica, in order of arrival or
+of tenants' shares. This keeps a pass over 10,000 requests cheap.
 
 A request that needs less may pass one that needs more, within bounds. The first request of a tenant's queue
-is late if it has waited for ``patience_s``. It is also late if ``patience`` other requests were admitted
-since it became the first. For a late request, the replica with the most free capacity is reserved: it accepts
-no other program until it has enough capacity for the request or is empty. One replica is reserved at a time,
-for the first tenant in the order that has a late request. The requests of tenants before this one need not
-wait for the late request. The reserved replica's free capacity only grows. Another replica is reserved
-instead only if it has more free capacity. So the late request is admitted as soon as enough programs there
-have ended.
+is late if it has waited for ``patience_s`` seconds. It is also late if ``patience`` other requests were
+admitted since it became the first. For a late request, the replica with the most free capacity is reserved:
+the replica accepts no other program until it has enough capacity for the request, or no programs. Only one
+replica is reserved at a time. Of several tenants with a late request, the one that is served first gets it.
+Tenants that are served before that tenant do not wait for the late request. The reserved replica's free
+capacity only grows, and another replica replaces it only if that one has more. So the late request is
+admitted as soon as enough programs have ended.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from .routing_queue import RoutedRequest, TenantQueue, WaitingQueue
 from .tenant_accounting import TenantAccounting
 
 MAX_FAILED_ROUTES = 512
-"""Maximum number of requests that one pass routes in vain, so that they still have to wait. Reached only if
-the needs of waiting requests are unknown."""
+"""A pass ends after it has routed this many requests that still have to wait. This happens only if the needs
+of waiting requests are unknown."""
 TENANT_REORDER_DIVISOR = 32
-"""Tenants are sorted again after 1/32 of the waiting tenants were served. With up to 63 tenants, that is
-after each request. With more, each tenant is served at most once between two sorts."""
+"""Tenants are sorted again after each 1/32 of the waiting tenants was served; with up to 63 tenants, after
+each request. Between two sorts, each tenant is served at most once."""
 
 PlaceCallback = Callable[[RoutedRequest, "str | None", float], RoutingDecision]
-"""Routes a request, and sends or queues it if a replica is found; returns the decision. The arguments are the
-request, the id of a reserved replica that it must not use, and ``now``."""
+"""Function that routes a request, sends or queues it if a replica is found, and returns the decision.
+
+Arguments: the request, the id of a reserved replica that it must not use (``None``: none), and ``now``."""
 
 
 class CapacityQueue:
-    """Routes the requests of a waiting queue when a replica has capacity.
+    """Routes the requests of the waiting queue ``line`` when a replica has capacity.
 
-    ``reserved_replica``: id of the replica that is reserved for a late request, if any. ``admitted_count``:
-    number of requests that got a replica so far, including new ones that did not wait.
+    ``patience_s``, ``patience``: after how many seconds, or admitted requests, a request is late.
+    ``reserved_replica``: id of the replica that is reserved for a late request; ``None``: there is none.
+    ``admitted_count``: number of requests that got a replica so far, including new ones that did not wait.
     """
 
     def __init__(
@@ -63,8 +65,8 @@ class CapacityQueue:
         unless it goes to its program's home or may pass waiting requests."""
 
     def place(self, place: PlaceCallback, now: float) -> bool:
-        """Route the waiting requests that may fit. The callback ``place`` routes one request. Returns False
-        if the pass reached its limit before some requests were routed even once."""
+        """Route the waiting requests that may fit; ``place`` is called for each. Returns False if the pass
+        reached ``MAX_FAILED_ROUTES`` and some requests still have to be routed."""
         self.reserved_replica, self.is_closed_to_new = None, False
         line, fleet = self._line, self._fleet
         if not line:
@@ -113,6 +115,8 @@ class CapacityQueue:
         return True
 
     def _is_late(self, row: TenantQueue, now: float) -> bool:
+        """Whether the first request of a tenant's queue is late, as the module's docstring defines it. False
+        for a request that has to be routed first."""
         first = row.first
         if first.first_since is None:
             first.first_since = self.admitted_count
@@ -125,6 +129,6 @@ class CapacityQueue:
 
 
 def _max_fitting_tokens(replica: ReplicaView) -> float:
-    """Largest number of tokens that a request may need to fit on this replica. Infinite if no program has its
-    home there: an empty replica accepts any request."""
+    """Largest number of tokens that a request may need in order to fit on this replica. ``inf`` if no program
+    has its home there: an empty replica accepts any request."""
     return max(0, replica.room_tokens) if replica.homed else math.inf

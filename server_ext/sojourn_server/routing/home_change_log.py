@@ -14,7 +14,9 @@ import msgspec
 from .routed_programs import Key
 
 FLUSH_S = 0.010
+"""Default seconds from the first change of a batch until the batch is due."""
 FLUSH_CHANGES = 100
+"""Default number of changes after which a batch is due at once."""
 MAX_LOGGED_PROGRAMS = 1_000
 """Maximum number of programs whose latest change is kept. Older changes are dropped. A gateway that has not
 received a dropped change gets all homes."""
@@ -24,7 +26,7 @@ Home = tuple[str, str]
 
 
 class HomeChange(msgspec.Struct, frozen=True, array_like=True):
-    """A program's new home. ``replica_id`` is ``None`` if the program no longer has a home."""
+    """A program's new home. ``replica_id`` and ``instance`` are ``None`` if the program has no home now."""
 
     tenant: str
     program_id: str
@@ -34,10 +36,11 @@ class HomeChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HomeChanges(msgspec.Struct, frozen=True):
-    """A batch of changes: the latest one of each program whose home changed after version ``since``.
+    """A batch of changes: the latest change of each program whose home changed after version ``since``.
 
-    ``version`` is that of the last change. ``full``: ``changes`` lists all homes and replaces the gateway's
-    copy. ``life`` identifies the core that numbers the versions. Versions of two cores cannot be compared.
+    ``version`` is the version of the last change. If ``full`` is true, ``changes`` lists all homes and
+    replaces the gateway's copy. ``life`` is the id of the core that numbers the versions. Versions of two
+    cores cannot be compared.
     """
 
     life: str
@@ -48,10 +51,11 @@ class HomeChanges(msgspec.Struct, frozen=True):
 
 
 class HomeChangeLog:
-    """Numbers the changes, returns them in batches, and keeps the latest change of each program.
+    """Numbers the changes of homes, returns them in batches, and keeps the latest change of each program.
 
-    A batch is due ``flush_s`` after its first change, or after ``flush_changes`` changes, whichever is first;
-    it has one entry per program. Raises ``ValueError`` for a negative time or counts below 1.
+    A batch is due ``flush_s`` seconds after its first change, or after ``flush_changes`` changes, whichever
+    is first. It has one entry per program. The log keeps changes of at most ``most_logged`` programs. Raises
+    ``ValueError`` for a negative time or counts below 1.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class HomeChangeLog:
         self._forgotten = 0
         """Version of the newest change that was dropped."""
         self._flushed = 0
+        """Version of the latest change at the last flush."""
         self._first_s: float | None = None
         """Time of the first change since the last flush."""
 
@@ -100,8 +105,10 @@ class HomeChangeLog:
         return max(0.0, self._first_s + self._flush_s - now)
 
     def flush(self, now: float, everything: Callable[[], Iterable[tuple[Key, Home]]]) -> HomeChanges | None:
-        """Return the next batch if it is due, else ``None``. ``everything`` is a function that returns all
-        homes. It is called only if the log has dropped changes that belong to the batch."""
+        """Return the next batch if it is due, else ``None``.
+
+        ``everything`` is a function that returns all homes. It is called only if the log has dropped changes
+        that belong to the batch."""
         if self.due_s(now) != 0.0:
             return None
         changes = self.since(self._flushed, self.life, everything)
@@ -111,9 +118,12 @@ class HomeChangeLog:
     def since(
         self, version: int, life: str, everything: Callable[[], Iterable[tuple[Key, Home]]]
     ) -> HomeChanges:
-        """Return the changes after ``version`` of the core ``life``: those that a gateway lacks. Whether they
-        were in a batch before does not matter. Return all homes if ``life`` is another core, or if the log
-        has dropped some of these changes."""
+        """Return the changes that a gateway's copy of the homes lacks, also those that earlier batches
+        contained.
+
+        ``version`` and ``life``: the copy's version, and the id of the core that numbered it. Returns all
+        homes if this is another core, or if the log has dropped some of the changes. ``everything`` is a
+        function that returns all homes."""
         if life != self.life or not self._forgotten <= version <= self.version:
             homes = tuple(HomeChange(*key, self.version, *home) for key, home in everything())
             return HomeChanges(self.life, 0, self.version, homes, full=True)

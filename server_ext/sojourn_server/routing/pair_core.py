@@ -24,7 +24,8 @@ from .routing_status import PairEngineStatus, ProgramRouteStatus
 
 ROLE_MISSING_TIMEOUT_S = 5.0
 """Seconds that requests wait while a role (prefill or decode) has no engine, if no supervisor starts engines.
-An engine that misses one or two polls is back in time. An engine that has to load its model is not."""
+An engine that misses one or two polls returns within this time. An engine that has to load its model does
+not."""
 RETRY_AFTER_S = 5.0
 """``Retry-After``, in seconds, of requests that are rejected because a role has no engine."""
 MAX_PAIR_PROGRAMS = 200_000
@@ -55,14 +56,17 @@ class PairCore(RoutingCore):
         self.pairs = pairs or PairScheduler()
         self.engines: dict[str, PairEngine] = {}
         self.flights: dict[str, PairRequest] = {}
+        """Requests in progress, waiting ones included, by id."""
         self._names: dict[tuple[PairRole, int], str] = {}
         """Replica ids of the engines that the pair scheduler knows, by role and number."""
         self._nodes: dict[str, int] = {}
+        """Number of each node in the pair scheduler, by the node's name."""
         self._numbers = count()
+        """Numbers for new engines."""
         self.programs: OrderedDict[Key, PairProgram] = OrderedDict()
         """Programs, least recently active first."""
         self._paired = 0
-        """Number of open requests that have been sent to a pair."""
+        """Number of requests in progress that have a decode engine, adopted ones included."""
         self._roles: tuple[PairRole | None, int] | None = None
         """Cached result of ``_fleet``; ``None``: to be computed again."""
         self._engines_changed = False
@@ -85,8 +89,8 @@ class PairCore(RoutingCore):
         return program.answered_by if program is not None else None
 
     def is_open(self, request_id: str) -> bool:
-        """Whether a request is in progress. False for an adopted request, which was sent without this core:
-        its gateway may take it back and submit it again."""
+        """Whether a request is in progress. False for an adopted request (see ``PairRequest.adopted``): its
+        gateway may take the request back and submit it again."""
         flight = self.flights.get(request_id)
         return flight is not None and not flight.adopted
 
@@ -107,12 +111,12 @@ class PairCore(RoutingCore):
         """Do nothing: this core has no snapshots, so it has no restored engines."""
 
     def stored_tokens(self, tenant: str, program_id: str) -> int:
-        """Tokens of a program's context that are in storage, as far as known."""
+        """Number of tokens of a program's context whose KV is in storage, as far as known; 0: unknown."""
         program = self.programs.get((tenant, program_id))
         return program.stored_tokens if program is not None else 0
 
     def program_statuses(self) -> list[ProgramRouteStatus]:
-        """Statuses of all programs, most recently active first. Context lengths count what is in storage."""
+        """Statuses of all programs, most recently active first. Their token counts are ``stored_tokens``."""
         waiting = Counter(
             (flight.asked.tenant, flight.asked.program_id or "")
             for flight in self.flights.values()
@@ -181,8 +185,8 @@ class PairCore(RoutingCore):
             self._limit(engine)
 
     def _limit(self, engine: PairEngine) -> None:
-        """Limit a decode engine's requests in the pair scheduler to the number that the engine runs at
-        once."""
+        """Limit a decode engine's requests in the pair scheduler to the number that the engine runs at once.
+        No effect on a prefill engine."""
         seen = engine.seen
         if seen.role is PairRole.DECODE and engine.number is not None:
             self.pairs.set_decode_request_limit(engine.number, seen.max_running or math.inf)
@@ -249,12 +253,12 @@ class PairCore(RoutingCore):
             self.pairs.report(node, event.queue_s, now)
 
     def _fleet(self) -> tuple[PairRole | None, int]:
-        """Return the role without engines, if any, and the longest context, in tokens, that both roles can
-        hold.
+        """Return a role without engines (``None``: both have some), and the longest context, in tokens, that
+        both roles can hold (0: unknown).
 
-        A role has no engines if none is registered or all of them drain; a suspect engine counts. The longest
-        context covers all registered engines. The result is cached, because each request reads it and there
-        may be a thousand engines.
+        Draining engines do not count as engines of their role; suspect ones do. For the longest context all
+        registered engines count. The result is cached, because each request reads it and there may be a
+        thousand engines.
         """
         if self._roles is None:
             present = {engine.seen.role for engine in self.engines.values() if not engine.draining}
@@ -302,8 +306,8 @@ class PairCore(RoutingCore):
             self._close(flight)
 
     def _sent(self, event: routing_events.RequestSent, now: float) -> None:
-        """Adopt a request whose engines another core, or the gateway itself, has chosen. The pair scheduler
-        does not count its load until the request is routed again."""
+        """Record a request that a gateway has sent. If another core or the gateway itself chose the engines,
+        adopt the request: the pair scheduler does not count its load unless it is routed again."""
         flight = self.flights.get(event.request_id)
         where = (event.prefill_id, event.replica_id)
         if flight is not None and where in ((None, flight.decode_id), (flight.prefill_id, flight.decode_id)):
@@ -328,6 +332,8 @@ class PairCore(RoutingCore):
         flight.adopted = True
 
     def _program(self, asked: routing_events.RequestReceived) -> PairProgram:
+        """Find or create the record of a request's program, and make it the most recently active one. May
+        drop the least recently active one."""
         key = asked.tenant, str(asked.program_id)
         program = self.programs.setdefault(key, PairProgram())
         self.programs.move_to_end(key)
@@ -336,9 +342,11 @@ class PairCore(RoutingCore):
         return program
 
     def _submit(self, flight: PairRequest) -> None:
-        """Queue a request at the pair scheduler. If no decode engine can hold the request's context, queue it
-        with the largest size that fits: the size was an estimate, or the larger engines are gone. An engine
-        itself rejects a request that it cannot serve."""
+        """Queue a request at the pair scheduler.
+
+        If no decode engine can hold the request's context, the request is queued with the largest size that
+        fits: its size may be an estimate, or larger engines may be gone. An engine itself rejects a request
+        that it cannot serve."""
         asked = flight.asked
         decode_tokens = self.pairs.decode.largest_kv_tokens()
         tokens = max(1, asked.context_tokens)
@@ -374,8 +382,8 @@ class PairCore(RoutingCore):
             self.counts.sent("pair")
 
     def _requeue(self) -> None:
-        """Submit all waiting requests again, in order of arrival, with sizes that the current engines can
-        hold."""
+        """Submit all waiting requests to the pair scheduler again, in order of arrival, with sizes that the
+        present engines can hold."""
         waiting = sorted(
             (flight for flight in self.flights.values() if flight.decode_id is None),
             key=lambda flight: flight.since_s,
@@ -391,6 +399,7 @@ class PairCore(RoutingCore):
             self._mark_prefilled(flight)
 
     def _mark_prefilled(self, flight: PairRequest) -> None:
+        """Record that a request's prompt is computed. No effect if that is recorded already."""
         if not flight.prefilled:
             flight.prefilled = True
             if not flight.adopted:
@@ -433,8 +442,7 @@ class PairCore(RoutingCore):
             self._replay(flight, now)
 
     def _replay(self, flight: PairRequest, now: float) -> None:
-        """Submit a request to the pair scheduler again, because an engine did not answer it. The pair
-        scheduler chooses its engines anew."""
+        """Submit a request that an engine did not answer again, so that it gets a new pair of engines."""
         self._remove_from_pairs(flight)
         flight.prefill_id = flight.decode_id = flight.sent = None
         flight.prefilled = False
@@ -443,12 +451,15 @@ class PairCore(RoutingCore):
         self._submit(flight)
 
     def _remove_from_pairs(self, flight: PairRequest) -> None:
+        """Remove a request from the pair scheduler, and stop counting it as paired. It remains in
+        ``flights``."""
         self._paired -= flight.decode_id is not None
         if not flight.adopted:
             self.pairs.end(flight.asked.request_id)
         flight.adopted = False
 
     def _close(self, flight: PairRequest) -> None:
+        """Forget a request; also forget its program if that has had no answer and has no other request."""
         asked = flight.asked
         del self.flights[asked.request_id]
         key = asked.tenant, asked.program_id or ""

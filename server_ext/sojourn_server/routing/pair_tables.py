@@ -14,20 +14,23 @@ class PairEngine:
     """A prefill or decode engine."""
 
     seen: PairEngineRegistered
+    """The engine's last registration or report."""
     heard_s: float
+    """Time of that report, on the core's clock."""
     number: int | None = None
-    """The engine's number in the pair scheduler, a new one after each restart; ``None``: not in the
-    scheduler."""
+    """The engine's number in the pair scheduler; ``None``: it is not there. Each restart of the engine gets a
+    new number."""
     is_open: bool = False
-    """Whether requests may be sent to the engine."""
+    """Whether new requests may be sent to the engine."""
     draining: bool = False
     suspect: bool = False
     """Whether the engine failed at a request or was silent for too long, and has not reported since."""
     probed_s: float | None = None
+    """Time of the last probe since the last report; ``None``: there was none."""
 
     @property
     def replica_id(self) -> str:
-        """Replica id of the engine."""
+        """Id of the engine as a replica."""
         return self.seen.replica_id
 
     @property
@@ -37,7 +40,7 @@ class PairEngine:
 
     @property
     def state(self) -> str:
-        """Health of the engine, for gateways."""
+        """``up``, ``draining`` or ``suspect``."""
         return "suspect" if self.suspect else "draining" if self.draining else "up"
 
     @property
@@ -46,8 +49,8 @@ class PairEngine:
         return self.draining
 
     def status(self, requests: int, tokens: int) -> PairEngineStatus:
-        """Status of the engine, for operators; ``links`` is empty. ``requests``: number of requests in
-        progress there. ``tokens``: their total context length."""
+        """Status of the engine, for operators; ``links`` is empty. ``requests``: number of requests that the
+        engine is working on. ``tokens``: total context length of these requests."""
         seen = self.seen
         load = tokens / seen.kv_tokens
         if seen.max_running and seen.role is PairRole.DECODE:  # prefill engines have no such bound
@@ -75,7 +78,7 @@ class PairProgram:
     """What the core knows of a program that has or had requests."""
 
     stored_tokens: int = 0
-    """Context length known to be in storage: the length at the end of the last answer."""
+    """Number of context tokens whose KV is in storage: prompt and output of the last answered turn."""
     turns: int = 0
     """Number of answered requests."""
     answered_by: str | None = None
@@ -84,26 +87,29 @@ class PairProgram:
     """Number of requests in progress."""
 
     def status(self, key: Key, waiting: int) -> ProgramRouteStatus:
-        """Status of the program, for operators. Its context length counts what is in storage. ``waiting``:
-        number of its requests that wait for a pair."""
+        """Status of the program, for operators. Its token counts are ``stored_tokens``. ``waiting``: number
+        of its requests that wait for a pair."""
         stored, in_flight = self.stored_tokens, self.requests - waiting
         return ProgramRouteStatus(key[1], key[0], None, self.turns, stored, stored, 0, in_flight, waiting)
 
 
 @dataclass(slots=True)
 class PairRequest:
-    """A request in progress."""
+    """A request in progress in a pair core. Times are on the core's clock."""
 
     asked: RequestReceived
     since_s: float
+    """Time at which the request arrived."""
     waiting_since_s: float
     """Time at which the request began to wait for a pair."""
     prefill_id: str | None = None
     decode_id: str | None = None
+    """Id of the request's decode engine; ``None``: the request waits for a pair."""
     prefilled: bool = False
     began: bool = False
+    """Whether the client has the first byte of the answer."""
     sent: SendRequestToPair | None = None
-    """The last pair chosen for the request."""
+    """The last ``SendRequestToPair`` for the request; ``None``: this core has not sent it."""
     adopted: bool = False
     """True if another core or a gateway chose the request's engines. The pair scheduler does not count such a
     request."""
@@ -111,5 +117,6 @@ class PairRequest:
     failures_computing: int = 0
 
     def is_at(self, replica_id: str) -> bool:
-        """Whether this engine is still working on the request."""
+        """Whether the engine has work left for the request: the decode engine until the request ends, the
+        prefill engine until the prompt is computed."""
         return replica_id == self.decode_id or (replica_id == self.prefill_id and not self.prefilled)

@@ -1,5 +1,4 @@
-"""State of the replicas: their health, the number of programs at home there, and the requests sent to
-them."""
+"""State of the replicas: their health, the programs whose home they are, and the requests sent to them."""
 
 from __future__ import annotations
 
@@ -14,37 +13,45 @@ from .routing_events import ReplicaRegistered
 from .routing_status import ReplicaStatus
 
 MAX_REMEMBERED_DRAINS = 1024
-"""Maximum number of remembered replicas that disappeared while draining. They drain again if they return."""
+"""Maximum number of remembered replicas that disappeared while draining. If one returns, it drains again."""
 DEFAULT_MAX_RUNNING = 64
-"""Assumed number of requests that a replica runs at once, if it does not report one."""
+"""Assumed number of requests that a replica runs at once, if the replica does not report it."""
 
 
 class ReplicaHealth(str, Enum):
-    """Assumed state of a replica."""
+    """State of a replica, as far as the core knows."""
 
     UP = "up"
     DRAINING = "draining"
     SUSPECT = "suspect"
-    """Silent for too long, or failed at a request. The replica is probed, keeps its programs, and gets no new
-    ones."""
+    """The replica was silent for too long or failed at a request. It is probed, keeps its programs, and gets
+    no new ones until it reports."""
 
 
 @dataclass(slots=True)
 class Replica:
-    """A replica: an engine, or one data-parallel rank of an engine. Sizes in tokens of KV."""
+    """A replica: an engine, or one data-parallel rank of an engine. Sizes are in tokens of KV, times on the
+    core's clock."""
 
     replica_id: str
     instance: str
     capacity_tokens: int
+    """KV capacity of the device."""
     host_tokens: int
+    """KV capacity of the other tiers."""
     max_running: int
+    """Number of requests that the replica runs at once; 0: unknown."""
     max_context_tokens: int
+    """Longest context that the replica computes; 0: unknown."""
     heard_s: float
+    """Time of the replica's last report."""
     epoch: int
     """Serial number of the replica's registration, counted over all replicas."""
     health: ReplicaHealth = ReplicaHealth.UP
     homed: int = 0
+    """Number of programs whose home is the replica."""
     homed_tokens: int = 0
+    """Expected sizes of these programs, added up."""
     in_flight: dict[str, int] = field(default_factory=dict)
     """Context length of each request in progress at the replica, by request id."""
     in_flight_tokens: int = 0
@@ -54,26 +61,28 @@ class Replica:
     idle_since_s: float | None = None
     """Time at which the replica stopped being full; ``None``: it is full."""
     probed_s: float | None = None
+    """Time of the last probe since the replica's last report; ``None``: there was none."""
 
     @property
     def sent_load(self) -> float:
-        """Load from requests in progress: used share of KV capacity or of request slots, whichever is
-        larger."""
+        """Load by the requests that were sent to the replica: the larger of their shares of the device's KV
+        capacity and of ``max_running``."""
         return self._load(self.in_flight_tokens, len(self.in_flight))
 
     def _load(self, tokens: int, requests: int) -> float:
+        """Load by ``requests`` requests with ``tokens`` context tokens in total."""
         load = tokens / self.capacity_tokens
         return max(load, requests / self.max_running) if self.max_running else load
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Reported sizes: device KV and host KV in tokens, requests run at once, longest context in
-        tokens."""
+        """The reported sizes: (``capacity_tokens``, ``host_tokens``, ``max_running``,
+        ``max_context_tokens``)."""
         return (self.capacity_tokens, self.host_tokens, self.max_running, self.max_context_tokens)
 
     @property
     def state(self) -> str:
-        """Health of the replica, for gateways."""
+        """Health of the replica: ``up``, ``draining`` or ``suspect``."""
         return self.health.value
 
     @property
@@ -115,8 +124,8 @@ class Replica:
 class ReplicaFleet:
     """All known replicas, with a view of each for policies.
 
-    A view is rebuilt only when it is read after a change, because one decision may change a replica three
-    times. ``full_load``: a replica with at least this load gets no more requests.
+    One decision may change a replica three times, so a view is rebuilt only when it is read. ``full_load``: a
+    replica with at least this load is full and gets no more requests; ``inf``: no replica is ever full.
     """
 
     def __init__(self, full_load: float = math.inf) -> None:
@@ -132,12 +141,13 @@ class ReplicaFleet:
         self.epoch = 0
         """Number of registrations so far."""
         self.newly_idle = False
-        """True if a replica registered or stopped being full since this was last set to False."""
+        """True if a replica registered or stopped being full since the core last set this to False."""
         self.drained: OrderedDict[str, str] = OrderedDict()
         """Instance by replica id, for replicas that disappeared while draining. If this instance returns, it
         drains again."""
         self._replicas: dict[str, Replica] = {}
         self._places: dict[str, int] = {}
+        """Index of each replica in ``_views``."""
         self._views: list[ReplicaView] = []
         self._stale: set[str] = set()
         """Replicas whose view is outdated."""
@@ -173,12 +183,12 @@ class ReplicaFleet:
         return self._views[place]
 
     def full(self, replica: Replica) -> bool:
-        """Whether a replica is too loaded to get more requests."""
+        """Whether the requests sent to a replica load it so much that it gets no more."""
         return self._full_load < math.inf and replica.sent_load >= self._full_load
 
     def missing(self, replica: Replica) -> tuple[int, int]:
-        """How many tokens and how many requests of those in flight must end before a replica gets another
-        request. A request's tokens end with it."""
+        """Return (tokens, requests): how much must end of what is in flight at a replica, until the replica
+        is no longer full. (0, 0): the replica is not full."""
         if math.isinf(self._full_load):
             return 0, 0
         tokens = replica.in_flight_tokens - math.ceil(self._full_load * replica.capacity_tokens) + 1
@@ -188,9 +198,10 @@ class ReplicaFleet:
         return max(0, tokens), max(0, requests)
 
     def most_room(self, but: str | None = None) -> ReplicaView | None:
-        """The view of the replica with the most free capacity; ``None``: no replica accepts new programs.
-        Only replicas that accept new programs are compared. An empty replica wins over others. ``but``: id of
-        a replica to leave out."""
+        """The view of the replica with the most free KV capacity; ``None``: no replica accepts new programs.
+
+        Only replicas that accept new programs are compared. A replica without programs is preferred to all
+        others. ``but``: id of a replica to leave out."""
         best: ReplicaView | None = None
         for view in self.views:
             if not view.takes_new or view.replica_id == but:
@@ -210,13 +221,13 @@ class ReplicaFleet:
         return views
 
     def fitting(self, tokens: int) -> int:
-        """Limit ``tokens`` to the longest context that any replica can compute. Without replicas there is no
-        limit."""
+        """Return ``tokens``, or the longest context that any replica can compute if that is smaller. Without
+        replicas there is no limit."""
         return min(tokens, self.longest_tokens) if self.longest_tokens else tokens
 
     def seen(self, event: ReplicaRegistered, now: float) -> bool:
-        """Process a registration; return whether waiting requests have to be routed again. If an earlier
-        instance of the replica is in the fleet, the caller must remove that one first.
+        """Process a registration or report of a replica; return whether waiting requests have to be routed
+        again. The caller must have removed an earlier instance of the replica.
 
         Raises ``ValueError`` for invalid sizes, such as no KV memory.
         """
@@ -256,7 +267,7 @@ class ReplicaFleet:
         self.changed(replica, now)
 
     def gone(self, replica: Replica) -> None:
-        """Remove a replica. If it was draining, remember that."""
+        """Remove a replica. If it was draining, remember its instance in ``drained``."""
         if replica.health is ReplicaHealth.DRAINING:
             self.drained[replica.replica_id] = replica.instance
             self.drained.move_to_end(replica.replica_id)
@@ -271,7 +282,8 @@ class ReplicaFleet:
         self._sum_up()
 
     def changed(self, replica: Replica, now: float) -> None:
-        """Mark a replica's view as outdated. Call this after each change of its load or health."""
+        """Mark a replica's view as outdated, and update ``idle_since_s`` and ``newly_idle``. Call this after
+        each change of its health, sizes or requests in flight."""
         self._stale.add(replica.replica_id)
         if self.full(replica):
             replica.idle_since_s = None
@@ -280,32 +292,32 @@ class ReplicaFleet:
             self.newly_idle = True
 
     def sent(self, replica: Replica, request_id: str, context_tokens: int, now: float) -> None:
-        """Count a request as sent to the replica."""
+        """Count a request of ``context_tokens`` tokens as in flight at the replica."""
         replica.in_flight[request_id] = context_tokens
         replica.in_flight_tokens += context_tokens
         self.changed(replica, now)
 
     def over(self, replica: Replica, request_id: str, now: float) -> None:
-        """Stop counting a request that was sent to the replica: it ended, or never arrived there."""
+        """Stop counting a request as in flight at the replica."""
         replica.in_flight_tokens -= replica.in_flight.pop(request_id)
         self.changed(replica, now)
 
     def queued(self, replica: Replica, tokens: int, requests: int) -> None:
-        """Count requests that begin to wait for the replica at the gateway: their number and their total
-        ``tokens``. Negative numbers count requests that stop waiting."""
+        """Add to the replica's waiting requests: their number and total context tokens. Negative numbers
+        subtract requests that stop waiting."""
         replica.queued += requests
         replica.queued_tokens += tokens
         self._stale.add(replica.replica_id)
 
     def homed(self, replica: Replica, tokens: int, programs: int = 0) -> None:
-        """Count programs that get their home at the replica: their number and their total ``tokens``.
-        Negative numbers count programs that leave. With ``programs`` 0, only the size of a program
-        changes."""
+        """Add to the programs whose home is the replica: their number and total expected size. Negative
+        numbers subtract programs that leave. With ``programs`` 0, the size of a present program changes."""
         replica.homed += programs
         replica.homed_tokens += tokens
         self._stale.add(replica.replica_id)
 
     def _sum_up(self) -> None:
+        """Compute the fleet's totals again."""
         self.capacity_tokens = sum(replica.capacity_tokens for replica in self)
         self.room_tokens = self.capacity_tokens + sum(replica.host_tokens for replica in self)
         self.max_running = sum(replica.max_running or DEFAULT_MAX_RUNNING for replica in self)

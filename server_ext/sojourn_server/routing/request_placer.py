@@ -17,10 +17,10 @@ from .routing_queue import RoutedRequest, can_move
 from .routing_tables import RoutedRequestTable, RoutingTables
 
 MAX_REPLICAS_COMPARED = 8
-"""Maximum number of replicas offered to a policy that reads their resident programs, for a request without
-cached KV. These are the replicas with the most free capacity."""
+"""Maximum number of replicas offered to a policy with ``reads_residents``, for a request without cached KV.
+These are the replicas with the most free capacity."""
 MAX_PREFIX_PIECES = 200_000
-"""Maximum number of prompt pieces remembered per replica; each takes a few hundred bytes."""
+"""Maximum number of prompt pieces remembered per replica; each takes a few hundred bytes of memory."""
 
 
 class PrefixIndex:
@@ -37,7 +37,7 @@ class PrefixIndex:
         self._replicas: dict[str, OrderedDict[int, None]] = {}
 
     def computed(self, replica_id: str, prefix: Sequence[int]) -> None:
-        """Record that a prompt is sent to a replica, which will compute it. ``prefix``: hashes of the
+        """Record that a prompt is sent to a replica, which then computes it. ``prefix``: hashes of the
         prompt's pieces."""
         known = self._replicas.setdefault(replica_id, OrderedDict())
         # Last piece first, so that the end of a prompt is forgotten before its beginning.
@@ -48,8 +48,11 @@ class PrefixIndex:
             known.popitem(last=False)
 
     def matches(self, prefix: Sequence[int], context_tokens: int) -> dict[str, int]:
-        """Number of prompt tokens that each replica has computed, by replica id; replicas with none are left
-        out. ``prefix``: hashes of the prompt's pieces."""
+        """Estimated number of the prompt's first tokens that each replica has computed, by replica id.
+        Replicas with none are left out.
+
+        ``prefix``: hashes of the prompt's pieces. ``context_tokens``: length of the prompt. All pieces are
+        assumed to have the same number of tokens."""
         if not prefix:
             return {}
         found: dict[str, int] = {}
@@ -67,7 +70,8 @@ class PrefixIndex:
 
 
 class RequestPlacer:
-    """Sends requests to replicas, or queues them for a replica. Appends its actions to ``actions``."""
+    """Asks the routing policy for a replica, and sends requests to replicas or queues them for one. Appends
+    its actions to ``actions``."""
 
     def __init__(
         self, routing: RoutingPolicy, tables: RoutingTables, actions: list[AnyRoutingAction]
@@ -81,9 +85,11 @@ class RequestPlacer:
     def route(
         self, request: RoutedRequest, now: float, reserved_replica: str | None = None, *, leaves: bool = False
     ) -> RoutingDecision:
-        """Return the policy's decision about a request, without carrying it out. To the policy,
-        ``reserved_replica`` accepts no new programs. ``leaves``: the policy decides as if the program had no
-        home. Raises ``PolicyCallError``."""
+        """Return the routing policy's decision about a request, without carrying it out.
+
+        The policy sees ``reserved_replica``, and replicas where the request failed, as accepting no new
+        programs. ``leaves``: the policy decides as if the program had no home. Raises ``PolicyCallError`` if
+        the policy fails."""
         program = request.program
         shut = request.failed_at if reserved_replica is None else (*request.failed_at, reserved_replica)
         home = parent_home = None
@@ -119,14 +125,16 @@ class RequestPlacer:
             raise PolicyCallError(f"no route for request {request.request_id!r}") from error
 
     def expect_turns(self, program: RoutedProgram | None) -> None:
-        """Update the estimated number of turns that a program has left, if the policy reads it."""
+        """Estimate again how many turns a program has left, if the policy reads this number."""
         if self._residents.wanted and program is not None:
             program.turns_left = self._tables.expected.turns_left(program)
             self._residents.touch(program)
 
     def bring(self, request: RoutedRequest, route: RoutingDecision, now: float) -> bool:
-        """Send a request to the replica of ``route``, or queue it there; return False if the route has no
-        replica. The request must be in no queue."""
+        """Send a request to the replica of ``route``, or queue it for that replica. The replica becomes the
+        home of the request's program. Returns False, without effect, if the route has no known replica.
+
+        The request must be in no queue."""
         replica = self._fleet.get(route.replica_id)
         if replica is None:
             return False
@@ -153,8 +161,8 @@ class RequestPlacer:
         return route
 
     def route_away_from(self, request: RoutedRequest, replica_id: str, now: float) -> RoutingDecision | None:
-        """The route that a request would get if its program left ``replica_id``; ``None`` if the request
-        would have to wait."""
+        """The route that a request would get if its program left ``replica_id``; ``None``: the request would
+        have to wait. Changes nothing."""
         route = self.route(request, now, replica_id, leaves=True)
         replica = self._fleet.get(route.replica_id)
         return None if replica is None or self._queues_at(replica) else route
@@ -175,7 +183,9 @@ class RequestPlacer:
 
     def settle(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
         """Make a replica the program's home, and count ``size_tokens`` there for the program. Returns the id
-        of the former home; ``None``: the program did not move."""
+        of the former home; ``None``: the program did not move.
+
+        If the program moves and has no request in flight, its former home may drop its KV."""
         before = self._tables.homes.settle(program, replica, size_tokens, now)
         if before is not None:
             self._tables.counts.moves += 1
@@ -189,13 +199,15 @@ class RequestPlacer:
             self._prefixes.forget(replica_id)
 
     def _home_left_reason(self, request: RoutedRequest, program: RoutedProgram) -> str:
-        """Return why a program has to leave its home: ``drain``, ``failed``, or ``""`` if it may stay."""
+        """Return why a request's program has to leave its home: ``drain`` or ``failed``, or ``""`` if it may
+        stay."""
         at = self._fleet.get(program.home)
         if at is not None and at.health is ReplicaHealth.DRAINING:
             return "drain"
         return "failed" if program.home in request.failed_at else ""
 
     def _queues_at(self, replica: Replica) -> bool:
+        """Whether a new request for this replica has to wait: it is full, or other requests wait for it."""
         return replica.replica_id in self._requests.queues or self._fleet.full(replica)
 
 
@@ -209,12 +221,13 @@ def _largest_capacity(views: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
 
 
 MAX_STEAL_CANDIDATES = 8
-"""Maximum number of requests per replica that may be stolen, from the front of its queue."""
+"""Maximum number of requests of a replica's queue that are examined for stealing, the oldest first."""
 MAX_STEALS_PER_ROUND = 64
+"""Maximum number of requests that one call of ``RequestStealer.each`` moves."""
 
 
 class RequestStealer:
-    """Moves waiting requests to idle replicas as the work-stealing policy decides."""
+    """Finds the waiting requests that the work-stealing policy moves to idle replicas."""
 
     def __init__(self, policy: StealingPolicy, fleet: ReplicaFleet, requests: RoutedRequestTable) -> None:
         self._policy = policy
@@ -222,9 +235,10 @@ class RequestStealer:
         self._requests = requests
 
     def each(self, now: float) -> Iterator[tuple[RoutedRequest, str, str]]:
-        """Yield the requests to move, each with its new replica and the reason. The caller must move a
-        request before it asks this iterator for the next one. Raises ``PolicyCallError``; earlier moves stay
-        valid."""
+        """Yield (request, id of its new replica, reason) for each request to move.
+
+        The caller must move a request before it asks for the next one. Raises ``PolicyCallError`` if the
+        policy fails; earlier moves stay valid."""
         if not self._policy.steals or not self._requests.queues:
             return
         if all(self._fleet.full(replica) for replica in self._fleet):
@@ -257,6 +271,7 @@ class RequestStealer:
         return StealingReplicaView(replica.replica_id, view.load, queued, idle_s, view.takes_new, movable)
 
     def _movable(self, replica_id: str) -> list[RoutedRequest]:
+        """The oldest requests that wait for this replica and may move, at most ``MAX_STEAL_CANDIDATES``."""
         queue = self._requests.queues.get(replica_id)
         return [one for one in queue.oldest(MAX_STEAL_CANDIDATES) if can_move(one)] if queue else []
 

@@ -2,11 +2,11 @@
 replica.
 
 ``ResidentPrograms`` counts the programs at each home replica, for policies that read these numbers. It counts
-programs that have a request or are expected to send one. A program without a request counts only if its agent
-type is known, and only for a limited time, since many clients never end their programs. When a program
-changes, it is only marked; the next query counts the marked programs again. Programs with the same numbers of
-turns done and turns left form one group. So the cost of a query depends on the number of changes and groups,
-not on the number of programs.
+programs that have a request or are expected to send one. A program without a request counts only if the
+number of its turns left is known, and only for a limited time, since many clients never end their programs.
+A change of a program only marks the program; the next query counts the marked programs again. Programs with
+the same numbers of past turns and turns left form one group. So the cost of a query depends on the numbers of
+changes and groups, not on the number of programs.
 """
 
 from __future__ import annotations
@@ -38,42 +38,50 @@ estimate."""
 MEAN_WINDOW = 256
 """Number of latest programs or turns that a mean covers."""
 MAX_AGENT_TYPES = 512
+"""Maximum number of agent types whose mean seconds are kept."""
 ESTIMATOR_VERSION = 1
 """Version of the documents that ``ProgramEstimator`` writes and reads."""
 
 
 @dataclass(slots=True)
 class RoutedProgram:
-    """A program that the gateway routes. Sizes in tokens."""
+    """A program that the gateway routes. Sizes are in tokens, times on the core's clock."""
 
     key: Key
     agent_type: str | None
     parent: Key | None
     began_s: float
+    """Time of the program's first request."""
     last_s: float
+    """Time of the program's last event."""
     deadline_s: float | None = None
+    """Deadline that the client stated; ``None``: none."""
     home: str | None = None
-    """Id of the replica that serves the program's turns."""
+    """Id of the replica that serves the program's turns; ``None``: none yet, or the replica is gone."""
     cached: bool = False
     """Whether the program's KV is at its home, as far as known."""
     context_tokens: int = 0
     """Longest context of the program so far."""
     size_tokens: int = 0
-    """Estimated KV size that is counted for the program at its home."""
+    """Expected longest context, which is counted for the program at its home; 0 without a home."""
     turns: int = 0
+    """Number of answered requests."""
     in_flight: int = 0
+    """Number of requests that were sent to a replica and have not ended."""
     waiting: int = 0
+    """Number of requests that have not been sent."""
     moves: int = 0
+    """Number of changes of the home, from one replica to another."""
     moved_at_turn: int = -1
-    """Value of ``turns`` when the program last changed its home. The program does not move again before that
-    turn is over."""
+    """Value of ``turns`` when the program last moved to another home; -1: never. Stealing and preemption do
+    not move the program again while ``turns`` has this value."""
     turns_left: float | None = None
-    """Number of turns left, estimated at the last turn if the policy reads it; ``None``: the agent type is
-    unknown."""
+    """Number of turns left, estimated at the last turn; ``None``: unknown, or the routing policy does not
+    read it."""
 
     @property
     def tenant(self) -> str:
-        """The tenant that is charged for the program."""
+        """The tenant of the program's API key."""
         return self.key[0]
 
     def status(self) -> ProgramRouteStatus:
@@ -92,10 +100,11 @@ class RoutedProgram:
 
 
 class RoutedProgramTable:
-    """Live programs, least recently active first.
+    """Programs that have not ended, least recently active first.
 
-    If there are more than ``most``, one program without requests is removed: the least recently active one of
-    the tenant that has the most programs. So a tenant with many programs does not displace those of others.
+    If there are more than ``most``, one program without open requests is removed: the least recently active
+    one of the tenant with the most programs. So a tenant with many programs does not displace the programs of
+    others.
     """
 
     def __init__(self, most: int = 200_000) -> None:
@@ -117,8 +126,8 @@ class RoutedProgramTable:
     def heard(
         self, key: Key, agent_type: str | None, parent_id: str | None, now: float
     ) -> tuple[RoutedProgram, RoutedProgram | None]:
-        """Find or create the program of a request. Returns the program, and a program that was removed to
-        make room, if any."""
+        """Find or create the program of a request. Returns the program, and the program that was removed to
+        make room for it; ``None``: none was removed."""
         program = self._programs.get(key)
         if program is not None:
             self.touched(program, now)
@@ -132,9 +141,11 @@ class RoutedProgramTable:
         return program, forgotten
 
     def _oldest_idle(self, but: RoutedProgram) -> RoutedProgram | None:
-        """The program to remove to make room; ``None``: there is none. Tenants are searched in turn, the one
-        with the most programs first. The first tenant with an idle program (one without requests) loses the
-        least recently active of these. The program ``but`` is never returned."""
+        """The program to remove to make room; ``None``: all programs have open requests.
+
+        Tenants are searched in turn, the one with the most programs first. Of the first tenant that has
+        programs without open requests, the least recently active of these is returned. The program ``but`` is
+        never returned."""
         for of_tenant in sorted(self._of.values(), key=len, reverse=True):
             for program in of_tenant.values():
                 if not program.in_flight and not program.waiting and program is not but:
@@ -142,13 +153,13 @@ class RoutedProgramTable:
         return None
 
     def add(self, program: RoutedProgram) -> None:
-        """Add a program. When a snapshot is restored, the least recently active program must be added
-        first."""
+        """Add a program as the most recently active one."""
         self._programs[program.key] = program
         self._of.setdefault(program.tenant, OrderedDict())[program.key] = program
 
     def touched(self, program: RoutedProgram, now: float) -> None:
-        """Record that an event of a program arrived."""
+        """Record that an event of a program arrived at ``now``: the program becomes the most recently active
+        one."""
         program.last_s = now
         for programs in (self._programs, self._of[program.tenant]):
             programs.move_to_end(program.key)
@@ -164,7 +175,7 @@ class RoutedProgramTable:
         return program
 
     def silent_since(self, before_s: float) -> list[RoutedProgram]:
-        """Programs without requests whose last event was before ``before_s``."""
+        """Programs without open requests whose last event was before the time ``before_s``."""
         found = []
         for program in self._programs.values():
             if program.last_s >= before_s:
@@ -175,9 +186,10 @@ class RoutedProgramTable:
 
 
 class ProgramEstimator:
-    """Statistics per agent type: longest contexts, turns, seconds per turn and per program.
+    """Estimates of programs' sizes, turns and durations, learned from ended programs by agent type.
 
-    ``quantile``: desired probability that a program stays below its estimated size.
+    An agent type with too few ended programs gets the estimates for all types. ``quantile``: desired
+    probability that a program stays at or below its estimated size and number of turns.
     """
 
     def __init__(self, quantile: float = 0.5, predictor: RemainingTokensPolicy | None = None) -> None:
@@ -191,7 +203,7 @@ class ProgramEstimator:
         self._life_s: OrderedDict[str | None, SlidingMean] = OrderedDict()
 
     def ended(self, program: RoutedProgram, now: float) -> None:
-        """Learn from a program that ended."""
+        """Learn from a program that ended at ``now``. A program without answered turns is ignored."""
         if program.turns:
             self._peaks.observe(program.agent_type, None, max(1, program.context_tokens))
             self._turns.observe(program.agent_type, None, program.turns)
@@ -203,26 +215,29 @@ class ProgramEstimator:
         _note(self._turn_s, program.agent_type, seconds)
 
     def size_tokens(self, program: RoutedProgram, context_tokens: int, most_tokens: int) -> int:
-        """Longest context that a program is expected to reach, at least its current one."""
+        """Longest context, in tokens, that a program is expected to reach: at least ``context_tokens``, its
+        present context. ``most_tokens``: longest context that a replica can compute."""
         left = self._left(
             self._peaks, program.agent_type, context_tokens, max(1, most_tokens - context_tokens)
         )
         return context_tokens + (round(left) if left is not None else 0)
 
     def turns_left(self, program: RoutedProgram) -> float | None:
-        """Expected number of turns left; ``None``: unknown. Always ``None`` if the program has no agent type:
-        a client that states none may not announce a program's end either."""
+        """Expected number of the program's turns left; ``None``: unknown. It is unknown for a program without
+        an agent type: its client may not report the program's end either."""
         if program.agent_type is None:
             return None
         return self._left(self._turns, program.agent_type, program.turns, 10_000)
 
     def work_s(self, program: RoutedProgram) -> float:
-        """Expected seconds of a replica's time that the program still needs; 0: unknown."""
+        """Expected seconds that replicas still need to answer the program's turns left: their number times
+        the mean seconds of a turn. 0: no turn has been answered yet."""
         turns = self._left(self._turns, program.agent_type, program.turns, 10_000)
         return (turns or 1.0) * (_mean(self._turn_s, program.agent_type) or 0.0)
 
     def life_s(self, program: RoutedProgram) -> float | None:
-        """Mean seconds from first request to end, over programs of the same agent type; ``None``: unknown."""
+        """Mean seconds from first request to end, over ended programs of the same agent type, or of all types
+        if the type has none. ``None``: no program has ended."""
         return _mean(self._life_s, program.agent_type)
 
     def snapshot(self) -> dict[str, Any]:
@@ -245,12 +260,15 @@ class ProgramEstimator:
         self._peaks, self._turns, self._turn_s, self._life_s = peaks, turns, turn_s, life_s
 
     def _left(self, lengths: OutputLengthHistory, kind: str | None, so_far: int, most: int) -> float | None:
+        """Predict how much is left of a length that is ``so_far`` now, from the lengths of ended programs of
+        the agent type ``kind``. ``most``: maximum of the result. ``None``: too few programs have ended."""
         known = lengths.known(kind, None, MIN_FINISHED_PROGRAMS)
         left = self._predictor.remaining(OutputLengthView("", so_far, most, known, None, None), 0.0)
         return left[min(len(left) - 1, math.floor(len(left) * self._quantile))] if left else None
 
 
 def _note(means: OrderedDict[str | None, SlidingMean], kind: str | None, value: float) -> None:
+    """Add a value to the mean of an agent type, and to the mean of all types, whose key is ``None``."""
     for each in {kind, None}:
         mean = means.get(each)
         if mean is None:
@@ -261,11 +279,13 @@ def _note(means: OrderedDict[str | None, SlidingMean], kind: str | None, value: 
 
 
 def _mean(means: OrderedDict[str | None, SlidingMean], kind: str | None) -> float | None:
+    """The mean of an agent type, or of all types if the type has none; ``None``: there are no values."""
     mean = means.get(kind) or means.get(None)
     return mean.mean() if mean is not None else None
 
 
 def _read_means(entries: Any) -> OrderedDict[str | None, SlidingMean]:
+    """Decode the means of a ``ProgramEstimator.snapshot``. Raises ``ValueError`` for anything else."""
     if not isinstance(entries, list):
         raise ValueError(f"estimates: {entries!r}; expected a list of agent types and seconds")
     means: OrderedDict[str | None, SlidingMean] = OrderedDict()
@@ -283,7 +303,8 @@ def _read_means(entries: Any) -> OrderedDict[str | None, SlidingMean]:
 
 
 class _CountedProgram(NamedTuple):
-    """A program as it was last counted at a replica: the values to subtract when it changes."""
+    """The values with which a program was last counted at a replica. They are subtracted when the program
+    changes."""
 
     program: RoutedProgram
     replica_id: str
@@ -294,39 +315,41 @@ class _CountedProgram(NamedTuple):
 
 
 class ResidentPrograms:
-    """Programs that reside at each replica, in groups.
+    """The resident programs of each replica, in groups (see the module's docstring).
 
-    ``for_s``: how long a program without a request counts after its last event. ``wanted``: whether the
-    policy reads the groups; if not, nothing is counted.
+    ``for_s``: seconds for which a program without a request counts after its last event. ``wanted``: whether
+    the policy reads the groups; if not, nothing is counted.
     """
 
     def __init__(self, for_s: float = math.inf, *, wanted: bool = True) -> None:
         self._for_s = for_s
         self.wanted = wanted
         self._touched: dict[int, RoutedProgram] = {}
-        """Programs to be counted again, by Python's ``id()``, because a program id may be used again."""
+        """Programs to be counted again. Keys are Python's ``id()``, because a new program may have the
+        program id of an ended one."""
         self._counted: dict[int, _CountedProgram] = {}
+        """Counted programs, by ``id()``."""
         self._groups: dict[str, dict[tuple[float, int], ResidentProgramGroup]] = {}
-        """Groups of each replica, by turns left and turns done."""
+        """Groups of each replica, by (turns left, past turns)."""
         self._sorted: dict[str, tuple[ResidentProgramGroup, ...]] = {}
-        """The same groups, sorted, for replicas without changes since the last query."""
+        """Cache of each replica's sorted groups; a replica with changes since the last query is absent."""
         self._lapses: list[tuple[float, int, RoutedProgram]] = []
-        """Heap of counted programs without a request, by the time of their last event. They stop counting
-        ``for_s`` later."""
+        """Heap of (time of the last event, ``id()``, program) for counted programs without a request. Each
+        stops counting ``for_s`` seconds after its last event."""
         self._lapse_s: dict[int, float] = {}
         """Time of each program's earliest entry in ``_lapses``."""
 
     def touch(self, program: RoutedProgram) -> None:
-        """Mark a program to be counted again. Call this after each change of its home, sizes, turns or number
-        of requests."""
+        """Mark a program to be counted again. Call this after each change of the program's home, sizes, turns
+        or number of requests."""
         if self.wanted:
             self._touched[id(program)] = program
 
     def at(
         self, replica_ids: Iterable[str], but: RoutedProgram | None, now: float
     ) -> dict[str, tuple[ResidentProgramGroup, ...]]:
-        """Groups of programs at each of these replicas, by replica id. Replicas without programs are left
-        out. The groups of a replica are in a fixed order. The program ``but`` is not counted."""
+        """Groups of resident programs at each of these replicas, by replica id. Replicas without programs are
+        left out. The groups of a replica are in a fixed order. The program ``but`` is not counted."""
         self._catch_up(now)
         own = self._counted.get(id(but))
         found = {}
@@ -342,6 +365,7 @@ class ResidentPrograms:
         return found
 
     def _catch_up(self, now: float) -> None:
+        """Count the marked programs again, and those whose ``for_s`` is over."""
         lapses, touched = self._lapses, self._touched
         while lapses and now - lapses[0][0] >= self._for_s:
             at_s, name, program = heappop(lapses)
@@ -353,6 +377,7 @@ class ResidentPrograms:
         touched.clear()
 
     def _count(self, name: int, program: RoutedProgram, now: float) -> None:
+        """Count a program with its present values instead of the former ones. ``name``: its ``id()``."""
         before = self._counted.get(name)
         after = self._counting(program, now)
         if before == after:
@@ -365,6 +390,7 @@ class ResidentPrograms:
             self._counted[name] = after
 
     def _counting(self, program: RoutedProgram, now: float) -> _CountedProgram | None:
+        """The values with which a program counts at its home; ``None``: it is not resident."""
         if program.home is None:
             return None
         if not (program.in_flight or program.waiting):
@@ -381,12 +407,14 @@ class ResidentPrograms:
         )
 
     def _will_lapse(self, program: RoutedProgram) -> None:
+        """Have a program without a request counted again when its ``for_s`` is over."""
         name, at_s = id(program), program.last_s
         if self._for_s < math.inf and at_s < self._lapse_s.get(name, math.inf):
             heappush(self._lapses, (at_s, name, program))
             self._lapse_s[name] = at_s
 
     def _change(self, one: _CountedProgram, programs: int) -> None:
+        """Add a program to its group (``programs`` 1), or subtract it (-1)."""
         groups = self._groups.setdefault(one.replica_id, {})
         alike = one.turns_left, one.turns
         group = groups.get(alike) or ResidentProgramGroup(0, 0, one.turns, one.turns_left, 0)
@@ -405,6 +433,7 @@ class ResidentPrograms:
         self._sorted.pop(one.replica_id, None)
 
     def _of(self, replica_id: str) -> tuple[ResidentProgramGroup, ...]:
+        """The groups of one replica, sorted by (turns left, past turns)."""
         there = self._sorted.get(replica_id)
         if there is None:
             groups = self._groups.get(replica_id, {})
@@ -413,13 +442,13 @@ class ResidentPrograms:
 
 
 def turns_left(program: RoutedProgram) -> float:
-    """Expected number of turns left, at least 1; if it is unknown, the number of turns done."""
+    """Expected number of a program's turns left, at least 1. If unknown, the number of past turns is used."""
     return max(1.0, program.turns if program.turns_left is None else program.turns_left)
 
 
 def build_resident_programs(routing: RoutingPolicy) -> ResidentPrograms:
-    """Build the ``ResidentPrograms`` that a routing policy reads. They count nothing if the policy does not
-    set ``reads_residents``."""
+    """Build the ``ResidentPrograms`` for a routing policy. They count nothing unless the policy sets
+    ``reads_residents``."""
     return ResidentPrograms(
         float(getattr(routing, "resident_for_s", math.inf)),
         wanted=bool(getattr(routing, "reads_residents", False)),

@@ -26,14 +26,17 @@ _UNSAVED_EVENTS = (
     routing_events.PairEngineRegistered,
     routing_events.NicQueueReported,
 )
-"""Events that need no new snapshot for a successor, unless they cause actions."""
+"""Events that alone do not increase ``RoutingCore.changes``: a successor needs no new snapshot because of
+them, unless they cause actions."""
 
 
 class LeasedReplica(Protocol):
-    """A replica or engine with a lease: it has to report regularly."""
+    """A registered replica or engine, which has to report every ``RoutingLimits.lease_s`` seconds."""
 
     heard_s: float
+    """Time of the last report, on the core's clock."""
     probed_s: float | None
+    """Time of the last probe since the last report; ``None``: there was none."""
 
     @property
     def replica_id(self) -> str: ...
@@ -56,8 +59,8 @@ class FailedRequest(Protocol):
 class RoutingCore(ABC):
     """State machine that routes the requests of one gateway or one coordinator. Not thread-safe.
 
-    ``life`` identifies this core, so that ``changes_since`` does not mix its versions with those of another
-    core.
+    ``life`` is an id of this core object. ``changes_since`` needs it, since the versions of two cores cannot
+    be compared.
     """
 
     def __init__(self, limits: RoutingLimits | None = None, life: str = "") -> None:
@@ -66,10 +69,11 @@ class RoutingCore(ABC):
         self.journal = HomeChangeLog(life)
         """Changes of programs' homes."""
         self.changes = 0
-        """Number of changes so far to the state that a successor has to take over."""
+        """Counter that grows when the state changes that a successor has to take over. The caller compares
+        two values to see whether a new snapshot is needed."""
         self.drained: MutableMapping[str, str] = {}
-        """Instance of each drained replica, by replica id. If this instance returns after a short absence, it
-        drains again."""
+        """Instances of draining replicas to remember while they are absent, by replica id. If the same
+        instance registers again, it drains again."""
         self._actions: list[AnyRoutingAction] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             routing_events.RequestReceived: self._received,
@@ -107,11 +111,11 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def home(self, tenant: str, program_id: str) -> str | None:
-        """The replica that is a program's home; ``None``: there is none."""
+        """Id of the replica that is a program's home; ``None``: there is none."""
 
     @abstractmethod
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """The engine of a program's last answer, for programs without a home; ``None``: unknown."""
+        """Id of the engine of a program's last answer. ``None``: unknown, or this core has homes instead."""
 
     @abstractmethod
     def is_open(self, request_id: str) -> bool:
@@ -130,7 +134,7 @@ class RoutingCore(ABC):
         """All replicas or engines."""
 
     def lease(self, replica_id: str) -> tuple[str, float] | None:
-        """A replica's instance and the time of its last report; ``None``: unknown."""
+        """(instance of a replica, time of its last report); ``None``: the replica is unknown."""
         replica = self.replica(replica_id)
         return (replica.instance, replica.heard_s) if replica is not None else None
 
@@ -141,11 +145,11 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def in_flight(self, replica_id: str) -> int:
-        """Number of requests that a replica is working on."""
+        """Number of requests that were sent to a replica and have not ended; 0 for an unknown replica."""
 
     def drain(self, replica_id: str, instance: str) -> routing_events.ReplicaDrainStarted | None:
         """Return the event to pass to ``take`` in order to drain a replica. ``None``: the replica drains
-        already, or will drain when it registers."""
+        already, or is not registered and will drain when ``instance`` registers."""
         replica = self.replica(replica_id)
         if replica is None:
             # Note the drain before the replica registers, so that it gets no request in between.
@@ -163,49 +167,54 @@ class RoutingCore(ABC):
         """Statuses of all known replicas, in the order of registration."""
 
     def demand_tokens(self) -> tuple[int, int]:
-        """Tokens of KV that all programs need, and the KV capacity of all replicas. (0, 0): unknown."""
+        """(KV tokens that all programs need, KV capacity of all replicas in all tiers). (0, 0): unknown."""
         return 0, 0
 
     def shares_used(self) -> dict[str, float]:
-        """For each tenant, the capacity used by its requests in flight ÷ its share; empty if capacity is not
-        shared."""
+        """By tenant: fraction of capacity that its requests in flight use ÷ its share of capacity. Empty if
+        tenants do not share capacity."""
         return {}
 
     # -- copies -------------------------------------------------------------------
 
     def flush(self, now: float) -> HomeChanges | None:
-        """The batch of changed homes if it is due, else ``None``; ``journal.due_s`` says when."""
+        """The next batch of changed homes if it is due, else ``None``. ``journal.due_s`` returns when it is
+        due."""
         return self.journal.flush(now, self._all_homes)
 
     def changes_since(self, version: int, life: str) -> HomeChanges:
-        """Homes that changed after ``version`` of the core ``life``. All homes, if ``life`` is another core
-        or the log has dropped some of these changes."""
+        """The changed homes that a gateway's copy lacks. All homes, if the log has dropped some of these
+        changes, or if another core numbered the copy.
+
+        ``version`` and ``life``: the copy's version, and the id of the core that numbered it."""
         return self.journal.since(version, life, self._all_homes)
 
     def snapshot(self, now: float) -> RoutingState | None:
-        """State for a successor; ``None``: this kind of core has none. The state contains no requests, since
-        gateways report their requests to the successor."""
+        """State for a successor; ``None``: this kind of core has no snapshots. The state contains no
+        requests, since gateways report their requests to the successor."""
         return None
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
-        """Continue from a snapshot taken ``elapsed_s`` ago; returns the number of programs with a home.
+        """Continue from a snapshot; returns the number of programs with a home.
 
-        ``elapsed_s=None``: the snapshot's times are on this core's clock. Raises ``ValueError`` for an
-        invalid state or a core that is already in use.
+        ``elapsed_s``: seconds since the snapshot was taken, if its times are on another clock; ``None``: they
+        are on this core's clock. Raises ``ValueError`` for an invalid state or a core that is already in use.
         """
         raise ValueError("the state is of prefill and decode engines; expected a state without them")
 
     @abstractmethod
     def suspect_all(self, now: float) -> None:
-        """Mark all replicas as suspect: each gets no new programs until it registers again. Called after
-        ``restore``."""
+        """Mark all replicas as suspect, except those that drain: each gets no new programs until it registers
+        again. Called after ``restore``."""
 
     def _all_homes(self) -> Iterator[tuple[Key, Home]]:
+        """Yield (program's key, home) for each program with a home."""
         yield from ()
 
     # -- requests -----------------------------------------------------------------
 
     def _received(self, event: routing_events.RequestReceived, now: float) -> None:
+        """Check a new request. Reject it, or accept it by ``_open``."""
         request_id, longest = event.request_id, self._longest_tokens()
         if self.is_open(request_id):
             self._reject(request_id, 409, "duplicate_request", "a request with this id is in progress")
@@ -237,11 +246,12 @@ class RoutingCore(ABC):
         return False
 
     def _is_queue_full(self, tenant: str) -> bool:
+        """Whether a new request of ``tenant`` must be rejected because too many requests wait."""
         return self.waiting >= self.limits.most_waiting
 
     @abstractmethod
     def _longest_tokens(self) -> int:
-        """Longest context that can be served; 0: unknown."""
+        """Longest context, in tokens, that any registered replica or pair can serve; 0: unknown."""
 
     @abstractmethod
     def _open(self, event: routing_events.RequestReceived, now: float) -> None:
@@ -273,7 +283,8 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def _dispatch(self, now: float, *, epoch: bool) -> None:
-        """Send eligible requests. ``epoch`` is True on a tick: then the slower policies run too."""
+        """Send the requests that can be sent now. ``epoch`` is True on a ``Tick``: then work stealing and
+        preemption run too, if the core has them."""
 
     # -- replicas -----------------------------------------------------------------
 
@@ -284,7 +295,7 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def _lose(self, replica_id: str, now: float) -> None:
-        """Remove a replica. Its requests are routed again, or aborted if their client has the first byte."""
+        """Remove a replica. Its requests are routed again, or aborted if the client has the first byte."""
 
     @abstractmethod
     def _drain_started(self, event: routing_events.ReplicaDrainStarted, now: float) -> None: ...
@@ -303,6 +314,7 @@ class RoutingCore(ABC):
     # -- time ---------------------------------------------------------------------
 
     def _tick(self, event: routing_events.Tick, now: float) -> None:
+        """Suspect and probe each replica that has been silent for ``lease_s``. Then call ``_expire``."""
         lease_s = self.limits.lease_s
         for replica in self.replicas():
             silent = now - replica.heard_s >= lease_s
@@ -333,6 +345,8 @@ class RoutingCore(ABC):
         self._reject(request_id, 502, "replicas_failed", message, retry_after_s=1.0)
 
     def _reject_timed_out(self, request_id: str, what: str) -> None:
+        """Reject a request that has waited for ``wait_s``. ``what``: the replica or pair that it waited for,
+        in words."""
         message = f"no {what} had room for it in {self.limits.wait_s:g} s"
         self._reject(request_id, 503, "no_room", message, retry_after_s=10.0)
 

@@ -18,20 +18,23 @@ class PairRole(str, Enum):
 
 
 class RoutingEvent(msgspec.Struct, frozen=True, tag=True, tag_field="fact", omit_defaults=True):
-    """Base class of events."""
+    """Base class of events. All times in events are on the core's clock."""
 
 
 class ReplicaRegistered(RoutingEvent, frozen=True, tag="ReplicaSeen"):
     """A replica registers, or reports that it is alive.
 
-    ``instance`` changes with a restart, after which the replica has lost all its KV.
+    ``instance`` is an id that changes when the replica restarts and loses all its KV.
     """
 
     replica_id: str
     instance: str
     capacity_tokens: int
+    """KV capacity of the device, in tokens."""
     host_tokens: int = 0
+    """KV capacity of the other tiers, in tokens."""
     max_running: int = 0
+    """Number of requests that the replica runs at once; 0: unknown."""
     max_context_tokens: int = 0
     """Longest context that the replica computes; 0: unknown."""
 
@@ -39,15 +42,16 @@ class ReplicaRegistered(RoutingEvent, frozen=True, tag="ReplicaSeen"):
 class PairEngineRegistered(RoutingEvent, frozen=True, tag="EngineSeen"):
     """A prefill or decode engine registers, or reports that it is alive.
 
-    ``instance`` changes with a restart.
+    ``instance`` is an id that changes when the engine restarts.
     """
 
     replica_id: str
     instance: str
     role: PairRole
     node: str
-    """Name of the machine. The engine reads KV through this machine's storage NIC."""
+    """Name of the engine's machine, through whose storage NIC the engine reads KV."""
     kv_tokens: int
+    """KV capacity of the engine, in tokens."""
     block_s: float
     """Seconds that the node's storage NIC takes for one Full Block, the unit of KV storage (DualPath
     §4.1)."""
@@ -69,7 +73,7 @@ class NicQueueReported(RoutingEvent, frozen=True, tag="NicTold"):
 
 
 class ReplicaGone(RoutingEvent, frozen=True):
-    """An instance of a replica is dead."""
+    """An instance of a replica is dead. The event is ignored if another instance is registered."""
 
     replica_id: str
     instance: str
@@ -100,19 +104,20 @@ class RequestReceived(RoutingEvent, frozen=True, tag="Asked"):
     parent_id: str | None = None
     agent_type: str | None = None
     output_tokens: int = 0
-    """Output length that the client expects; 0: none given."""
+    """Output length, in tokens, that the client expects; 0: none given."""
     deadline_s: float | None = None
     """The client's deadline, on the core's clock."""
     prefix: tuple[int, ...] = ()
-    """Rolling hashes of the prompt's pieces; empty if the policy does not read them."""
+    """Hashes of the prompt's pieces, each covering its piece and all before it; empty if the policy does not
+    read them."""
     exact: bool = False
-    """True: ``context_tokens`` was counted. False: it is an estimate, and the core does not reject the
-    request for its length."""
+    """Whether ``context_tokens`` was counted. If False, it is an estimate, and the core does not reject the
+    request because of it."""
 
 
 class RequestSent(RoutingEvent, frozen=True, tag="Sent"):
-    """A gateway sent a request without asking this core. The gateway knew the program's home, or the core had
-    not started yet."""
+    """A gateway sent a request without asking this core, because the gateway knew the program's home or the
+    core had not started yet."""
 
     request_id: str
     replica_id: str
@@ -154,7 +159,7 @@ class RequestFinished(RoutingEvent, frozen=True, tag="Ended"):
     """Whether the request was answered with status 200, completely or in part. ``None``: unknown. Then an
     ``AffinityCore`` takes it as answered if the client has the first byte; a ``PairCore`` does not."""
     prompt_tokens: int = 0
-    """Number of prompt tokens that an engine of a pair counted; 0: unknown."""
+    """Number of prompt tokens, as counted by an engine of a pair; 0: unknown."""
 
 
 class RequestFailed(RoutingEvent, frozen=True, tag="Failed"):
@@ -163,7 +168,7 @@ class RequestFailed(RoutingEvent, frozen=True, tag="Failed"):
     request_id: str
     replica_id: str
     computing: bool = False
-    """Whether the replica had accepted the request. If so, the request itself may have caused the failure."""
+    """Whether the replica had accepted the request. Then the request itself may have caused the failure."""
 
 
 class ProgramEnded(RoutingEvent, frozen=True):
@@ -214,6 +219,7 @@ class SendRequest(RoutingAction, frozen=True, tag="Send"):
     request_id: str
     replica_id: str
     reason: str
+    """Why this replica was chosen: a value of ``routing_reasons``, or ``sent_by_gateway``."""
     moved_from: str | None = None
     """The program's former home, if the program moves with this request; ``None``: the program does not
     move."""
@@ -230,15 +236,15 @@ class SendRequestToPair(SendRequest, frozen=True, tag="SendPair", kw_only=True):
     epoch: str = ""
     """Expected instance of the decode engine's KV transfer manager; empty: any."""
     decode_share: float = 0.0
-    """Fraction of the stored prompt that the decode engine's node reads from storage."""
+    """Fraction, 0 to 1, of the prompt's stored blocks that the decode engine's node reads from storage."""
 
 
 class RecallRequest(RoutingAction, frozen=True, tag="Recall"):
-    """Close a request's connection to its replica, to make way for another request. A ``SendRequest`` or
-    ``RejectRequest`` for the recalled request follows, now or later.
+    """Close a request's connection to its replica, to make way for a more urgent request. A ``SendRequest``
+    or ``RejectRequest`` for the recalled request follows, now or later.
 
-    A gateway that has already passed on the first byte ignores the recall and the next ``SendRequest``. It
-    reports ``FirstByteSent`` or ``RequestFinished`` from that replica instead.
+    A gateway that has already passed on the first byte ignores the recall and the next ``SendRequest`` for
+    the request. Instead, it reports ``FirstByteSent`` or ``RequestFinished`` from the recalled replica.
     """
 
     request_id: str
@@ -246,7 +252,8 @@ class RecallRequest(RoutingAction, frozen=True, tag="Recall"):
 
 
 class RejectRequest(RoutingAction, frozen=True, tag="Refuse"):
-    """Answer a request with an error. ``code`` is one of ``REJECTION_CODES``."""
+    """Answer a request with an error. ``status`` is the HTTP status, ``code`` one of ``REJECTION_CODES``.
+    ``retry_after_s`` is the ``Retry-After`` header in seconds; ``None``: no header."""
 
     request_id: str
     status: int
@@ -289,7 +296,7 @@ AnyRoutingAction = (
 )
 
 HOME_LEFT_REASONS = ("drain", "failed")
-"""Why a program had to leave its home. ``drain``: the home drains. ``failed``: a request failed there."""
+"""Why a program had to leave its home. ``drain``: the home drains. ``failed``: the request failed there."""
 
 REJECTION_CODES = (
     "bad_request",
@@ -302,3 +309,4 @@ REJECTION_CODES = (
     "replicas_failed",
     "too_many_waiting",
 )
+"""Codes of errors with which the gateway itself answers, as metrics and clients see them."""

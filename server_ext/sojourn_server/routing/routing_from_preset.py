@@ -24,6 +24,7 @@ from .routing_preemption import PREEMPTED_REASON
 PAIR_POLICY = "dualpath"
 """Name of the policy that chooses a prefill and a decode engine."""
 PAIR_REASONS = ("pair",)
+"""All values of ``SendRequest.reason`` for pairs."""
 READ_SIDE_POLICIES: dict[str, type[ReadSidePolicy]] = {
     "shorter": ShorterQueueRead,
     "split": WaterFillingRead,
@@ -34,12 +35,15 @@ READ_SIDE_POLICIES: dict[str, type[ReadSidePolicy]] = {
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecodeRules:
-    """An operator's settings for prefill and decode engines, used instead of a cluster preset."""
+    """An operator's settings for prefill and decode engines, used instead of a cluster preset.
+
+    ``read_side`` is a key of ``READ_SIDE_POLICIES``."""
 
     read_side: str = "shorter"
 
 
 RoutingRules = ClusterPreset | PrefillDecodeRules
+"""What a routing core is built from."""
 
 
 def build_core(
@@ -49,8 +53,8 @@ def build_core(
     expects_engines: bool = False,
     life: str = "",
 ) -> RoutingCore:
-    """Build the core for these rules. ``expects_engines``: a supervisor starts missing engines (only for
-    pairs). ``life`` identifies the core."""
+    """Build a routing core for these rules. ``expects_engines``: a supervisor starts missing engines (used
+    only for pairs). ``life``: id of the core."""
     if isinstance(rules, PrefillDecodeRules):
         return build_pair_core(rules.read_side, limits, expects_engines=expects_engines, life=life)
     return build_routing_core(rules, limits, life=life)
@@ -59,8 +63,8 @@ def build_core(
 def build_routing_core(
     preset: ClusterPreset, limits: RoutingLimits | None = None, *, life: str = ""
 ) -> AffinityCore:
-    """Build a core from a preset. The preset's ``send_below_load`` replaces that of ``limits``. ``life``
-    identifies the core."""
+    """Build a core from a cluster preset. The preset's ``send_below_load`` replaces that of ``limits``.
+    ``life``: id of the core."""
     return AffinityCore(
         preset.routing,
         preset.stealing,
@@ -75,9 +79,9 @@ def build_routing_core(
 def build_pair_core(
     read_side: str, limits: RoutingLimits | None = None, *, expects_engines: bool = False, life: str = ""
 ) -> PairCore:
-    """Build a core for pairs. ``read_side``: a key of ``READ_SIDE_POLICIES``. ``expects_engines``: a
-    supervisor starts missing engines. ``life`` identifies the core. Raises ``ValueError`` for another
-    ``read_side``."""
+    """Build a core for pairs of a prefill and a decode engine. ``read_side``: a key of
+    ``READ_SIDE_POLICIES``. ``expects_engines``: a supervisor starts missing engines. ``life``: id of the
+    core. Raises ``ValueError`` for an unknown ``read_side``."""
     if read_side not in READ_SIDE_POLICIES:
         raise ValueError(f"read_side is {read_side!r}; expected {', '.join(READ_SIDE_POLICIES)}")
     pairs = PairScheduler(side=READ_SIDE_POLICIES[read_side]())
@@ -85,8 +89,8 @@ def build_pair_core(
 
 
 def routing_reasons(preset: RoutingRules) -> tuple[str, ...]:
-    """All known values of ``SendRequest.reason`` for a core with these rules. The reasons of a custom policy
-    class are missing if the class does not list them."""
+    """All known values of ``SendRequest.reason`` for a core with these rules. For a custom policy class they
+    are known only if its attribute ``reasons`` lists them."""
     if isinstance(preset, PrefillDecodeRules):
         return PAIR_REASONS
     routed: Iterable[str] = getattr(preset.routing, "reasons", ())

@@ -12,39 +12,43 @@ MAX_ERROR_CHARS = 200
 
 
 class PolicyCallError(RuntimeError):
-    """A policy raised an exception, which is the cause of this one. The failed call changed no state."""
+    """A policy raised an exception, which is the ``__cause__`` of this error. The failed call changed no
+    state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingLimits:
-    """Bounds that no policy changes. Times in seconds."""
+    """Bounds of a routing core that no policy changes. Times are in seconds."""
 
     send_below_load: float = math.inf
-    """A request waits at the gateway while its replica's load is at least this; ``inf``: requests queue in
-    the engines."""
+    """A request waits at the gateway while its replica's load is at least this value. ``inf``: requests are
+    sent at once and queue in the engines."""
     most_waiting: int = 20_000
-    """Maximum number of waiting requests. If tenants share capacity, a tenant that has less than an equal
-    part of this number may exceed it. The total never exceeds twice this number."""
+    """Maximum number of waiting requests. If tenants share capacity, a request is accepted above this maximum
+    if its tenant has fewer waiting requests than an equal part of it. The total never exceeds twice this
+    number."""
     wait_s: float = 600.0
     """A request that waits longer than this is rejected."""
     line_patience_s: float = 30.0
-    """How long smaller requests may pass a request that waits for more capacity. After that, a replica is
-    reserved for it."""
+    """Seconds for which requests that need less KV capacity may pass a waiting request. After that, a replica
+    is reserved for the waiting request."""
     line_patience_requests: int = 32
     """How many requests may pass a tenant's first waiting request before a replica is reserved for it."""
     lease_s: float = 10.0
-    """A replica that has not reported for this long is probed. Only the prober may declare it dead."""
+    """A replica that has not reported for this long is suspect and is probed. It is removed only on a
+    ``ReplicaGone`` event, which the owner of the core sends after failed probes."""
     most_failures: int = 3
-    """Maximum number of replicas at which a request may fail. It is sent to none of them twice."""
+    """A request that has failed at this many replicas is rejected. It is not sent to a replica again where it
+    failed."""
     most_failures_computing: int = 2
-    """Maximum number of replicas at which a request may fail after they had accepted it. The request itself
-    may be the cause of such failures."""
+    """A request that has failed at this many replicas after they had accepted it is rejected: the request
+    itself may be the cause."""
     silent_program_s: float = SILENT_PROGRAM_S
     """A program without events for this long counts as ended."""
     slo_factor: float = 1.5
-    """A program without a deadline is due after this many times the mean duration of its agent type."""
+    """A program without a stated deadline is due after this multiple of its agent type's mean duration."""
     usual_life_s: float = 300.0
-    """Assumed duration for an agent type without finished programs."""
+    """Assumed mean duration of a program, while no program has ended."""
 
 
 @dataclass(slots=True)
@@ -54,12 +58,17 @@ class RoutingCounters:
     routes: dict[str, int] = field(default_factory=dict)
     """Number of requests sent, by reason."""
     moves: int = 0
+    """Number of times that a program changed from one home to another."""
     steals: int = 0
+    """Number of requests moved by work stealing."""
     recalls: int = 0
     """Number of requests recalled from a replica in favour of a more urgent tenant."""
     refused: int = 0
+    """Number of requests that were rejected."""
     replayed: int = 0
+    """Number of times that a request was routed again because a replica did not answer it."""
     cut: int = 0
+    """Number of streams that were aborted after their first byte."""
     policy_failures: int = 0
     """Number of policy calls that raised an exception."""
 
@@ -67,7 +76,8 @@ class RoutingCounters:
     """Text of the last exception that a policy raised. It is kept here because the core writes no log."""
 
     def policy_failed(self, error: BaseException) -> None:
-        """Count an exception of a policy."""
+        """Count an exception of a policy, and keep its text. ``error`` is the exception itself or a
+        ``PolicyCallError``."""
         self.policy_failures += 1
         cause = error.__cause__ or error
         try:

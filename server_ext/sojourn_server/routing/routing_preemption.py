@@ -1,9 +1,9 @@
 """Preemption between tenants: requests make way for a waiting request of a more urgent tenant (SAGA §6.2).
 
-If the urgent request waits for a full replica, the core recalls requests that were sent there and have no
-first byte yet. If it waits for KV capacity, programs leave one of the replicas with the most free capacity. A
-program may leave if it has only one request, and this request has no first byte yet. If the program's KV is
-cached there, another replica must have capacity for it.
+If the urgent request waits for a full replica, the core recalls requests that were sent to this replica and
+have no first byte yet. If the urgent request waits for KV capacity, programs leave one of the replicas with
+the most free capacity. A program may leave if it has only one request, and this request has no first byte
+yet. If the program's KV is cached at the replica, another replica must also have capacity for the program.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .routing_queue import RoutedRequest, can_move
 from .routing_tables import RoutingTables
 
 MAX_BLOCKED_REQUESTS = 16
-"""Maximum number of waiting requests per epoch for which other requests may be preempted."""
+"""Maximum number of waiting requests per ``Tick`` for which other requests may be preempted."""
 MAX_VICTIM_CANDIDATES = 64
 """Maximum number of requests of one replica that are examined to free KV capacity."""
 MAX_VICTIM_REPLICAS = 4
@@ -37,12 +37,15 @@ PREEMPTED_REASON = "made_way"
 
 
 class PreemptionPlan(NamedTuple):
-    """A waiting request to serve next at a replica, and the other requests that make way for it there."""
+    """A waiting request to serve next at a replica, and the requests that make way for it there."""
 
     blocked: RoutedRequest
+    """The waiting request."""
     others: list[RoutedRequest]
+    """The requests that make way."""
     replica_id: str
     for_capacity: bool
+    """Whether ``blocked`` waits for KV capacity; false: it waits for this replica, which is full."""
 
 
 class RoutingPreemption:
@@ -61,8 +64,10 @@ class RoutingPreemption:
         self._placer = placer
 
     def preempt_less_urgent(self, now: float) -> int:
-        """Preempt requests of less urgent tenants; return how many were recalled from a replica. Raises
-        ``PolicyCallError``. Also after this error, each open request is in a queue or at a replica."""
+        """Preempt requests of less urgent tenants; return how many were recalled from a replica.
+
+        Raises ``PolicyCallError`` if a policy fails. Even then, each open request is in a queue or at a
+        replica."""
         if not self._policy.yields or not self._requests.waiting or len(self._tenants.shares) < 2:
             return 0
         recalled = 0
@@ -78,8 +83,8 @@ class RoutingPreemption:
         return recalled
 
     def _carry_out(self, plan: PreemptionPlan, now: float) -> int:
-        """Carry out a plan, and queue the requests again that lost their replica, even after an error.
-        Returns how many requests were recalled."""
+        """Carry out a plan; return how many requests were recalled. Requests that lost their replica are
+        queued again, even after an error."""
         unqueued: list[RoutedRequest] = []
         try:
             return self._apply_preemption(plan, unqueued, now)
@@ -89,8 +94,8 @@ class RoutingPreemption:
                 self._requests.enqueue_for_any(request)
 
     def _apply_preemption(self, plan: PreemptionPlan, unqueued: list[RoutedRequest], now: float) -> int:
-        """Move the plan's requests and send the blocked one; return how many requests were recalled. Adds the
-        requests that the caller has to queue again to ``unqueued``."""
+        """Move the plan's requests and send the blocked one; return how many requests were recalled. Appends
+        to ``unqueued`` the requests that the caller has to queue again."""
         recalled = 0
         for request in plan.others:
             program = request.program
@@ -116,7 +121,7 @@ class RoutingPreemption:
         return recalled
 
     def _take_back(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
-        """Remove a request from its replica or queue. Returns whether it had been sent."""
+        """Remove a request from its queue, or recall it from its replica. Returns whether it was recalled."""
         if request.sent_s is None:
             self._requests.take_out(request)
             return False
@@ -126,6 +131,8 @@ class RoutingPreemption:
         return True
 
     def _blocked(self, now: float) -> list[RoutedRequest]:
+        """The first request of each tenant in each queue that has waited for the policy's ``blocked_s``,
+        those of tenants with the largest shares first. At most ``MAX_BLOCKED_REQUESTS``."""
         shares = self._tenants.shares
         firsts = [row.first for line in self._requests.lines() for row in line.rows.values()]
         waited = [request for request in firsts if now - request.since_s >= self._policy.blocked_s]
@@ -133,6 +140,8 @@ class RoutingPreemption:
         return waited[:MAX_BLOCKED_REQUESTS]
 
     def _preempt_in_queue(self, blocked: RoutedRequest, replica_id: str, now: float) -> PreemptionPlan | None:
+        """Plan which requests a full replica gives back, so that ``blocked`` can be sent there; ``None``:
+        none."""
         replica = self._fleet.get(replica_id)
         if replica is None:
             return None
@@ -156,6 +165,8 @@ class RoutingPreemption:
         return self._ask_policy(blocked, view, others, replica_id, for_capacity=False)
 
     def _preempt_for_capacity(self, blocked: RoutedRequest, now: float) -> PreemptionPlan | None:
+        """Plan which programs leave a replica, so that ``blocked`` has enough KV capacity there; ``None``:
+        none."""
         if not blocked.needs_tokens:
             return None
         roomy = [view for view in self._fleet.views if view.takes_new]
@@ -170,6 +181,7 @@ class RoutingPreemption:
     def _preempt_for_capacity_at(
         self, replica: Replica, room_tokens: int, blocked: RoutedRequest, now: float
     ) -> PreemptionPlan | None:
+        """The same as ``_preempt_for_capacity``, at one replica, which has ``room_tokens`` free."""
         room = self._fleet.room_tokens
         others = []
         for request in self._at_home(replica):
@@ -193,8 +205,8 @@ class RoutingPreemption:
         return self._ask_policy(blocked, view, others, replica.replica_id, for_capacity=True)
 
     def _at_home(self, replica: Replica) -> list[RoutedRequest]:
-        """Requests whose programs have their home at this replica and could leave it. Requests that still
-        wait come before sent ones."""
+        """Requests whose programs have their home at this replica and could leave it, at most
+        ``MAX_VICTIM_CANDIDATES``. Waiting requests come first, then sent ones, the newest first."""
         queue = self._requests.queues.get(replica.replica_id)
         request = queue.oldest(MAX_VICTIM_CANDIDATES) if queue is not None else []
         newest = [self._requests.by_id[request_id] for request_id in reversed(replica.in_flight)]
@@ -217,6 +229,7 @@ class RoutingPreemption:
         *,
         for_capacity: bool,
     ) -> PreemptionPlan | None:
+        """Ask the policy which of ``others`` make way for ``blocked``; ``None``: none of them."""
         if not others:
             return None
         tenants = self._tenants

@@ -1,4 +1,4 @@
-"""Requests, and their waiting queues: for any replica or for one replica."""
+"""Requests of an affinity core, and the queues in which they wait for any replica or for one replica."""
 
 from __future__ import annotations
 
@@ -21,52 +21,61 @@ _NUMBER = attrgetter("number")
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """A request in progress."""
+    """A request in progress. Times are on the core's clock."""
 
     request_id: str
     number: int
+    """Number of requests that arrived before this one."""
     tenant: str
     program: RoutedProgram | None
     context_tokens: int
+    """Prompt length, at most the longest context that a replica can compute."""
     size_tokens: int
+    """Longest context that the program is expected to reach; without a program, that of the request."""
     since_s: float
+    """Time at which the request arrived."""
     output_tokens: int = 0
+    """Output length that the client expects; 0: none given."""
     prefix: tuple[int, ...] = ()
     replica_id: str | None = None
     """The replica that the request waits for or was sent to; ``None``: it waits for any replica."""
     sent_s: float | None = None
+    """Time at which the request was sent to its replica; ``None``: it waits."""
     began: bool = False
+    """Whether the client has the first byte of the answer."""
     failures: int = 0
     """Number of replicas that did not answer the request."""
     failures_computing: int = 0
     """Number of replicas that accepted the request and did not answer it."""
     failed_at: tuple[str, ...] = ()
-    """Ids of replicas that did not answer and still exist. The request is not sent there again."""
+    """Ids of registered replicas that did not answer the request. It is not sent there again."""
     failed_at_gone: tuple[tuple[str, str], ...] = ()
-    """Ids and instances of replicas that did not answer and are gone. Such an instance may turn out to be
-    alive."""
+    """(id, instance) of replicas that did not answer the request and were removed since. If such an instance
+    registers again, it is still avoided."""
     lost_with: str | None = None
-    """Id of the last replica that disappeared while it had the request. ``None`` again once a
-    ``RequestFailed`` tells that the replica had accepted the request."""
+    """Id of the last replica that was removed while it had the request. ``None`` again once a
+    ``RequestFailed`` reports that the replica had accepted the request."""
     reason: str = ""
     moved_from: str | None = None
     left_because: str = ""
     needs_tokens: int = 0
-    """KV capacity that the request waits for, as stated by its last routing decision; 0: it has to be routed
-    first."""
+    """Free KV tokens that the request waits for, as stated by its last routing decision; 0: the request has
+    to be routed again first."""
     recalled_from: str | None = None
-    """The replica from which the request was recalled; ``None`` again once any replica answers the
-    request."""
+    """Id of the replica from which the request was recalled; ``None``: none, or a replica has answered
+    since."""
     recalled: bool = False
-    """Whether the request was recalled before. If so, it is not recalled again."""
+    """Whether the request was recalled before. A request is recalled only once."""
     first_since: int | None = None
-    """``CapacityQueue.admitted_count`` when the request became the first in its tenant's queue."""
+    """``CapacityQueue.admitted_count`` when the request became the first in its tenant's queue; ``None``: not
+    yet."""
 
 
 def can_move(request: RoutedRequest) -> bool:
-    """Whether a request and its program may go to another replica. A request that has failed at a replica may
-    not. A program may not while another of its requests is sent, nor again in the turn in which it last
-    moved."""
+    """Whether stealing or preemption may move a waiting request, and its program, to another replica.
+
+    False for a request that failed at a replica, for a program with another request in flight, and for a
+    program that has not finished a turn since its last move."""
     program = request.program
     if request.failed_at:
         return False
@@ -74,7 +83,7 @@ def can_move(request: RoutedRequest) -> bool:
 
 
 class _QueueChunk:
-    """Consecutive requests of a ``TenantQueue``."""
+    """Consecutive requests of a ``TenantQueue``, and the smallest ``needs_tokens`` of them (``least``)."""
 
     __slots__ = ("least", "requests")
 
@@ -84,10 +93,10 @@ class _QueueChunk:
 
 
 class TenantQueue:
-    """Requests of one tenant, in order of arrival, searchable by the KV capacity they need.
+    """Waiting requests of one tenant, in order of arrival, searchable by the KV capacity that they need.
 
-    The queue consists of chunks, and each chunk stores the smallest need in it. So a search reads one number
-    per chunk, and the requests of one chunk only.
+    The queue consists of chunks. Each chunk stores the smallest ``needs_tokens`` of its requests. So a search
+    reads one number per chunk, and the requests of a single chunk.
     """
 
     __slots__ = ("_chunks", "least")
@@ -117,7 +126,8 @@ class TenantQueue:
         return None
 
     def add(self, request: RoutedRequest) -> None:
-        """Insert a request in order of arrival: at the end, unless it was sent before and failed."""
+        """Insert a request in order of arrival. A request that was sent and failed is not the newest, so it
+        is not always inserted at the end."""
         self.least = min(self.least, request.needs_tokens)
         if not self._chunks:
             self._chunks.append(_QueueChunk([request]))
@@ -152,17 +162,21 @@ class TenantQueue:
         return True
 
     def _at(self, number: int) -> int:
+        """Index of the chunk to which a request with this ``number`` belongs."""
         return max(0, bisect_right(self._chunks, number, key=lambda chunk: chunk.requests[0].number) - 1)
 
 
 class WaitingQueue:
-    """Requests that wait for the same replica, or for any replica, in order of arrival. If tenants share
-    capacity, each tenant has its own ``TenantQueue`` in it."""
+    """Requests that wait for the same replica, or for any replica.
+
+    ``by_tenant``: each tenant has its own ``TenantQueue`` in the queue; false: one ``TenantQueue`` has the
+    requests of all tenants."""
 
     def __init__(self, *, by_tenant: bool) -> None:
         self._by_tenant = by_tenant
         self._rows: dict[str, TenantQueue] = {}
         self._programs: dict[Key, dict[str, RoutedRequest]] = {}
+        """Waiting requests by program and request id."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -174,8 +188,7 @@ class WaitingQueue:
 
     @property
     def rows(self) -> dict[str, TenantQueue]:
-        """The non-empty queues by tenant. If tenants do not share capacity, there is one queue for all, under
-        ``""``."""
+        """The non-empty ``TenantQueue`` of each tenant. Without ``by_tenant``, the only key is ``""``."""
         return self._rows
 
     def of(self, program: RoutedProgram) -> list[RoutedRequest]:
@@ -210,11 +223,12 @@ class WaitingQueue:
         return True
 
     def waits_for(self, request: RoutedRequest, needs_tokens: int) -> None:
-        """Set the KV capacity that a waiting request needs, in tokens."""
+        """Set ``RoutedRequest.needs_tokens`` of a request in this queue."""
         row = self._rows[self._row(request)]
         row.remove(request)
         request.needs_tokens = needs_tokens
         row.add(request)
 
     def _row(self, request: RoutedRequest) -> str:
+        """The key in ``rows`` of the queue to which a request belongs."""
         return request.tenant if self._by_tenant else ""

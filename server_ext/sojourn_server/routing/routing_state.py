@@ -15,7 +15,7 @@ from .routed_programs import ProgramEstimator, RoutedProgram, RoutedProgramTable
 from .routing_tables import ProgramAffinity
 
 ROUTING_STATE_VERSION = 1
-"""Version of the snapshots that are written and read."""
+"""Version of the snapshot format. Snapshots of other versions are refused."""
 
 
 class SavedReplica(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -55,15 +55,16 @@ class RoutingState(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = ROUTING_STATE_VERSION
     taken_s: float
-    """Time of the snapshot. This and all other times are on the clock of the core that wrote it."""
+    """Time of the snapshot. All times in the snapshot are on the clock of the core that wrote it."""
     number: int
     """Number of requests so far."""
     epoch: int
-    """Number of registrations of replicas so far."""
+    """Number of registrations of replicas so far; the next replica gets the next number as its ``epoch``."""
     replicas: tuple[SavedReplica, ...]
     programs: tuple[SavedProgram, ...]
     """Programs, least recently active first."""
     expected: dict[str, Any]
+    """``ProgramEstimator.snapshot``."""
     drained: tuple[tuple[str, str], ...] = ()
     """Ids and instances of replicas that disappeared while draining."""
 
@@ -71,7 +72,7 @@ class RoutingState(msgspec.Struct, frozen=True, kw_only=True):
 def snapshot_routing_state(
     fleet: ReplicaFleet, programs: RoutedProgramTable, expected: ProgramEstimator, number: int, now: float
 ) -> RoutingState:
-    """Take a snapshot of these tables."""
+    """Return a snapshot of these tables. ``number``: number of requests so far."""
     return RoutingState(
         taken_s=now,
         number=number,
@@ -122,8 +123,10 @@ def restore_routing_state(
     now: float,
     shift_s: float,
 ) -> None:
-    """Fill empty tables from a snapshot. ``shift_s`` is added to all times. Raises ``ValueError`` for an
-    invalid snapshot; then the tables may be partly filled."""
+    """Fill empty tables from a snapshot. ``shift_s`` seconds are added to all times, to convert them to the
+    clock of ``now``.
+
+    Raises ``ValueError`` for an invalid snapshot; then the tables may be partly filled."""
     if state.version != ROUTING_STATE_VERSION:
         raise ValueError(f"a state of version {state.version}; expected {ROUTING_STATE_VERSION}")
     expected.restore(state.expected)

@@ -11,46 +11,66 @@ class LinkStats(msgspec.Struct, frozen=True):
     """Current state of one link of an engine, to storage or to other engines."""
 
     queued_bytes: int
+    """Bytes that wait to be moved."""
     queued_s: float | None
     """Seconds until the link's queue is empty; ``None``: unknown."""
     moved_bytes: int
+    """Bytes moved so far."""
 
 
 class ProgramRouteStatus(msgspec.Struct, frozen=True):
-    """Status of a program."""
+    """Status of a program: its home, turns, sizes in tokens, and numbers of open requests."""
 
     program_id: str
     tenant: str
     replica: str | None
+    """Id of the program's home; ``None``: it has none."""
     turns: int
+    """Number of answered requests."""
     context_tokens: int
+    """Longest context so far. For a program of pairs: number of tokens in storage."""
     size_tokens: int
+    """Longest context that is expected. For a program of pairs: number of tokens in storage."""
     moves: int
+    """Number of changes from one home to another."""
     in_flight: int
+    """Number of requests that were sent and have not ended."""
     waiting: int
+    """Number of requests that wait at the gateway."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
-    """Status of a replica. Sizes in tokens of KV."""
+    """Status of a replica. Sizes are in tokens of KV."""
 
     replica: str
     instance: str
     health: str
+    """``up``, ``draining`` or ``suspect``."""
     load: float
+    """The larger of two shares: of KV memory, and of concurrent requests. Above 1, some requests wait."""
     in_flight: int
+    """Number of requests that were sent and have not ended."""
     queued: int
     """Number of requests that wait for the replica at the gateway."""
     programs: int
+    """Number of programs whose home is the replica."""
     capacity_tokens: int
+    """KV capacity of the device."""
     host_tokens: int
+    """KV capacity of the other tiers."""
     room_tokens: int
+    """Capacity of all tiers that these programs leave free, if each uses its expected size. Negative: their
+    sizes exceed the capacity."""
 
 
 class PairEngineStatus(ReplicaStatus, frozen=True, kw_only=True):
     """Status of a prefill or decode engine. No program has its home there."""
 
     role: str
+    """``prefill`` or ``decode``."""
     node: str
+    """Name of the engine's machine."""
     epoch: str
+    """Instance of the engine's KV transfer manager; empty: unknown."""
     links: Mapping[str, LinkStats]
-    """Last report of each link, by name; empty: no report."""
+    """Last report of each link, by the link's name; empty: there is no report."""

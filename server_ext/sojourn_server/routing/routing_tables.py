@@ -1,4 +1,4 @@
-"""Tables of an affinity core: programs' homes, states of requests, and ``RoutingTables``, which holds all."""
+"""Tables of an affinity core: homes of programs, states of requests, and ``RoutingTables``, which has all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from .tenant_accounting import TenantAccounting
 
 
 class ProgramAffinity:
-    """Sets and removes the homes of programs. Only this class changes them."""
+    """Sets and removes the homes of programs, and keeps the totals of replicas and tenants up to date. No
+    other class changes homes."""
 
     def __init__(
         self,
@@ -36,10 +37,10 @@ class ProgramAffinity:
         self._journal = journal
         self._residents = residents
         self.capacity_grew = False
-        """True if a replica got more free capacity since this was last set to False."""
+        """True if a replica got more free KV capacity since the core last set this to False."""
 
     def leave(self, program: RoutedProgram, now: float) -> None:
-        """Remove a program's home; the program's KV counts as lost."""
+        """Remove a program's home. The program's KV counts as lost. No effect without a home."""
         replica = self._fleet.get(program.home)
         if replica is not None:
             self._fleet.homed(replica, -program.size_tokens, -1)
@@ -51,8 +52,8 @@ class ProgramAffinity:
         program.home, program.cached, program.size_tokens = None, False, 0
 
     def settle(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
-        """Make a replica a program's home, and count ``size_tokens`` there for it. Returns the id of the
-        former home if it was another replica."""
+        """Make a replica a program's home, and count ``size_tokens`` there for the program. Returns the id of
+        the former home; ``None``: the program had none, or had this one."""
         before = program.home
         if before == replica.replica_id:
             self.resize(program, size_tokens)
@@ -69,7 +70,7 @@ class ProgramAffinity:
         return before
 
     def resize(self, program: RoutedProgram, size_tokens: int) -> None:
-        """Change the number of tokens that are counted for a program at its home."""
+        """Change the number of tokens that are counted for a program at its home, in the totals too."""
         replica = self._fleet.get(program.home)
         if replica is not None and size_tokens != program.size_tokens:
             self._fleet.homed(replica, size_tokens - program.size_tokens)
@@ -90,25 +91,26 @@ class RoutedRequestTable:
         self.by_id: dict[str, RoutedRequest] = {}
         """All requests in progress."""
         self.anywhere = WaitingQueue(by_tenant=tenants.take_turns)
+        """Requests that wait for any replica and have not failed at a registered one."""
         self.failed = WaitingQueue(by_tenant=False)
-        """Requests that failed at a replica and wait for any other. Their queue is separate, because free
-        capacity that suits other requests may be of no use to them, and vice versa."""
+        """Requests that failed at a replica that is still registered, and wait for any other. Their queue is
+        separate, because they cannot use free capacity of the replica where they failed."""
         self.queues: dict[str, WaitingQueue] = {}
-        """Non-empty queues by replica."""
+        """Requests that wait for one replica, by replica id; only non-empty queues."""
         self.waiting = 0
         """Number of requests that have not been sent."""
         self.waiting_of: dict[str, int] = {}
-        """Number of requests that have not been sent, by tenant, without zeros."""
+        """Number of requests that have not been sent, by tenant; tenants without such requests are absent."""
         self.unregistered_requests: dict[str, RoutedRequest] = {}
-        """Requests sent to replicas that have not registered with this core."""
+        """Requests, by id, that gateways sent to replicas that have not registered with this core."""
         self.freed: set[str] = set()
-        """Replicas whose load has fallen since this was last emptied."""
+        """Ids of replicas whose load has fallen since the core last emptied this set."""
         self.unanswered: list[RoutedProgram] = []
-        """Programs whose requests all ended without an answer. The core empties the list and frees their
-        capacity."""
+        """Programs whose requests all ended without an answer. The core empties the list and removes the
+        programs' homes."""
 
     def open(self, request: RoutedRequest) -> None:
-        """Add a request; the caller queues or sends it next."""
+        """Add a new request to the table. The caller must queue or send it next."""
         self.by_id[request.request_id] = request
         self._count(request, 1)
         if request.program is not None:
@@ -117,7 +119,7 @@ class RoutedRequestTable:
         self._tenants.came(request.tenant, request.program)
 
     def close(self, request: RoutedRequest, now: float) -> None:
-        """Remove a request from its queue or replica, and from the table."""
+        """Remove a request from its queue or replica, and from the table. It may be in no queue."""
         if request.sent_s is not None:
             self.undo_send(request, now)
         else:
@@ -132,7 +134,8 @@ class RoutedRequestTable:
         self._tenants.over(request.tenant, request.program)
 
     def enqueue_for_any(self, request: RoutedRequest) -> None:
-        """Add a request to the queue for any replica. The request must be in no queue."""
+        """Add a request to ``anywhere``, or to ``failed`` if it failed at a registered replica. The request
+        must be in no queue."""
         request.replica_id = None
         (self.failed if request.failed_at else self.anywhere).add(request)
 
@@ -148,7 +151,7 @@ class RoutedRequestTable:
             self._fleet.queued(replica, request.context_tokens, 1)
 
     def take_out(self, request: RoutedRequest) -> None:
-        """Remove a request from its queue."""
+        """Remove a waiting request from its queue. No effect if it is in no queue."""
         if request.replica_id is None:
             (self.failed if request.failed_at else self.anywhere).remove(request)
             return
@@ -162,7 +165,7 @@ class RoutedRequestTable:
         request.replica_id = None
 
     def send(self, request: RoutedRequest, replica_id: str, now: float) -> None:
-        """Record that a request is sent to a replica. The request must be in no queue."""
+        """Record that a request is sent to a replica, registered or not. The request must be in no queue."""
         request.replica_id, request.sent_s = replica_id, now
         self._count(request, -1)
         if request.program is not None:
@@ -176,7 +179,7 @@ class RoutedRequestTable:
             self._fleet.sent(replica, request.request_id, request.context_tokens, now)
 
     def undo_send(self, request: RoutedRequest, now: float) -> None:
-        """Take a request back from its replica. Afterwards it is in no queue."""
+        """Record that a sent request is not at its replica any more. Afterwards it is in no queue."""
         replica = self._fleet.get(request.replica_id)
         if replica is not None and request.request_id in replica.in_flight:
             self._fleet.over(replica, request.request_id, now)
@@ -191,14 +194,14 @@ class RoutedRequestTable:
         request.began = False
 
     def adopt(self, replica: Replica, now: float) -> None:
-        """Count the requests that were sent to a replica before it registered."""
+        """Count the requests that were sent to a newly registered replica before it registered."""
         for request in [w for w in self.unregistered_requests.values() if w.replica_id == replica.replica_id]:
             del self.unregistered_requests[request.request_id]
             self._fleet.sent(replica, request.request_id, request.context_tokens, now)
 
     def unregistered_since(self, before_s: float) -> list[RoutedRequest]:
-        """Requests sent before ``before_s`` to replicas that are still unregistered. They need a timeout,
-        since no event reports that such a replica failed."""
+        """Requests sent at or before the time ``before_s`` to replicas that are still unregistered. These
+        requests need a timeout, since no event reports that such a replica failed."""
         return [
             one
             for one in self.unregistered_requests.values()
@@ -210,8 +213,8 @@ class RoutedRequestTable:
         return [self.anywhere, self.failed, *self.queues.values()]
 
     def replica_gone(self, replica: Replica) -> None:
-        """Allow requests that failed at a lost replica to use a new replica with the same id. The lost
-        instance stays excluded."""
+        """Process the removal of a replica: requests that failed there may use a new instance with the same
+        id, but not the removed instance."""
         for request in self.by_id.values():
             if replica.replica_id not in request.failed_at:
                 continue
@@ -223,8 +226,8 @@ class RoutedRequestTable:
                 self.enqueue_for_any(request)
 
     def replica_came(self, replica: Replica) -> None:
-        """Process the registration of a replica that may have been declared gone by mistake. If the same
-        instance returns, the requests that failed there may not use it, as before."""
+        """Process the registration of a replica. If this instance was removed before by mistake, requests
+        that failed there may not use it, as before."""
         came = (replica.replica_id, replica.instance)
         for request in [one for one in self.by_id.values() if came in one.failed_at_gone]:
             waits_anywhere = request.sent_s is None and request.replica_id is None
@@ -236,6 +239,7 @@ class RoutedRequestTable:
                 self.enqueue_for_any(request)
 
     def _count(self, request: RoutedRequest, more: int) -> None:
+        """Add ``more``, 1 or -1, to the numbers of waiting requests: of all, and of the request's tenant."""
         self.waiting += more
         left = self.waiting_of.get(request.tenant, 0) + more
         if left:
@@ -244,8 +248,8 @@ class RoutedRequestTable:
             del self.waiting_of[request.tenant]
 
     def waiting_since(self, before_s: float, most: int) -> list[RoutedRequest]:
-        """Up to ``most`` requests that have waited since ``before_s`` or longer. Queues are in order of
-        arrival, so the search of each queue stops at the first younger request."""
+        """Up to ``most`` waiting requests that arrived at or before the time ``before_s``. Queues are in
+        order of arrival, so the search of each queue stops at the first later request."""
         found: list[RoutedRequest] = []
         for line in self.lines():
             for row in line.rows.values():
@@ -256,7 +260,7 @@ class RoutedRequestTable:
         return found
 
     def waiting_requests(self) -> Iterator[RoutedRequest]:
-        """Requests that have not been sent."""
+        """Yield all requests in queues."""
         for line in self.lines():
             yield from line
 
@@ -275,8 +279,8 @@ class RoutingTables:
     counts: RoutingCounters
 
     def lives(self, program: RoutedProgram) -> bool:
-        """Whether a program is still in the table. Its requests may stay open after the program is
-        removed."""
+        """Whether a program has not been removed from the table of programs. Its requests may stay open after
+        that."""
         return self.programs.get(program.key) is program
 
 

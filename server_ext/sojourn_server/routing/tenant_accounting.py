@@ -14,22 +14,22 @@ from .routing_limits import RoutingCounters
 from .routing_queue import TenantQueue
 
 MAX_NEW_ESTIMATES = 256
-"""Maximum number of programs whose remaining work is estimated per epoch because of a new request. Further
-programs keep their last estimate for now."""
+"""Maximum number of programs with new requests whose remaining work is estimated in one epoch, the time
+between two computations of the shares. Further programs keep their last estimate for now."""
 MIN_REFRESHED_ESTIMATES = 64
-"""Minimum number of estimates per epoch. If there are fewer new requests, old estimates are renewed. A full
-round over 10,000 waiting programs takes about 16 s."""
+"""Minimum number of estimates per epoch. If there are fewer programs with new requests, the oldest estimates
+are renewed. A full round over 10,000 waiting programs takes about 16 s."""
 
 
 class TenantAccounting:
-    """Usage and shares per tenant.
+    """Used capacity and share of capacity of each tenant.
 
-    A program without a deadline is due after ``slo_factor`` times the mean duration of its agent type, or
-    after ``slo_factor`` times ``usual_life_s`` for a type without finished programs.
+    A program without a stated deadline is due after ``slo_factor`` times the mean duration of its agent type,
+    or after ``slo_factor`` times ``usual_life_s`` seconds if no program has ended.
 
     Two rules limit how urgent a client can make its programs. A stated deadline counts as at least ``now``
-    plus the work left. And only a tenant's oldest programs count, at most as many as all replicas run at
-    once.
+    plus the work left. And only a tenant's oldest programs count, at most as many as all replicas run
+    requests at once.
     """
 
     def __init__(
@@ -48,45 +48,47 @@ class TenantAccounting:
         self._usual_life_s = usual_life_s
         self._counts = counts
         self._tokens: dict[str, int] = {}
-        """Context lengths of requests in flight, by tenant."""
+        """Total context length of requests in flight, by tenant."""
         self._homed: dict[str, int] = {}
-        """Sizes of programs at their homes, by tenant."""
+        """Total size of programs with a home, by tenant."""
         self._open: dict[str, int] = {}
         """Number of requests in progress, by tenant."""
         self._working: OrderedDict[Key, RoutedProgram] = OrderedDict()
-        """Programs with requests, least recently estimated first."""
+        """Programs with requests in progress, least recently estimated first."""
         self._needs_estimate: dict[Key, RoutedProgram] = {}
         """Programs of ``_working`` that had a request since their last estimate."""
         self._tasks: dict[str, dict[Key, tuple[RunningTaskView, bool]]] = {}
-        """Remaining work per program, by tenant. The flag is True if a client stated the deadline."""
+        """Estimated work and deadline of each program, by tenant. The flag is True if the client stated the
+        deadline."""
         self._shares: Mapping[str, float] = {}
         self._shares_due_s = -math.inf
+        """Time of the next computation of the shares."""
 
     @property
     def take_turns(self) -> bool:
-        """Whether the tenants' requests are served in turn, by the tenants' shares. False: requests are
-        served in order of arrival."""
+        """Whether the tenants share capacity, so that their requests are served in turn, by their shares.
+        False: requests are served in order of arrival."""
         return self._policy.divides_capacity
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """Fraction of all capacity that each tenant may use in this epoch."""
+        """Fraction of all capacity that each tenant may use, as last computed; empty: not computed."""
         return self._shares
 
     @property
     def in_flight_tokens(self) -> Mapping[str, int]:
-        """Context lengths of requests in flight, by tenant; only tenants with such requests."""
+        """Total context length of requests in flight, by tenant; only tenants with such requests."""
         return self._tokens
 
     @property
     def homed_tokens(self) -> Mapping[str, int]:
-        """Sizes of programs at their homes, by tenant; only tenants with such programs."""
+        """Total expected size of programs with a home, by tenant; only tenants with such programs."""
         return self._homed
 
     # -- usage ------------------------------------------------------------------
 
     def came(self, tenant: str, program: RoutedProgram | None) -> None:
-        """Record that a request of the tenant arrived."""
+        """Record that a request of the tenant, and of ``program`` if it has one, arrived."""
         self._open[tenant] = self._open.get(tenant, 0) + 1
         if program is not None and self._policy.divides_capacity:
             self._working[program.key] = program
@@ -109,17 +111,18 @@ class TenantAccounting:
                 del self._tasks[program.tenant]
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Add to the tenant's tokens in flight."""
+        """Add ``tokens``, which may be negative, to the tenant's tokens in flight."""
         _add(self._tokens, tenant, tokens)
 
     def housed(self, tenant: str, tokens: int) -> None:
-        """Add to the sizes of the tenant's programs at their homes."""
+        """Add ``tokens``, which may be negative, to the total size of the tenant's programs with a home."""
         _add(self._homed, tenant, tokens)
 
     # -- shares -----------------------------------------------------------------
 
     def update_shares(self, now: float) -> None:
-        """Compute the shares from the work left in each tenant's programs, at most once per epoch."""
+        """Compute the shares from the work left in each tenant's programs, if they are due: once per
+        ``SharePolicy.epoch_s`` seconds. If the policy fails, the error is counted and the shares stay."""
         epoch_s = self._policy.epoch_s
         if not self._policy.divides_capacity or 0 < self._shares_due_s - now <= epoch_s:
             return  # not due yet; a due time beyond one epoch means that the clock stepped back
@@ -140,9 +143,10 @@ class TenantAccounting:
             self._counts.policy_failed(error)  # shares stay as they were
 
     def _counting(self, tenant: str, now: float) -> list[RunningTaskView]:
-        """The tenant's programs that count for its share, each with its deadline. If the client stated a
-        deadline before ``now`` plus the work left, the program counts with the latter time instead. That time
-        depends on ``now``, so it is computed here and not stored."""
+        """The tenant's programs that count for its share, each with its work and deadline.
+
+        If the client stated a deadline that is earlier than ``now`` plus the work left, the program counts
+        with ``now`` plus the work left as its deadline. This depends on ``now``, so it is not stored."""
         tasks = islice(self._tasks.get(tenant, {}).values(), self._fleet.max_running or DEFAULT_MAX_RUNNING)
         return [
             RunningTaskView(task.work_s, now + task.work_s)
@@ -152,9 +156,10 @@ class TenantAccounting:
         ]
 
     def used(self, tenant: str, *, room: bool = False) -> float:
-        """Fraction of all device KV capacity that a tenant's requests in flight use. With ``room``, also
-        compute the fraction of KV capacity in all tiers that the tenant's programs use, and return the larger
-        one."""
+        """Fraction of all devices' KV capacity that a tenant's requests in flight use.
+
+        With ``room``: the larger of this and the fraction of KV capacity in all tiers that the tenant's
+        programs with a home use."""
         fleet = self._fleet
         used = self._tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0
         if room and fleet.room_tokens:
@@ -162,8 +167,11 @@ class TenantAccounting:
         return used
 
     def order(self, rows: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
-        """Tenants with waiting requests, in the order in which they are served. ``room``: their requests wait
-        for KV capacity, not for a busy replica."""
+        """The tenants of ``rows``, in the order in which they are served. If the policy fails, they are
+        ordered by the arrival of their first request.
+
+        ``rows`` has each tenant with its waiting requests. ``room``: the requests wait for KV capacity;
+        false: for a full replica."""
         if len(rows) == 1:
             return [tenant for tenant, _ in rows]
         turns = [
@@ -176,11 +184,13 @@ class TenantAccounting:
             return [turn.tenant for turn in sorted(turns, key=lambda turn: (turn.since_s, turn.tenant))]
 
     def _estimate(self, program: RoutedProgram) -> None:
+        """Store a new estimate of a program's work left and deadline."""
         task = RunningTaskView(self._expected.work_s(program), self._deadline_s(program))
         self._tasks.setdefault(program.tenant, {})[program.key] = task, program.deadline_s is not None
         self._working.move_to_end(program.key)
 
     def _deadline_s(self, program: RoutedProgram) -> float:
+        """The deadline that the client stated, or an assumed one (see the class), on the core's clock."""
         if program.deadline_s is not None:
             return program.deadline_s
         life_s = self._expected.life_s(program)
@@ -189,6 +199,7 @@ class TenantAccounting:
 
 
 def _add(sums: dict[str, int], tenant: str, tokens: int) -> None:
+    """Add ``tokens`` to a tenant's sum, and delete the entry if the sum is 0."""
     left = sums.get(tenant, 0) + tokens
     if left:
         sums[tenant] = left
