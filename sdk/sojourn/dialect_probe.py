@@ -35,7 +35,7 @@ _decoder = msgspec.json.Decoder(_Capabilities)
 
 
 class ServerDialect:
-    """The dialect of the server, known or assumed. It may change at any time."""
+    """The dialect of the server, known or assumed. ``learn`` may change it at any time."""
 
     def __init__(self, dialect: str | None = None) -> None:
         self.dialect: Dialect = DIALECTS[dialect or "vllm"]

@@ -42,7 +42,7 @@ tries must fit into that time."""
 THREAD_RETRY_S = 1.0
 """Pause before another attempt to start the thread."""
 POLL_EVERY_S = 0.02
-"""Polling interval while events are expected; the longest delay of an event."""
+"""Polling interval while more events are expected. Polling delays an event by at most this time."""
 POLL_FOR_S = 5.0
 """How long the thread polls after the last event. After that it sleeps until the next event wakes it."""
 _POLLS = round(POLL_FOR_S / POLL_EVERY_S)
@@ -187,7 +187,8 @@ class Emitter:
         return taken
 
     def undo_take(self, taken: list[PendingEvent]) -> None:
-        """Put events that ``take`` removed back to the front of the queue, because they were not sent."""
+        """Put events that ``take`` removed back to the front of the queue. Called if their request was not
+        sent with them."""
         with self._lock:
             self._take_in()
             lost = self._pending.put_back(taken)

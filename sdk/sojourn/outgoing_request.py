@@ -107,7 +107,8 @@ class OutgoingRequest:
             emitter.server_answered()
 
     def fail(self, error: BaseException) -> None:
-        """Record that the request failed with ``error``. Never raises."""
+        """Record that an attempt failed with ``error``. Inside a ``RetryScope`` the request stays open for a
+        retry; otherwise it ends. Never raises."""
         self.turn.failed()
         self._busy = False
         if self._around is None or self._around.open is not self:

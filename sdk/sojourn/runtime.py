@@ -138,8 +138,8 @@ class Session:
             self._answered.wait(self.config.probe_timeout_s)
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Return a ``with`` block in which no other thread can emit: the emitter's lock. The session has no
-        second lock, because that could deadlock: garbage collection may end a program at any moment, and
+        """Return the emitter's lock, as a ``with`` block for several changes in one atomic step. The session
+        has no lock of its own, which could deadlock: garbage collection may end a program at any moment, and
         would then take the two locks in the wrong order."""
         return nullcontext() if self.emitter is None else self.emitter.lock
 
@@ -149,8 +149,8 @@ class Session:
             self.emitter.put(program, kind, **fields)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the process's own program and send queued events within ``timeout_s``. Repeating it is
-        harmless."""
+        """End the process's own program and send queued events within ``timeout_s``. ``None``: within the
+        configured ``close_timeout_s``. Repeating it is harmless."""
         program, self.program = self.program, None
         if program is not None:
             program.end()
@@ -232,8 +232,8 @@ process_hooks.register_at_fork(after_in_child=_after_fork)
 
 
 def session() -> Session:
-    """Return the session. If none was set up, create one: online if ``SOJOURN_URL`` names a server, else
-    offline."""
+    """Return the session of this process. The first call creates one if ``init()`` was not called: online if
+    ``SOJOURN_URL`` names a server, else offline."""
     return _session if _session is not None else _first_use()
 
 

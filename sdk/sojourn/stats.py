@@ -55,11 +55,11 @@ class Stats(Counter[str]):
     """A snapshot of all counts, as a ``collections.Counter``, and of the session's state."""
 
     url: str | None = None
-    """URL of the server named by ``init()``."""
+    """URL of the server; ``None`` if none was named."""
     disabled: bool = False
     """True if ``SOJOURN_DISABLED`` is set."""
     dialect: str | None = None
-    """Dialect in use; ``None`` before ``init()``."""
+    """Name of the dialect in use; ``None`` if the session is offline."""
     dialect_known: bool = False
     """True if the dialect was given or detected, False if it is assumed."""
     instrumented: tuple[str, ...] = ()

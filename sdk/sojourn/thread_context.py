@@ -78,8 +78,8 @@ def _run_inside(here: ExecutionContext, function: Callable[..., Any]) -> Callabl
 
 
 def _is_pool_thread(thread: threading.Thread) -> bool:
-    """Return whether the thread is an internal one of ``concurrent.futures`` or ``multiprocessing``: its
-    target, or else its class, is defined there."""
+    """Return whether the thread is an internal one of ``concurrent.futures`` or ``multiprocessing``, where
+    its target function (or its class, for a thread without a target) is defined."""
     target = getattr(thread, "_target", None)
     code = type(thread).run if target is None else target
     module = getattr(code, "__module__", None) or ""

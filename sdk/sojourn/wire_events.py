@@ -91,7 +91,7 @@ class AegGraph(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AegReport(Event, frozen=True, kw_only=True, omit_defaults=True, tag="aeg"):
-    """The program follows this graph. Each emitter sends a graph in full once, then only its hash."""
+    """Reports the graph of the program. Each emitter sends a graph in full once, then only its hash."""
 
     graph_hash: str
     agent_type: str | None = None

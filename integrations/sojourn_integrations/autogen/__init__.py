@@ -6,9 +6,9 @@
 What is reported
 - A **program** is the outermost run of a team or an agent: ``run``, ``run_stream`` or an agent's
   ``on_messages_stream``. The program's name and type are those of the team or agent. Inside
-  ``with sojourn.program():`` a run is part of that program instead. Open one around several runs that
-  continue one conversation. Without it, each call of ``team.run()`` is a program of its own, even if it
-  continues the previous run.
+  ``with sojourn.program():`` a run is part of that program instead. Use such a block around several runs
+  that continue one conversation. Without a block, each call of ``team.run()`` is a program of its own, even
+  if it continues the previous run.
 - A **node** is an agent's turn, with the agent's name. Agents of a team inside a team or inside a
   ``SocietyOfMindAgent`` have names like ``inner/alice``. The requests with which a ``SelectorGroupChat`` or
   ``MagenticOneGroupChat`` picks the next agent belong to the program and to no node.
@@ -233,9 +233,10 @@ def _agent_run(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
 def _stream(
     original: Any, active: Callable[[], bool], begin: Callable[[Any], run_scopes.RunScope | None]
 ) -> Callable[..., Any]:
-    """Return a wrapper of the async generator function ``original`` that reports its run. ``begin`` returns
-    the run's scope, or ``None`` if there is nothing to report. The wrapper is inside the scope's context
-    during each step of the generator, and outside of it between two steps, while the consumer's code runs."""
+    """Return a wrapper of the async generator function ``original`` that reports each call as a run or turn.
+    ``begin`` returns the scope of the run or turn, or ``None`` if there is nothing to report. Each step of
+    the generator runs inside the scope's context; the consumer's code between two steps runs outside of
+    it."""
 
     @functools.wraps(original)
     async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:

@@ -68,12 +68,12 @@ class RunFrame(NamedTuple):
     node: str | None = None
     """The agent whose turn it is; ``None`` between turns of a team."""
     team: int | None = None
-    """``id()`` of the team that runs."""
+    """``id()`` of the running team; ``None`` in an agent's turn."""
 
 
 _frame: ContextVar[RunFrame | None] = ContextVar("sojourn_autogen_frame", default=None)
 _teams: dict[str, RunFrame] = {}
-"""Running teams by the key under which AutoGen sends their messages."""
+"""AutoGen's key for the messages of a running team → the team's frame."""
 _graphs: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
 """Program that the user opened → hash of the graph reported for it."""
 
@@ -232,7 +232,7 @@ def _run(
 
 def _report_graph(program: Program, aeg: Aeg | None) -> None:
     """Report ``aeg`` as the graph of a program that the user opened, unless the user gave the program a
-    graph. It is reported as not complete, since the program may do more than this run."""
+    graph. The graph is reported as not complete, since the program may do more than this run."""
     if aeg is None or (program.aeg is not None and _graphs.get(program) != program.aeg.hash):
         return
     aeg = Aeg(aeg.nodes, [(*edge, p) for edge, p in aeg.edges.items()], complete=False)

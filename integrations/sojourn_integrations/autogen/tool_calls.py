@@ -123,7 +123,8 @@ def _status_of_result(scope: Scope | None, result: Any) -> str:
 
 def _status_of_code(result: Any) -> str:
     """Return the status of executed code. Exit code 124 means ``timeout``, as for the command ``timeout(1)``.
-    Exit code 125 means ``cancelled`` if the output contains ``Cancelled``."""
+    Exit code 125 means ``cancelled`` if the output contains ``Cancelled``. Otherwise 0 means ``ok``, and any
+    other exit code ``nonzero``."""
     code = getattr(result, "exit_code", 0)
     if code == 124:
         return "timeout"

@@ -14,8 +14,8 @@ OLDEST = (3, 10)
 """Oldest Python that sojourn supports. In older versions this file does nothing."""
 
 AGENT = "SOJOURN_RUN_AGENT"
-"""Environment variable with the process id of the agent's Python. A Python that a tool starts reads it to
-learn that it is not the agent."""
+"""Environment variable with the process id of the agent's Python. By this variable, a Python process that a
+tool starts knows that it is not the agent."""
 
 CHILDREN = "SOJOURN_RUN_CHILDREN"
 """Environment variable that ``sojourn run --children`` sets: instrument the agent's Python child processes
@@ -105,8 +105,8 @@ def is_the_agent():
     """Return whether this process is the agent of ``sojourn run``, not a Python that one of its tools
     started.
 
-    The agent is the first Python in the chain of processes. Its multiprocessing workers, and a program that
-    replaces it by exec, count as the agent too. With ``--children`` every Python counts.
+    The agent is the first Python process below ``sojourn run``. Its multiprocessing workers, and a Python
+    program that replaces it by exec, count as the agent too. With ``--children`` every Python process counts.
     """
     agent = os.environ.get(AGENT)
     if not agent or os.environ.get(CHILDREN) or agent == str(os.getpid()):

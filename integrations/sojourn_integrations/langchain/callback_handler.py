@@ -24,7 +24,7 @@ _users: set[str] = set()
 """Names passed to ``install`` and not yet to ``remove``: our modules that need the handler in every run."""
 _hook: ContextVar[Any] | None = None
 _running_config: ContextVar[Any] | None = None
-"""LangChain's context variable of the running config, found at first use."""
+"""LangChain's context variable with the config of the current run; ``None`` until its first use here."""
 _by_hand = False
 """True once the user's code has made a ``Handler``. Then ``remove`` keeps the resolver, which that handler
 needs."""
@@ -186,7 +186,7 @@ def handler_class() -> Any:
 
 
 _call_ids_are_told = False
-"""True if this langchain-core gives the model's call id to ``on_tool_start``; 1.0.0 does not."""
+"""True once ``on_tool_start`` was called with the model's call id. langchain-core 1.0.0 does not pass it."""
 
 
 def _chain_ended(run_id: Any, error: BaseException | None) -> None:

@@ -105,8 +105,8 @@ class RunNode:
         self.node: str | None = parent.node if parent else None
         self.saver: object | None = parent.saver if parent else None
         self.resumable = False
-        """True if the program's id comes from the LangGraph thread (``thread_id``), so that a later run may
-        go on with it."""
+        """True if the program's id comes from the LangGraph thread (``thread_id``). A later run of the thread
+        can then continue the program."""
         self.waits: tuple[Any, ...] | None = None
         """Interrupts at which the graph stopped; empty if it stopped at a breakpoint, ``None`` if it did not
         stop."""

@@ -53,7 +53,8 @@ def begin(agent: Any, given: Any, conversation: Any) -> Run | None:
 
 
 def end(run: Run, status: str, result: Any = None) -> None:
-    """End a run with its status and, if there is one, its result. Never raises."""
+    """End a run with ``status``. ``result``: the run's result, if any. The program stays open if it belongs
+    to a conversation or to the user's code, or if ``result`` waits for an approval. Never raises."""
     try:
         run.stop_calls()
         if not run.owned:

@@ -119,12 +119,14 @@ class OutcomeFetcher:
         _finish(finish, None)
 
     def program_ended(self, program_id: str) -> None:
-        """Fetch the program's outcomes now, since no further request follows."""
+        """Make the thread fetch the program's outcomes now, since no further request follows. Does not
+        wait."""
         if self._running:
             self._inbox.put(program_id)
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Fetch all outcomes now. Returns whether all requests were finished in time."""
+        """Make the thread fetch all outcomes now, and wait for it at most ``timeout_s``. Returns whether all
+        requests were finished in time."""
         return self._say(_Flush(last=False), timeout_s)
 
     def close(self, timeout_s: float = 3.0) -> None:

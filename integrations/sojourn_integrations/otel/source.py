@@ -68,7 +68,7 @@ class _Entry:
 
     def __init__(self, kind: str | None, above: _Entry | None, above_key: Key | None) -> None:
         self.kind = kind
-        """Kind of the span; ``None`` for a span without a meaning of its own."""
+        """Kind of the span; ``None`` for a span that stands for no agent, workflow, step, tool or model."""
         self.above = above_key if above is not None else None
         self.program: Program | None = above.program if above is not None else None
         """The span's program; ``None`` if another adapter or the user reports this part of the run."""
@@ -126,7 +126,7 @@ class SojournSpanProcessor(SpanProcessor):
     # ---- what OpenTelemetry calls
 
     def on_start(self, span: Any, parent_context: Any = None) -> None:
-        """Handle the start of a span."""
+        """Report the program, node or tool call that the starting span stands for, if any."""
         try:
             session = runtime.session()
             if self._closed or not session.online or _scope(span) == semantic_conventions.SCOPE:
@@ -138,7 +138,7 @@ class SojournSpanProcessor(SpanProcessor):
             fault("internal_error")
 
     def on_end(self, span: Any) -> None:
-        """Handle the end of a span."""
+        """End the program, node or tool call that was reported for the span."""
         try:
             key = _key(span.context)
             self._late.pop(key, None)
@@ -197,7 +197,8 @@ class SojournSpanProcessor(SpanProcessor):
             self._enter(span, meaning, above)
 
     def _catch_up(self, span: Any, entry: _Entry | None) -> _Entry | None:
-        """Process attributes that a span got after its start, and return the span's entry."""
+        """Report a span by attributes that it got after its start. Returns the span's entry, or ``entry`` if
+        there is nothing new."""
         if self._closed or _scope(span) == semantic_conventions.SCOPE or not runtime.session().online:
             return entry
         meaning = self._meaning(span)

@@ -10,8 +10,8 @@ another version, not writable or not ours. The process logs and counts that once
 The store uses SQLite's default journal. The write-ahead log would need memory shared by all processes, but
 home directories are often on a network and used from several hosts.
 
-Each load or save opens a connection of its own. A fork waits up to a second until it is closed: SQLite
-forbids two processes to share a connection.
+Each load or save opens a connection of its own. A fork waits up to a second until an open connection is
+closed: SQLite forbids two processes to share a connection.
 """
 
 from __future__ import annotations
