@@ -9,12 +9,12 @@ from types import TracebackType
 
 
 class CancelScope:
-    """``with CancelScope() as scope``: ``scope.now()`` and ``scope.after(seconds)`` end the block early.
+    """Context manager whose block other code can end early, by ``now()`` or ``after(seconds)``.
 
-    It starts no task, unlike ``asyncio.wait`` and ``asyncio.wait_for`` (before Python 3.12): one task per
-    request would cost as much as all routing decisions. Python 3.10 does not tell which code cancelled a
-    task. There, if an outside cancellation comes in the same iteration of the event loop, the scope mistakes
-    it for its own.
+    The block ends without an exception, and ``left`` is then True. The scope starts no task, unlike
+    ``asyncio.wait`` and ``asyncio.wait_for`` (before Python 3.12): one task per request would cost as much as
+    all routing decisions. With Python 3.10, the scope takes an outside cancellation for its own if both come
+    in the same iteration of the event loop.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class CancelScope:
             self._set(self._loop.call_soon(self._cancel))
 
     def after(self, delay_s: float) -> None:
-        """End the block after ``delay_s``; replaces an earlier delay."""
+        """End the block in ``delay_s`` seconds. Replaces an earlier delay."""
         if self._task is not None and not self.left:
             self._set(self._loop.call_later(delay_s, self._cancel))
 
@@ -55,6 +55,7 @@ class CancelScope:
         return kind is asyncio.CancelledError
 
     def _set(self, handle: asyncio.Handle | None) -> None:
+        """Replace the scheduled call of ``_cancel``; ``None``: only cancel it."""
         if self._soon is not None:
             self._soon.cancel()
         self._soon = handle

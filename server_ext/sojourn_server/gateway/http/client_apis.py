@@ -35,11 +35,11 @@ _TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+"""``type`` of an error answer, by HTTP status."""
 
 
 def error_body(api: ClientApi | None, status: int, code: str, message: str) -> bytes:
-    """An error as JSON in the format of ``api`` (``None``: OpenAI's), with HTTP status, error code and
-    message."""
+    """The JSON body of an error answer, in the format of ``api`` (``None``: OpenAI's format)."""
     kind = _TYPES.get(status, "api_error")
     if api is ClientApi.MESSAGES:
         return _json({"type": "error", "error": {"type": kind, "message": message}})
@@ -47,7 +47,8 @@ def error_body(api: ClientApi | None, status: int, code: str, message: str) -> b
 
 
 def error_event(api: ClientApi, code: str, message: str) -> bytes:
-    """Server-sent events that end a broken stream with an error. They must follow a complete event."""
+    """Server-sent events that end a broken stream with an error, in the format of ``api``. The bytes sent
+    before must end with a complete event."""
     if api is ClientApi.RESPONSES:
         told = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
         return b"event: error\ndata: " + _json(told) + b"\n\n"
@@ -73,18 +74,18 @@ GATEWAY_ERROR_CODES = (
     "gateway_full",
     "slow_body",
 )
-"""Error codes of requests that the gateway rejects before they reach the core."""
+"""Error codes of requests that the gateway rejects before it submits them to the routing core."""
 GATEWAY_FAILED = "gateway_failed"
 GATEWAY_STOPPING = "gateway_stopping"
 REPLICA_LOST = "replica_lost"
 LATE_ERROR_CODES = (GATEWAY_FAILED, GATEWAY_STOPPING, REPLICA_LOST)
-"""Error codes of requests that the gateway rejects after they reached the core."""
+"""Error codes of requests that the gateway rejects or aborts after it has submitted them to the core."""
 
 AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class RequestRejected(Exception):
-    """A request that the gateway answers with an error."""
+    """The gateway answers the request with an error: HTTP status, error code, message and ``Retry-After``."""
 
     def __init__(
         self,
@@ -95,7 +96,8 @@ class RequestRejected(Exception):
         *,
         is_counted: bool = False,
     ) -> None:
-        """``is_counted``: True if the core has already counted the rejection."""
+        """``retry_after_s``: ``Retry-After`` in seconds; ``None``: no such header. ``is_counted``: metrics
+        count this rejection already."""
         super().__init__(message)
         self.is_counted = is_counted
         self.status = status
@@ -112,6 +114,7 @@ async def send_internal_error(send: AsgiSend, api: ClientApi) -> None:
 
 
 async def send_rejection(send: AsgiSend, api: ClientApi | None, refused: RequestRejected) -> None:
+    """Answer a request with the error ``refused``. A client that has disconnected is ignored."""
     body = error_body(api, refused.status, refused.code, refused.message)
     passed = {
         "Content-Type": "application/json",
@@ -134,7 +137,7 @@ async def send_rejection(send: AsgiSend, api: ClientApi | None, refused: Request
 
 
 async def unknown_route_response(request: Request, error: Exception) -> Response:
-    """Answer a request for an unknown route or method."""
+    """Build the answer to a request for an unknown route or method."""
     status, headers = 500, {}
     if isinstance(error, HTTPException):
         status, headers = error.status_code, dict(error.headers or {})
@@ -148,6 +151,6 @@ async def unknown_route_response(request: Request, error: Exception) -> Response
 
 
 async def internal_error_response(request: Request, error: Exception) -> Response:
-    """Answer a request that failed with an internal error."""
+    """Build the answer to a request that failed with an internal error."""
     body = error_body(None, 500, "gateway_failed", "the gateway failed; see its log")
     return Response(body, 500, {proxy_headers.GATEWAY: "1"}, media_type="application/json")

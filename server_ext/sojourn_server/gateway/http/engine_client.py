@@ -22,27 +22,27 @@ from .replica_addresses import ReplicaAddress
 
 CONNECT_TIMEOUT_S = 5.0
 IDLE_CONNECTION_S = 3.0
-"""Longest idle time of a reused connection. vLLM closes connections after five idle seconds, and a write to a
-closing connection costs a retry."""
+"""Longest idle time, in seconds, of a connection that is used again. vLLM closes connections after five idle
+seconds, and a write to a closing connection costs a retry."""
 STALE_CONNECTION_S = 1.0
-"""Idle time of a reused connection, in seconds, that tells why it broke during a request. After a longer idle
-time, the engine probably closed it without reading the request. After a shorter one, the engine counts as
-having read the request and died of it."""
+"""Idle time in seconds. If a reused connection was idle for at least this time and breaks during a request,
+the engine has probably closed it without reading the request. If it was idle for less, the engine counts as
+having read the request and failed because of it."""
 _ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
-"""Error texts of an API server whose engine core is dead. The server itself keeps running for a moment."""
+"""Texts in the errors of an API server whose engine core is dead. The server keeps running for a moment."""
 
 
 class ReplicaRequestError(Exception):
-    """A replica gave no answer; the text is the reason, for the log.
+    """A replica gave no answer. The text is the reason, for the log.
 
-    ``computing``: True if the request had reached the replica.
+    ``computing``: whether the replica had accepted the request, so that the request may be the cause.
     """
 
     def __init__(self, how: str, *, computing: bool) -> None:
         super().__init__(how)
         self.computing = computing
         self.replica_id: str | None = None
-        """The replica that failed; ``None``: the one to which the request was sent."""
+        """Id of the replica that failed; ``None``: the replica of the ``SendRequest``."""
 
 
 @dataclass(slots=True)
@@ -53,6 +53,7 @@ class EngineAnswer:
     first: bytes
     """The complete answer, or the first part of a stream; ``b""``: the answer is empty."""
     is_stream: bool
+    """Whether the answer is a stream of server-sent events."""
 
 
 class EngineReply(NamedTuple):
@@ -75,10 +76,10 @@ class EngineReply(NamedTuple):
 
 
 def break_off(response: aiohttp.ClientResponse) -> None:
-    """Close an engine's answer that a task may be reading. That reader gets an exception of its own.
+    """Close an engine's answer. A task that is reading it gets a new ``ClientConnectionError``.
 
-    Otherwise aiohttp raises one shared exception object in the readers of all closed answers. The traceback
-    of that object keeps the frames of every reader, and so their whole requests, for ever.
+    ``close`` alone would raise the same exception object in the readers of all closed answers. The traceback
+    of that object would keep the frames of every reader, and so their requests, in memory for ever.
     """
     if response.content.exception() is None:
         response.content.set_exception(aiohttp.ClientConnectionError("the answer was broken off"))
@@ -95,7 +96,8 @@ async def ask_engine(
     headers: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> EngineReply | None:
-    """Send a query of the gateway itself to an engine; ``None``: no complete answer within ``timeout_s``."""
+    """Send a query of the gateway itself to an engine, and return the answer with any status. ``None``: no
+    complete answer came within ``timeout_s`` seconds."""
     sent = {**(headers or {}), **({"Authorization": authorization} if authorization is not None else {})}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
@@ -106,14 +108,14 @@ async def ask_engine(
 
 
 def bearer(key: str | None, authorization: str | None = None) -> str | None:
-    """The ``Authorization`` header for an engine: made of the gateway's ``key`` if it has one, else the
-    client's ``authorization``."""
+    """The ``Authorization`` header for an engine: ``key``, the gateway's own key for engines, if it has one,
+    else the client's header ``authorization``. ``None``: no header."""
     return f"Bearer {key}" if key else authorization
 
 
 def open_session() -> aiohttp.ClientSession:
-    """Open a pool of connections to engines. It has no limit, because the core bounds the number of
-    requests."""
+    """Open a pool of connections to engines. Their number is not limited, because the routing core bounds the
+    number of requests."""
     return aiohttp.ClientSession(
         connector=_TrackedConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -127,27 +129,28 @@ def open_session() -> aiohttp.ClientSession:
 
 @dataclass(slots=True)
 class _SendAttempt:
-    """State of one attempt to send a request. It tells whether a failed attempt may be repeated."""
+    """State of one attempt to send a request, from which follows whether a failed attempt may be repeated."""
 
     idle_s: float = 0.0
-    """Seconds for which the reused connection was idle before this request; 0 for a new connection. After a
-    long idle time, the engine may have closed it just as the request was sent."""
+    """Seconds for which the reused connection was idle before this request; 0 for a new connection."""
     answering: bool = False
     """Whether the status line and headers of an answer have arrived."""
 
 
 _current_attempt: ContextVar[_SendAttempt] = ContextVar("send_attempt")
+"""The attempt of the current task, in which ``_TrackedConnector`` stores ``idle_s``."""
 
 
 class _TrackedConnector(aiohttp.TCPConnector):
-    """Connector that records when each connection became idle."""
+    """Connector that records how long each connection was idle before a request uses it."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._released_s: WeakKeyDictionary[object, float] = WeakKeyDictionary()
+        """Time at which each connection became idle, by its protocol object."""
 
     async def connect(self, *args: Any, **more: Any) -> Connection:
-        """Return a new or an idle connection, and record how long it was idle."""
+        """Return a new or an idle connection. Sets ``idle_s`` of the current attempt."""
         connection = await super().connect(*args, **more)
         attempt = _current_attempt.get(None)
         now = time.monotonic()
@@ -168,12 +171,12 @@ async def send_to_engine(
     headers: CIMultiDict[str],
     body: bytes | None,
 ) -> EngineAnswer:
-    """Send a request and wait for the first byte of its answer. Raises ``ReplicaRequestError``.
+    """Send a request, and wait for the first byte of the answer. Raises ``ReplicaRequestError``.
 
-    The request is sent a second time in two cases, in which the engine has probably not seen it. Either it
-    could not be written completely. Or its connection had been idle for ``STALE_CONNECTION_S`` and was closed
-    before an answer. In the second case the engine may have read it after all, so a failure of the repeated
-    request counts as ``computing``.
+    The request is sent once more, over a new connection, in two cases in which the engine has probably not
+    seen it. First case: the request could not be written completely. Second case: the connection had been
+    idle for ``STALE_CONNECTION_S`` and was closed before an answer. In the second case the engine may have
+    read the request after all, so any failure of the repeated request counts as ``computing``.
     """
     attempt = _SendAttempt()
     is_written = True
@@ -216,6 +219,8 @@ async def _send_once(
     body: bytes | None,
     attempt: _SendAttempt,
 ) -> EngineAnswer:
+    """Send a request once, and wait for the first byte of the answer. Raises aiohttp's errors, and
+    ``ReplicaRequestError`` if the answer says that the engine core is dead."""
     _current_attempt.set(attempt)
     response = await session.request(
         method,
@@ -239,8 +244,8 @@ async def _send_once(
 
 
 def is_engine_failure(answer: EngineAnswer) -> bool:
-    """Whether an answer shows that the engine failed. A status 501 (not implemented) does not count, nor does
-    an error that is the request's own fault."""
+    """Whether an answer shows that the engine failed: a status from 500 on except 501 (not implemented), or a
+    stream that begins with an error. Errors with a code from 400 to 499 are the request's own fault."""
     status = answer.response.status
     if status != 200:
         return status >= 500 and status != 501
@@ -263,8 +268,8 @@ def _url(text: str) -> URL:
 
 
 def _error_event(first: bytes) -> bytes | None:
-    """The data of a stream's first event if it is an error event, else ``None``. Generated text cannot look
-    like an error event."""
+    """The data of the first event in ``first`` if it is an error event, else ``None``. ``first``: the first
+    bytes of a stream. Generated text cannot look like an error event."""
     if not first.startswith((b'data: {"error"', b"event: error")):
         return None
     for line in first.splitlines():
@@ -274,8 +279,7 @@ def _error_event(first: bytes) -> bytes | None:
 
 
 def _is_engine_dead_error(document: bytes) -> bool:
-    """Whether the message of a JSON error says that the engine core is dead. Only the message field is
-    searched."""
+    """Whether the field ``message`` of a JSON error says that the engine core is dead."""
     try:
         read = msgspec.json.decode(document)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

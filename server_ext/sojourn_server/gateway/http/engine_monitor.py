@@ -19,7 +19,9 @@ from .routing_backend import RoutingBackend
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
+"""Default seconds between two polls of an engine."""
 MAX_LOST_PROBES = 3
+"""Number of consecutive probes without an answer after which an engine counts as dead."""
 DESCRIBE_EVERY_POLLS = 15
 """Number of polls between two requests for an engine's description."""
 _LOSS_TEXTS = {
@@ -35,15 +37,19 @@ class MonitoredEngine:
 
     probe: EngineProbe
     polls: int = 0
+    """Number of successful polls since the engine was last lost."""
     noted: bool = False
     """Whether a warning was logged that no engine answers here, or that the engine asks for a key."""
     probes_lost: int = 0
+    """Number of consecutive probes without an answer."""
     places: list[ReplicaAddress] = field(default_factory=list)
+    """Addresses of the engine's replicas, one per data-parallel rank; empty: none is registered."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held during a poll or probe of the engine."""
 
     @property
     def url(self) -> str:
-        """Address of the engine."""
+        """URL of the engine."""
         return self.probe.url
 
     @property
@@ -53,11 +59,12 @@ class MonitoredEngine:
 
 
 class EngineMonitorProtocol(Protocol):
-    """What a gateway needs of the monitor of its engines. A monitor without ``missing`` and ``refused``
-    reports no such engines."""
+    """What a gateway needs of the monitor of its engines. ``missing`` and ``refused`` are optional: by
+    default they return nothing."""
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
-        """Check now whether a replica is alive."""
+        """Start to check whether a replica is alive. If it is dead, the routing core gets a
+        ``ReplicaGone``."""
         ...
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
@@ -87,8 +94,8 @@ class EngineMonitor(EngineMonitorProtocol):
         poll_s: float = POLL_S,
         read: Callable[..., EngineDescription] = describe_engine,
     ) -> None:
-        """``read``: function that builds an engine's description from its answers, passed to
-        ``EngineProbe``."""
+        """``engine_key``: key sent to engines. ``poll_s``: seconds between two polls. ``read``: function that
+        builds an engine's description from its answers, for ``EngineProbe``."""
         self._watched = {
             url: MonitoredEngine(EngineProbe(url, session, key=engine_key, read=read)) for url in urls
         }
@@ -106,7 +113,8 @@ class EngineMonitor(EngineMonitorProtocol):
         await asyncio.gather(*(self._check(watched) for watched in self._watched.values()))
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
-        """Check now whether a replica is alive."""
+        """Start a task that checks whether a replica's engine is alive. A dead engine's replicas are reported
+        to the core as gone, and so is a replica without a monitored engine."""
         address = self._replicas.get(action.replica_id)
         watched = self._watched.get(address.url) if address is not None else None
         if watched is None:
@@ -130,6 +138,7 @@ class EngineMonitor(EngineMonitorProtocol):
         return [watched.url for watched in self._watched.values() if watched.description is None]
 
     async def _look_after(self, watched: MonitoredEngine) -> None:
+        """Poll one engine regularly, until cancelled. An error of a poll is logged."""
         if watched.polls:  # ``poll_all`` has polled it already
             await asyncio.sleep(self._poll_s)
         while True:
@@ -140,6 +149,8 @@ class EngineMonitor(EngineMonitorProtocol):
             await asyncio.sleep(self._poll_s)
 
     async def _check(self, watched: MonitoredEngine) -> None:
+        """Poll an engine: register it if it is alive, report it as gone if it is dead. An engine that gives
+        no answer stays as it is."""
         async with watched.checking:
             alive = await watched.probe.lives()
             if alive is None:
@@ -158,6 +169,8 @@ class EngineMonitor(EngineMonitorProtocol):
             self._seen(watched)
 
     async def _probe(self, watched: MonitoredEngine) -> None:
+        """Probe an engine: like ``_check``, but an engine also counts as dead after ``MAX_LOST_PROBES`` probes
+        without an answer."""
         async with watched.checking:
             alive = await watched.probe.lives(PROBE_TIMEOUT_S)
             if alive:
@@ -174,6 +187,8 @@ class EngineMonitor(EngineMonitorProtocol):
         """Hook for subclasses: further queries to a living engine, at each poll."""
 
     async def _describe(self, watched: MonitoredEngine) -> None:
+        """Update an engine's description. If its number of ranks has changed, its former replicas are
+        reported as gone."""
         probe, known = watched.probe, watched.description
         described = await probe.describe()
         if probe.asks_for_key and not watched.noted:
@@ -192,6 +207,7 @@ class EngineMonitor(EngineMonitorProtocol):
         watched.noted = False
 
     def _log_engine_up(self, url: str, described: EngineDescription) -> None:
+        """Log that an engine was found at an address."""
         logger.info(
             "%s is up: KV for %d tokens on the device, %d in host memory",
             url,
@@ -207,6 +223,7 @@ class EngineMonitor(EngineMonitorProtocol):
             )
 
     def _seen(self, watched: MonitoredEngine) -> None:
+        """Register a living engine's replicas with the core, or report that they are alive."""
         described = watched.description
         if described is None:
             return
@@ -215,6 +232,8 @@ class EngineMonitor(EngineMonitorProtocol):
             self._routing_backend.tell(described.registration_event(address.replica_id))
 
     def _gone(self, watched: MonitoredEngine, reason: str) -> None:
+        """Report an engine as gone and log the loss. ``reason``: a key of ``_LOSS_TEXTS``. No effect if no
+        engine was there."""
         if watched.description is None:
             return
         why = _LOSS_TEXTS.get(reason, reason)
@@ -224,11 +243,12 @@ class EngineMonitor(EngineMonitorProtocol):
         watched.polls = watched.probes_lost = 0
 
     def _without(self, watched: MonitoredEngine) -> str:
-        """Text for the log: the effect of this engine's loss on waiting requests and programs."""
+        """Text for the log: what the loss of this engine means for requests and programs."""
         unused = all(other is watched or other.description is None for other in self._watched.values())
         return "no engine is left, requests wait for one" if unused else "its programs go on elsewhere"
 
     def _forget(self, watched: MonitoredEngine, reason: str) -> None:
+        """Report an engine's replicas to the core as gone, and remove their addresses."""
         described = watched.description
         for address in watched.places:
             self._replicas.remove(address.replica_id)

@@ -19,9 +19,11 @@ from .engine_reports import (
 )
 
 ANSWER_TIMEOUT_S = 5.0
+"""Seconds that other queries wait for an answer."""
 PROBE_TIMEOUT_S = 10.0
 """Seconds that a probe waits for an answer, long enough for a slow but living engine."""
 MAX_ERROR_POLLS = 2
+"""Default number of consecutive health checks with an error after which an engine counts as dead."""
 MAX_PARTIAL_DESCRIPTIONS = 3
 """After this many incomplete descriptions, an engine is accepted with what it has reported."""
 _DESCRIPTION_PATHS = (CAPABILITIES_PATH, "/metrics", "/v1/models")
@@ -40,15 +42,16 @@ class EngineProbe:
         accepts: Callable[[Collection[str]], bool] = lambda answered: True,
         max_error_polls: int = MAX_ERROR_POLLS,
     ) -> None:
-        """``read`` builds a description from the engine's answers. ``accepts`` gets the paths that the engine
-        has answered, and tells whether they suffice for its first description. After ``max_error_polls``
-        consecutive health checks that return an error, the engine counts as dead."""
+        """``read``: function that builds a description from the engine's answers. ``accepts``: function that
+        gets the paths that the engine has answered, and returns whether they suffice for a first description.
+        ``max_error_polls``: number of consecutive health checks with status 500 or 503 after which the engine
+        counts as dead."""
         self.url = url
         self.described: EngineDescription | None = None
         """The engine's last accepted description. The owner of the probe sets it."""
         self.lives_before = 0
-        """Number of engines lost at this address. An engine that reports no start time counts as a new one
-        after each loss."""
+        """Number of engines lost at this address so far. For an engine that reports no start time, this
+        number is its ``instance``."""
         self.asks_for_key = False
         """Whether the engine answered 401 to the last request for a description."""
         self._session = session
@@ -61,16 +64,18 @@ class EngineProbe:
         """Number of consecutive incomplete descriptions."""
         self._answered: frozenset[str] = frozenset()
         """Paths that the engine answered for its last description. Later descriptions need answers to all of
-        them."""
+        these paths."""
 
     def mark_lost(self) -> None:
-        """Record that the engine is gone. An engine that answers at this address later is another one."""
+        """Record that the engine is gone. An engine that answers at this address later counts as another
+        one."""
         self.described = None
         self.lives_before += 1
 
     async def lives(self, timeout_s: float = ANSWER_TIMEOUT_S) -> bool | None:
-        """Whether the engine is alive; ``None``: unknown. False if the connection is refused, or after
-        several consecutive errors."""
+        """Check the engine's health. True: it is alive. False: it refuses the connection, or returned
+        ``max_error_polls`` errors in a row. ``None``: unknown, for instance without an answer within
+        ``timeout_s`` seconds."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session().get(
@@ -93,8 +98,8 @@ class EngineProbe:
     async def describe(self) -> EngineDescription | None:
         """Request the engine's description; ``None``: no usable description now.
 
-        Once ``described`` is set, an incomplete description is not usable: values that it lacks would make
-        the engine look like another one."""
+        Once ``described`` is set, an incomplete description is not usable, since an engine with missing
+        values would look like another engine."""
         found = await asyncio.gather(*(self.get(path) for path in _DESCRIPTION_PATHS))
         statuses = {status for status, _ in found}
         self.asks_for_key = 401 in statuses
@@ -116,12 +121,12 @@ class EngineProbe:
         return self._read(*read, self.lives_before)
 
     async def links(self) -> dict[str, LinkStats] | None:
-        """Queues of a prefill or decode engine's links, by link name; ``None``: not reported."""
+        """Query the state of a prefill or decode engine's links, by link name; ``None``: not reported."""
         return parse_link_stats(parse_json_object((await self.get(STATS_PATH))[1]))
 
     async def get(self, path: str) -> tuple[int, str]:
-        """Status and text of the answer to a GET. Status 0: there was no usable answer, or a server error
-        (5xx)."""
+        """Send a GET; return (status, text). The text is empty unless the status is 200. Status 0: no answer,
+        a server error (5xx), or a text that is not UTF-8."""
         answer = await ask_engine(
             self._session(), self.url + path, headers=self._headers, timeout_s=ANSWER_TIMEOUT_S
         )

@@ -20,27 +20,29 @@ from .routing_backend import RoutingBackend
 
 QUERY_TIMEOUT_S = 15.0
 RESIDENCY_POLL_S = 5.0
-"""Interval of ``ResidencyTracker``'s polls, equal to MORI's control interval."""
+"""Seconds between two polls of ``ResidencyTracker``, equal to MORI's control interval."""
 MAX_PROGRAMS_PER_POLL = 1000
 STRAGGLER_WAIT_S = 0.5
-"""Seconds to wait for further answers after the first success, for routes that need only one answer. Their
-clients give up after one or two seconds."""
+"""Seconds to wait for the other engines after the first success, for routes where one answer is enough. The
+clients of these routes give up after one or two seconds."""
 
 
 class EngineReplies(NamedTuple):
-    """Answers of engines, by address."""
+    """Answers of several engines to one query."""
 
     documents: dict[str, dict[str, Any]]
+    """JSON objects of successful answers, by the engine's URL."""
     stock: list[str]
-    """Addresses of engines without this route: they run without sojourn."""
+    """URLs of engines that lack the route (404), because they run without sojourn."""
     silent: list[str]
-    """Addresses of engines that gave no usable answer."""
+    """URLs of engines that gave no usable answer."""
 
 
 class EngineQueries:
-    """Queries engines. Results from several engines name those that did not answer.
+    """Queries engines on behalf of clients. Merged results name the engines that did not answer.
 
-    ``authorization`` is the client's header. Engines get it unless the gateway has a key of its own for them.
+    ``authorization`` is the client's ``Authorization`` header, ``engine_key`` the gateway's own key for
+    engines. Engines get the client's header only if there is no such key.
     """
 
     def __init__(
@@ -64,8 +66,8 @@ class EngineQueries:
     ) -> EngineReplies:
         """Send a GET to the engines for which ``of`` is true, and return their answers.
 
-        ``others_s``: how long to wait for the other engines after the first success; ``None``: until all have
-        answered.
+        ``others_s``: seconds to wait for the other engines after the first success; ``None``: wait until all
+        have answered or timed out.
         """
         engines = [engine for engine in self._replicas.engines() if of(engine)]
         asked = {e.url: asyncio.ensure_future(self._get(e, path, authorization)) for e in engines}
@@ -81,8 +83,8 @@ class EngineQueries:
         return replies
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
-        """Capabilities of all engines, merged into one document of the format that an engine returns, so that
-        clients see a single server. Empty if no engine runs sojourn."""
+        """Capabilities of all engines, merged into one document of the format in which an engine answers. So
+        clients see a single server. Empty if no engine with sojourn answers."""
         found = await self.ask("/sojourn/v1/capabilities", authorization, others_s=STRAGGLER_WAIT_S)
         # A proxy in front of an engine may answer 200 to anything.
         ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}
@@ -98,7 +100,7 @@ class EngineQueries:
         return {**merged, "engines": engines, "gateway": True, "stock": found.stock, "silent": silent}
 
     async def graphs(self, authorization: str | None) -> dict[str, Any]:
-        """All graphs that the engines know."""
+        """All workflow graphs that the engines know, with the engines that did not answer."""
         found = await self.ask("/sojourn/v1/graphs", authorization)
         graphs = (
             response_merging.merge_graphs(list(found.documents.values()))
@@ -108,7 +110,7 @@ class EngineQueries:
         return {**graphs, "stock": found.stock, "silent": found.silent}
 
     async def first(self, path: str, authorization: str | None) -> EngineReply | None:
-        """The first successful answer, in the order of the engines; ``None``: there is none."""
+        """Query one engine after another; return the first answer with status 200; ``None``: none has it."""
         for engine in self._replicas.engines():
             found = await self._get(engine, path, authorization)
             if found is not None and found.status == 200:
@@ -123,7 +125,7 @@ class EngineQueries:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> EngineReply | None:
-        """The answer of one replica, unchanged; ``None``: the replica is unknown or does not answer.
+        """The answer of one replica's engine, unchanged; ``None``: the replica is unknown or does not answer.
         ``headers`` are added to the query."""
         address = self._replicas.get(replica_id)
         return await self._get(address, path, authorization, headers) if address is not None else None
@@ -145,17 +147,22 @@ class EngineQueries:
 
 
 class _PlacedProgram(msgspec.Struct):
+    """A program in an engine's list of programs."""
+
     program_id: str
     placed: str | None = None
+    """Value of the ``Tier`` in which the program's KV is; ``None``: not reported."""
 
 
 class _PlacedPrograms(msgspec.Struct):
+    """An engine's answer to ``/sojourn/v1/programs``."""
+
     programs: list[_PlacedProgram]
 
 
 class ResidencyTracker:
-    """Polls engines for programs whose KV they have dropped. Such a program may use any replica again (MORI
-    §4.3.1)."""
+    """Polls engines for programs whose KV they have dropped, and reports these programs to the routing core
+    (``KvDropped``). Such a program may use any replica again (MORI §4.3.1)."""
 
     def __init__(
         self,
@@ -165,7 +172,8 @@ class ResidencyTracker:
         queries: EngineQueries,
         speaks: Callable[[ReplicaAddress], bool],
     ) -> None:
-        """``speaks``: whether an engine has the route that is polled."""
+        """``speaks``: function that returns whether an engine runs sojourn, and so has the route that is
+        polled."""
         self._routing_backend = routing_backend
         self._replicas = replicas
         self._names = names
@@ -179,7 +187,7 @@ class ResidencyTracker:
             await self.poll_all()
 
     async def poll_all(self) -> None:
-        """Poll each engine once."""
+        """Poll once each engine that runs sojourn and has a single rank."""
         # Skip engines with several ranks: an answer does not tell which rank has a program.
         path = f"/sojourn/v1/programs?limit={MAX_PROGRAMS_PER_POLL}"
         asked = await self._queries.ask(path, None, of=lambda one: one.rank is None and self._speaks(one))
@@ -192,6 +200,7 @@ class ResidencyTracker:
 
 
 def _dropped(document: dict[str, Any]) -> list[str]:
+    """The engine's names of programs without KV in any tier, from its list of programs."""
     try:
         placed = msgspec.convert(document, _PlacedPrograms)
     except msgspec.ValidationError:
@@ -200,13 +209,14 @@ def _dropped(document: dict[str, Any]) -> list[str]:
 
 
 def _paths(capabilities: dict[str, Any]) -> dict[str, Any]:
+    """What an engine of a pair reports of its role and KV transfers; empty for another engine."""
     paths = capabilities.get("paths")
     return paths if isinstance(paths, dict) else {}
 
 
 async def _gather_replies(asked: set[asyncio.Future[EngineReply | None]], others_s: float | None) -> None:
-    """Wait for all replies. With ``others_s``, wait only that many seconds after the first success. Then
-    cancel the rest."""
+    """Wait until all futures in ``asked`` are done. With ``others_s``, wait only that many seconds after the
+    first success, and cancel the rest."""
     try:
         until_s, left = None, asked
         now = asyncio.get_running_loop().time

@@ -1,8 +1,8 @@
 """Parses engines' reports: sizes, roles, links, and the properties that decide which engines can form pairs.
 
-``/sojourn/v1/capabilities`` reports a pair engine's role, peer address, node, epoch and the size of a Full
-Block, the unit of KV storage. ``/sojourn/v1/stats`` reports the queues of its links. Reports are untrusted,
-so they are checked.
+For a prefill or decode engine, ``/sojourn/v1/capabilities`` reports its role, peer address, node, epoch and
+the size of a Full Block, the unit of KV storage. ``/sojourn/v1/stats`` reports the queues of its links.
+Reports are untrusted, so they are checked.
 """
 
 from __future__ import annotations
@@ -20,26 +20,35 @@ from ...routing.routing_events import NicQueueReported, PairEngineRegistered, Pa
 from ...routing.routing_status import LinkStats
 
 DEFAULT_CAPACITY_TOKENS = 1 << 20
-"""Assumed KV capacity of an engine that reports none. Such engines all count as equally large, so routing
-compares them by their requests alone."""
+"""Assumed KV capacity, in tokens, of an engine that reports none. All such engines count as equally large, so
+routing compares them only by their requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDescription:
-    """An engine's description of itself; sizes are per data-parallel rank."""
+    """What an engine reports about itself. Sizes are per data-parallel rank."""
 
     ranks: int
+    """Number of data-parallel ranks."""
     instance: str
+    """Start time of the engine's process, or a number of this engine at its address. It changes with each
+    restart."""
     capacity_tokens: int
+    """KV capacity of the device."""
     host_tokens: int
+    """KV capacity of host memory; 0: none or unknown."""
     max_running: int
+    """Number of requests that run at once; 0: unknown."""
     max_context_tokens: int
+    """Longest context; 0: unknown."""
     shares_disk: bool
+    """Whether the engine keeps KV on a disk that other engines use too."""
     speaks_sojourn: bool
+    """Whether the engine runs sojourn."""
     model: str = ""
     """The first model name that the engine serves; empty: unknown."""
     pair_role: str = ""
-    """The engine's role, if it was started as a prefill or decode engine."""
+    """``prefill`` or ``decode``, if the engine was started with this role; empty: without a role."""
 
     def registration_event(self, replica_id: str) -> ReplicaRegistered:
         """The event that registers one rank of the engine."""
@@ -56,10 +65,10 @@ class EngineDescription:
 def describe_engine(
     capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
 ) -> EngineDescription:
-    """Build a description from an engine's answers. ``life``: number of engines lost at this address before.
+    """Build a description from an engine's answers to ``/capabilities``, ``/metrics`` and ``/v1/models``.
 
-    An engine with sojourn reports all values of a description. Plain vLLM reports only some of them, such as
-    its KV capacity."""
+    An engine with sojourn reports all values of a description, plain vLLM only some, such as its KV capacity.
+    ``life``: number of engines lost at this address before; it identifies an engine without a start time."""
     engine = capabilities.get("engine")
     engine = engine if isinstance(engine, dict) else {}
     pools = cache_pools(metrics)
@@ -93,7 +102,7 @@ def describe_engine(
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
-    """The JSON object in ``text``; empty if there is none."""
+    """The JSON object that ``text`` encodes; empty if ``text`` is anything else."""
     try:
         found = msgspec.json.decode(text) if text else {}
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -107,11 +116,13 @@ STORAGE_READ = "storage read"
 DEFAULT_BLOCK_S = 0.001
 """Assumed seconds to read one Full Block, for an engine that has not measured its link."""
 MAX_LINKS = 16
+"""Maximum number of links in a report; a longer report is ignored."""
 MAX_TEXT_BYTES = 4096
+"""Maximum length of a text in a report."""
 
 
 class InvalidPairEngine(ValueError):
-    """An engine cannot be part of a pair: the text says what it reported, and what was expected."""
+    """An engine cannot be part of a pair. The text says what the engine reported, and what was expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,17 +131,24 @@ class PairCapabilities:
 
     role: PairRole
     peer: str
+    """Address of the engine's KV transfer manager, for other engines."""
     node: str
+    """Name of the engine's machine."""
     epoch: str
+    """Instance of the engine's KV transfer manager."""
     block_s: float
+    """Seconds that the node's storage NIC takes for one Full Block."""
     block_bytes: int
+    """Bytes of a Full Block."""
     block_tokens: int
+    """Tokens of a Full Block."""
     kv: str = ""
     """Digest of the KV format, equal for engines that accept each other's KV; empty: unknown."""
 
 
 def parse_pair_capabilities(capabilities: Mapping[str, Any]) -> PairCapabilities:
-    """Parse the fields for pairs in an answer to ``/capabilities``. Raises ``InvalidPairEngine``."""
+    """Parse the fields of a prefill or decode engine in its answer to ``/capabilities``. Raises
+    ``InvalidPairEngine``."""
     reported = capabilities.get("paths")
     if not isinstance(reported, Mapping):
         raise InvalidPairEngine("it reports no KV paths; expected an engine started with --role")
@@ -156,7 +174,7 @@ def parse_pair_capabilities(capabilities: Mapping[str, Any]) -> PairCapabilities
 
 
 def parse_link_stats(stats: Mapping[str, Any]) -> dict[str, LinkStats] | None:
-    """Link statistics by name, from an answer to ``/stats``. ``None``: missing or invalid."""
+    """Parse the links in an answer to ``/stats``; return them by name. ``None``: missing or invalid."""
     reported = stats.get("paths")
     links = reported.get("links") if isinstance(reported, Mapping) else None
     if not isinstance(links, Mapping) or len(links) > MAX_LINKS:
@@ -174,6 +192,8 @@ def parse_link_stats(stats: Mapping[str, Any]) -> dict[str, LinkStats] | None:
 
 
 def _text(reported: Mapping[str, Any], name: str) -> str:
+    """The text in the field ``name``. Raises ``InvalidPairEngine`` unless it is a non-empty text of at most
+    ``MAX_TEXT_BYTES``."""
     value = reported.get(name)
     if (
         not isinstance(value, str)
@@ -194,12 +214,13 @@ def _seconds(value: object) -> float | None:
 
 
 def _count(value: object) -> int:
+    """``value`` if it is an integer of at least 0, else 0."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
 
 
 EngineCompatibility = tuple[str, int, int, str]
-"""What both engines of a pair must share: model name, bytes and tokens of a Full Block, and a digest of
-everything else that KV depends on. The digest is empty if an engine does not report it."""
+"""What both engines of a pair must have in common: (model name, bytes of a Full Block, tokens of a Full
+Block, digest of everything else that KV depends on). The digest is empty if an engine does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,20 +228,22 @@ class PairEngineDescription(EngineDescription):
     """Description of a prefill or decode engine."""
 
     paths: PairCapabilities | None = None
+    """The engine's report as a prefill or decode engine; ``None``: missing or invalid."""
     unfit: str = ""
-    """Why the engine cannot be part of any pair; empty: it can be."""
+    """Why the engine cannot be part of any pair; empty: the engine can be."""
 
     @property
     def kind(self) -> EngineCompatibility | None:
-        """The values that a partner must share with the engine; ``None``: the engine cannot be part of any
-        pair."""
+        """The values that the engine and its partner in a pair must have in common; ``None``: ``paths`` is
+        missing."""
         return engine_compatibility(self, self.paths) if self.paths is not None else None
 
 
 def describe_pair(
     capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
 ) -> PairEngineDescription:
-    """Like ``describe_engine``, with the fields for pairs."""
+    """Build the description of a prefill or decode engine; arguments as in ``describe_engine``. If its report
+    is invalid, ``unfit`` says why."""
     reported = describe_engine(capabilities, metrics, models, life)
     values = {field.name: getattr(reported, field.name) for field in dataclasses.fields(reported)}
     try:
@@ -234,14 +257,13 @@ def describe_pair(
 
 
 def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -> EngineCompatibility:
-    """The values that a partner must share with an engine that gave these reports: model, size of Full
-    Blocks, digest of the KV format."""
+    """The values that an engine with these reports and its partner in a pair must have in common."""
     return reported.model, paths.block_bytes, paths.block_tokens, paths.kv
 
 
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
     """Why an engine with the values ``kind`` cannot form a pair with the served engines, whose values are
-    ``ours``; empty: it can."""
+    ``ours``; empty: it can. An empty digest fits every digest."""
     (model, size, tokens, kv), (our_model, our_size, our_tokens, our_kv) = kind, ours
     if kind[:3] == ours[:3]:
         if kv == our_kv or not kv or not our_kv:
@@ -262,11 +284,12 @@ def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str
 def dominant_compatibility(
     engines: Iterable[tuple[EngineCompatibility, PairRole]], ours: EngineCompatibility | None
 ) -> EngineCompatibility | None:
-    """Choose the kind of engines to serve: the values that all served engines must share. ``None``: there are
-    no engines.
+    """Choose the kind of engines to serve: the values that all served engines must have in common. ``None``:
+    there are no engines.
 
-    Among the kinds with engines of both roles, the one with most engines is chosen. ``ours`` is the kind
-    served now. It wins a tie. If no kind has both roles, ``ours`` stays while it has an engine.
+    Among the kinds with engines of both roles, the kind with the most engines is chosen. ``ours``, the kind
+    that is served now, wins a tie. If no kind has both roles, ``ours`` is chosen while it has an engine, then
+    the kind with the most engines.
     """
     roles: dict[EngineCompatibility, list[PairRole]] = {}
     for kind, role in engines:
@@ -283,8 +306,7 @@ def dominant_compatibility(
 def registration_event(
     replica_id: str, reported: EngineDescription, paths: PairCapabilities
 ) -> PairEngineRegistered:
-    """The event that registers a prefill or decode engine, made of its description and its capabilities for
-    pairs."""
+    """The event that registers a prefill or decode engine with a pair core."""
     return PairEngineRegistered(
         replica_id,
         reported.instance,
@@ -300,9 +322,11 @@ def registration_event(
 
 
 def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:
-    """The event that reports a node's storage NIC queue: the sum of its engines' queues, since they share the
-    NIC. ``None`` if no engine reports a queue, or if one of the reporting engines does not know its length.
-    Then the core keeps its own estimate."""
+    """The event that reports the queue of a node's storage NIC: the sum of the queues of its engines, which
+    share the NIC. ``engines``: links of each of these engines.
+
+    ``None``: no engine reports a queue, or one reports a queue of unknown length. Then the core keeps its own
+    estimate."""
     reported = [links[STORAGE_READ].queued_s for links in engines if STORAGE_READ in links]
     known = [seconds for seconds in reported if seconds is not None]
     return NicQueueReported(node, sum(known)) if reported and len(known) == len(reported) else None

@@ -1,5 +1,5 @@
-"""Routes that engines answer. The core chooses the replica for generation; any engine answers the other
-routes."""
+"""Routes that engines answer. For generation, the routing core chooses the replica; any engine can answer the
+other routes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .tenant_keys import TenantKeys
 logger = logging.getLogger(__name__)
 
 WATCH_DELAY_S = 0.02
-"""Seconds from the start of a request until the gateway begins to watch for its client's disconnect. If the
-client disconnects before, the gateway notices it when it begins to watch."""
+"""Seconds from the start of a request until the gateway begins to watch for a disconnect of the client. An
+earlier disconnect is noticed when the watch begins."""
 
 
 class DisconnectWatcher:
-    """Marks a request as disconnected when its client disconnects."""
+    """Calls ``mark_client_disconnected`` of a request's state when the client disconnects."""
 
     def __init__(self, receive: AsgiReceive, request_state: GatewayRequestState) -> None:
         self._receive = receive
@@ -43,7 +43,7 @@ class DisconnectWatcher:
         self._later = asyncio.get_running_loop().call_later(WATCH_DELAY_S, self._begin)
 
     def stop(self) -> None:
-        """Stop watching."""
+        """Stop watching. Call this when the request has ended."""
         self._later.cancel()
         if self._task is not None:
             self._task.cancel()
@@ -61,7 +61,9 @@ class DisconnectWatcher:
 
 
 class GenerationRoutes:
-    """All generation routes of a gateway. Used in one event loop."""
+    """All generation routes of a gateway. Used in one event loop.
+
+    ``reads_prefixes``: whether the routing policy needs hashes of the prompts' pieces."""
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class GenerationRoutes:
         return app
 
     async def _serve(self, api: ClientApi, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
+        """Handle one generation request: check its key and encoding, then ``_exchange``."""
         raw: RawHeaders = scope["headers"]
         try:
             tenant = self._tenants.of(
@@ -115,6 +118,8 @@ class GenerationRoutes:
         tenant: str,
         held: RequestBody,
     ) -> None:
+        """Read and parse the body, then proxy the request. All errors before the answer are sent to the
+        client."""
         raw: RawHeaders = scope["headers"]
         try:
             body = await held.read(proxy_headers.first_value(raw, b"content-length"), receive)
@@ -146,6 +151,9 @@ class GenerationRoutes:
             watch.stop()
 
     async def _read(self, api: ClientApi, body: bytes, session: str | None, tenant: str) -> ParsedRequest:
+        """Parse a body, and replace its program ids by the engines' names. ``session``: the header
+        ``X-Session-ID``. Raises ``InvalidGenerationRequest``."""
+
         def read() -> ParsedRequest:
             question = parse_generation_request(api, body, session)
             prefix = question.prefix() if self._reads_prefixes else ()
@@ -158,7 +166,9 @@ class GenerationRoutes:
 
 
 MAX_ANSWER_BYTES = 16 << 20
+"""Maximum size of the body of a request to ``AnyEngineRoutes``."""
 ANY_ENGINE_TIMEOUT_S = 15.0
+"""Seconds that ``AnyEngineRoutes`` waits for an engine before it asks the next one."""
 
 
 class AnyEngineRoutes:
@@ -169,8 +179,10 @@ class AnyEngineRoutes:
         self._bodies = bodies
 
     async def answer(self, request: Request, tenant: str, *, keeps_key: bool) -> Response:
-        """Forward a request to the least loaded engine that answers, and return the answer. ``keeps_key``:
-        send the client's own key to the engine. Raises ``ApiError``."""
+        """Forward a request to the least loaded engine that answers, and return the answer.
+
+        ``keeps_key``: False removes the client's key, because it is the admin key. Raises ``ApiError`` if the
+        body is rejected or no engine answers."""
         held = self._bodies.begin(tenant, MAX_ANSWER_BYTES)
         try:
             body = await held.read(request.headers.get("content-length"), request.receive)
@@ -205,6 +217,7 @@ class AnyEngineRoutes:
         raise ApiError(503, "no engine answers", "try again soon", {"Retry-After": "2"})
 
     async def _by_load(self) -> list[ReplicaAddress]:
+        """Addresses of the engines that are not suspect, the least loaded first."""
         states = {state.replica: state for state in await self._shared.routing_backend.replicas()}
         well = [one for one in self._shared.replicas.engines() if _is_healthy(states.get(one.replica_id))]
         return sorted(well, key=lambda one: states[one.replica_id].load)
@@ -215,8 +228,8 @@ def _is_healthy(state: ReplicaStatus | None) -> bool:
 
 
 class AsgiEndpoint:
-    """Wraps a function as an ASGI application. Starlette's router would call a plain function with a
-    ``Request``."""
+    """An ASGI application made of a function of (scope, receive, send). Starlette's router would call a plain
+    function with a ``Request``."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
@@ -226,8 +239,8 @@ class AsgiEndpoint:
 
 
 class GatewayApplication(Starlette):
-    """ASGI application that passes generation requests directly to their handlers. They bypass the router and
-    its middlewares."""
+    """ASGI application that passes generation requests directly to their handlers (``generating``, by path),
+    past the router and its middlewares."""
 
     def __init__(self, generating: Mapping[str, Callable[..., Awaitable[None]]], **rest: Any) -> None:
         super().__init__(**rest)
