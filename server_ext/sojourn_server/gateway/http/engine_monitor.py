@@ -169,8 +169,8 @@ class EngineMonitor(EngineMonitorProtocol):
             self._seen(watched)
 
     async def _probe(self, watched: MonitoredEngine) -> None:
-        """Probe an engine: like ``_check``, but an engine also counts as dead after ``MAX_LOST_PROBES`` probes
-        without an answer."""
+        """Probe an engine: like ``_check``, but after ``MAX_LOST_PROBES`` probes without an answer the engine
+        also counts as dead."""
         async with watched.checking:
             alive = await watched.probe.lives(PROBE_TIMEOUT_S)
             if alive:

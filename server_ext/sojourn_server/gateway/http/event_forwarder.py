@@ -1,9 +1,9 @@
 """Forwards clients' events to the replica that is their program's home.
 
-An engine knows a program only by the events that it received. So the gateway keeps each program's start,
-graph and running tools. A replica that gets a request of the program but lacks these events, such as a new
-home or a restarted replica, receives them first. Events that arrive before a program's first request wait for
-that request.
+An engine knows of a program only what the events that it received say. So the gateway keeps each program's
+start, graph and running tools. If a request goes to a replica that lacks these events, such as a new home or
+a restarted replica, the replica receives them first. Events that arrive before a program's first request wait
+for that request.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from .routing_backend import RoutingBackend
 logger = logging.getLogger(__name__)
 
 REPLAY_WAIT_S = 1.0
-"""How long a request waits until its replica has received the program's events."""
+"""Maximum seconds that a request waits until its replica has received the program's events."""
 REPLAY_RETRY_S = 5.0
-"""Delay before a program's events are sent again to an engine that did not accept them."""
+"""Seconds before a program's events are sent again to an engine that did not accept them."""
 MAX_GRAPHS_SENT = 1024
 """Maximum number of graphs that the gateway remembers as sent, for each engine."""
 
@@ -58,7 +58,8 @@ class EventForwarder:
     """Forwards clients' events to engines. If an engine does not answer, events are lost, but no request
     fails.
 
-    ``key`` is a program's tenant and id; ``authorization`` is the client's header.
+    In all methods, ``key`` is (tenant, program id), and ``authorization`` is the client's ``Authorization``
+    header.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class EventForwarder:
         silent_program_s: float = SILENT_PROGRAM_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``names`` maps program ids to the engines' names for them; ``None``: engines use the clients'
-        ids. ``silent_program_s``: seconds without an event after which a program's events are dropped."""
+        """``names``: maps program ids to the engines' names; ``None``: engines use the clients' ids.
+        ``engine_key``: key sent to engines instead of the client's. ``silent_program_s``: seconds without an
+        event after which a program's events are dropped."""
         self.names = names or ProgramIdMapper(())
         self._routing_backend = routing_backend
         self._replicas = replicas
@@ -84,7 +86,8 @@ class EventForwarder:
         """Function that returns the last description of a replica's engine. The engine monitor sets it."""
         self.known = ProgramEventRecords(silent_s=silent_program_s)
         self._graphs_sent: dict[str, tuple[str, set[str]]] = {}
-        """By engine address: the engine's instance, and the hashes of the graphs that it received in full."""
+        """By engine URL: (the engine's instance, hashes of the graphs that this instance received in
+        full)."""
         self._emitter = f"gateway-{secrets.token_hex(6)}"
         self._seq = 0
         self._senders: dict[str, OrderedSender] = {}
@@ -95,8 +98,8 @@ class EventForwarder:
     async def forward_batch(
         self, batch: EventBatch, tenant: str, authorization: str | None
     ) -> list[EventOutcome]:
-        """Forward a batch from a client, after recording its events; returns one outcome per event, in
-        order."""
+        """Record the events of a client's batch, and forward them to the homes of their programs. Returns one
+        outcome per event, in order."""
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
         onwards: dict[str, _EngineBatch] = {}
         over: list[tuple[int, ProgramEnd]] = []
@@ -141,8 +144,8 @@ class EventForwarder:
     # -- events in requests ------------------------------------------------------------
 
     def named(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw | None:
-        """The event with its program ids replaced by the engines' names; ``None``: the event cannot be
-        read."""
+        """The encoded event with its program ids replaced by the engines' names; ``None``: the event cannot
+        be read."""
         return self.names.event(tenant, raw)
 
     def home(self, tenant: str, program_id: str) -> str | None:
@@ -152,11 +155,12 @@ class EventForwarder:
     def piggyback(
         self, tenant: str, event: AnyEvent, authorization: str | None, *, own: bool
     ) -> RecordedEvent | None:
-        """Record an event that a request carries to its replica; return the record. Heartbeats and program
-        ends are not recorded: for them it returns ``None``.
+        """Record an event that a request carries to its replica; return the record. Returns ``None`` for
+        heartbeats and program ends, which are not recorded.
 
-        A ``ProgramEnd`` ends its program at the routing core. ``own``: the event is about the request's own
-        program. Then its end only drops the records, since the request has yet to run.
+        A ``ProgramEnd`` also ends its program at the routing core. ``own``: the event is about the program of
+        the request itself. Then a ``ProgramEnd`` only drops the program's record, since the request has yet
+        to run.
         """
         key = (tenant, event.program_id)
         if not isinstance(event, ProgramEnd):
@@ -170,8 +174,8 @@ class EventForwarder:
         return None
 
     def forward(self, batch: EventBatch, tenant: str, authorization: str | None) -> None:
-        """Start forwarding events found in a request that goes to a replica other than their program's
-        home."""
+        """Start to forward events that were taken out of a request, because they belong to another replica.
+        Does not wait for their outcomes."""
         task = asyncio.ensure_future(self.forward_batch(batch, tenant, authorization))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -181,20 +185,23 @@ class EventForwarder:
     async def replay_before_request(
         self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()
     ) -> None:
-        """Send a replica those events of a program that the replica lacks, and wait up to ``REPLAY_WAIT_S``
-        for the answer. Call this before a request goes to the replica. ``riding``: events that the request
-        itself carries."""
+        """Send a replica the events of a program that the replica lacks. Wait up to ``REPLAY_WAIT_S`` for the
+        answer. Call this before a request of the program goes to the replica.
+
+        ``riding``: events that the request itself carries, which are not sent separately."""
         telling = self._catch_up(key, replica_id, riding)
         if telling is not None:
             await asyncio.wait({telling}, timeout=REPLAY_WAIT_S)
 
     def replay_to_home(self, key: Key, replica_id: str) -> None:
-        """Send a program's start, graph and running tools to its new home, without waiting for the answer."""
+        """Start to send a program's start, graph and running tools to its new home."""
         self._catch_up(key, replica_id)
 
     def release(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
-        """Tell a program's former replica to release the program's KV. ``authorization``: header of the
-        program's last request; ``None``: that of its last recorded event is used."""
+        """Send a program's former replica a ``ProgramEnd``, so that the replica releases the program's KV.
+
+        ``authorization``: header of the program's last request; ``None``: the header of its last recorded
+        event is used."""
         event = {"type": "program_end", "program_id": left.program_id, "status": "cancelled"}
         record = self.known.get((left.tenant, left.program_id))
         if record is not None:
@@ -206,12 +213,13 @@ class EventForwarder:
             self._sender_for(address.url).send([self._numbered(left.tenant, event)], authorization)
 
     def forget(self, key: Key) -> None:
-        """Drop the records of a program that ended."""
+        """Drop the record of a program that ended."""
         self.known.forget(key)
 
     # -- internals -----------------------------------------------------------------------
 
     def _end(self, key: Key) -> None:
+        """Drop a program's record, and report the program's end to the routing core."""
         self.known.forget(key)
         self._routing_backend.tell(routing_events.ProgramEnded(key[1], key[0]))
 
@@ -226,8 +234,8 @@ class EventForwarder:
     ) -> RecordedEvent | None:
         """Record an event; return its record, or ``None`` if such events are not recorded.
 
-        ``piggyback``: a request carries the event. ``home``: the replica that receives the event now. It is
-        ``None`` if no replica does, or if the request that carries the event has no replica yet."""
+        ``piggyback``: a request carries the event. ``home``: id of the replica that receives the event now;
+        ``None``: no replica does, or the request that carries the event has no replica yet."""
         is_new = self.known.get(key) is None
         shown = authorization if self._engine_key is None else None
         kept = self.known.note(key, event, shown, self._clock(), delivered=piggyback or home is not None)
@@ -237,14 +245,17 @@ class EventForwarder:
         return kept
 
     def _place(self, replica_id: str) -> ReplicaInstance:
+        """(replica id, instance) of a replica; the instance is empty if unknown."""
         described = self.description_of(replica_id)
         return (replica_id, described.instance if described is not None else "")
 
     def _catch_up(
         self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()
     ) -> asyncio.Future[bool] | None:
-        """Send a replica those events of a program that the replica lacks. The returned future tells whether
-        the replica accepted them; ``None``: there is nothing to wait for."""
+        """Start to send a replica the events of a program that the replica lacks. The result of the returned
+        future is whether the replica accepted them. ``None``: nothing is being sent.
+
+        ``riding``: events that a request carries to the replica."""
         record = self.known.get(key)
         address = self._replicas.get(replica_id)
         if record is None or address is None:
@@ -288,15 +299,16 @@ class EventForwarder:
         return said
 
     def _has(self, heard: set[str], key: Key, kept: RecordedEvent) -> bool:
-        """Whether the graph of the event ``kept`` need not be sent to an engine. It need not if the engine
-        has the graph, or if the gateway does not have it. ``heard``: hashes of the graphs that the engine
-        received in full."""
+        """Whether there is no need to send an engine the graph of the event ``kept``: the engine has the
+        graph, or the gateway lacks it. ``heard``: hashes of the graphs that the engine received in full."""
         event = kept.event
         return not isinstance(event, AegReport) or (
             event.graph_hash in heard or self.known.graph(key[0], event.graph_hash) is None
         )
 
     def _graphs_sent_to(self, url: str, replica_id: str) -> set[str]:
+        """Hashes of the graphs that an engine received in full; the caller may add to the set. Empty again
+        after a restart of the engine, and after ``MAX_GRAPHS_SENT`` graphs."""
         instance = self._place(replica_id)[1]
         life, hashes = self._graphs_sent.get(url, ("", set()))
         if url not in self._graphs_sent or life != instance or len(hashes) >= MAX_GRAPHS_SENT:
@@ -307,8 +319,8 @@ class EventForwarder:
     def _with_full_graph(
         self, tenant: str, event: AnyEvent, raw: msgspec.Raw, to: _EngineBatch
     ) -> msgspec.Raw:
-        """The event as it is sent to one engine. Clients send a full graph once, and then only its hash. If
-        the engine lacks the graph, it is added to the event."""
+        """The encoded event as it is sent to one engine. Clients send a full graph once, and then only its
+        hash. If the engine lacks a graph that the gateway has, the graph is added to the event."""
         if not isinstance(event, AegReport):
             return raw
         if event.graph_hash in to.heard or event.graph_hash in to.spelt or event.graph is not None:
@@ -321,7 +333,7 @@ class EventForwarder:
         return _with_graph(msgspec.to_builtins(event), graph)
 
     def _aged(self, tenant: str, kept: RecordedEvent) -> msgspec.Raw:
-        """A recorded event, encoded to be sent again, with its current age and its full graph."""
+        """A recorded event, encoded to be sent again, with its present ``age_s`` and its full graph."""
         event: dict[str, Any] = msgspec.to_builtins(kept.event)
         event["age_s"] = round(event.get("age_s", 0.0) + self._clock() - kept.at_s, 4)
         if isinstance(kept.event, AegReport):
@@ -330,16 +342,19 @@ class EventForwarder:
         return self._numbered(tenant, event)
 
     def _numbered(self, tenant: str, event: dict[str, Any]) -> msgspec.Raw:
+        """Encode an event with the gateway's next ``seq`` and the engines' names for programs."""
         # The gateway is the emitter. Engines drop a number that they have seen from the same emitter.
         self._seq += 1
         return self._renamed(tenant, msgspec.Raw(encode({**event, "seq": self._seq - 1})))
 
     def _renamed(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw:
+        """A readable event with its program ids replaced by the engines' names."""
         named = self.names.event(tenant, raw)
         assert named is not None, "it was read before"
         return named
 
     def _sender_for(self, url: str) -> OrderedSender:
+        """Find or create the sender for an engine. Creating one drops all idle senders."""
         sender = self._senders.get(url)
         if sender is None:
             self._senders = {known: one for known, one in self._senders.items() if not one.idle}
@@ -355,6 +370,8 @@ class EventForwarder:
         outcomes: list[EventOutcome | None],
         authorization: str | None,
     ) -> None:
+        """Post the part ``to`` of a client's batch to one engine, and store the outcomes of its events in
+        ``outcomes``. Waits first until the engine has the gateway's own earlier events."""
         sender = self._senders.get(url)
         if sender is not None:
             await sender.wait_until_sent()  # earlier events of these programs arrive first
@@ -380,6 +397,7 @@ class EventForwarder:
     async def _post(
         self, url: str, batch: EventBatch, authorization: str | None
     ) -> Sequence[EventOutcome] | None:
+        """Post a batch to an engine; return one outcome per event. ``None``: there is no usable answer."""
         answer = await ask_engine(
             self._session(),
             url + EVENTS_PATH,
@@ -413,7 +431,7 @@ class _EngineBatch:
         """Events, each with its position in the client's batch."""
 
     def add(self, place: int, event: AnyEvent, raw: msgspec.Raw) -> None:
-        """Append an event; ``place``: its position in the client's batch."""
+        """Append an event. ``place``: its position in the client's batch. ``raw``: the encoded event."""
         self.events.append((place, event, raw))
 
 

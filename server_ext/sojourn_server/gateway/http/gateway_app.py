@@ -62,18 +62,22 @@ class GatewayOptions:
     """Options of a gateway that an operator sets."""
 
     policy: str
+    """Name of the cluster preset, for answers to clients."""
     engine_key: str | None = None
-    """Key sent to engines instead of a client's own."""
+    """Key sent to engines instead of a client's own; ``None``: the client's is sent."""
     admin_key: str | None = None
-    """Key with which clients may drain replicas and see all tenants' programs. Without one, replicas cannot
-    be drained."""
+    """Key with which clients may drain replicas and see all tenants' programs; ``None``: replicas cannot be
+    drained."""
     max_body_bytes: int = MAX_BODY_BYTES
+    """Maximum size of one request body."""
     max_held_bytes: int = MAX_HELD_BYTES
+    """Maximum total size of all bodies that the gateway holds."""
     reads_prefixes: bool = False
+    """Whether the routing policy needs hashes of the prompts' pieces."""
     silent_program_s: float = SILENT_PROGRAM_S
     """Seconds without an event after which a program's events are no longer kept for a restarted engine."""
     in_pairs: bool = False
-    """True if engines either prefill or decode, so that a request needs one of each."""
+    """Whether the engines are prefill and decode engines, so that a request needs one of each."""
     read_side: str | None = None
     """Name of the policy that chooses which engine of a pair reads KV from storage; only with
     ``in_pairs``."""
@@ -135,7 +139,7 @@ class Gateway:
         routing_backend.on_control_action = self._told
 
     def session(self) -> aiohttp.ClientSession:
-        """The pool of connections to engines, which belongs to the running event loop."""
+        """The pool of connections to engines. The first call opens the pool in the running event loop."""
         if self._open is None:
             self._open = open_session()
         return self._open
@@ -151,8 +155,8 @@ class Gateway:
         beside: Callable[[], list[Awaitable[Any]]],
         before: Callable[[], Awaitable[None]] | None = None,
     ) -> Starlette:
-        """Build the ASGI application. At its start it awaits ``before()``, then starts the awaitables that
-        ``beside()`` returns as background tasks."""
+        """Build the ASGI application. At its start, the application awaits ``before()``, then runs the
+        awaitables that ``beside()`` returns as background tasks until its end."""
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -204,8 +208,9 @@ class Gateway:
     # -- access -------------------------------------------------------------------
 
     def _guard(self, handle: Handler, words: Callable[[ApiError], Response] = ApiError.response) -> Handler:
-        """Wrap a handler so that the client's key is checked before the body is read. ``words`` turns an
-        ``ApiError`` into an answer."""
+        """Wrap a handler so that the client's key is checked before the body is read. The wrapper sets
+        ``request.state.tenant``; ``None``: the client has the admin key. ``words`` formats an
+        ``ApiError``."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -232,6 +237,7 @@ class Gateway:
         return guarded
 
     def _is_admin(self, request: Request) -> bool:
+        """Whether the request has the admin key."""
         key = self.options.admin_key
         scheme, _, shown = (request.headers.get("authorization") or "").partition(" ")
         return (
@@ -241,16 +247,19 @@ class Gateway:
         )
 
     def _only_admin(self, request: Request) -> None:
+        """Raise ``ApiError`` unless the request has the admin key. If the gateway neither checks keys nor has
+        an admin key, every client passes."""
         if request.state.tenant is not None and (self._tenants.checks or self.options.admin_key is not None):
             raise ApiError(403, "this shows every tenant's programs", "send the gateway's admin key")
 
     def _tenant(self, request: Request) -> str:
+        """The request's tenant; ``admin`` for the admin key."""
         tenant: str | None = request.state.tenant
         return tenant if tenant is not None else "admin"
 
     def _shown(self, request: Request) -> str | None:
-        """The client's ``Authorization`` header, to be sent to engines; ``None`` for an operator, whose key
-        is never sent."""
+        """The client's ``Authorization`` header, for engines; ``None`` if it has the admin key, which is
+        never sent to engines."""
         return request.headers.get("authorization") if request.state.tenant is not None else None
 
     # -- routes of engines ------------------------------------------------------------
@@ -262,13 +271,13 @@ class Gateway:
         return Response(found.body, media_type="application/json")
 
     async def _anywhere(self, request: Request) -> Response:
-        """Handle a route that any engine can answer."""
+        """Handle a route that any engine can answer, such as ``/tokenize``."""
         keeps_key = request.state.tenant is not None
         return await self._any.answer(request, self._tenant(request), keeps_key=keeps_key)
 
     async def _health(self, request: Request) -> Response:
-        """Handle ``/health``: 200 if some replica is not suspect, else 503. With pairs, 200 also requires an
-        engine of each role that accepts requests."""
+        """Handle ``/health``: 200 if at least one replica is not suspect, else 503. With prefill and decode
+        engines, 200 also requires that at least one engine of each role is ``up``."""
         states = await self.routing_backend.replicas()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
@@ -276,7 +285,7 @@ class Gateway:
         return _json(told, 200 if up and (roles is None or all(roles.values())) else 503)
 
     def _roles(self, states: Sequence[ReplicaStatus]) -> dict[str, int] | None:
-        """Number of engines that accept requests, by role; ``None``: engines have no roles."""
+        """Number of engines that are ``up``, by role; ``None``: the engines have no roles."""
         engines = [state for state in states if isinstance(state, PairEngineStatus)]
         if not engines and not self.options.in_pairs:
             return None
@@ -425,6 +434,8 @@ class Gateway:
         request: Request,
         event: type[routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled],
     ) -> Response:
+        """Report ``event`` about the replica that the path names, and answer with the replica's status. Only
+        for the admin key."""
         if self.options.admin_key is None:
             raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
         if request.state.tenant is not None:
@@ -438,6 +449,8 @@ class Gateway:
         return _json(_state_of(states, replica.replica_id))
 
     def _replica(self, name: str | None) -> ReplicaAddress:
+        """The address of the replica ``name``; ``None``: of the first replica. Raises ``ApiError`` if there
+        is none."""
         address = self.replicas.get(name) if name is not None else next(iter(self.replicas), None)
         if address is None:
             known = ", ".join(one.replica_id for one in self.replicas) or "none yet"
@@ -447,17 +460,19 @@ class Gateway:
     # -- internals ----------------------------------------------------------------
 
     def _told(self, told: ControlAction) -> None:
+        """Carry out an action of the core that concerns no single request."""
         if isinstance(told, routing_events.ReleaseProgramKv):
             self._migrator.release(told)
         elif self.monitor is not None:
             self.monitor.probe(told)
 
     def _description_of(self, replica_id: str) -> Any:
+        """The last description of a replica's engine; ``None``: unknown."""
         return self.monitor.description_of(replica_id) if self.monitor is not None else None
 
 
 def _openai_error(failure: ApiError) -> Response:
-    """Format an error of an engine's route as vLLM does."""
+    """The answer for an error on one of vLLM's own routes, in vLLM's format."""
     text = f"{failure.message}; {failure.next_step}"
     code = INVALID_KEY if failure.status == 401 else "gateway_refused"
     body = error_body(None, failure.status, code, text)
@@ -465,6 +480,7 @@ def _openai_error(failure: ApiError) -> Response:
 
 
 def _log_task_failure(task: asyncio.Future[Any]) -> None:
+    """Log the exception of a background task that ended with one."""
     if not task.cancelled() and task.exception() is not None:
         logger.critical("a background task of the gateway failed; restart it", exc_info=task.exception())
 
@@ -474,10 +490,13 @@ def _json(document: Any, status: int = 200) -> Response:
 
 
 def _state_of(states: Any, replica_id: str) -> ReplicaStatus | None:
+    """The status of one replica; ``None``: it is not in ``states``."""
     return next((state for state in states if state.replica == replica_id), None)
 
 
 def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
+    """The query parameter ``name`` as a number, or ``default`` if it is missing. Raises ``ApiError`` unless
+    it is a whole number from ``least`` to ``most``."""
     text = request.query_params.get(name)
     if text is None:
         return default
@@ -491,4 +510,5 @@ def _number(request: Request, name: str, default: int, least: int, most: int) ->
 
 
 def _quoted(text: str) -> str:
+    """``text``, percent-encoded for a URL, slashes included."""
     return quote(text, safe="")

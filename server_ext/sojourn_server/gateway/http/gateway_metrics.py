@@ -16,6 +16,7 @@ from ...routing.routing_status import PairEngineStatus, ReplicaStatus
 from .client_apis import GATEWAY_ERROR_CODES, LATE_ERROR_CODES
 
 MAX_LOGGED_MOVES = 10_000
+"""Number of latest moves that are kept for ``GatewayMetrics.moves``."""
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _HEALTH_LABELS = ("up", "draining", "suspect")
 
@@ -24,27 +25,30 @@ class ProgramMove(msgspec.Struct, frozen=True):
     """One change of a program's home, from one replica to another."""
 
     number: int
+    """Serial number of the move, from 0."""
     unix_s: float
+    """Time of the move, in seconds since 1970."""
     program_id: str
     tenant: str
     moved_from: str
     moved_to: str
     reason: str
+    """Why the new replica was chosen, as in ``SendRequest``."""
     kv: str
-    """What became of the program's KV: ``shared`` (the new replica finds it on the shared disk) or
-    ``recomputed``."""
+    """``shared``: the new replica finds the program's KV on the shared disk. ``recomputed``: it computes the
+    KV again."""
     waited_s: float
     """Seconds that the program's request waited for KV to be written to the disk."""
     left_because: str = ""
-    """Why the program had to leave, ``drain`` or ``failed``; empty: it could have stayed, see ``reason``."""
+    """Why the program had to leave its home: ``drain`` or ``failed``; empty: it could have stayed."""
 
 
 class GatewayMetrics:
     """Metrics of one gateway. ``docs/metrics.md`` lists their names and labels; ids are never labels."""
 
     def __init__(self, reasons: Iterable[str] = (), clock: Callable[[], float] = time.time) -> None:
-        """``reasons``: all known reasons of a ``SendRequest``; their counters start at 0, so that ``rate()``
-        sees the first increment."""
+        """``reasons``: all known values of ``SendRequest.reason``. Their counters start at 0, so that
+        ``rate()`` sees the first increment. ``clock``: Unix time in seconds."""
         self._clock = clock
         self.registry = CollectorRegistry()
         self._moves: deque[ProgramMove] = deque(maxlen=MAX_LOGGED_MOVES)
@@ -75,8 +79,8 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.waiting = 0
-        """Number of requests that wait at the gateway and were not sent to a replica. Requests that wait for
-        capacity, or because there is no replica, appear in no other metric."""
+        """Number of requests that wait at the gateway to be sent, for one replica or for any. Those that wait
+        for any replica appear in no other metric."""
         self._waiting = gauge("waiting", "Requests that wait at the gateway, for one replica or for any.")
         self._waiting.set_function(lambda: self.waiting)
         self._load = gauge(
@@ -109,14 +113,15 @@ class GatewayMetrics:
         )
         self._shown: set[str] = set()
         self._shown_pairs: set[tuple[Gauge, tuple[str, ...]]] = set()
-        """Gauges of pair engines' roles and links, each with a set of labels, that are exposed now."""
+        """(gauge, labels) of each role and link of prefill and decode engines that is exposed now."""
         self._users: set[str] = set()
+        """Tenants that are labels of ``tenant_use_ratio``."""
 
     # -- events ---------------------------------------------------------------------
 
     def sent(self, reason: str, waited_s: float) -> None:
-        """Count a request that a replica answers. ``reason``: why the request was sent there. ``waited_s``:
-        how long the request waited."""
+        """Count a request whose replica has begun to answer. ``reason``: ``SendRequest.reason``.
+        ``waited_s``: seconds that the request waited at the gateway."""
         self._requests.labels(reason).inc()
         self._waits.observe(waited_s)
 
@@ -125,7 +130,7 @@ class GatewayMetrics:
         self._refused.labels(code).inc()
 
     def decided(self, action: routing_events.AnyRoutingAction) -> None:
-        """Count an action of the core."""
+        """Count a rejection or recall by the core; other actions are ignored."""
         if isinstance(action, routing_events.RejectRequest):
             self._refused.labels(action.code).inc()
         elif isinstance(action, routing_events.RecallRequest):
@@ -155,7 +160,7 @@ class GatewayMetrics:
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[None]:
-        """Context manager that counts a request as waiting for a decision during its block."""
+        """Context manager that counts a request in ``waiting`` during its block."""
         self.waiting += 1
         try:
             yield
@@ -169,15 +174,18 @@ class GatewayMetrics:
     # -- queries --------------------------------------------------------------------
 
     def moves(self, since: int, limit: int, tenant: str | None = None) -> tuple[Sequence[ProgramMove], int]:
-        """Up to ``limit`` recorded moves of programs, oldest first, and the value of ``since`` for the next
-        call. ``since``: number of the first move. With ``tenant``, only that tenant's moves."""
+        """(up to ``limit`` moves, oldest first; the value of ``since`` for the next call).
+
+        ``since``: smallest ``ProgramMove.number`` to return. ``tenant``: return only this tenant's moves;
+        ``None``: those of all tenants."""
         found = [move for move in self._moves if move.number >= since and tenant in (None, move.tenant)][
             :limit
         ]
         return found, (found[-1].number + 1 if len(found) == limit else max(since, self._number))
 
     def exposition(self, replicas: Sequence[ReplicaStatus], uses: dict[str, float]) -> bytes:
-        """All metrics in Prometheus' text format. ``uses``: usage ÷ share, by tenant."""
+        """Update the gauges, and return all metrics in Prometheus' text format. ``uses``: used capacity ÷
+        share, by tenant."""
         for state in replicas:
             self._load.labels(state.replica).set(state.load)
             self._in_flight.labels(state.replica).set(state.in_flight)
@@ -204,6 +212,7 @@ class GatewayMetrics:
         return generate_latest(self.registry)
 
     def _show_pairs(self, replicas: Sequence[PairEngineStatus]) -> None:
+        """Update the gauges of prefill and decode engines, and remove those of engines that are gone."""
         shown: dict[tuple[Gauge, tuple[str, ...]], float] = {
             (self._role, (state.replica, state.role, state.node)): 1.0 for state in replicas
         }
