@@ -1,7 +1,7 @@
 """The parts of a generation request that routing needs: its program, its length, whether it streams.
 
-Only the fields of ``_Body`` are read. None of them decides which tenant is charged. All other fields reach
-the engine byte for byte.
+Only the fields of ``_Body`` are read. The tenant follows from the API key alone, not from the body. All other
+fields reach the engine byte for byte.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from ...core.request_hints import CONTEXT_KEY, clipped, read_identity
 from .client_apis import ClientApi
 
 MAX_TOKENS = 2**31
+"""Upper bound of ``GenerationRequest.output_tokens``."""
 PREFIX_PIECE_BYTES = 1024
-"""Size of the pieces into which a prompt is divided for its prefix hashes, in bytes. A piece is about as long
-as 16 of vLLM's blocks."""
+"""Bytes of each piece into which a prompt is divided for its prefix hashes. A piece is about as long as 16 of
+vLLM's blocks."""
 SESSION_KEY = "session_id"
 """Field of a body, or of its ``vllm_xargs``, that names the program of a request without a hint."""
 
 
 class InvalidGenerationRequest(InputError):
-    """The body is not a request of this API; the text says what was wrong and what was expected."""
+    """The body is not a request of its API. The text says what was wrong and what was expected."""
 
 
 class _Body(msgspec.Struct):
+    """The fields of all APIs' bodies that the gateway reads."""
+
     stream: Any = None
     model: str | None = None
     messages: msgspec.Raw = msgspec.Raw(b"")
@@ -59,9 +62,11 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     stream: bool
     model: str | None
     program_id: str | None
+    """Id of the request's program; ``None``: the request names none."""
     context: AgenticContext | None
+    """The client's hint; ``None``: there is none, or it cannot be read."""
     prompt: tuple[msgspec.Raw, ...]
-    """The parts of the body that form the prompt, roughly in order."""
+    """The parts of the body that form the prompt, as JSON, roughly in the order of the prompt."""
     prompt_tokens: int | None
     """Length of a prompt that is given as token ids; ``None``: only the engine knows the length."""
     output_tokens: int
@@ -70,29 +75,30 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     has_bad_hint: bool = False
     """Whether the request has a hint that cannot be read."""
     names_session: bool = False
-    """Whether the body names the request's program outside the hint."""
+    """Whether the body has a session id outside the hint, also one that is not used."""
     is_batch: bool = False
     """Whether the request has several prompts; ``prompt_tokens`` is their sum."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether ``prompt_tokens`` is the exact length of one context."""
+        """Whether ``prompt_tokens`` is known and is the length of a single prompt."""
         return self.prompt_tokens is not None and not self.is_batch
 
     def of(self, body: bytes) -> GenerationRequest:
-        """A copy of this request that refers to another ``body`` with the same prompt, so that the earlier
-        body can be freed."""
+        """A copy of this request whose ``prompt`` refers to ``body``, another body with the same prompt. So
+        the earlier body can be freed."""
         return msgspec.structs.replace(self, prompt=_prompt(_decoder.decode(body)))
 
     @property
     def prompt_bytes(self) -> int:
-        """Length of the prompt as JSON."""
+        """Length of the prompt as JSON, in bytes."""
         return sum(len(bytes(part)) for part in self.prompt)
 
     def prefix(self) -> tuple[int, ...]:
-        """Rolling hashes of the prompt's pieces; a shorter last piece is left out.
+        """Hashes of the prompt's pieces of ``PREFIX_PIECE_BYTES``, each covering its piece and all before it.
+        A shorter last piece is left out.
 
-        Different prompts may have equal hashes, so these only estimate what an engine has cached.
+        Different prompts may have equal hashes, so the hashes only estimate what an engine has cached.
         """
         text = b"".join(bytes(part) for part in self.prompt)
         chain, found = 0, []
@@ -103,12 +109,12 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 
     @property
     def parent_id(self) -> str | None:
-        """Id of the program that started this request's program."""
+        """Id of the program that started this request's program; ``None``: not stated."""
         return self.context.parent_program_id if self.context is not None else None
 
     @property
     def agent_type(self) -> str | None:
-        """Agent type of the request's program."""
+        """Agent type of the request's program; ``None``: not stated."""
         own = self.context.sojourn if self.context is not None else None
         return clipped(own.agent_type) if own is not None else None
 
@@ -122,8 +128,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -> GenerationRequest:
     """Parse a body. ``session``: value of the header ``X-Session-ID``. Raises ``InvalidGenerationRequest``.
 
-    If the program is named several times, the engine's order applies: hint, body, header, ``vllm_xargs``
-    (vLLM, ``_get_session_id``).
+    If the request names its program several times, the first name counts in vLLM's order: hint, body, header,
+    ``vllm_xargs`` (vLLM, ``_get_session_id``).
     """
     try:
         read = _decoder.decode(body)
@@ -154,7 +160,8 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
 
 def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     """The fields of a JSON object, as raw JSON. Raises ``InvalidGenerationRequest`` if a field is invalid.
-    Even a body that has been parsed may hold one, because the parser skips unknown fields."""
+
+    Even a body that has been parsed may have an invalid field, because the parser skips unknown fields."""
     try:
         return _members.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -164,8 +171,8 @@ def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 
 
 def without_identity(body: bytes) -> bytes:
-    """The body of a parsed request without the fields that name its program. All other fields stay byte for
-    byte. Raises ``InvalidGenerationRequest``."""
+    """The body of a parsed request without the fields that name its program: hint and session ids. All other
+    fields stay byte for byte. Raises ``InvalidGenerationRequest``."""
     document = members_of(body)
     document.pop(SESSION_KEY, None)
     xargs = document.get("vllm_xargs")
@@ -179,10 +186,10 @@ def without_identity(body: bytes) -> bytes:
 def with_names(
     body: bytes, of: Callable[[str], str], change: Callable[[dict[str, msgspec.Raw]], None] | None
 ) -> bytes:
-    """The body of a parsed request with other names in it.
+    """The body of a parsed request with other program names in it.
 
-    ``of`` maps each session id to a new one. ``change`` is called with the fields of the hint and changes
-    them; ``None``: the hint is removed. If a field is repeated, the last one counts. Raises
+    ``of`` maps each session id to its replacement. ``change`` is called with the fields of the hint and
+    changes them; ``None``: the hint is removed. If a field is repeated, the last one counts. Raises
     ``InvalidGenerationRequest``."""
     document = members_of(body)
     _rename_session(document, of)
@@ -198,12 +205,13 @@ def with_names(
 
 
 def with_hint(body: bytes, change: Callable[[dict[str, msgspec.Raw]], None]) -> bytes:
-    """The body of a parsed request with another hint: ``change`` is called with the fields of the hint and
+    """The body of a parsed request with a changed hint: ``change`` is called with the fields of the hint and
     changes them. Raises ``InvalidGenerationRequest``."""
     return with_names(body, str, change)
 
 
 def _changed(hint: msgspec.Raw, change: Callable[[dict[str, msgspec.Raw]], None]) -> msgspec.Raw:
+    """The hint after ``change``. A hint is a JSON object inside a JSON string."""
     text: str = msgspec.json.decode(hint, type=str)
     found = members_of(text.encode("utf-8", "replace"))
     change(found)
@@ -217,6 +225,7 @@ def _rename_session(members: dict[str, msgspec.Raw], of: Callable[[str], str]) -
 
 
 def _has_repeated_key(prompt: bytes) -> bool:
+    """Whether a prompt, as JSON, is a list of lists of token ids, so that it has several prompts."""
     return prompt.startswith(b"[") and prompt[1:].lstrip().startswith(b"[")
 
 
@@ -225,6 +234,7 @@ def _raw(value: Any) -> msgspec.Raw:
 
 
 def _prompt(read: _Body) -> tuple[msgspec.Raw, ...]:
+    """The fields that form the prompt, in any API; an absent field is empty."""
     return (read.tools, read.system, read.instructions, read.messages, read.input, read.prompt)
 
 
@@ -233,6 +243,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 def _count_ids(prompt: bytes) -> int | None:
+    """Number of token ids in a prompt, as JSON; ``None``: the prompt is text."""
     # The JSON is valid. Reading millions of numbers one by one would block other clients.
     if not prompt.startswith(b"[") or b'"' in prompt:
         return None  # one or several texts
@@ -240,23 +251,24 @@ def _count_ids(prompt: bytes) -> int | None:
 
 
 INITIAL_TOKENS_PER_BYTE = 0.25
-"""Tokens per byte of JSON that are assumed until an engine has counted a prompt's tokens: English has about
-four characters per token."""
+"""Tokens per byte of JSON, assumed for a model until an engine has counted the tokens of a prompt. English
+has about four characters per token."""
 MIN_TOKENS_PER_BYTE, MAX_TOKENS_PER_BYTE = 0.05, 1.0
-"""Bounds of the tokens per byte that are learned, wide enough for any tokenizer."""
+"""Bounds of a learned sample of tokens per byte, wide enough for any tokenizer."""
 MEAN_WEIGHT = 0.1
 """Weight of the newest prompt in the moving mean of tokens per byte."""
 MIN_SAMPLE_BYTES = 2_000
-"""Minimum size of a prompt from which tokens per byte are learned: in shorter prompts most tokens come from
+"""Minimum size of a prompt from which tokens per byte are learned. In shorter prompts most tokens come from
 the chat template."""
 MAX_MODELS = 64
+"""Maximum number of models whose tokens per byte are remembered."""
 _INLINE_DATA = re.compile(rb'"data:[^"]*"')
 _MEDIA_PARTS = (b'"image_url"', b'"input_image"', b'"input_audio"', b'"audio_url"', b'"video_url"', b'"file"')
 
 
 class PromptSizeEstimator:
-    """Estimates how many tokens a prompt has, from its bytes and the model's mean of tokens per byte. This
-    moving mean is learned from prompts whose tokens an engine has counted."""
+    """Estimates how many tokens a prompt has: its bytes times the model's moving mean of tokens per byte. The
+    mean is learned from prompts whose tokens an engine has counted."""
 
     def __init__(self) -> None:
         self._ratios: OrderedDict[str | None, float] = OrderedDict()
@@ -270,7 +282,8 @@ class PromptSizeEstimator:
         )
 
     def learn(self, question: GenerationRequest, prompt_tokens: int) -> None:
-        """Update the model's tokens per byte. ``prompt_tokens``: the engine's count for this request."""
+        """Update the model's tokens per byte. ``prompt_tokens``: the engine's count for this request. Prompts
+        that are short, not only text, or continue a stored conversation are ignored."""
         size = question.prompt_bytes
         if question.prompt_tokens is not None or size < MIN_SAMPLE_BYTES or prompt_tokens <= 0:
             return
@@ -285,11 +298,12 @@ class PromptSizeEstimator:
 
 
 def _has_more_than_text(question: GenerationRequest) -> bool:
+    """Whether the prompt has images, audio, video or files."""
     return any(sign in bytes(part) for part in question.prompt for sign in _MEDIA_PARTS)
 
 
 def _text_bytes(question: GenerationRequest) -> int:
-    """Length of the prompt's text, without files embedded in the prompt."""
+    """Length of the prompt as JSON, in bytes, without embedded files (``data:`` URLs)."""
     left_out = 0
     for part in question.prompt:
         text = bytes(part)

@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with a deadline for a request's headers, which uvicorn lacks.
 
 Without a deadline, a client that sends half a request holds a connection for ever. Some hundreds of such
-clients hold all of a gateway's file descriptors. ``request_bodies`` sets the deadlines of bodies.
+clients use up a gateway's file descriptors. ``request_bodies`` has the deadlines of bodies.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 HEADERS_TIMEOUT_S = 10.0
-"""Longest time from a request's first byte to the end of its headers."""
+"""Maximum seconds from a request's first byte to the end of its headers."""
 FIRST_BYTE_TIMEOUT_S = 75.0
-"""Longest time from a new connection to its first byte; later requests have uvicorn's keep-alive timeout."""
+"""Maximum seconds from a new connection to its first byte. Later requests have uvicorn's keep-alive
+timeout."""
 _TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -27,7 +28,7 @@ class HeaderDeadline(asyncio.Protocol):
     """uvicorn's current request cycle; ``None`` before the first request."""
     _deadline: asyncio.TimerHandle | None = None
     _has_begun = False
-    """Whether some bytes of the next request have arrived."""
+    """Whether some bytes of a request have arrived whose headers are not complete."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -48,6 +49,7 @@ class HeaderDeadline(asyncio.Protocol):
         super().connection_lost(exc)
 
     def _is_serving(self) -> bool:
+        """Whether a request with complete headers has not been answered completely."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _cancel_deadline(self) -> None:
@@ -56,6 +58,7 @@ class HeaderDeadline(asyncio.Protocol):
             self._deadline = None
 
     def _time_out(self) -> None:
+        """Close the connection; if a request has begun, answer it with status 408 first."""
         self._deadline = None
         if self._is_serving() or self.transport.is_closing():
             return

@@ -20,21 +20,23 @@ from sojourn.wire_codec import (
 )
 
 ANSWER_TIMEOUT_S = 5.0
+"""Seconds that a batch of events waits for the engine's answer."""
 MAX_QUEUED_EVENTS = 4096
-"""Maximum number of queued events per engine; further events are dropped."""
+"""Maximum number of queued calls of ``OrderedSender.send`` per engine; the events of further calls are
+dropped."""
 STALE_S = 2 * ANSWER_TIMEOUT_S
-"""Longest wait, in seconds. Events that have waited longer are dropped, since the engine accepts none at
-present."""
+"""Maximum seconds that events wait in the queue. Older ones are dropped, since the engine seems to accept
+none at present."""
 _ENVELOPE_BYTES = 64
 
 PostEvents = Callable[[str, EventBatch, str | None], Awaitable[Sequence[EventOutcome] | None]]
-"""Posts a batch to a URL with an ``Authorization``; returns one outcome per event, or ``None`` without an
-answer."""
+"""Function that posts a batch to a URL with an ``Authorization`` header (``None``: without). Returns one
+outcome per event; ``None``: there is no answer."""
 
 
 def split_batch(batch: EventBatch) -> Iterator[EventBatch]:
-    """Split a batch into batches that an engine accepts. An event that is too long gets a batch of its
-    own."""
+    """Split a batch into batches of a size that an engine accepts. An event that is too long for any batch
+    gets its own."""
     room_bytes = MAX_BATCH_BYTES - len(encode(batch.emitter)) - _ENVELOPE_BYTES
     part: list[msgspec.Raw] = []
     size = 0
@@ -52,8 +54,8 @@ def split_batch(batch: EventBatch) -> Iterator[EventBatch]:
 async def post_all(
     post: PostEvents, url: str, batch: EventBatch, authorization: str | None
 ) -> list[EventOutcome | None]:
-    """Post a batch in parts. Returns one outcome per event, ``None`` for an event without an answer; after
-    the first such event nothing more is sent."""
+    """Post a batch in parts of an accepted size. Returns one outcome per event, ``None`` for an event without
+    an answer. After the first part without an answer, no more parts are sent."""
     outcomes: list[EventOutcome | None] = []
     for part in split_batch(batch):
         answered = await post(url, part, authorization)
@@ -65,10 +67,14 @@ async def post_all(
 
 @dataclass(slots=True)
 class _QueuedEvents:
+    """The events of one call of ``OrderedSender.send``."""
+
     events: list[msgspec.Raw]
     authorization: str | None
     at_s: float
+    """Time of the call."""
     said: asyncio.Future[bool]
+    """Its result is whether the engine accepted the events."""
 
 
 class OrderedSender:
@@ -91,7 +97,8 @@ class OrderedSender:
         return self._task is None
 
     def send(self, events: list[msgspec.Raw], authorization: str | None) -> asyncio.Future[bool]:
-        """Queue events for sending. The returned future tells whether the engine accepted them."""
+        """Queue events for sending. The result of the returned future is whether the engine accepted all of
+        them. It is False for dropped events."""
         said: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if len(self._queue) >= MAX_QUEUED_EVENTS:
             said.set_result(False)
@@ -103,11 +110,12 @@ class OrderedSender:
         return said
 
     async def wait_until_sent(self) -> None:
-        """Wait until all queued events were sent, but at most ``ANSWER_TIMEOUT_S``."""
+        """Wait until all events that are queued now were sent or dropped, at most ``ANSWER_TIMEOUT_S``."""
         if self._last is not None and not self._last.done():
             await asyncio.wait({self._last}, timeout=ANSWER_TIMEOUT_S)
 
     async def _run(self) -> None:
+        """Send the queued events, one call of ``send`` after the other, until the queue is empty."""
         try:
             while self._queue:
                 queued = self._queue.popleft()

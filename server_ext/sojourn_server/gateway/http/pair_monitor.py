@@ -39,9 +39,9 @@ class PairMonitor(EngineMonitor):
     """Registers the prefill and decode engines at given addresses.
 
     An engine that cannot be part of a pair gets no requests, and the log says so once. All accepted engines
-    are of one kind, the served kind: they have the same model and KV format. At the start the
-    kind with the most engines is served. Until a pair exists, another kind may take its place. Afterwards
-    the served kind changes only when all its engines are gone.
+    are of one kind (``EngineCompatibility``), the served kind: they have the same model and KV format. At the
+    start, the kind with the most engines is served. Until that kind has engines of both roles, another kind
+    may replace it. Afterwards the served kind changes only when all its engines are gone.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class PairMonitor(EngineMonitor):
         engine_key: str | None = None,
         poll_s: float = POLL_S,
     ) -> None:
-        """``roles``: the configured role of the engine at each address."""
+        """``roles``: the configured role of the engine at each URL. Other arguments as in
+        ``EngineMonitor``."""
         super().__init__(
             roles,
             routing_backend,
@@ -67,20 +68,22 @@ class PairMonitor(EngineMonitor):
         self._tell = routing_backend.tell
         self._roles = dict(roles)
         self._kind: EngineCompatibility | None = None
+        """The served kind; ``None``: not chosen yet."""
         self._had_pair = False
-        """Whether engines of both roles with the served kind were present at once."""
+        """Whether the served kind has had engines of both roles at the same time."""
         self._refused: dict[str, str] = {}
+        """Why an engine is not accepted, by URL."""
         self._instances: dict[str, str] = {}
         """Last registered instance of each replica."""
         self._links: dict[str, dict[str, LinkStats]] = {}
-        """Last report of links, by address."""
+        """Last report of each engine's links, by URL."""
         self._said: tuple[int, int] | None = None
-        """Number of accepted engines of each role in the last log line."""
+        """(prefill engines, decode engines): the numbers of accepted engines in the last log line."""
         self._running_polls = 0
         """Number of ``poll_all`` calls in progress. The last of them to end registers the engines."""
 
     async def poll_all(self) -> None:
-        """Poll all engines once. Then choose the kind that is served, and register the engines of it."""
+        """Poll all engines once. Then choose the served kind, and register the engines of this kind."""
         self._running_polls += 1
         try:
             await super().poll_all()
@@ -109,17 +112,18 @@ class PairMonitor(EngineMonitor):
         )
 
     def refused(self) -> Mapping[str, str]:
-        """Addresses of engines that answer but get no requests, with the reasons."""
+        """Why an engine that answers gets no requests, by the engine's URL."""
         return dict(self._refused)
 
     def links_of(self, replica_id: str) -> Mapping[str, LinkStats]:
-        """An engine's last report of its links, by name; empty: none."""
+        """An engine's last report of its links, by the link's name; empty: there is no report."""
         address = self._replicas.get(replica_id)
         return self._links.get(address.url, {}) if address is not None else {}
 
     # -- polling ------------------------------------------------------------------
 
     async def _ask_more(self, watched: MonitoredEngine) -> None:
+        """Query an engine's links and, in case they have changed, its capabilities."""
         known = watched.description
         if not isinstance(known, PairEngineDescription):
             return
@@ -143,11 +147,13 @@ class PairMonitor(EngineMonitor):
         """Do nothing: ``_take`` logs a new engine once it is accepted."""
 
     def _seen(self, watched: MonitoredEngine) -> None:
+        """Register a living engine if it is accepted. During ``poll_all`` this is left to ``poll_all``."""
         if not self._running_polls:
             self._take(watched)
             self._log_pairs()
 
     def _take(self, watched: MonitoredEngine) -> None:
+        """Register an engine with the core if it is accepted; otherwise refuse it."""
         described = watched.description
         if not isinstance(described, PairEngineDescription):
             return
@@ -170,7 +176,7 @@ class PairMonitor(EngineMonitor):
         self._report_nic_queue(paths.node)
 
     def _report_nic_queue(self, node: str) -> None:
-        """Report the sum of the queues of a node's engines, which share the node's NIC."""
+        """Report the storage NIC queue of a node: the sum of the queues of its accepted engines."""
         event = nic_queue_event(
             node, [self._links.get(url, {}) for url in self._taken() if self._node(url) == node]
         )
@@ -178,7 +184,7 @@ class PairMonitor(EngineMonitor):
             self._tell(event)
 
     def _why_not(self, url: str, described: PairEngineDescription) -> str:
-        """Why an engine is not accepted; empty: it is accepted."""
+        """Why an engine is not accepted; empty: it is accepted. May change the served kind."""
         paths, role = described.paths, self._roles[url]
         if described.unfit or paths is None:
             return described.unfit
@@ -201,8 +207,9 @@ class PairMonitor(EngineMonitor):
         return incompatibility(described.kind, self._kind)
 
     def _most_common(self) -> EngineCompatibility | None:
-        """The dominant kind among engines that can form pairs; ``None``: there are no such engines. A tie
-        goes to the served kind, else to the first one in the configured order."""
+        """The kind to serve, chosen by ``dominant_compatibility`` among the engines that have their
+        configured role; ``None``: there are none. A tie goes to the served kind, else to the first configured
+        engine's."""
         fit = [
             (kind, role)
             for url, role in self._roles.items()
@@ -211,6 +218,7 @@ class PairMonitor(EngineMonitor):
         return dominant_compatibility(fit, self._kind)
 
     def _refuse(self, watched: MonitoredEngine, why: str) -> None:
+        """Report an engine that is not accepted to the core as gone, and log a new reason once."""
         for address in watched.places:
             self._replicas.remove(address.replica_id)
             instance = self._instances.pop(address.replica_id, None)
@@ -238,7 +246,7 @@ class PairMonitor(EngineMonitor):
     # -- other engines ------------------------------------------------------------
 
     def _taken(self) -> Iterable[str]:
-        """Addresses of the accepted engines."""
+        """URLs of the accepted engines."""
         return [
             url
             for url, watched in self._watched.items()
@@ -246,6 +254,7 @@ class PairMonitor(EngineMonitor):
         ]
 
     def _description(self, url: str) -> PairEngineDescription | None:
+        """The description of the engine at a URL; ``None``: unknown, or it cannot be part of any pair."""
         described = self._watched[url].description
         return described if isinstance(described, PairEngineDescription) and not described.unfit else None
 
@@ -263,7 +272,7 @@ class PairMonitor(EngineMonitor):
 
 
 def _same_engine(known: PairCapabilities | None, described: PairCapabilities | None) -> bool:
-    """Whether two reports describe the same engine, apart from its measured speed."""
+    """Whether two reports are equal except for the measured speed, or both missing."""
     if known is None or described is None:
         return known is described
     return dataclasses.replace(described, block_s=known.block_s) == known

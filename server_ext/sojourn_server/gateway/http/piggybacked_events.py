@@ -1,5 +1,5 @@
-"""Events inside a request's hint. Each reaches its program's home, even if the request goes to another
-replica."""
+"""Events inside a request's hint. Each event reaches the home of its program, even if the request goes to
+another replica."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class PiggybackedEvents:
         *,
         fits: bool = True,
     ) -> None:
-        """``context``: the client's hint. ``tenant``, ``authorization``: those of the client. ``program_id``:
-        the request's program; ``None``: the request has none, even if its hint names one. ``fits``: whether
-        the hint is still short enough for the events after the gateway replaced ids by the engines' names. If
-        not, all events are forwarded separately."""
+        """``context``: the client's hint. ``authorization``: the client's ``Authorization`` header.
+        ``program_id``: the request's program; ``None``: the request counts as having none, even if its hint
+        names one. ``fits``: False if the body has lost the hint's events, because the engines' names made the
+        hint too long. Then all events are forwarded separately."""
         self._forwarder = forwarder
         self._tenant = tenant
         self._authorization = authorization
@@ -48,12 +48,13 @@ class PiggybackedEvents:
         self._fits = fits
         self._noted: set[int] = set()
         self.kept: set[RecordedEvent] = set()
-        """Records of the events that the request carries. Its replica need not get them separately."""
+        """Records of the events that the request carries to its replica."""
         for _, event in self._events:
             if fits and event is not None and event.program_id == program_id:
                 self._note(event)
 
     def _note(self, event: AnyEvent) -> None:
+        """Record an event that the request carries, once over all attempts."""
         if id(event) in self._noted or event.program_id == self._implicit:
             return
         self._noted.add(id(event))
@@ -65,9 +66,9 @@ class PiggybackedEvents:
     def towards(self, replica_id: str, body: bytes) -> bytes:
         """Return the body to send to the replica ``replica_id``.
 
-        It keeps the events of the request's own program and of programs at home at that replica. Events of
-        other programs are removed and forwarded to their homes. ``body``: the client's body, or the result of
-        an earlier call."""
+        The body keeps the events of the request's own program and of programs whose home is that replica.
+        Events of other programs are removed, and forwarded to the homes of these programs. ``body``: the
+        client's body, or the result of an earlier call."""
         staying: list[tuple[msgspec.Raw, AnyEvent | None]] = []
         leaving: list[msgspec.Raw] = []
         for raw, event in self._events:
@@ -87,6 +88,7 @@ class PiggybackedEvents:
         return with_events(body, [event for event in named if event is not None])
 
     def _belongs_to(self, event: AnyEvent, replica_id: str) -> bool:
+        """Whether the request may carry an event to this replica."""
         program_id = event.program_id
         home = self._forwarder.home(self._tenant, program_id)
         # Events without a home wait for one. If the request has no program, its hint's program gets none.
@@ -98,7 +100,7 @@ class PiggybackedEvents:
 
 
 def with_events(body: bytes, events: list[msgspec.Raw]) -> bytes:
-    """The body with its hint's events replaced by ``events``."""
+    """The body of a parsed request with the events of its hint replaced by ``events``."""
 
     def change(hint: dict[str, msgspec.Raw]) -> None:
         own = _members.decode(hint["sojourn"])
@@ -109,6 +111,7 @@ def with_events(body: bytes, events: list[msgspec.Raw]) -> bytes:
 
 
 def _read(raw: msgspec.Raw) -> AnyEvent | None:
+    """Decode an event; ``None``: it cannot be read."""
     try:
         return decode_event(raw)
     except WireError:

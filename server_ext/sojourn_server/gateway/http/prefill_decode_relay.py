@@ -25,13 +25,14 @@ _LENGTH_FIELDS = {
     ClientApi.RESPONSES: ("max_output_tokens",),
     ClientApi.MESSAGES: ("max_tokens",),
 }
-"""Fields that bound the length of an answer. ``prefill_body`` always sets the first of them."""
+"""Fields that bound the length of an answer, by API. ``prefill_body`` sets the first to 1 and removes the
+others."""
 _ANSWER_FIELDS = (
     "stream_options", "n", "best_of", "use_beam_search", "min_tokens", "logprobs", "top_logprobs",
     "logprob_token_ids", "prompt_logprobs", "echo", "background", "store", "ec_transfer_params",
 )  # fmt: skip
-"""Fields that ``prefill_body`` removes. Most of them concern only the client's answer, and might forbid an
-answer of one token. ``ec_transfer_params`` could name another request's data."""
+"""Fields that ``prefill_body`` removes. Most of them concern only the answer for the client, and some forbid
+an answer of one token. ``ec_transfer_params`` could name another request's data."""
 
 
 class _BodyFields(msgspec.Struct):
@@ -52,9 +53,9 @@ _ABSENT = (b"", b"null")
 
 
 def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
-    """The body for the decode engine of a request without a prefill stage; ``None``: the request has one.
+    """The body for the decode engine if the request has no prefill stage; ``None``: it has one.
 
-    ``body`` has been parsed before; its transfer parameters are removed. Raises
+    ``body``: the body of a parsed request. Its transfer parameters are removed. Raises
     ``InvalidGenerationRequest``.
     """
     if api not in (ClientApi.CHAT, ClientApi.COMPLETIONS):
@@ -77,7 +78,7 @@ def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
 
 
 def _has_several_prompts(prompt: memoryview) -> bool:
-    """Whether a prompt consists of several texts or lists of token ids."""
+    """Whether a prompt, as JSON, is a list of at least two texts, lists of token ids, or objects."""
     start = bytes(prompt[:64])
     inner = start[1:].lstrip() if start.startswith(b"[") else b""
     return inner[:1] in (b'"', b"[", b"{") and len(_several.decode(prompt)) > 1
@@ -86,13 +87,13 @@ def _has_several_prompts(prompt: memoryview) -> bool:
 def prefill_body(
     api: ClientApi, body: bytes, transfer: str, peer: str, decode_share: float, epoch: str = ""
 ) -> bytes:
-    """The body for the prefill engine: without a program, with an answer of one token, and with the
-    destination of its KV.
+    """The body for the prefill engine: without program names, with an answer of one token, and with the
+    destination of the KV.
 
-    ``transfer``: a unique name for this transfer of KV. ``peer``: address of the decode engine's KV transfer
-    manager. ``epoch``: the instance of that manager that the gateway expects; empty: any. ``decode_share``:
-    the prompt's KV may be in storage; the decode engine's node reads this fraction of it. ``body`` has been
-    parsed before. Raises ``InvalidGenerationRequest``.
+    ``body``: the body of a parsed request. ``transfer``: a unique name for this transfer of KV. ``peer``:
+    address of the decode engine's KV transfer manager. ``epoch``: expected instance of that manager; empty:
+    any. ``decode_share``: fraction of the prompt's stored KV that the decode engine's node reads. Raises
+    ``InvalidGenerationRequest``.
     """
     document = members_of(without_identity(body))
     for name in _ANSWER_FIELDS:
@@ -115,8 +116,8 @@ def prefill_body(
 
 
 def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
-    """The parameters in the prefill engine's answer that tell where the KV is. ``None``: the answer has no
-    such parameters, so the engine that gave it does not prefill for decode engines."""
+    """The parameters in a prefill engine's answer that say where the KV is. ``None``: the answer has none, so
+    the engine was not started as a prefill engine."""
     try:
         found = _members.decode(answer).get(TRANSFER)
         params = msgspec.json.decode(found) if found is not None else None
@@ -126,7 +127,7 @@ def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
 
 
 def decode_body(body: bytes, params: dict[str, Any]) -> bytes:
-    """The body for the decode engine: the client's body with ``params``, which tell where the KV is.
+    """The body for the decode engine: the client's body with ``params``, which say where the KV is.
 
     The client's own transfer parameters are removed, since they could name another request's memory. Raises
     ``InvalidGenerationRequest``."""
@@ -134,6 +135,7 @@ def decode_body(body: bytes, params: dict[str, Any]) -> bytes:
 
 
 def _without_transfer(document: dict[str, msgspec.Raw], params: dict[str, Any] | None = None) -> bytes:
+    """Encode a body whose transfer parameters are replaced by ``params``; ``None``: removed."""
     for name in (TRANSFER, "ec_transfer_params"):
         document.pop(name, None)
     if params is not None:

@@ -1,4 +1,4 @@
-"""Records of programs' events that may have to be sent to another engine, in bounded memory."""
+"""Records of programs' events that may have to be sent to another engine later, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ...routing.routing_limits import SILENT_PROGRAM_S
 
 MAX_RECORDED_PROGRAMS = 50_000
 MAX_TOTAL_GRAPH_BYTES = 32 << 20
-"""Maximum size of all graphs as JSON."""
+"""Maximum total size, in bytes, of all graphs as JSON."""
 MAX_UNDELIVERED_EVENTS = 64
-"""Maximum number of events per program that no engine has received."""
+"""Maximum number of a program's tool events in ``ProgramEventRecord.undelivered``; older ones are dropped."""
 MAX_RUNNING_TOOLS = 64
+"""Maximum number of running tools in a program's record; further ones are not recorded."""
 EVENTS_PER_PROGRAM = 4
-"""Number of tool events in a program's record that weigh as much as one more program toward
-``MAX_RECORDED_PROGRAMS``."""
+"""So many tool events in a program's record count as one more program towards ``MAX_RECORDED_PROGRAMS``."""
 
 Key = tuple[str, str]
 """Tenant and program id."""
@@ -33,8 +33,8 @@ Value = TypeVar("Value")
 
 
 class TenantBoundedCache(Generic[Value]):
-    """Cache of values by tenant and name, of bounded total weight. The tenant with the most weight loses its
-    oldest value first."""
+    """Cache of values by (tenant, name) with a bounded total weight, ``most``. If it is exceeded, the tenant
+    with the largest weight loses its oldest values."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -46,13 +46,13 @@ class TenantBoundedCache(Generic[Value]):
         return sum(map(len, self._of.values()))
 
     def get(self, key: Key) -> Value | None:
-        """The value under ``key``; ``None``: not in the cache."""
+        """The value under ``key``; ``None``: not in the cache. Does not make the value newer."""
         of_tenant = self._of.get(key[0])
         held = of_tenant.get(key[1]) if of_tenant is not None else None
         return held[0] if held is not None else None
 
     def put(self, key: Key, value: Value, weight: int) -> None:
-        """Insert a value as the tenant's newest one."""
+        """Insert or replace a value, as the tenant's newest one. May drop other values."""
         self.pop(key)
         self._of.setdefault(key[0], OrderedDict())[key[1]] = (value, weight)
         self._add(key[0], weight)
@@ -61,7 +61,7 @@ class TenantBoundedCache(Generic[Value]):
             self.pop((tenant, next(iter(self._of[tenant]))))
 
     def oldest(self, tenant: str) -> tuple[str, Value] | None:
-        """The tenant's oldest value and its name; ``None``: the tenant has none."""
+        """(name, value) of the tenant's oldest value; ``None``: the tenant has none."""
         of_tenant = self._of.get(tenant)
         if not of_tenant:
             return None
@@ -91,43 +91,46 @@ class RecordedEvent:
 
     event: AnyEvent
     at_s: float
+    """Time of arrival, on the gateway's clock."""
     in_full: bool = True
-    """Whether the event arrived in full. False: it had only the hash of its graph."""
+    """False if the event came with only the hash of its graph."""
 
 
 @dataclass(slots=True, eq=False)
 class ProgramEventRecord:
-    """The events of one program."""
+    """The events of one program, and which replica has them. Times are on the gateway's clock."""
 
     authorization: str | None
+    """``Authorization`` header that came with the last event."""
     start: RecordedEvent | None = None
     graph: RecordedEvent | None = None
     tools: dict[str, RecordedEvent] = field(default_factory=dict)
     """Start events of the running tools, by call id."""
     undelivered: list[RecordedEvent] = field(default_factory=list)
-    """Tool events that arrived while the program had no home."""
+    """Tool events that no engine has received, because they arrived while the program had no home."""
     place: ReplicaInstance | None = None
     """The replica that has all events of the program; ``None``: no replica has them all."""
     missed: int = 0
-    """Number of times that ``has_unsent`` has cleared ``place``. If it grows while the events are sent to a
-    replica, that replica does not have all of them."""
+    """Number of times that ``has_unsent`` has cleared ``place``. If this number grows while the events are
+    sent to a replica, the replica lacks a newer event."""
     telling: tuple[ReplicaInstance, asyncio.Future[bool]] | None = None
-    """The replica to which the events were last sent, and a future that tells whether it accepted them."""
+    """The replica to which the events were last sent, and a future whose result is whether the replica
+    accepted them."""
     heard_s: float = 0.0
     """Time of the program's last event, heartbeats included."""
     again_s: float = 0.0
     """Earliest time at which the events are sent again, after an engine did not accept them."""
 
     def has_unsent(self, place: ReplicaInstance | None = None) -> None:
-        """Record that the replica ``place`` does not have all events of the program, so that they are sent
-        again. ``None``: no replica has them all."""
+        """Record that the replica ``place`` lacks events of the program, so that they are sent before its
+        next request. ``None``: every replica lacks some. No effect if another replica has all events."""
         if place is None or place == self.place:
             self.place = None
             self.missed += 1
 
     def events_to_send(self, riding: Container[RecordedEvent] = ()) -> list[RecordedEvent]:
-        """Events to send to an engine that has received none of them. ``riding``: events that the engine
-        receives inside a request."""
+        """The events to send to an engine that has received none: start, graph, running tools, undelivered
+        tool events. ``riding``: events to leave out, since a request carries them."""
         later = set(self.undelivered)
         tools = [one for one in self.tools.values() if one not in later]
         every = (self.start, self.graph, *tools, *self.undelivered)
@@ -135,7 +138,9 @@ class ProgramEventRecord:
 
 
 class ProgramEventRecords:
-    """The records of all programs, by tenant and program id (``key``)."""
+    """The records of all programs, by ``key``: (tenant, program id). Also stores their graphs.
+
+    If a bound is exceeded, the tenant that uses the most loses its oldest records or graphs."""
 
     def __init__(
         self,
@@ -148,7 +153,7 @@ class ProgramEventRecords:
         self._silent_s = silent_s
         self._programs: TenantBoundedCache[ProgramEventRecord] = TenantBoundedCache(most_programs)
         self._graphs: TenantBoundedCache[bytes] = TenantBoundedCache(most_graphs_bytes)
-        """Graphs as JSON by tenant and hash: programs with the same graph share it."""
+        """Graphs as JSON, by (tenant, hash). Programs with the same graph share one entry."""
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -162,15 +167,17 @@ class ProgramEventRecords:
         return self._programs.pop(key) is not None
 
     def graph(self, tenant: str, graph_hash: str) -> msgspec.Raw | None:
-        """A graph's JSON; ``None``: never received in full, or dropped."""
+        """A graph as JSON; ``None``: the graph was never received in full, or was dropped."""
         text = self._graphs.get((tenant, graph_hash))
         return msgspec.Raw(text) if text is not None else None
 
     def note(
         self, key: Key, event: AnyEvent, authorization: str | None, now_s: float, *, delivered: bool
     ) -> RecordedEvent | None:
-        """Record an event; return its record. A heartbeat or a program's end is not recorded, and the result
-        is ``None``. ``delivered``: an engine receives the event now."""
+        """Record an event; return its record. Returns ``None`` for a heartbeat or a program's end, which are
+        not recorded.
+
+        ``delivered``: whether an engine receives the event now. ``now_s``: time of arrival."""
         record = self._programs.get(key)
         if isinstance(event, (Heartbeat, ProgramEnd)):
             if record is not None:
@@ -194,14 +201,16 @@ class ProgramEventRecords:
         return kept
 
     def _put(self, key: Key, record: ProgramEventRecord, now_s: float) -> None:
-        """Make the record its tenant's newest, so that records stay in the order of their last events."""
+        """Store a program's record as its tenant's newest, since an event has arrived. Drops records of
+        silent programs."""
         record.heard_s = now_s
         weight = 1 + (len(record.tools) + len(record.undelivered)) // EVENTS_PER_PROGRAM
         self._programs.put(key, record, weight)
         self._drop_silent(key[0], now_s)
 
     def _drop_silent(self, tenant: str, now_s: float) -> None:
-        """Drop up to two records of silent programs: one event adds at most one record."""
+        """Drop up to two of the tenant's records without an event for ``silent_s``. Two are enough, since an
+        event adds at most one record."""
         for _ in range(2):
             oldest = self._programs.oldest(tenant)
             if oldest is None or now_s - oldest[1].heard_s <= self._silent_s:
@@ -211,6 +220,7 @@ class ProgramEventRecords:
     def _note_tool(
         self, record: ProgramEventRecord, event: ToolStart | ToolStop, kept: RecordedEvent, delivered: bool
     ) -> None:
+        """Record the start or end of a tool. ``kept``: the record of ``event``."""
         call, starts = event.call_id, isinstance(event, ToolStart)
         if not starts:
             record.tools.pop(call, None)
@@ -228,6 +238,8 @@ class ProgramEventRecords:
             record.undelivered = [*record.undelivered[-MAX_UNDELIVERED_EVENTS + 1 :], kept]
 
     def _bounded(self, tenant: str, event: AnyEvent) -> AnyEvent:
+        """The event as it is recorded, of bounded size: a graph is moved to ``_graphs``, a long status is
+        replaced."""
         if isinstance(event, AegReport) and event.graph is not None:
             text = encode(event.graph)
             if len(text) <= MAX_GRAPH_BYTES:  # engines reject longer ones
