@@ -1,7 +1,8 @@
 """Maps clients' program ids to the names that engines use for programs.
 
-Engines do not separate tenants. So with several tenants a name starts with the tenant: ``research/agent-1``.
-With one tenant, names and ids are equal. Clients and the gateway itself use only ids.
+Engines do not separate tenants. So with several tenants, an engine's name for a program starts with the
+tenant: ``research/agent-1``. With one tenant, names and ids are equal. Clients and the gateway itself use
+only ids. In this module, "id" is the client's, "name" the engine's.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from .generation_request import GenerationRequest, members_of, with_names
 from .program_event_records import Key, TenantBoundedCache
 
 MOST_TAG_BYTES = 64
-"""Longest tenant name that is used unchanged as a prefix."""
+"""Longest percent-encoded tenant that is used as a prefix; a longer one is replaced by its digest."""
 PROGRAM_ID_FIELDS = ("program_id", "parent_program_id", "root_program_id")
 """Fields of hints, events and engines' answers that name programs."""
 FOREIGN_PROGRAM_ID = "another"
-"""Text that replaces another tenant's program in an engine's answer."""
+"""Text that replaces the name of another tenant's program in an engine's answer."""
 MAX_SHORTENED_IDS = 50_000
 """Maximum number of remembered ids that are too long for an engine's name."""
 _ID_FIELDS = (*PROGRAM_ID_FIELDS, "evictor")
+"""Fields of engines' answers whose values are names of programs."""
 _NO_EVENTS = b',"events":[]'
 _HASH_MARK = "#"
 """First character of the digest that replaces a long id. Quoted names do not contain this character."""
@@ -44,7 +46,7 @@ class ProgramIdMapper:
         self._cut: TenantBoundedCache[str] = TenantBoundedCache(MAX_SHORTENED_IDS)
         """Long ids, by tenant and shortened id."""
         self._lock = threading.Lock()
-        """Held while names are mapped, since large requests are mapped in threads."""
+        """Held while ``_cut`` is used, since large requests are processed in threads."""
 
     def of(self, tenant: str, program_id: str) -> str:
         """Return the engine's name for a program. An invalid id (not 1 to ``MAX_ID_BYTES`` bytes) stays
@@ -61,9 +63,11 @@ class ProgramIdMapper:
         return f"{tag}/{cut}"
 
     def key(self, name: str) -> Key | None:
-        """Return the tenant and the program id for ``name``, an engine's name for a program. ``None``: no
-        tenant here has that name. If ``name`` has a shortened id and the long one is no longer remembered,
-        return the shortened id."""
+        """Return (tenant, program id) for an engine's name of a program. ``None``: the name belongs to no
+        tenant of this gateway.
+
+        If the name has a shortened id whose long id is no longer remembered, the result has the shortened
+        id."""
         if not self.apart:
             return (self._only, name)
         tag, _, program_id = name.partition("/")
@@ -74,10 +78,10 @@ class ProgramIdMapper:
             return (tenant, self._cut.get((tenant, program_id)) or program_id)
 
     def event(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw | None:
-        """Return an event with its program ids replaced by the engines' names; ``None``: the gateway cannot
-        read the event.
+        """Return an encoded event with its program ids replaced by the engines' names; ``None``: the gateway
+        cannot read the event.
 
-        Only fields that the gateway knows are passed on, because others might name programs.
+        With several tenants, only fields that the gateway knows are kept, because others might name programs.
         """
         if not self.apart:
             return raw
@@ -92,9 +96,10 @@ class ProgramIdMapper:
             return None
 
     def request(self, tenant: str, body: bytes, question: GenerationRequest) -> tuple[bytes, bool]:
-        """Return a request's body with the engines' names for its programs, and whether the events of its
-        hint were kept. The events are removed if the names make the hint too long. A hint that the gateway
-        cannot read is removed too, since an engine might read it. Raises ``InvalidGenerationRequest``."""
+        """Return (body with the engines' names for programs, whether its hint still has all events).
+
+        The events are removed if the names make the hint too long. A hint that the gateway cannot read is
+        removed as a whole, since an engine might be able to read it. Raises ``InvalidGenerationRequest``."""
         has_hint = question.context is not None
         if not self.apart or not (has_hint or question.has_bad_hint or question.names_session):
             return body, True
@@ -120,10 +125,9 @@ class ProgramIdMapper:
         return with_names(body, lambda name: self.of(tenant, name), change if has_hint else None), fits
 
     def answer(self, tenant: str, document: dict[str, Any], *, shows_all: bool = False) -> dict[str, Any]:
-        """Translate an engine's answer about a tenant's program: return it with the tenant's own ids.
+        """Return an engine's answer about a tenant's program with names replaced by the tenant's ids.
 
-        Programs of other tenants are called ``FOREIGN_PROGRAM_ID``; with ``shows_all`` they keep the engine's
-        names.
+        Names of other tenants' programs become ``FOREIGN_PROGRAM_ID``. With ``shows_all`` they stay.
         """
 
         def named(name: str) -> str:
@@ -146,6 +150,7 @@ class ProgramIdMapper:
         return found
 
     def _rename(self, tenant: str, members: dict[str, msgspec.Raw]) -> None:
+        """Replace the program ids in a hint's fields by the engines' names, in place."""
         for name in PROGRAM_ID_FIELDS:
             raw = members.get(name)
             if raw is not None and bytes(raw).startswith(b'"'):
@@ -153,9 +158,10 @@ class ProgramIdMapper:
 
 
 def _shorten(hint: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw], most_bytes: int) -> None:
-    """Shorten a hint to ``most_bytes`` by removing its longest fields, but no program ids. The engines' names
-    may have made the hint too long, and engines ignore a hint that is too long. ``own``: the fields of the
-    hint's ``sojourn`` part."""
+    """Shorten a hint to ``most_bytes``, in place: remove its longest fields, but no program ids.
+
+    The engines' names may have made the hint too long, and engines ignore a hint that is too long. ``own``:
+    the fields of the hint's ``sojourn`` part."""
     while len(msgspec.json.encode(hint)) > most_bytes:
         of_both = [(hint, name) for name in hint.keys() - {*PROGRAM_ID_FIELDS, "sojourn"}]
         of_both += [(own, name) for name in own.keys() - {"v"}]
@@ -168,12 +174,13 @@ def _shorten(hint: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw], most_byt
 
 
 def _tag(tenant: str) -> str:
-    """The prefix of a tenant's names: unique, and without a slash."""
+    """The prefix of the engines' names for a tenant's programs: unique, and without a slash."""
     quoted = quote(tenant, safe="", errors="replace")
     return quoted if len(quoted) <= MOST_TAG_BYTES else _HASH_MARK + _digest(tenant)
 
 
 def _digest(text: str) -> str:
+    """The first 32 hexadecimal digits of the SHA-256 digest."""
     return hashlib.sha256(_bytes(text)).hexdigest()[:32]
 
 

@@ -1,5 +1,4 @@
-"""Moves programs to other replicas: their state, and their KV if copying it is cheaper than computing it
-again."""
+"""Moves programs to other replicas: their events, and their KV if both engines use the same shared disk."""
 
 from __future__ import annotations
 
@@ -23,20 +22,22 @@ from .program_event_records import Key, RecordedEvent
 from .replica_addresses import ReplicaAddresses
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
-"""Bounds, in seconds, of the time limit for writing KV to the shared disk. The limit is never shorter than a
-few steps of the old engine. If the limit passes, the new replica computes the KV."""
+"""Bounds, in seconds, of the time that a request waits until KV is on the shared disk. Even the shortest wait
+covers a few steps of the old engine. After the wait, the new replica computes the KV."""
 RELEASE_DELAY_S = 30.0
-"""Seconds after which a program is released at its old engine, if no request of the program has gone to its
-new home."""
+"""Seconds after which a program's former replica may drop its KV, even if no request of the program has gone
+to the new home."""
 MAX_RELEASE_ATTEMPTS = 4
 """Number of release delays after which a program is released even if it has no home."""
 STORE_POLL_S = 0.02
+"""Seconds between two queries whether KV is on the disk."""
 COMPUTED_TOKENS_PER_S = 5_000.0
-"""Assumed prefill speed. The gateway does not wait longer for KV than it takes to compute it."""
+"""Assumed prefill speed. A request does not wait longer for KV than the computation of the KV takes."""
 
 
 class _StoredKv(msgspec.Struct):
-    """A replica's report about a program's KV that is being written to disk."""
+    """An engine's report about the KV of a program that it writes to disk: numbers of tokens in the context,
+    on disk, and still to be written."""
 
     context_tokens: int = 0
     stored_tokens: int = 0
@@ -45,12 +46,13 @@ class _StoredKv(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class _PendingRelease:
-    """A release that is still to be sent to the old replica of a program."""
+    """A release of a program's KV that has not been sent to the program's former replica yet."""
 
     left: routing_events.ReleaseProgramKv
     timer: asyncio.TimerHandle | None = None
+    """Timer of the present delay."""
     times: int = 0
-    """Number of delays that have passed."""
+    """Number of delays (``RELEASE_DELAY_S``) that have passed."""
 
 
 _decoder = msgspec.json.Decoder(_StoredKv)
@@ -65,8 +67,8 @@ def read_stored_kv(answer: bytes) -> _StoredKv | None:
 
 
 class ProgramMigrator:
-    """Carries out programs' moves. A move cannot fail: missing KV is computed again. ``key`` is a program's
-    tenant and id."""
+    """Carries out moves of programs to other replicas. A move cannot fail: missing KV is computed again. In
+    all methods, ``key`` is (tenant, program id)."""
 
     def __init__(
         self,
@@ -87,13 +89,13 @@ class ProgramMigrator:
         self._leaving: dict[Key, list[_PendingRelease]] = {}
         """Pending releases of each program, oldest first."""
         self._waiting: Counter[Key] = Counter()
-        """Number of requests of each program that wait for a replica."""
+        """Number of requests of each program that wait for a decision of the routing core."""
         forwarder.description_of = description_of
 
     @contextlib.contextmanager
     def while_waiting(self, key: Key) -> Iterator[None]:
-        """Context manager that keeps a program's KV at its old replicas while a request of the program waits
-        for a replica."""
+        """Context manager for the time that a request of a program waits for a decision of the routing core.
+        Meanwhile no delay leads to a release of the program's KV at a former replica."""
         self._waiting[key] += 1
         try:
             yield
@@ -115,9 +117,10 @@ class ProgramMigrator:
     ) -> None:
         """Prepare a replica for a program's next request, and wait until the request may be sent.
 
-        ``moved_from``: the former home if the program moves, else ``None``. ``reason`` and ``left_because``
-        come from ``SendRequest``. ``authorization``: for requests to engines. ``riding``: events that the
-        request itself carries.
+        The replica gets the events that it lacks. If the program moves, its KV is written to the shared disk
+        (if both engines use one), and then released at the former replica. ``moved_from``: id of the former
+        home; ``None``: the program does not move. ``reason``, ``left_because``: those of the ``SendRequest``.
+        ``authorization``: header for engines. ``riding``: events that the request itself carries.
         """
         self._stay(key, replica_id)
         # After two moves without a request in between, its KV is still at the first home.
@@ -142,6 +145,7 @@ class ProgramMigrator:
         authorization: str | None,
         left_because: str,
     ) -> None:
+        """Have a program's KV written to the disk if both engines share one, and record the move."""
         began_s = self._clock()
         stored = False
         old, new = self._description_of(moved_from), self._description_of(moved_to)
@@ -152,9 +156,8 @@ class ProgramMigrator:
         self._metrics.moved(key[0], key[1], moved_from, moved_to, reason, kv, waited_s, left_because)
 
     def release(self, left: routing_events.ReleaseProgramKv) -> None:
-        """Release a program's KV at its former replica, but not at once: the KV may still have to be written
-        to the shared disk. It is released when the program's next request is ready to be sent, or after a
-        delay."""
+        """Release a program's KV at its former replica later: when the program's next request is ready to be
+        sent, or after ``RELEASE_DELAY_S``. Until then the KV can be written to the shared disk."""
         key = (left.tenant, left.program_id)
         self._stay(key, left.replica_id)
         one = _PendingRelease(left)
@@ -162,11 +165,12 @@ class ProgramMigrator:
         self._wait_on(key, one)
 
     def _wait_on(self, key: Key, one: _PendingRelease) -> None:
+        """Start a delay, after which ``_late`` is called."""
         one.timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._late, key, one)
 
     def _late(self, key: Key, one: _PendingRelease) -> None:
-        """Send the release ``one``, whose delay has passed without a request of the program. If the program
-        has no home, or a request of it waits, start another delay instead."""
+        """Send a release whose delay has passed. If the program has no home, or one of its requests waits,
+        start another delay instead."""
         one.times += 1
         # A program that lost its home with a replica may return to the replica that has its KV.
         is_homeless = self._forwarder.home(*key) is None and one.times < MAX_RELEASE_ATTEMPTS
@@ -176,10 +180,13 @@ class ProgramMigrator:
             self._say(key, one, None)
 
     def _leave(self, key: Key, authorization: str | None) -> None:
+        """Send all pending releases of a program."""
         for one in list(self._leaving.get(key, ())):
             self._say(key, one, authorization)
 
     def _say(self, key: Key, one: _PendingRelease, authorization: str | None) -> None:
+        """Send a release, unless the program's home is again the same replica or another rank of the same
+        engine."""
         self._drop(key, one)
         home_id = self._forwarder.home(*key)
         if home_id == one.left.replica_id:
@@ -190,12 +197,13 @@ class ProgramMigrator:
         self._forwarder.release(one.left, authorization)
 
     def _stay(self, key: Key, replica_id: str) -> None:
-        """Cancel the release of a program at a replica to which it has returned."""
+        """Cancel a program's pending release at a replica to which the program has returned."""
         for one in list(self._leaving.get(key, ())):
             if one.left.replica_id == replica_id:
                 self._drop(key, one)
 
     def _drop(self, key: Key, one: _PendingRelease) -> None:
+        """Remove a pending release and stop its timer."""
         if one.timer is not None:
             one.timer.cancel()
         every = self._leaving.get(key, [])
@@ -205,8 +213,8 @@ class ProgramMigrator:
             self._leaving.pop(key, None)
 
     async def _written_out(self, key: Key, moved_from: str, authorization: str | None) -> bool:
-        """Wait until a program's KV at ``moved_from`` is on the shared disk. The wait is limited to the time
-        that computing the KV takes. Returns whether at least half of the KV is on the disk."""
+        """Have a replica write a program's KV to the shared disk, and wait for it, at most as long as a
+        computation of the KV takes. Returns whether at least half of the context is on the disk."""
         address = self._replicas.get(moved_from)
         if address is None:
             return False
@@ -225,6 +233,7 @@ class ProgramMigrator:
             await asyncio.sleep(STORE_POLL_S)
 
     async def _ask(self, url: str, authorization: str | None) -> _StoredKv | None:
+        """Call an engine's route ``persist``; ``None``: there is no usable answer."""
         answer = await ask_engine(
             self._session(), url, method="POST", authorization=authorization, timeout_s=MOST_WAIT_S
         )

@@ -11,10 +11,10 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 SESSION = "X-Session-ID"
 RANK = "X-data-parallel-rank"
 REPLICA = "X-Sojourn-Replica"
-"""Header in every answer of an engine: the id of the replica that gave it."""
+"""Header that the gateway adds to every answer of an engine: the id of the replica."""
 GATEWAY = "X-Sojourn-Gateway"
-"""Header in every answer that the gateway itself makes. Answers of a proxy in front of the gateway lack
-it."""
+"""Header in every answer that the gateway itself makes. It tells these answers from those of a proxy in front
+of the gateway."""
 
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
@@ -29,8 +29,10 @@ _CONSUMED_HEADERS = frozenset(b"host content-length expect accept-encoding x-dat
 def engine_request_headers(
     headers: RawHeaders, *, key: str | None, rank: int | None, session: str | None
 ) -> CIMultiDict[str]:
-    """Headers for the engine. ``key``: if given, replaces the client's key. ``session``: replaces the
-    client's session id; ``None``: no session id is sent. ``rank``: data-parallel rank, if any."""
+    """The headers of a client's request that are sent to an engine.
+
+    ``key``: replaces the client's key; ``None``: the client's is sent. ``rank``: the data-parallel rank to
+    choose; ``None``: none. ``session``: replaces the client's session id; ``None``: none is sent."""
     headers = list(headers)
     dropped = _HOP_BY_HOP | _CONSUMED_HEADERS | _connection_headers(headers) | {SESSION.lower().encode()}
     if key is not None:
@@ -51,13 +53,12 @@ def engine_request_headers(
 
 
 def without_credentials(headers: RawHeaders) -> RawHeaders:
-    """Return the headers of an operator's request without those that carry the operator's key. Engines must
-    not get that key."""
+    """The headers of a request without its API key. Used for the admin key, which engines must not get."""
     return [pair for pair in headers if pair[0].lower() not in (b"authorization", b"x-api-key")]
 
 
 def client_response_headers(headers: RawHeaders, replica_id: str) -> list[tuple[bytes, bytes]]:
-    """Headers for the client, made of the headers of an engine's answer."""
+    """The headers of an engine's answer that are sent to the client, and ``X-Sojourn-Replica``."""
     headers = list(headers)
     dropped = _HOP_BY_HOP | _SERVER_HEADERS | _connection_headers(headers)
     passed = [(name.lower(), value) for name, value in headers if name.lower() not in dropped]
@@ -66,8 +67,8 @@ def client_response_headers(headers: RawHeaders, replica_id: str) -> list[tuple[
 
 
 def _utf8_roundtrip(value: bytes) -> str:
-    """Decode a header value as UTF-8, or as Latin-1 if it is not UTF-8. So a UTF-8 value keeps its bytes when
-    the text is encoded as UTF-8 again."""
+    """Decode a header value as UTF-8, or as Latin-1 if it is not UTF-8. aiohttp encodes the result as UTF-8,
+    so a UTF-8 value keeps its bytes."""
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError:
@@ -75,7 +76,8 @@ def _utf8_roundtrip(value: bytes) -> str:
 
 
 def first_value(headers: RawHeaders, name: bytes) -> str | None:
-    """The first value of the header ``name`` (lower case), decoded one character per byte, as engines do."""
+    """The first value of the header ``name`` (lower case), decoded as Latin-1, as engines do; ``None``: there
+    is no such header."""
     for key, value in headers:
         if key == name:
             return value.decode("latin-1")
@@ -83,7 +85,7 @@ def first_value(headers: RawHeaders, name: bytes) -> str | None:
 
 
 def _connection_headers(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
-    """Names of headers that the ``Connection`` header restricts to this connection."""
+    """Names of the headers that the header ``Connection`` lists, because they concern only one connection."""
     named: set[bytes] = set()
     for name, value in headers:
         if name.lower() == b"connection":
@@ -92,5 +94,5 @@ def _connection_headers(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[byt
 
 
 def decoded_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Convert decoded headers, which are text, to the form of ASGI: pairs of name and value as bytes."""
+    """Convert headers from text to the form of ASGI: (name, value) as bytes, with the name in lower case."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

@@ -1,5 +1,5 @@
-"""Handles one proxied request: submits it to the core, sends it to an engine, sends it to another engine
-after a failure, and passes the answer to the client.
+"""Handles one proxied request: submits it to the routing core, sends it to an engine, sends it to another
+engine after a failure, and passes the answer to the client.
 
 A request has one stage, or two stages if it goes to a prefill and a decode engine.
 """
@@ -56,13 +56,13 @@ logger = logging.getLogger(__name__)
 AsgiScope = MutableMapping[str, Any]
 
 SILENT_ENGINE_S = 5.0
-"""If a replica counts as dead and is silent for this many seconds, the gateway gives up the rest of its
+"""If a replica that counts as dead sends nothing for this many seconds, the gateway gives up the rest of its
 answer."""
 STOPPING_RETRY_S = 5.0
-"""``Retry-After``, in seconds, of a gateway that stops. A restart takes a few seconds."""
+"""``Retry-After``, in seconds, in answers of a gateway that stops. A restart takes a few seconds."""
 MAX_RESPONSE_IDS = 100_000
-"""Maximum number of answer ids of the responses API that are remembered. A later request may name one to
-continue that conversation."""
+"""Maximum number of remembered answer ids of the responses API. A later request may name such an id to
+continue the conversation."""
 SESSION = proxy_headers.SESSION.lower().encode()
 
 
@@ -81,7 +81,8 @@ class ProxyContext:
         engine_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``engine_key``: sent to engines instead of the client's own key."""
+        """``session``: function that returns the pool of connections to engines. ``engine_key``: key sent to
+        engines instead of the client's own; ``None``: the client's is sent."""
         self.routing_backend = routing_backend
         self.replicas = replicas
         self.session = session
@@ -95,7 +96,7 @@ class ProxyContext:
         """The program to which each answer of the responses API belongs, by tenant and answer id."""
 
     async def refuse(self, send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
-        """Answer with the error ``refused``, and count it."""
+        """Answer a request with the error ``refused``, and count the error unless it is counted already."""
         if not refused.is_counted:
             self.metrics.refused(refused.code)
         await send_rejection(send, api, refused)
@@ -108,18 +109,21 @@ class ProxyContext:
 
 
 class ParsedRequest(NamedTuple):
-    """A client's request."""
+    """A client's request after parsing, as it is passed on to an engine."""
 
     body: bytes
     """The request's body with the engines' names for programs."""
     question: GenerationRequest
     prefix: tuple[int, ...]
+    """Hashes of the prompt's pieces; empty if the routing policy does not read them."""
     events_fit: bool
-    """Whether the body still has the events of the client's hint."""
+    """Whether the body still has the events of the client's hint. False: the engines' names made the hint too
+    long, so the events were removed."""
 
 
 class ProxyRequest:
-    """One client request, from its submission to the end of its answer."""
+    """One client request, from its submission to the routing core to the end of its answer. The constructor
+    submits it; ``run`` does the rest."""
 
     def __init__(
         self,
@@ -164,16 +168,18 @@ class ProxyRequest:
         self._is_answered = False
         """Whether the answer is complete."""
         self.has_begun = False
-        """Whether the client has received something."""
+        """Whether the gateway has begun to pass an engine's answer to the client."""
         self._is_streaming = False
         """Whether the client reads a stream that has not ended."""
         self._sent_to: str | None = None
+        """Id of the replica to which the request was last sent; ``None``: none, or a prefill engine
+        answers."""
         self._is_of_pair = False
         """Whether the request was sent to a prefill and a decode engine."""
         self._prefill_attempts = 0
         """Number of attempts of the prefill stage."""
         self._prefilled_tokens: int | None = None
-        """Prompt tokens that a prefill engine counted."""
+        """Number of prompt tokens that the prefill engine counted; ``None``: unknown."""
         # This comes last, because it submits the request. ``run`` reads the core's decision.
         self.request_state: GatewayRequestState = shared.routing_backend.open(
             routing_events.RequestReceived(
@@ -221,6 +227,7 @@ class ProxyRequest:
             routing_backend.tell(routing_events.ProgramEnded(self._program_id, self._tenant))
 
     async def _end_with_gateway(self) -> None:
+        """Tell the client that the gateway stops: by a rejection, or by an error event in an open stream."""
         message = "the gateway stops; send the request again"
         if not self.has_begun:
             refused = RequestRejected(503, GATEWAY_STOPPING, message, STOPPING_RETRY_S)
@@ -232,6 +239,7 @@ class ProxyRequest:
                 await self._to_client({"type": "http.response.body", "body": event})
 
     def _ended(self, where: str | None) -> routing_events.RequestFinished:
+        """The event that reports the request's end. ``where``: its ``replica_id``."""
         name, written, answered = (
             self.request_state.request_id,
             self._meter.output_tokens,
@@ -245,10 +253,12 @@ class ProxyRequest:
     @property
     def _prompt_tokens(self) -> int | None:
         """Number of prompt tokens that an engine counted; ``None``: unknown. A prefill engine always reports
-        it. A stream reports it only if the client asked for that."""
+        the number, a stream only if the client asked for it."""
         return self._meter.prompt_tokens or self._prefilled_tokens
 
     async def _until_answered(self) -> None:
+        """Carry out the core's decisions until an answer has been passed to the client. Raises
+        ``RequestRejected``, ``InvalidGenerationRequest`` or ``ClientDisconnected``."""
         while True:
             with self._shared.metrics.waits(), self._waits():
                 decision = await self.request_state.next()
@@ -263,13 +273,14 @@ class ProxyRequest:
                 return
 
     def _waits(self) -> contextlib.AbstractContextManager[None]:
+        """``ProgramMigrator.while_waiting`` for the request's program, if it has one."""
         if self._program_id is None:
             return contextlib.nullcontext()
         return self._shared.migrator.while_waiting((self._tenant, self._program_id))
 
     async def _at(self, decision: routing_events.SendRequest) -> bool:
-        """Send the request to the chosen replica and pass the answer to the client. Returns False if there is
-        no answer and another decision is needed."""
+        """Send the request to the chosen replica, and pass the answer to the client. Returns False if there
+        is no answer, or if a new decision came first; then the next decision must be carried out."""
         shared = self._shared
         self._sent_to = decision.replica_id
         address = shared.replicas.get(decision.replica_id)
@@ -311,6 +322,8 @@ class ProxyRequest:
     async def _ask(
         self, decision: routing_events.SendRequest, address: ReplicaAddress, passed: CIMultiDict[str]
     ) -> EngineAnswer:
+        """Send the request to its replica or pair, and return the answer once its first byte is there.
+        ``passed``: headers for the engine. Raises ``ReplicaRequestError``."""
         if not isinstance(decision, SendRequestToPair):
             return await self._post(address, passed, self._body)
         self._is_of_pair = True
@@ -340,8 +353,8 @@ class ProxyRequest:
         return answer
 
     async def _prefill(self, pair: SendRequestToPair) -> EngineAnswer | dict[str, Any]:
-        """Run the prefill stage. Returns the parameters that tell where the KV is, or the engine's error
-        answer. Raises ``ReplicaRequestError``, which names the replica that failed."""
+        """Run the prefill stage. Returns the parameters that say where the KV is, or the engine's answer if
+        the engine rejects the request. Raises ``ReplicaRequestError`` with the prefill engine's id."""
         shared, prefill_id = self._shared, pair.prefill_id
         address = shared.replicas.get(prefill_id)
         passed = proxy_headers.engine_request_headers(
@@ -376,12 +389,14 @@ class ProxyRequest:
         return prefilled
 
     async def _post(self, address: ReplicaAddress, passed: CIMultiDict[str], body: bytes) -> EngineAnswer:
+        """Send a body to one engine, with the client's query string. Raises ``ReplicaRequestError``."""
         query = self._scope.get("query_string", b"")
         target = self._api.value + (f"?{query.decode('latin-1')}" if query else "")
         with self._held.beside(0 if body is self._body else len(body)):
             return await send_to_engine(self._shared.session(), address, "POST", target, passed, body)
 
     def _lost(self, replica_id: str, why: str, *, computing: bool) -> None:
+        """Log that a replica did not answer, and report this to the core."""
         logger.warning("replica %s did not answer a request: %s", replica_id, why)
         self._shared.routing_backend.tell(
             routing_events.RequestFailed(self.request_state.request_id, replica_id, computing=computing)
@@ -390,8 +405,8 @@ class ProxyRequest:
     async def _pass_back(
         self, answer: EngineAnswer, decision: routing_events.SendRequest, waited_s: float
     ) -> None:
-        """Pass the engine's answer to the client; after its first byte the request cannot go to another
-        replica."""
+        """Pass an engine's answer to the client, and record it. From now on the request cannot go to another
+        replica. ``waited_s``: seconds that the request waited at the gateway."""
         response, replica_id = answer.response, decision.replica_id
         self.request_state.answered()
         self.has_begun = True
@@ -428,7 +443,8 @@ class ProxyRequest:
         self._learn(response.status)
 
     async def _pass_stream(self, answer: EngineAnswer, replica_id: str) -> bool:
-        """Pass a stream on to the client. Returns whether the stream ended regularly."""
+        """Pass a stream on to the client. Returns whether the stream ended regularly. If it broke off, the
+        client gets an error event. Raises ``ClientDisconnected``."""
         events = SseEventBuffer()
         request_state, response = self.request_state, answer.response
         loop = asyncio.get_running_loop()
@@ -478,13 +494,15 @@ class ProxyRequest:
         return False
 
     async def _write(self, chunk: bytes) -> None:
+        """Send a part of the answer to the client. Raises ``ClientDisconnected``."""
         try:
             await self._to_client({"type": "http.response.body", "body": chunk, "more_body": True})
         except ConnectionError:
             raise ClientDisconnected from None
 
     def _learn(self, status: int) -> None:
-        """Remember the engine's prompt token count and the answer's id, if the HTTP ``status`` is 200."""
+        """Learn from the engine's count of prompt tokens, and remember the answer's id (responses API). Does
+        nothing unless ``status``, the HTTP status, is 200."""
         if status != 200:
             return
         counted = self._prompt_tokens

@@ -12,12 +12,13 @@ from ...routing.routing_limits import RoutingCounters
 logger = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 10.0
+"""Default seconds between two lines with the same message."""
 
 
 class RateLimitedLog:
-    """Logs the same message at most once per ``every_s``, with the number of suppressed repetitions.
+    """Logs the same message at most once per ``every_s`` seconds, with the number of suppressed repetitions.
 
-    Messages are the same if their texts are equal before formatting.
+    Two messages are the same if their format strings are equal, whatever their arguments.
     """
 
     def __init__(
@@ -33,8 +34,8 @@ class RateLimitedLog:
         self._unsaid: dict[str, int] = {}
 
     def log(self, level: int, message: str, *arguments: object, exc_info: bool = False) -> None:
-        """Log a message, unless the same one was logged less than ``every_s`` ago. ``level``: as in
-        ``logging``. ``exc_info``: also log the current exception."""
+        """Log a message, unless the same message was logged less than ``every_s`` seconds ago. The arguments
+        are those of ``logging.log``."""
         now = self._clock()
         if now - self._said_s.get(message, -math.inf) < self._every_s:
             self._unsaid[message] = self._unsaid.get(message, 0) + 1
@@ -51,10 +52,12 @@ class PolicyFailureLog:
     def __init__(self, counts: RoutingCounters) -> None:
         self._counts = counts
         self._said = 0
+        """Number of failures that have been logged."""
         self._said_s = -math.inf
+        """Time of the last log line."""
 
     def log_new_failures(self, now: float) -> None:
-        """Log the failures since the last log line, at most once per ``LOG_INTERVAL_S``."""
+        """Log the failures since the last log line, in one line, at most once per ``LOG_INTERVAL_S``."""
         new = self._counts.policy_failures - self._said
         if new <= 0 or now - self._said_s < LOG_INTERVAL_S:
             return

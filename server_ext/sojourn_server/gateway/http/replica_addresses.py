@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 
 
 class InvalidReplicaAddress(ValueError):
-    """An invalid engine address; the text names it and says what was expected."""
+    """An engine's address is invalid. The text names the address and says what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAddress:
-    """Address of a replica."""
+    """Address of a replica: the URL of its engine, and its data-parallel rank."""
 
     replica_id: str
     url: str
@@ -23,7 +23,8 @@ class ReplicaAddress:
 
 
 def parse_engine_url(text: str) -> str:
-    """Normalise an engine's address from the command line. Raises ``InvalidReplicaAddress``."""
+    """Check an engine's URL from the command line, and return it without a trailing slash. Raises
+    ``InvalidReplicaAddress``."""
     text = text.strip().rstrip("/")
     parts = urlsplit(text)
     try:
@@ -52,7 +53,7 @@ def rank_addresses(url: str, ranks: int) -> list[ReplicaAddress]:
 
 
 class ReplicaAddresses:
-    """Addresses by replica id."""
+    """Addresses of the replicas that a gateway knows, by replica id."""
 
     def __init__(self) -> None:
         self._addresses: dict[str, ReplicaAddress] = {}
@@ -72,9 +73,9 @@ class ReplicaAddresses:
         self._addresses[address.replica_id] = address
 
     def remove(self, replica_id: str) -> None:
-        """Remove an address."""
+        """Remove a replica's address. No effect if it is unknown."""
         self._addresses.pop(replica_id, None)
 
     def engines(self) -> list[ReplicaAddress]:
-        """One address per engine, for messages that concern all its ranks."""
+        """One address per engine, for messages that concern all ranks of an engine."""
         return list({address.url: address for address in reversed(self._addresses.values())}.values())[::-1]

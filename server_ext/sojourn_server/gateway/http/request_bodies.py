@@ -13,35 +13,40 @@ from .cancel_scope import CancelScope
 AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 MAX_BODY_BYTES = 64 << 20
+"""Default maximum size of one body."""
 MAX_HELD_BYTES = 2 << 30
-"""Maximum total size of all bodies. A body is kept until its answer ends, in case it has to be sent again."""
+"""Default maximum of the total size of all bodies. A body is kept until its answer ends, in case it has to be
+sent again."""
 MAX_TENANT_SHARE = 0.5
-"""Maximum fraction of ``MAX_HELD_BYTES`` that one tenant may use, if there are several tenants."""
+"""Maximum fraction of the total size that one tenant may use, if there are several tenants."""
 BODY_TIMEOUT_S = 60.0
 """Maximum time, in seconds, without new bytes of a body. The whole body may take this time plus its size ÷
 ``MIN_BYTES_PER_S``."""
 MIN_BYTES_PER_S = 256 << 10
+"""Minimum rate at which a long body must arrive."""
 BUDGET_RETRY_S = 2.0
+"""``Retry-After``, in seconds, if the gateway holds too many bodies."""
 LARGE_BODY_BYTES = 1 << 20
-"""Larger bodies are processed in a thread, so that other requests do not wait."""
+"""Bodies of at least this size are processed in a thread, so that other requests do not wait."""
 BODY_THREADS = 2
-"""Number of these threads. More would not be faster, since Python runs one at a time, and the allocator keeps
-a few MiB for each."""
+"""Number of threads that process large bodies. More threads would not be faster, since Python runs one at a
+time, and the allocator keeps a few MiB for each thread."""
 
 ResultT = TypeVar("ResultT")
 _body_threads = ThreadPoolExecutor(BODY_THREADS, thread_name_prefix="sojourn-body")
 
 
 async def process_body(body: bytes, process: Callable[[], ResultT]) -> ResultT:
-    """Call ``process``, which reads or changes ``body``, and return its result. In a thread if the body is
-    large."""
+    """Call ``process``, a function that works on ``body``, and return its result. If the body is large, the
+    call runs in a thread."""
     if len(body) < LARGE_BODY_BYTES:
         return process()
     return await asyncio.get_running_loop().run_in_executor(_body_threads, process)
 
 
 class BodyRejected(Exception):
-    """A body is rejected; the text is the reason."""
+    """A body is rejected; the text is the reason, for the client. Has the HTTP status, an error code, and the
+    ``Retry-After`` in seconds (``None``: no such header)."""
 
     def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -51,7 +56,8 @@ class BodyRejected(Exception):
 
 
 class BodyBudget:
-    """Counts the bytes of all bodies that a gateway holds. Used in one event loop."""
+    """Counts the bytes of all bodies that a gateway holds, and enforces the limits. Used in one event
+    loop."""
 
     def __init__(
         self,
@@ -60,7 +66,8 @@ class BodyBudget:
         *,
         several_tenants: bool = False,
     ) -> None:
-        """``several_tenants``: limit each tenant too. Raises ``ValueError`` for limits that admit no body."""
+        """``several_tenants``: limit each tenant to ``MAX_TENANT_SHARE`` of ``max_held_bytes``. Raises
+        ``ValueError`` if a tenant could not hold one body of ``max_body_bytes``."""
         self._max_body_bytes = max_body_bytes
         self._max_held_bytes = max_held_bytes
         share = MAX_TENANT_SHARE if several_tenants else 1.0
@@ -72,22 +79,23 @@ class BodyBudget:
             )
         self.held_bytes = 0
         self._held_of: dict[str, int] = {}
-        """Bytes held by each tenant, without zeros."""
+        """Bytes held by each tenant; tenants without bodies are absent."""
 
     def begin(self, tenant: str, max_bytes: int | None = None) -> RequestBody:
-        """Create the ``RequestBody`` of one request. ``max_bytes``: a limit for this body, used if it is
-        lower than the limit for all bodies."""
+        """Create the ``RequestBody`` of one request. ``max_bytes``: limit for this body, if it is lower than
+        ``max_body_bytes``; ``None``: none of its own."""
         return RequestBody(self, tenant, min(max_bytes or self._max_body_bytes, self._max_body_bytes))
 
     def check(self, tenant: str, more_bytes: int) -> None:
-        """Check that ``more_bytes`` fit into the limits. Raises ``BodyRejected``."""
+        """Check that a tenant may hold ``more_bytes`` more. Raises ``BodyRejected`` if not."""
         own_bytes = self._held_of.get(tenant, 0) + more_bytes
         if own_bytes > self._max_tenant_bytes or self.held_bytes + more_bytes > self._max_held_bytes:
             message = "the gateway holds too many request bodies; try again"
             raise BodyRejected(503, "gateway_full", message, BUDGET_RETRY_S)
 
     def add(self, tenant: str, more_bytes: int) -> None:
-        """Add ``more_bytes`` to the bytes that a tenant holds. A negative number releases bytes."""
+        """Add ``more_bytes`` to the bytes that a tenant holds, without a check. A negative number releases
+        bytes."""
         self.held_bytes += more_bytes
         left = self._held_of.get(tenant, 0) + more_bytes
         if left:
@@ -106,8 +114,9 @@ class RequestBody:
         self._held_bytes = 0
 
     async def read(self, declared: str | None, receive: AsgiReceive) -> bytes | None:
-        """Read the body; ``None``: the client disconnected. ``declared``: value of ``Content-Length``, if
-        any. Raises ``BodyRejected``."""
+        """Read the body; ``None``: the client disconnected. ``declared``: value of ``Content-Length``;
+        ``None``: no such header. Raises ``BodyRejected`` if the body exceeds a limit or arrives too
+        slowly."""
         if declared is not None and declared.isascii() and declared.isdigit():
             # Reject early, for clients that send the body only later. Received bytes are counted anyway.
             self._check(int(declared[:20]))
@@ -134,19 +143,21 @@ class RequestBody:
         raise BodyRejected(408, "slow_body", f"after {loop.time() - began_s:.0f} s the body has not arrived")
 
     def _check(self, more_bytes: int) -> None:
+        """Check that the body may grow by ``more_bytes``. Raises ``BodyRejected`` if not."""
         if self._held_bytes + more_bytes > self._max_bytes:
             raise BodyRejected(413, "body_too_large", f"the body is larger than {self._max_bytes} bytes")
         self._bodies.check(self._tenant, more_bytes)
 
     def becomes(self, body_bytes: int) -> None:
-        """Change the counted size of this body to ``body_bytes``. Never raises."""
+        """Change the counted size of this body to ``body_bytes``, since it was replaced. Limits do not
+        apply."""
         self._bodies.add(self._tenant, body_bytes - self._held_bytes)
         self._held_bytes = body_bytes
 
     @contextlib.contextmanager
     def beside(self, body_bytes: int) -> Iterator[None]:
-        """Count a second body of ``body_bytes`` towards the limits while a ``with`` statement runs. That body
-        was made from this one. Never raises."""
+        """Context manager that counts a second body of ``body_bytes``, made from this one, during its block.
+        Limits do not apply."""
         self._bodies.add(self._tenant, body_bytes)
         try:
             yield
@@ -154,5 +165,5 @@ class RequestBody:
             self._bodies.add(self._tenant, -body_bytes)
 
     def free(self) -> None:
-        """Remove this body from the bytes that count towards the limits."""
+        """Stop counting this body. Call this when the request has ended."""
         self.becomes(0)

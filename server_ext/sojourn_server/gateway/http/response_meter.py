@@ -1,4 +1,4 @@
-"""Reads an answer while it passes through the gateway: its token counts, its id, and where its events end."""
+"""Reads an answer while it passes through the gateway: token counts, id, and the ends of streamed events."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ _PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,18})(?!\d)')
 _OUTPUT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,18})(?!\d)')
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"]{1,200})"')
 _TAIL_BYTES = 4096
-"""Bytes kept of an answer's end, which has the token counts."""
+"""Number of bytes kept of an answer's end, which has the token counts."""
 _HEAD_BYTES = 2048
-"""Bytes kept of an answer's beginning, which has the id."""
+"""Number of bytes kept of an answer's beginning, which has the id."""
 _ENDS = (b"\n\n", b"\r\n\r\n")
 """Byte sequences that end an event of a stream."""
 _MOST_HELD_BYTES = 1 << 20
-"""Longest event that is held back until it is complete; a longer one is passed on in parts."""
+"""Size of the longest event that is held back until it is complete. A longer one is passed on in parts."""
 
 
 class ResponseMeter:
-    """Reads the chunks of one answer. Any content is accepted."""
+    """Reads token counts and id from the chunks of one answer. Any content is accepted.
+
+    ``stream``: whether the answer is a stream of server-sent events."""
 
     def __init__(self, *, stream: bool) -> None:
         self._stream = stream
@@ -27,7 +29,7 @@ class ResponseMeter:
         self._events = 0
 
     def saw(self, chunk: bytes) -> None:
-        """Read the next chunk."""
+        """Read the next chunk of the answer."""
         if self._stream:
             self._events += chunk.count(b"data:")
         if len(self._head) < _HEAD_BYTES:
@@ -41,14 +43,14 @@ class ResponseMeter:
 
     @property
     def output_tokens(self) -> int:
-        """The engine's count of output tokens. If there is none, the number of a stream's events, without the
-        last."""
+        """The engine's count of output tokens. If the engine reports none: the number of a stream's events
+        minus one, or 0 without a stream."""
         told = _last(_OUTPUT, self._tail)
         return told if told is not None else max(0, self._events - 1)
 
     @property
     def response_id(self) -> str | None:
-        """Id of an answer of the responses API."""
+        """Id of an answer of the responses API; ``None``: there is none."""
         found = _RESPONSE_ID.search(self._head)
         return found.group(1).decode("utf-8", "replace") if found else None
 
@@ -65,7 +67,7 @@ class SseEventBuffer:
         self._held = b""
 
     def through(self, chunk: bytes) -> bytes:
-        """Add a chunk; returns the bytes that may be sent now."""
+        """Add a chunk; return the bytes up to the end of the last complete event, which may be sent now."""
         if self._held:
             chunk, self._held = self._held + chunk, b""
         if chunk.endswith(_ENDS):
@@ -83,5 +85,6 @@ class SseEventBuffer:
 
 
 def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:
+    """The number in the last match of a pattern; ``None``: there is no match."""
     found = pattern.findall(text)
     return int(found[-1]) if found else None

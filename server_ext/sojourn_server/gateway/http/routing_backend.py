@@ -21,6 +21,7 @@ from .rate_limited_log import PolicyFailureLog, RateLimitedLog
 T = TypeVar("T")
 
 RequestDecision = SendRequest | RejectRequest | AbortStream | RecallRequest
+"""An action of the routing core that concerns one request."""
 
 
 class ClientDisconnected(Exception):
@@ -28,22 +29,26 @@ class ClientDisconnected(Exception):
 
 
 class GatewayRequestState:
-    """Queue of the routing decisions about one request that have not been carried out yet. Used in one event
+    """Queue of the routing decisions about one request, until they are carried out. Used in one event
     loop."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.on_change: Callable[[], None] | None = None
-        """Callback for a new decision or a client that disconnects. It is not called while ``next`` waits."""
+        """Function to call at a new decision, or when the client disconnects; ``None``: none."""
         self._decisions: deque[RequestDecision] = deque()
         self.client_gone = False
+        """Whether the client has disconnected."""
         self.superseded = False
-        """True if a later decision sends the request elsewhere although its answer has begun."""
+        """Whether a ``SendRequest`` was ignored because the answer had begun, so that the core believes the
+        request to be at another replica."""
         self._answered = False
+        """Whether the first byte of the answer has arrived. From then on, only ``AbortStream`` is queued."""
         self._waiter: asyncio.Future[None] | None = None
 
     def take(self, decision: RequestDecision) -> None:
-        """Add a decision."""
+        """Add a decision of the core. After the first byte of the answer, only an ``AbortStream`` is
+        added."""
         if self._answered and not isinstance(decision, AbortStream):
             self.superseded = self.superseded or isinstance(decision, SendRequest)
             return
@@ -51,14 +56,15 @@ class GatewayRequestState:
         self._wake()
 
     def answered(self) -> None:
-        """Drop pending decisions except aborts, because the first byte of the answer has arrived."""
+        """Record that the first byte of the answer has arrived. Pending and later decisions are ignored,
+        except ``AbortStream``."""
         self._answered = True
         late, self._decisions = self._decisions, deque()
         for decision in late:
             self.take(decision)
 
     def mark_client_disconnected(self) -> None:
-        """Make ``next`` raise ``ClientDisconnected`` from now on."""
+        """Record that the client has disconnected. From now on ``next`` raises ``ClientDisconnected``."""
         self.client_gone = True
         self._wake()
 
@@ -68,7 +74,7 @@ class GatewayRequestState:
         return bool(self._decisions) or self.client_gone
 
     async def next(self) -> RequestDecision:
-        """Wait for the next decision. Raises ``ClientDisconnected``."""
+        """Wait for the next decision, and remove it from the queue. Raises ``ClientDisconnected``."""
         while True:
             if self.client_gone:
                 raise ClientDisconnected
@@ -78,8 +84,8 @@ class GatewayRequestState:
             await self._waiter
 
     async def run_unless_decided(self, doing: Coroutine[Any, Any, T]) -> T | None:
-        """Await ``doing`` and return its result. ``None``: a decision came first or the client disconnected,
-        and ``doing`` was cancelled. Raises the exceptions of ``doing``."""
+        """Await ``doing`` and return its result. If a decision comes first or the client disconnects, cancel
+        ``doing`` and return ``None``. Raises the exceptions of ``doing``."""
         if self.has_decision:
             doing.close()
             return None
@@ -92,6 +98,7 @@ class GatewayRequestState:
         return None
 
     def _wake(self) -> None:
+        """Let ``next`` look again, and call ``on_change``."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         if self.on_change is not None:
@@ -101,20 +108,22 @@ class GatewayRequestState:
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-"""Interval of ticks, in seconds. It is one epoch of tenants' shares (SAGA §6.1), and no other work of the
-core has a shorter interval."""
+"""Seconds between two ``Tick`` events. Tenants' shares are computed at this interval (SAGA §6.1), and no
+other work of the core needs a shorter one."""
 
 ControlAction = routing_events.ReleaseProgramKv | routing_events.ProbeReplica
+"""An action of the routing core that concerns no single request."""
 
 
 class RoutingBackend(Protocol):
-    """Decides where requests go. All calls come from one event loop and never block it."""
+    """Decides where requests go: a routing core in this process, or a connection to one. All calls come from
+    one event loop and never block it."""
 
     on_control_action: Callable[[ControlAction], None]
-    """Called with each action that does not concern a single request."""
+    """Function that is called with each ``ControlAction``. The gateway sets it."""
 
     def open(self, asked: routing_events.RequestReceived) -> GatewayRequestState:
-        """Submit a request. The returned state receives decisions until ``close``."""
+        """Submit a request. The returned state receives the core's decisions until ``close``."""
         ...
 
     def close(self, request_state: GatewayRequestState) -> None:
@@ -126,24 +135,24 @@ class RoutingBackend(Protocol):
         ...
 
     def home(self, tenant: str, program_id: str) -> str | None:
-        """The replica that is a program's home; ``None``: unknown."""
+        """Id of the replica that is a program's home; ``None``: unknown."""
         ...
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """The engine of a program's last answer, for programs without a home; ``None``: unknown."""
+        """Id of the engine of a program's last answer, for programs without a home; ``None``: unknown."""
         ...
 
     async def programs(self) -> Sequence[ProgramRouteStatus]:
-        """All live programs."""
+        """Statuses of all programs that have not ended."""
         ...
 
     async def replicas(self) -> Sequence[ReplicaStatus]:
-        """All known replicas."""
+        """Statuses of all known replicas."""
         ...
 
     def shares_used(self) -> dict[str, float]:
-        """For each tenant, the capacity used by its requests in flight ÷ its share; empty if capacity is not
-        shared."""
+        """By tenant: fraction of capacity that its requests in flight use ÷ its share of capacity. Empty if
+        tenants do not share capacity."""
         ...
 
 
@@ -154,7 +163,7 @@ class LocalRoutingBackend:
         self.core = core
         self.on_control_action: Callable[[ControlAction], None] = lambda action: None
         self.on_request_decision: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
-        """Called with every action, for metrics."""
+        """Function that is called with every action of the core, for metrics."""
         self.links_of: Callable[[str], Mapping[str, LinkStats]] = lambda replica_id: {}
         """Function that returns an engine's last report of its links. The engine monitor sets it."""
         self._clock = clock
@@ -175,8 +184,8 @@ class LocalRoutingBackend:
         self._request_states.pop(request_state.request_id, None)
 
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
-        """Report an event. An error of the core is logged and not raised, because it must not end a client's
-        connection."""
+        """Pass an event to the core, and deliver the core's actions. An error of the core is logged and not
+        raised, because it must not end a client's connection."""
         # The receiver of an action may report another event. It is handled after all actions of this one.
         self._pending_events.append(event)
         if self._is_reporting:
@@ -195,26 +204,27 @@ class LocalRoutingBackend:
             self.tell(routing_events.Tick())
 
     def home(self, tenant: str, program_id: str) -> str | None:
-        """The replica that is a program's home."""
+        """Id of the replica that is a program's home; ``None``: unknown."""
         return self.core.home(tenant, program_id)
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """The engine of a program's last answer, for programs without a home."""
+        """Id of the engine of a program's last answer, for programs without a home; ``None``: unknown."""
         return self.core.answered_by(tenant, program_id)
 
     async def programs(self) -> Sequence[ProgramRouteStatus]:
-        """All live programs, most recently active first."""
+        """Statuses of all programs that have not ended, most recently active first."""
         return self.core.program_statuses()
 
     async def replicas(self) -> Sequence[ReplicaStatus]:
-        """All known replicas, in the order of registration."""
+        """Statuses of all known replicas, in the order of registration, with the engines' links."""
         return with_links(self.core.replica_statuses(), self.links_of)
 
     def shares_used(self) -> dict[str, float]:
-        """For each tenant, the capacity used by its requests in flight ÷ its share."""
+        """By tenant: fraction of capacity that its requests in flight use ÷ its share of capacity."""
         return self.core.shares_used()
 
     def _take(self, event: routing_events.AnyRoutingEvent) -> None:
+        """Pass one event to the core, and deliver its actions to requests, gateway and metrics."""
         now = self._clock()
         actions = take_event(self.core, event, now, self._rate_limited_log)
         self._policy_log.log_new_failures(now)
@@ -233,11 +243,11 @@ class LocalRoutingBackend:
 def take_event(
     core: RoutingCore, event: routing_events.AnyRoutingEvent, now: float, log: RateLimitedLog
 ) -> Sequence[routing_events.AnyRoutingAction]:
-    """Pass an event to the core and return its actions. If the core raises, log the error; for a new or
-    failed request, return actions that end the request with an error.
+    """Pass an event to the core and return the core's actions. If the core raises, log the error and, for a
+    new or failed request, return actions that end this request with an error.
 
-    After ``RequestFailed`` these are a rejection and an abort. A gateway ignores the rejection after the
-    first byte of the answer, and the abort before it.
+    For ``RequestFailed`` these actions are a ``RejectRequest`` and an ``AbortStream``. The first takes effect
+    only before the first byte of the answer, the second only after it.
     """
     try:
         return core.take(event, now)
@@ -256,7 +266,8 @@ def take_event(
 def with_links(
     statuses: Sequence[ReplicaStatus], links_of: Callable[[str], Mapping[str, LinkStats]]
 ) -> list[ReplicaStatus]:
-    """The statuses, with the link statistics of prefill and decode engines added."""
+    """Copies of the statuses, with the links of prefill and decode engines. ``links_of``: function that
+    returns an engine's last report of its links."""
     return [
         msgspec.structs.replace(status, links=links_of(status.replica))
         if isinstance(status, PairEngineStatus)

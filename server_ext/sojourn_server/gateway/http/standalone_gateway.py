@@ -40,18 +40,21 @@ from .tenant_keys import TenantKeys
 logger = logging.getLogger(__name__)
 
 SAVE_INTERVAL_S = 2.0
+"""Seconds between two writes of the state file."""
 MAX_STATE_AGE_S = 3600.0
 """Maximum age, in seconds, of a state file. An older one is ignored, since the engines' KV has probably
 changed."""
 
 
 class _SavedState(msgspec.Struct):
+    """Content of a state file, and the time at which it was written."""
+
     unix_s: float
     core: RoutingState
 
 
 def prepare_state_file(path: Path) -> None:
-    """Create the file's folder, and check that the file can be written. Raises ``OSError``."""
+    """Create the folder of a state file, and check that the file can be written. Raises ``OSError``."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,8 +64,8 @@ def prepare_state_file(path: Path) -> None:
 
 
 class RoutingStateFile:
-    """A file with the core's state. Each write replaces the whole file. Read and write errors are logged, and
-    do not stop the gateway."""
+    """A file with a routing core's state. Each write replaces the whole file. Read and write errors are
+    logged and do not stop the gateway. ``clock``: the core's clock. ``wall``: Unix time in seconds."""
 
     def __init__(
         self,
@@ -79,7 +82,8 @@ class RoutingStateFile:
         """Value of the core's ``changes`` when the file was last written."""
 
     def restore(self) -> int:
-        """Restore a new core from the file; returns the number of restored programs."""
+        """Restore the core, which must be new, from the file. Returns the number of restored programs; 0: the
+        file is missing, too old or invalid."""
         try:
             kept = msgspec.json.decode(self._path.read_bytes(), type=_SavedState)
             age_s = max(0.0, self._wall() - kept.unix_s)
@@ -135,8 +139,9 @@ def build_gateway(
     poll_s: float = POLL_S,
     state: Path | None = None,
 ) -> tuple[Gateway, Starlette]:
-    """Build a gateway in front of the engines at ``urls``, and its ASGI application. ``state``: file in which
-    homes are saved, and from which they are restored at the next start."""
+    """Build a gateway in front of the engines at ``urls``; return it with its ASGI application. ``poll_s``:
+    seconds between two polls of an engine. ``state``: file in which the core's state is saved, and from which
+    it is restored at the next start; ``None``: the state is not saved."""
     core = build_routing_core(preset, limits)
     gateway, backend = _build(core, tenants, options, routing_reasons(preset))
     monitor = EngineMonitor(
@@ -176,8 +181,10 @@ def build_prefill_decode_gateway(
     limits: RoutingLimits | None = None,
     poll_s: float = POLL_S,
 ) -> tuple[Gateway, Starlette]:
-    """Build a gateway in front of prefill and decode engines, and its ASGI application. Raises ``ValueError``
-    if addresses are missing or repeated."""
+    """Build a gateway in front of prefill and decode engines; return it with its ASGI application.
+
+    ``prefill``, ``decode``: URLs of the engines. ``read_side``: a key of ``READ_SIDE_POLICIES``. ``poll_s``:
+    seconds between two polls of an engine. Raises ``ValueError`` if URLs are missing or repeated."""
     core = build_pair_core(read_side, limits)
     roles = {**dict.fromkeys(prefill, PairRole.PREFILL), **dict.fromkeys(decode, PairRole.DECODE)}
     if not prefill or not decode or len(roles) < len(prefill) + len(decode):

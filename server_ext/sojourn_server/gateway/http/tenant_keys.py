@@ -17,20 +17,22 @@ DEFAULT_TENANT = "default"
 
 
 class TenantKeysError(InputError):
-    """An invalid tenants file; the text says what was wrong and what was expected."""
+    """The tenants file or the admin key is invalid. The text says what was wrong and what was expected."""
 
 
 class TenantKeys:
-    """Maps keys to tenants. Without keys all clients are one tenant, and the engines check keys."""
+    """Maps API keys to tenants. Without keys, all clients are one tenant, and the engines check their
+    keys."""
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
         """``keys`` maps each key to its tenant."""
         self._digests = tuple((_digest(key), tenant) for key, tenant in (keys or {}).items())
         self.names: tuple[str, ...] = tuple(sorted({*keys.values()})) if keys else (DEFAULT_TENANT,)
+        """All tenants, sorted."""
 
     @property
     def checks(self) -> bool:
-        """Whether this gateway checks keys. It does if any are configured."""
+        """Whether the gateway checks keys, because some are configured."""
         return bool(self._digests)
 
     def check_admin(self, admin_key: str | None) -> None:
@@ -42,10 +44,10 @@ class TenantKeys:
             raise TenantKeysError(f"the admin key is {of} too; expected a key that no client has")
 
     def of(self, authorization: str | None, api_key: str | None = None) -> str | None:
-        """The tenant whose key is in ``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``; ``None``: the key
-        is unknown.
+        """The tenant whose key is in the header ``Authorization`` (``Bearer KEY``) or, if that is no bearer
+        key, in ``X-Api-Key``. ``None``: the key is unknown. Without configured keys: ``DEFAULT_TENANT``.
 
-        Takes constant time: all keys are compared.
+        Always compares all keys, so that the time tells nothing about a key.
         """
         if not self._digests:
             return DEFAULT_TENANT
@@ -59,10 +61,10 @@ class TenantKeys:
 
 
 def load_tenant_keys(path: Path, environment: Mapping[str, str] = os.environ) -> TenantKeys:
-    """Read keys from TOML: ``[tenants]`` with lines ``NAME = ["KEY", ...]``; ``env:VARIABLE`` stands for the
-    variable's value.
+    """Read a tenants file: TOML with a table ``[tenants]`` of lines ``NAME = ["KEY", ...]``. A key
+    ``env:VARIABLE`` stands for the value of an environment variable.
 
-    Raises ``TenantKeysError``. Its text contains no key.
+    Raises ``TenantKeysError``, whose text contains no key.
     """
     try:
         document = load_toml(path.read_text(encoding="utf-8"))
@@ -86,6 +88,7 @@ def load_tenant_keys(path: Path, environment: Mapping[str, str] = os.environ) ->
 
 
 def _keys(path: Path, tenant: str, listed: object, environment: Mapping[str, str]) -> Iterable[str]:
+    """Yield one tenant's keys from the file's list. Raises ``TenantKeysError`` if one cannot be used."""
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(key, str) for key in listed):
         raise TenantKeysError(f"{path}: the keys of {tenant} are not a list of texts")
     for key in listed:

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaleLimits:
-    """Limits on the number of engines, and on how fast it falls. Raises ``ValueError`` for invalid limits."""
+    """Limits on the number of engines, and the rules for adding and removing engines. Raises ``ValueError``
+    for invalid limits."""
 
     min_engines: int = 1
     max_engines: int = 1
     target_use: float = 0.8
-    """Maximum fraction of the engines' KV capacity that programs should use. Engines are added if programs
-    use more."""
+    """Engines are added if programs need more than this fraction of the engines' KV capacity."""
     shrink_below_use: float = 0.6
-    """An engine is removed only if programs would use less than this fraction of the other engines' KV
+    """An engine is removed only if programs need less than this fraction of the other engines' KV
     capacity."""
     shrink_after_s: float = 300.0
-    """How long usage must be below ``shrink_below_use`` before an engine is removed. Engines take minutes to
-    start, and lose their KV when they stop."""
+    """Seconds for which this must hold before an engine is removed. Engines take minutes to start, and lose
+    their KV when they stop."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_engines <= self.max_engines:
@@ -41,7 +41,7 @@ class CapacityDemand:
     """KV that programs need, and KV capacity of one engine, in tokens."""
 
     programs_tokens: int
-    """Sizes of programs with a home, and of programs that wait for capacity."""
+    """Total size of programs with a home, and of programs that wait for capacity."""
     engine_tokens: int
     """KV capacity of one engine in all tiers; 0: unknown."""
 
@@ -51,15 +51,18 @@ class AutoscaleDecision:
     """A decision about the number of engines."""
 
     engines: int
+    """Number of engines to run."""
     low_since_s: float | None = None
-    """Time since which one engine fewer would have been enough; ``None``: it would not be enough."""
+    """Time since which one engine fewer would be enough; ``None``: one fewer would not be enough."""
 
 
 def wanted_engines(
     need: CapacityDemand, before: AutoscaleDecision, limits: AutoscaleLimits, now: float
 ) -> AutoscaleDecision:
-    """Decide how many engines to run. The number grows at once. It shrinks by one after low demand for
-    ``shrink_after_s``. ``before``: the last decision."""
+    """Decide how many engines to run. ``before`` is the last decision.
+
+    The number grows at once by as many engines as needed. It shrinks by one after each ``shrink_after_s`` of
+    low demand."""
     engines = min(max(before.engines, limits.min_engines), limits.max_engines)
     if need.engine_tokens <= 0:
         return AutoscaleDecision(engines)

@@ -1,7 +1,8 @@
-"""Routing backend of a gateway with a remote coordinator. It sends turns directly to a program's known home.
+"""Routing backend of a gateway with a remote coordinator. A turn of a program whose home is known is sent
+there without asking.
 
-While the coordinator does not answer, known homes stay in use. New programs wait for a moment. Then they go
-to the replica to which this gateway has sent the fewest requests.
+While the coordinator does not answer, known homes stay in use. New programs wait for
+``LOCAL_DECISION_AFTER_S``. Then they go to the replica to which this gateway has sent the fewest requests.
 """
 
 from __future__ import annotations
@@ -44,20 +45,23 @@ from .open_requests import OpenRequest, OpenRequests
 logger = logging.getLogger(__name__)
 
 MAX_CALLS_IN_FLIGHT = 2
-"""With this many calls in flight, no further call is started at once for a request. Further requests are sent
-together: when a call returns, or with the other events every ``BATCH_S``. A call costs the coordinator a
-millisecond, however many requests it carries."""
+"""If this many calls to the coordinator are in flight, a new request does not start another one. Further
+requests are collected and sent together: when a call returns, or after ``BATCH_S``. A call costs the
+coordinator a millisecond, however many requests it carries."""
 BATCH_S = 0.015
-"""Interval for sending events that no request waits for."""
+"""Maximum seconds for which events that are not urgent are collected before they are sent."""
 LOCAL_DECISION_AFTER_S = 3.0
-"""Seconds after which this gateway decides about waiting requests itself, if the coordinator does not
-answer."""
+"""Seconds without an answer of the coordinator after which this gateway itself decides about waiting
+requests."""
 MAX_BUFFERED_EVENTS = 10_000
-"""Maximum number of events that concern no request and wait until this gateway has joined."""
+"""Maximum number of events that concern no request and are kept until this gateway has joined."""
 
 LONG_POLL_TIMEOUT_S = 20.0
+"""Seconds without an answer to a long poll after which the coordinator counts as unavailable."""
 RETRY_S = 0.2
+"""Seconds between two attempts to join."""
 SWEEP_INTERVAL_S = 0.25
+"""Seconds between two looks at waiting requests and outdated replicas."""
 
 UNEXPECTED_RESPONSE = "an answer of the coordinator was not understood; please report this"
 
@@ -67,6 +71,7 @@ _REQUESTLESS_EVENTS = (
     routing_events.ReplicaDrainStarted,
     routing_events.ReplicaDrainCancelled,
 )
+"""Events that concern no request. They are kept while this gateway has not joined."""
 _URGENT_EVENTS = (
     routing_events.RequestReceived,
     routing_events.RequestFailed,
@@ -76,7 +81,8 @@ _URGENT_EVENTS = (
 
 
 class CoordinatedRoutingBackend:
-    """Backend of one gateway. Used in the event loop in which ``run`` runs."""
+    """Routing backend of one gateway, whose decisions come from a remote coordinator. Used in the event loop
+    in which ``run`` runs."""
 
     def __init__(
         self,
@@ -86,15 +92,18 @@ class CoordinatedRoutingBackend:
         clock: Callable[[], float] = time.monotonic,
         fallback_s: float = LOCAL_DECISION_AFTER_S,
     ) -> None:
-        """``replicas`` is kept equal to the coordinator's list."""
+        """``replicas``: the gateway's table of addresses, which is kept equal to the coordinator's list.
+        ``fallback_s``: seconds without the coordinator after which this gateway decides itself."""
         self.gateway_id = secrets.token_hex(8)
         self.on_control_action: Callable[[ControlAction], None] = lambda told: None
         self.on_request_decision: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
         self.on_affinity_change: Callable[[Key, Home], None] = lambda key, home: None
-        """Called when a program got a new home that this gateway did not choose."""
+        """Function that is called with (program's key, home) when the coordinator reports a new home that
+        this gateway does not know yet."""
         self.epoch = 0
-        """Epoch of the latest coordinator that has answered."""
+        """Epoch of the latest coordinator that has answered; 0: none has."""
         self.joined = False
+        """Whether this gateway has joined the coordinator and has not lost it since."""
         self.homes = ProgramAffinityCache()
         self.places = ReplicaCache(replicas, self.homes.forget_replica)
         self.requests = OpenRequests()
@@ -105,24 +114,29 @@ class CoordinatedRoutingBackend:
         self._outbox: list[routing_events.AnyRoutingEvent] = []
         self._probes: list[ReplicaProbeResult] = []
         self._last_mail_number = 0
+        """Number of the last action received from the coordinator."""
         self._number = 0
+        """Number of the next batch of events since the join."""
         self._join_number = 0
-        """Number of the current join, sent with every message. Answers to messages of earlier joins are
+        """Number of the present join, sent with every message. Answers to messages of earlier joins are
         ignored."""
         self._unavailable_since_s: float | None = clock()
+        """Time since which the coordinator is unavailable; ``None``: it is available."""
         self._flush_later: asyncio.TimerHandle | None = None
         self._flush_next: asyncio.Handle | None = None
         self._is_urgent = False
-        """Whether some event that has not been sent yet should not wait for the next batch, for example a new
-        request."""
+        """Whether an event that has not been sent yet is urgent (``_URGENT_EVENTS``)."""
         self._sends: set[asyncio.Task[None]] = set()
+        """Calls in flight that send events."""
         self._lost: asyncio.Future[None] | None = None
+        """Future that ends the running long poll when the coordinator is lost."""
         self._uses: dict[str, float] = {}
 
     # -- the backend's interface ---------------------------------------------------
 
     def open(self, asked: routing_events.RequestReceived) -> GatewayRequestState:
-        """Submit a request."""
+        """Submit a request. The returned state receives decisions until ``close``. If the program's home is
+        known, the first decision is there at once."""
         one = self.requests.add(asked, self._clock())
         try:
             encode_message(asked)
@@ -141,7 +155,7 @@ class CoordinatedRoutingBackend:
         self.requests.remove(request_state.request_id)
 
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
-        """Report an event."""
+        """Report an event to the coordinator, and update this gateway's own tables."""
         if isinstance(event, routing_events.FirstByteSent):
             one = self.requests.get(event.request_id)
             if one is not None:
@@ -157,12 +171,12 @@ class CoordinatedRoutingBackend:
         self._say(event)
 
     def home(self, tenant: str, program_id: str) -> str | None:
-        """The replica that is a program's home; ``None``: unknown."""
+        """Id of the replica that is a program's home; ``None``: unknown to this gateway."""
         home = self.homes.get(tenant, program_id)
         return home[0] if home is not None else None
 
     async def programs(self) -> Sequence[ProgramRouteStatus]:
-        """All live programs; empty if the coordinator does not answer."""
+        """Statuses of all programs that have not ended; empty if the coordinator does not answer."""
         await self._flush_and_wait()
         try:
             return (await call_with_timeout(self._calls.state())).programs
@@ -170,7 +184,7 @@ class CoordinatedRoutingBackend:
             return ()
 
     async def replicas(self) -> Sequence[ReplicaStatus]:
-        """All known replicas. If the coordinator does not answer, their load counts only this gateway's
+        """Statuses of all known replicas. If the coordinator does not answer, they count only this gateway's
         requests."""
         await self._flush_and_wait()
         try:
@@ -181,21 +195,22 @@ class CoordinatedRoutingBackend:
         return state.pairs or state.replicas
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Always ``None``: the coordinator does not report it."""
+        """Always ``None``: the coordinator does not report which engine answered."""
         return None
 
     def shares_used(self) -> dict[str, float]:
-        """For each tenant, usage ÷ share, as the coordinator last reported."""
+        """By tenant: used capacity ÷ share, as of the last call of ``replicas``."""
         return self._uses
 
     def probed(self, replica_id: str, instance: str, alive: bool) -> None:
-        """Report the result of this gateway's probe: whether this instance of a replica is alive."""
+        """Report the result of this gateway's probe to the coordinator: whether this instance of a replica is
+        alive."""
         self._probes.append(ReplicaProbeResult(replica_id, instance, alive))
         self._flush()
 
     def _direct_home(self, asked: routing_events.RequestReceived) -> str | None:
-        """The home to which a turn may be sent without asking the coordinator; ``None``: the coordinator
-        decides."""
+        """Id of the home to which a turn may be sent without asking the coordinator; ``None``: the
+        coordinator decides."""
         if asked.program_id is None:
             return None
         home = self.homes.get(asked.tenant, asked.program_id)
@@ -205,6 +220,7 @@ class CoordinatedRoutingBackend:
         return home[0] if place.direct or self._unavailable_since_s is not None else None
 
     def _local_status(self, place: ReplicaInfo) -> ReplicaStatus:
+        """Status of a replica as far as this gateway knows: it counts only this gateway's requests."""
         mine = self.requests.sent_to(place.replica_id)
         of = place.description
         load = sum(one.asked.context_tokens for one in mine) / of.capacity_tokens
@@ -220,6 +236,8 @@ class CoordinatedRoutingBackend:
     # -- messages to the coordinator ----------------------------------------------
 
     def _say(self, event: routing_events.AnyRoutingEvent) -> None:
+        """Schedule an event to be sent to the coordinator. Before the join, events about requests are
+        dropped, since the join reports all requests."""
         if not self.joined:
             # Requests are reported with the next join, in their state at that time.
             if isinstance(event, _REQUESTLESS_EVENTS) and len(self._outbox) < MAX_BUFFERED_EVENTS:
@@ -235,7 +253,7 @@ class CoordinatedRoutingBackend:
         self._is_urgent = self._is_urgent or isinstance(event, _URGENT_EVENTS)
 
     def _refuse_unencodable(self, one: OpenRequest, error: MessageEncodingError) -> None:
-        """Reject a request that cannot be encoded as a message to the coordinator."""
+        """Reject a request that has a value that messages to the coordinator cannot have."""
         one.refused = True
         message = f"this request has a value that cannot be sent between gateways: {error}"
         refused = routing_events.RejectRequest(one.asked.request_id, 400, "bad_request", message)
@@ -243,6 +261,7 @@ class CoordinatedRoutingBackend:
         self.on_request_decision(refused)
 
     def _flush(self) -> None:
+        """Start to send all collected events and probe results to the coordinator."""
         self._cancel_flushes()
         if not self.joined or not (self._outbox or self._probes):
             return
@@ -270,7 +289,7 @@ class CoordinatedRoutingBackend:
         task.add_done_callback(self._said)
 
     def _cancel_flushes(self) -> None:
-        """Cancel the scheduled calls that would send events to the coordinator."""
+        """Cancel the scheduled calls of ``_flush``."""
         for handle in (self._flush_later, self._flush_next):
             if handle is not None:
                 handle.cancel()
@@ -280,8 +299,8 @@ class CoordinatedRoutingBackend:
     def _encodable_events(
         self, said: Sequence[routing_events.AnyRoutingEvent]
     ) -> tuple[routing_events.AnyRoutingEvent, ...]:
-        """The events that can be encoded. If a ``RequestFinished`` cannot be encoded, only its id, replica
-        and result are sent."""
+        """The events that can be encoded; others are logged and left out. Of a ``RequestFinished`` that
+        cannot be encoded, request id, replica and result are kept."""
         found: list[routing_events.AnyRoutingEvent] = []
         for event in said:
             try:
@@ -298,11 +317,14 @@ class CoordinatedRoutingBackend:
         return tuple(found)
 
     def _said(self, task: asyncio.Task[None]) -> None:
+        """Process the end of a call that sent events: send the urgent events collected meanwhile."""
         self._sends.discard(task)
         if self._is_urgent and self.joined and not task.cancelled():
             self._flush()
 
     async def _tell(self, tell: ReportRequest) -> None:
+        """Send a batch of events and process the answer. Without an answer, the coordinator counts as
+        lost."""
         try:
             answer = await call_with_timeout(self._calls.tell(tell))
             if tell.join == self._join_number:
@@ -316,6 +338,7 @@ class CoordinatedRoutingBackend:
             self._mark_disconnected()
 
     async def _flush_and_wait(self) -> None:
+        """Send all collected events, and wait until the coordinator has them, at most ``CALL_TIMEOUT_S``."""
         self._flush()
         if self._sends:
             await asyncio.wait(set(self._sends), timeout=CALL_TIMEOUT_S)
@@ -323,7 +346,8 @@ class CoordinatedRoutingBackend:
     # -- messages from the coordinator --------------------------------------------
 
     async def run(self) -> None:
-        """Poll the coordinator, and join it when needed, until cancelled."""
+        """Join the coordinator and poll it, until cancelled. Joins again whenever the coordinator was
+        lost."""
         sweeps = asyncio.ensure_future(self._sweep())
         try:
             while True:
@@ -349,6 +373,9 @@ class CoordinatedRoutingBackend:
             await asyncio.gather(*ending, return_exceptions=True)
 
     async def _join(self) -> None:
+        """Join the coordinator: report all open requests, and process the answer. No effect if the
+        coordinator is deposed or older than one that has answered before. Raises
+        ``CoordinatorUnavailable``."""
         open_ = self.requests
         said = {name: one.state for name, one in open_.items() if not one.refused}
         requests = tuple(open_[name].as_event(self._clock()) for name in said)
@@ -382,6 +409,7 @@ class CoordinatedRoutingBackend:
         self._flush()
 
     async def _listen(self) -> None:
+        """Do one long poll and process the answer. Raises ``CoordinatorUnavailable``."""
         join = self._join_number
         listen = PollRequest(
             self.gateway_id, self.epoch, self._last_mail_number, self.homes.version, self.places.version, join
@@ -400,7 +428,7 @@ class CoordinatedRoutingBackend:
             self._receive(answer)
 
     def _mark_disconnected(self) -> None:
-        """Record that this gateway has to join again."""
+        """Record that the coordinator is lost, so that this gateway has to join again."""
         if self.joined:
             self._rate_limited_log.log(
                 logging.WARNING, "the coordinator does not answer; programs with homes go on"
@@ -416,6 +444,8 @@ class CoordinatedRoutingBackend:
             self._unavailable_since_s = self._clock()
 
     def _receive(self, answer: CoordinatorResponse) -> None:
+        """Process an answer of the coordinator: replicas, actions and homes. An answer of another epoch, or
+        with another status than ``OK``, means that the coordinator is lost."""
         if answer.status is not ResponseStatus.OK or answer.epoch != self.epoch:
             # Answers of a superseded coordinator are ignored.
             self.epoch = max(self.epoch, answer.epoch)
@@ -431,6 +461,8 @@ class CoordinatedRoutingBackend:
             self.homes.apply(answer.homes, self.on_affinity_change)
 
     def _do(self, action: routing_events.AnyRoutingAction) -> None:
+        """Pass an action of the coordinator to its request or to the gateway. An action that no longer fits
+        the state of its request is ignored."""
         if isinstance(action, (routing_events.ReleaseProgramKv, routing_events.ProbeReplica)):
             self.on_control_action(action)
             return
@@ -457,6 +489,7 @@ class CoordinatedRoutingBackend:
     def _record_affinity(
         self, asked: routing_events.RequestReceived, send: routing_events.SendRequest
     ) -> None:
+        """Record the replica to which a request is sent as the home of its program."""
         place = self.places.get(send.replica_id)
         if asked.program_id is not None and place is not None and not isinstance(send, SendRequestToPair):
             self.homes.put((asked.tenant, asked.program_id), (send.replica_id, place.instance))
@@ -464,6 +497,7 @@ class CoordinatedRoutingBackend:
     # -- without the coordinator ---------------------------------------------------
 
     def _failed(self, event: routing_events.RequestFailed) -> None:
+        """Record that a request failed at a replica. Without the coordinator, abort it or decide anew."""
         one = self.requests.get(event.request_id)
         if one is None or not one.is_at(event.replica_id):
             return
@@ -479,6 +513,8 @@ class CoordinatedRoutingBackend:
                 self._decide_locally(one)
 
     async def _sweep(self) -> None:
+        """Regularly forget outdated replicas and, if the coordinator is unavailable for ``fallback_s``,
+        decide about waiting requests. Runs until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             if self.joined:
@@ -491,6 +527,8 @@ class CoordinatedRoutingBackend:
                     self._decide_locally(one)
 
     def _decide_locally(self, one: OpenRequest) -> None:
+        """Decide about a request without the coordinator. If there is no replica, the request keeps
+        waiting."""
         asked = one.asked
         home = self.home(asked.tenant, asked.program_id) if asked.program_id is not None else None
         decided = self.requests.decide(one, self.places, home, self._clock())

@@ -53,9 +53,11 @@ from .pair_admission import PairAdmission
 logger = logging.getLogger(__name__)
 
 LONG_POLL_S = 5.0
-"""Longest time until a poll is answered. A poll also renews the gateway's lease."""
+"""Maximum seconds until a long poll is answered. A poll also shows that the gateway is alive."""
 CHECKPOINT_S = 1.0
+"""Default minimum of seconds between two checkpoints."""
 AUTOSCALE_S = 1.0
+"""Seconds between two computations of the wanted number of engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +65,8 @@ class CoordinatorOptions:
     """Options of a coordinator that an operator sets."""
 
     checkpoint: Path | None = None
-    """File of the checkpoint; ``None``: none is kept, and a new coordinator starts with what gateways and
-    engines report."""
+    """File of the checkpoint; ``None``: no checkpoint is written, and a new coordinator learns its state only
+    from the reports of gateways and engines."""
     checkpoint_s: float = CHECKPOINT_S
     autoscale: AutoscaleLimits = field(default_factory=AutoscaleLimits)
 
@@ -72,10 +74,10 @@ class CoordinatorOptions:
 class Coordinator:
     """Makes the routing decisions for all gateways.
 
-    Its epoch is a number that tells later coordinators from earlier ones. The epoch is the Unix time in
-    milliseconds at the start, or one more than the checkpoint's epoch if that is higher. Without a
-    checkpoint, the coordinator increases its epoch if a higher one is reported before the first request. If
-    it learns of a higher epoch in any other case, it is ``deposed`` and makes no more decisions.
+    A coordinator has an epoch, a number by which gateways and engines tell it from earlier and later
+    coordinators. The epoch is the Unix time in milliseconds at the start, or one more than the checkpoint's
+    epoch if that is higher. A coordinator that learns of a higher epoch is ``deposed`` and makes no more
+    decisions. Exception: without a checkpoint and before the first request, it raises its own epoch instead.
     """
 
     def __init__(
@@ -87,14 +89,17 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Read the checkpoint, and write one with the new epoch. ``clock`` is monotonic, ``wall`` is Unix
-        time."""
+        """Read the checkpoint, and write one with the new epoch. ``clock``: monotonic time in seconds.
+        ``wall``: Unix time in seconds."""
         self._rules = rules
         self._limits = limits
         self.options = options
         self.deposed = False
+        """Whether a later coordinator exists."""
         self.restored = 0
+        """Number of programs with a home in the checkpoint."""
         self._had_requests = False
+        """Whether a request has been reported."""
         self._clock = clock
         self._wall = wall
         self._rate_limited_log = RateLimitedLog(logger, clock)
@@ -128,9 +133,11 @@ class Coordinator:
         logger.info("coordinator %d starts with %d programs that have a home", self.epoch, self.restored)
 
     def _new_core(self) -> RoutingCore:
+        """Build an empty routing core whose id is the epoch."""
         return build_core(self._rules, self._limits, expects_engines=True, life=str(self.epoch))
 
     def _restore(self, kept: CoordinatorCheckpoint) -> None:
+        """Restore core and engines from a checkpoint. An invalid checkpoint is logged and ignored."""
         assert kept.core is not None
         elapsed_s = max(0.0, self._wall() - kept.unix_s)
         try:
@@ -146,8 +153,8 @@ class Coordinator:
     # -- gateways -----------------------------------------------------------------
 
     async def join(self, join: JoinRequest) -> CoordinatorResponse:
-        """Process the join of a gateway that starts or reconnects. The gateway reports all its requests;
-        those that it had earlier and does not report count as ended."""
+        """Process the join of a gateway that starts or reconnects. The gateway reports all its open requests.
+        Requests that it reported earlier and does not report now count as ended."""
         if self._is_superseded_by(join.seen_epoch):
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
         before = self.post.box(join.gateway_id)
@@ -176,7 +183,8 @@ class Coordinator:
         return self._answer(outbox, 0, -1)
 
     async def tell(self, tell: ReportRequest) -> CoordinatorResponse:
-        """Process a gateway's events."""
+        """Process a batch of a gateway's events and probe results. Waits until all earlier batches of the
+        gateway are processed."""
         outbox = self._outbox_of(tell)
         if isinstance(outbox, CoordinatorResponse):
             return outbox
@@ -199,7 +207,8 @@ class Coordinator:
         return self._answer(outbox, tell.acked, tell.places_version)
 
     async def listen(self, listen: PollRequest) -> CoordinatorResponse:
-        """Answer a long poll when there is news for the gateway, or after ``LONG_POLL_S``."""
+        """Answer a long poll when there are new actions, homes or replicas for the gateway, or after
+        ``LONG_POLL_S``."""
         outbox = self._outbox_of(listen)
         if isinstance(outbox, CoordinatorResponse):
             return outbox
@@ -223,8 +232,8 @@ class Coordinator:
         return msgspec.structs.replace(answer, homes=homes)
 
     def _outbox_of(self, said: ReportRequest | PollRequest) -> Outbox | CoordinatorResponse:
-        """The outbox of the gateway that sent ``said``. If the gateway has to join, or if this coordinator is
-        deposed, a response that says so."""
+        """The outbox of the gateway that sent the message ``said``. If the gateway has to join, or if this
+        coordinator is deposed: the response that says so."""
         if self._is_superseded_by(said.epoch):
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
         outbox = self.post.box(said.gateway_id)
@@ -233,8 +242,8 @@ class Coordinator:
         return outbox
 
     def _left(self, said: ReportRequest | PollRequest, outbox: Outbox) -> CoordinatorResponse | None:
-        """Return ``None`` if a gateway still uses ``outbox``. Otherwise it has left: return the response that
-        says what it has to do."""
+        """Check after a wait whether the gateway that sent ``said`` still uses ``outbox``. ``None``: it does.
+        Otherwise it has joined again or is gone: return the response to send instead."""
         now = self._outbox_of(said)
         if now is outbox:
             return None
@@ -243,6 +252,8 @@ class Coordinator:
         return CoordinatorResponse(self.epoch, ResponseStatus.JOIN)
 
     def _answer(self, outbox: Outbox, acked: int, places_version: int) -> CoordinatorResponse:
+        """The response with a gateway's actions after number ``acked``, and with the replicas if they have
+        changed since ``places_version``."""
         first, mail = outbox.since(acked)
         shown = self.engines.shown if places_version != self.engines.version else None
         return CoordinatorResponse(
@@ -250,6 +261,8 @@ class Coordinator:
         )
 
     def _is_superseded_by(self, epoch: int) -> bool:
+        """Whether this coordinator is deposed, after a report of ``epoch``. A higher epoch deposes it or, in
+        the exception that the class describes, raises its own epoch."""
         if epoch > self.epoch and not self.deposed:
             if self.options.checkpoint is None and not self._had_requests:
                 self._advance_epoch(epoch)
@@ -259,9 +272,9 @@ class Coordinator:
         return self.deposed
 
     def _advance_epoch(self, epoch: int) -> None:
-        """Set this coordinator's epoch above ``epoch``, which was reported to it. This is done only without a
-        checkpoint: epochs then come from the clock, and a coordinator that starts after the clock was set
-        back would be deposed."""
+        """Set this coordinator's epoch to one more than the reported ``epoch``. Only without a checkpoint:
+        epochs then come from the clock, and after the clock was set back each new coordinator would be
+        deposed."""
         logger.warning("coordinator %d got epoch %d: it continues as %d", self.epoch, epoch, epoch + 1)
         self.epoch = epoch + 1
         self.core.journal.life = str(self.epoch)
@@ -270,7 +283,8 @@ class Coordinator:
     # -- engines ------------------------------------------------------------------
 
     async def register(self, registration: EngineRegistration) -> RegistrationResponse:
-        """Register an engine, or renew its registration. Engines call this about twice a second."""
+        """Register an engine, or record that it is alive. Engines call this about twice a second. The answer
+        has the wanted number of engines."""
         if self._is_superseded_by(registration.seen_epoch):
             return RegistrationResponse(self.epoch, ResponseStatus.DEPOSED)
         why = ""
@@ -307,8 +321,8 @@ class Coordinator:
         return RegistrationResponse(self.epoch, ResponseStatus.DEPOSED if self.deposed else ResponseStatus.OK)
 
     async def drain(self, drain: DrainRequest) -> DrainResponse:
-        """Drain an engine; returns the number of its requests in flight. For an engine that has not
-        registered with this coordinator the number is ``IN_FLIGHT_UNKNOWN``."""
+        """Drain an engine, and answer with the number of its requests in flight. For an engine that has not
+        registered with this coordinator, the number is ``IN_FLIGHT_UNKNOWN``."""
         if self.deposed:
             return DrainResponse(self.epoch, IN_FLIGHT_UNKNOWN, ResponseStatus.DEPOSED)
         places = self.engines.of(drain.engine_id)
@@ -320,14 +334,15 @@ class Coordinator:
         return DrainResponse(self.epoch, sum(self.core.in_flight(place.replica_id) for place in places))
 
     def _drain(self, places: Iterable[ReplicaInfo]) -> None:
+        """Drain these replicas at the core."""
         for place in places:
             event = self.core.drain(place.replica_id, place.instance)
             if event is not None:
                 self._take(event)
 
     def _seen(self, places: Iterable[ReplicaInfo], changed: bool = True) -> None:
-        """Register replicas with the core, and announce them to gateways before requests are sent there.
-        ``changed``: False if the replicas are known and unchanged."""
+        """Report to the core that replicas are alive, and announce them to gateways before requests are sent
+        there. ``changed``: False if gateways know the replicas as they are."""
         actions = []
         now = self._clock()
         for place in places:
@@ -342,17 +357,21 @@ class Coordinator:
         self._soon()
 
     def _registration_event(self, place: ReplicaInfo) -> routing_events.AnyRoutingEvent:
+        """The event that registers a replica, or an engine of a pair, with the core."""
         if self._admission is None or place.paths is None:
             return place.description.registration_event(place.replica_id)
         return registration_event(place.replica_id, place.description, place.paths)
 
     def _forget(self, engine_id: str, reason: str) -> None:
+        """Remove an engine, and report its replicas to the core as gone. ``reason``: text for the log."""
         for place in self.engines.remove(engine_id):
             logger.warning("replica %s is gone: %s", place.replica_id, reason)
             self._liveness_votes.over(place.replica_id)
             self._take(routing_events.ReplicaGone(place.replica_id, place.instance, reason))
 
     def _probed(self, probe: ReplicaProbeResult, gateway_id: str) -> None:
+        """Process a gateway's probe of a replica: a vote that the replica is dead, or proof that it is
+        alive."""
         if not probe.alive:
             self._liveness_votes.heard(probe.replica_id, probe.instance, gateway_id, False)
             return
@@ -362,6 +381,7 @@ class Coordinator:
             self._seen([place for place in places if place.replica_id == probe.replica_id])
 
     def _end_liveness_votes(self, now: float) -> None:
+        """Remove the engines of replicas that gateways cannot reach, and that are silent for ``lease_s``."""
         for replica_id, instance in self._liveness_votes.unreachable(self.post.gateways, now):
             lease = self.core.lease(replica_id)
             if lease is None or lease[0] != instance or now - lease[1] < self._limits.lease_s:
@@ -379,6 +399,8 @@ class Coordinator:
     # -- the core -----------------------------------------------------------------
 
     def _take(self, event: routing_events.AnyRoutingEvent, gateway_id: str | None = None) -> None:
+        """Pass an event to the core, and send the core's actions to gateways. ``gateway_id``: the gateway
+        that reported the event; ``None``: none did."""
         now = self._clock()
         if self.checkpoints is not None and not isinstance(event, routing_events.Tick):
             self.checkpoints.changed()
@@ -395,8 +417,8 @@ class Coordinator:
         self._pass_on(actions, gateway_id)
 
     def _pass_on(self, actions: Sequence[routing_events.AnyRoutingAction], gateway_id: str | None) -> None:
-        """Send each action to the gateway that has the action's request. A ``ProbeReplica`` first starts a
-        vote."""
+        """Send each action to the gateway that it concerns. A ``ProbeReplica`` starts a vote, unless one is
+        running; then it is not sent."""
         for action in actions:
             if isinstance(action, routing_events.ProbeReplica) and not self._liveness_votes.begin(
                 action.replica_id, action.instance, self.post.gateways, self._clock()
@@ -405,8 +427,7 @@ class Coordinator:
             self.post.send(action, actions, gateway_id)
 
     def _soon(self) -> None:
-        """Send changed homes to gateways soon, by answering their running polls: now if a batch of changes is
-        due, else later by a timer."""
+        """Have changed homes sent to gateways when their batch is due: now, or later by a timer."""
         now = self._clock()
         due_s = self.core.journal.due_s(now)
         if due_s is None or (due_s > 0 and self._flush_timer is not None):
@@ -417,6 +438,7 @@ class Coordinator:
             self._flush()
 
     def _flush(self) -> None:
+        """Answer all running polls if a batch of changed homes is due."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
@@ -425,6 +447,7 @@ class Coordinator:
         self._soon()
 
     def _refresh_replicas(self) -> None:
+        """Update the list of replicas for gateways. If it changes, answer all running polls."""
         routing = self._rules.routing if isinstance(self._rules, ClusterPreset) else None
         if self.engines.refresh_shown(self.core, routing, self._clock()):
             self.post.wake_all()
@@ -432,8 +455,7 @@ class Coordinator:
     # -- time ---------------------------------------------------------------------
 
     def begin(self) -> asyncio.Task[None]:
-        """Start ``run`` as a task of the running event loop, and return the task. The end of the task is
-        logged."""
+        """Start ``run`` as a task of the running event loop, and return the task. Its end is logged."""
         running = asyncio.get_running_loop().create_task(self.run())
         running.add_done_callback(self._ended)
         return running
@@ -470,8 +492,8 @@ class Coordinator:
             self.post.wake_all()
 
     def tick(self) -> None:
-        """Process one tick: time limits, silent gateways, liveness votes and autoscaling. ``run`` calls this
-        every ``TICK_S``."""
+        """Process all that depends on time: the core's ``Tick``, silent gateways, liveness votes and
+        autoscaling. ``run`` calls this every ``TICK_S``."""
         now = self._clock()
         self._take(routing_events.Tick())
         for gateway_id, requests in self.post.silent(now).items():
@@ -488,6 +510,7 @@ class Coordinator:
         self._soon()
 
     def _checkpoint(self) -> CoordinatorCheckpoint:
+        """A checkpoint of the present state."""
         return CoordinatorCheckpoint(
             epoch=self.epoch,
             unix_s=self._wall(),
@@ -498,7 +521,7 @@ class Coordinator:
     # -- questions ------------------------------------------------------------------
 
     async def state(self) -> CoordinatorState:
-        """The coordinator's whole state, for operators."""
+        """The coordinator's state, for operators: statuses of all programs and replicas."""
         links_of = self._admission.links_of if self._admission is not None else lambda replica_id: {}
         found = with_links(self.core.replica_statuses(), links_of)
         pairs = [one for one in found if isinstance(one, PairEngineStatus)]

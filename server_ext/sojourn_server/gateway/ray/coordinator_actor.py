@@ -25,20 +25,21 @@ ACTOR_NAME = "coordinator"
 
 
 def load_policy_preset(config: RayConfig) -> ClusterPreset:
-    """Load the cluster preset. Raises ``PresetError``."""
+    """Load the cluster preset that the configuration names. Raises ``PresetError``."""
     if config.policy_file is not None:
         return read_cluster_preset(Path(config.policy_file), allowed_modules=config.allow_policy_modules)
     return load_cluster_preset(config.policy)
 
 
 def routing_rules(config: RayConfig) -> RoutingRules:
-    """The coordinator's rules. Raises ``PresetError``."""
+    """What the coordinator's core is built from: the cluster preset, or the settings for pairs. Raises
+    ``PresetError``."""
     return PrefillDecodeRules(config.pairs.read_side) if config.in_pairs else load_policy_preset(config)
 
 
 class CoordinatorActor:
-    """Ray actor that runs the coordinator; messages in and out are encoded. If a later coordinator exists,
-    this actor exits, so that clients find the later one."""
+    """Ray actor that runs the coordinator. Messages in and out are encoded. An actor whose coordinator is
+    deposed exits, so that clients find the later one."""
 
     def __init__(self, config: RayConfig) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -53,24 +54,26 @@ class CoordinatorActor:
         self._running: asyncio.Task[None] | None = None
 
     async def call(self, method: str, data: bytes) -> bytes:
-        """Call ``method``, one of ``REQUESTS``, with its encoded message; return the encoded answer."""
+        """Call ``method``, a key of ``REQUESTS``, with its encoded message; return the encoded answer."""
         began, kind = self._began(), m.REQUESTS[method]
         said = () if kind is None else (m.decode_message(data, kind),)
         return self._said(await getattr(began, method)(*said))
 
     def _began(self) -> Coordinator:
+        """The coordinator. The first call starts its task in the actor's event loop."""
         if self._running is None:
             self._running = self._coordinator.begin()
         return self._coordinator
 
     def _said(self, answer: Any) -> bytes:
+        """Encode an answer. If the coordinator is deposed, exit instead."""
         if self._coordinator.deposed:
             ray.actor.exit_actor()  # type: ignore[no-untyped-call]
         return m.encode_message(answer)
 
 
 def get_coordinator_handle(config: RayConfig) -> Any:
-    """The actor handle of the coordinator; starts the actor if there is none."""
+    """The handle of the coordinator's actor. Starts the actor if there is none."""
     options = {
         "name": ACTOR_NAME,
         "namespace": config.namespace,
@@ -87,7 +90,7 @@ def get_coordinator_handle(config: RayConfig) -> Any:
 
 
 class CoordinatorActorClient(CoordinatorClient):
-    """Calls a coordinator's methods on its actor."""
+    """Client that calls the coordinator's actor. After an error, the next call looks up the actor again."""
 
     def __init__(self, config: RayConfig) -> None:
         self._config = config

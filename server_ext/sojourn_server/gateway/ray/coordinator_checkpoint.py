@@ -19,9 +19,10 @@ from .coordinator_messages import ReplicaInfo
 logger = logging.getLogger(__name__)
 
 VERSION = 1
+"""Version of the format of checkpoints."""
 
 MAX_COPY_TIME_FRACTION = 0.02
-"""Maximum fraction of the event loop's time for copying the state into checkpoints."""
+"""Maximum fraction of the event loop's time that copies of the state for checkpoints may take."""
 
 
 class CoordinatorCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +30,9 @@ class CoordinatorCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = VERSION
     epoch: int
+    """Epoch of the coordinator."""
     unix_s: float
+    """Unix time of ``core``."""
     core: RoutingState | None
     """State of the routing core; ``None``: the coordinator has only just started."""
     engines: dict[str, list[ReplicaInfo]]
@@ -37,12 +40,14 @@ class CoordinatorCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _CheckpointHeader(msgspec.Struct):
+    """The fields that checkpoints of all versions have."""
+
     version: int
     epoch: int
 
 
 def read_checkpoint(path: Path) -> CoordinatorCheckpoint | None:
-    """Read a checkpoint; ``None``: there is none, or it cannot be read, which is logged."""
+    """Read a checkpoint. ``None``: there is no file, or it cannot be read; the latter is logged."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=CoordinatorCheckpoint)
     except FileNotFoundError:
@@ -53,7 +58,7 @@ def read_checkpoint(path: Path) -> CoordinatorCheckpoint | None:
 
 
 def read_checkpoint_epoch(path: Path) -> int:
-    """Epoch of the coordinator that wrote the file; 0: there is none, or it cannot be read."""
+    """Epoch of the coordinator that wrote the file; 0: there is no file, or it cannot be read."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=_CheckpointHeader).epoch
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -61,8 +66,8 @@ def read_checkpoint_epoch(path: Path) -> int:
 
 
 def write_checkpoint(path: Path, checkpoint: CoordinatorCheckpoint) -> int:
-    """Write ``checkpoint``, unless the file is from a coordinator with a higher epoch. Returns the epoch of
-    the checkpoint that is then in the file.
+    """Write ``checkpoint`` to the file, unless a coordinator with a higher epoch wrote the file. Returns the
+    epoch of the checkpoint that is in the file afterwards.
 
     Raises ``OSError``.
     """
@@ -94,8 +99,9 @@ class CheckpointWriter:
         copy: Callable[[], CoordinatorCheckpoint],
         on_epoch: Callable[[int], object],
     ) -> None:
-        """``copy`` makes a checkpoint. ``on_epoch`` is called after each write, and regularly without one,
-        with the epoch of the checkpoint in the file. ``pause_s``: minimum time between two writes."""
+        """``copy``: function that returns a checkpoint of the present state. ``on_epoch``: function that is
+        called with the epoch of the checkpoint in the file, after each write and regularly between writes.
+        ``pause_s``: minimum seconds between two writes."""
         self._path = path
         self._pause_s = pause_s
         self._copy = copy
@@ -111,11 +117,11 @@ class CheckpointWriter:
 
     @property
     def is_current(self) -> bool:
-        """Whether the file has all changes."""
+        """Whether the file has all changes of the state."""
         return self._written == self._changes
 
     def write(self, checkpoint: CoordinatorCheckpoint) -> bool:
-        """Write a checkpoint now. Returns False if that failed, which is logged."""
+        """Write a checkpoint now. Returns False if the write failed; the failure is logged."""
         try:
             self._on_epoch(write_checkpoint(self._path, checkpoint))
         except OSError as error:

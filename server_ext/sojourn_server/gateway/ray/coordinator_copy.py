@@ -10,10 +10,11 @@ from ..http.replica_addresses import ReplicaAddress, ReplicaAddresses
 from .coordinator_messages import ReplicaInfo
 
 OnAffinityChange = Callable[[Key, Home], None]
+"""Function that is called with a program's key and its new home."""
 
 
 class ProgramAffinityCache:
-    """Programs' homes, as the coordinator or its predecessor has last reported them.
+    """Homes of programs, as the present or an earlier coordinator has last reported them.
 
     A restarted coordinator may lack its predecessor's latest homes. The cache keeps those homes until the new
     coordinator reports others, so that programs stay where they are.
@@ -21,8 +22,9 @@ class ProgramAffinityCache:
 
     def __init__(self) -> None:
         self.life = ""
+        """Id of the routing core that numbered ``version``."""
         self.version = -1
-        """Version of the coordinator's change log that this copy has; -1: none from this coordinator yet."""
+        """Version of the last change of homes that this copy has; -1: no change from this coordinator yet."""
         self._homes: dict[Key, Home] = {}
 
     def get(self, tenant: str, program_id: str) -> Home | None:
@@ -30,14 +32,15 @@ class ProgramAffinityCache:
         return self._homes.get((tenant, program_id))
 
     def put(self, key: Key, home: Home | None) -> None:
-        """Set a home before the coordinator reports it; ``None``: remove the home."""
+        """Set a program's home before the coordinator reports it; ``None``: remove the home."""
         if home is not None:
             self._homes[key] = home
         else:
             self._homes.pop(key, None)
 
     def apply(self, changes: HomeChanges, on_affinity_change: OnAffinityChange) -> None:
-        """Apply reported changes. Calls ``on_affinity_change`` for each program whose home has changed."""
+        """Apply changes that the coordinator reports. Calls ``on_affinity_change`` for each program with a
+        new home. No effect if earlier changes are missing: the next poll requests them again."""
         if not changes.full and (changes.life != self.life or changes.since > self.version):
             return  # changes in between are missing: they are requested again
         if changes.full and changes.life == self.life:
@@ -57,14 +60,13 @@ class ProgramAffinityCache:
             self.life, self.version = changes.life, changes.version
 
     def forget_replica(self, replica_id: str, instance: str) -> None:
-        """Remove all homes at a replica that is gone."""
+        """Remove all homes at this instance of a replica, because it is gone."""
         for key in [key for key, home in self._homes.items() if home == (replica_id, instance)]:
             self.put(key, None)
 
 
 INHERITED_TTL_S = 10.0
-"""How long a replica stays known that the previous coordinator reported and the new one has not reported
-yet."""
+"""Seconds after which a replica of the previous coordinator is forgotten, unless the new one reports it."""
 
 
 class ReplicaCache(Mapping[str, ReplicaInfo]):
@@ -74,7 +76,7 @@ class ReplicaCache(Mapping[str, ReplicaInfo]):
     def __init__(self, replicas: ReplicaAddresses, on_gone: Callable[[str, str], None]) -> None:
         """``on_gone`` is called with the id and instance of each replica that is not known any more."""
         self.version = -1
-        """Version of the coordinator's report; -1: no report since this gateway joined."""
+        """Version of the coordinator's last report; -1: there was none since this gateway joined."""
         self.inherited: dict[str, ReplicaInfo] = {}
         """Replicas of the previous coordinator that the new one has not reported yet."""
         self._inherited_s = 0.0
@@ -83,14 +85,16 @@ class ReplicaCache(Mapping[str, ReplicaInfo]):
         self._on_gone = on_gone
 
     def joined(self, now: float, *, another: bool) -> None:
-        """Record that this gateway joined a coordinator. ``another``: a different one than before."""
+        """Record that this gateway joined a coordinator. ``another``: whether it is another coordinator than
+        before."""
         self.version = -1
         if another:
             self.inherited = dict(self._places)
             self._inherited_s = now
 
     def update(self, places: Sequence[ReplicaInfo], version: int) -> None:
-        """Replace the replicas by those that the coordinator reports; an older report is ignored."""
+        """Replace the replicas by those that the coordinator reports. Inherited replicas stay. A report that
+        is not newer than the last one is ignored."""
         if version > self.version:
             self.version = version
             self._set_replicas(places)
@@ -103,6 +107,7 @@ class ReplicaCache(Mapping[str, ReplicaInfo]):
             self._set_replicas(reported)
 
     def _set_replicas(self, places: Sequence[ReplicaInfo]) -> None:
+        """Set the reported replicas, update the table of addresses, and call ``on_gone`` for lost ones."""
         reported = {place.replica_id: place for place in places}
         self.inherited = {name: place for name, place in self.inherited.items() if name not in reported}
         before, self._places = self._places, {**self.inherited, **reported}

@@ -1,7 +1,8 @@
 """Messages between coordinator, gateways and engines. Plain data, encoded as msgpack.
 
-``epoch`` identifies the coordinator that sends or receives a message. A later coordinator has a higher epoch,
-and messages of earlier ones are ignored from then on.
+In all messages, ``epoch`` identifies the coordinator that sends or receives the message. A later coordinator
+has a higher epoch. ``seen_epoch`` is the highest epoch that the sender has seen. Messages of earlier
+coordinators are ignored.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from . import coordinator_messages as m
 Message = TypeVar("Message")
 
 IN_FLIGHT_UNKNOWN = -1
-"""Value of ``DrainResponse.in_flight`` for an engine that has not registered with this coordinator. The
-engine must not count as drained then."""
+"""Value of ``DrainResponse.in_flight`` for an engine that has not registered with this coordinator. Such an
+engine does not count as drained."""
 
 
 class MessageEncodingError(Exception):
@@ -32,34 +33,38 @@ class MessageEncodingError(Exception):
 
 
 class ResponseStatus(str, Enum):
-    """Result of a message."""
+    """The coordinator's answer to a message."""
 
     OK = "ok"
     JOIN = "join"
-    """The coordinator does not know the sender, or has restarted: the sender has to join (again) and report
-    everything."""
+    """The coordinator does not know the sender, for instance because it has restarted. The sender has to join
+    and report all its requests."""
     DEPOSED = "deposed"
-    """There is a later coordinator; this one decides nothing any more."""
+    """There is a later coordinator, and this one makes no more decisions."""
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True):
-    """A replica, as gateways know it."""
+    """What the coordinator tells gateways about a replica."""
 
     replica_id: str
     url: str
+    """URL of the replica's engine."""
     rank: int | None
+    """Data-parallel rank; ``None``: the engine has a single rank."""
     description: EngineDescription
     health: str
+    """``up``, ``draining`` or ``suspect``."""
     direct: bool
-    """Whether gateways may send turns to this replica without asking the coordinator, if it is the program's
-    home."""
+    """Whether gateways may send the turns of programs whose home is this replica without asking the
+    coordinator."""
     takes_new: bool
+    """Whether the replica accepts programs from elsewhere."""
     paths: PairCapabilities | None = None
     """Capabilities of a prefill or decode engine; ``None`` for other engines."""
 
     @property
     def instance(self) -> str:
-        """Id of the engine's process, which changes with each restart."""
+        """Id of the engine, which changes with each restart."""
         return self.description.instance
 
 
@@ -77,14 +82,14 @@ class JoinRequest(msgspec.Struct, frozen=True):
     gateway_id: str
     seen_epoch: int
     requests: tuple[routing_events.RequestReceived | routing_events.RequestSent, ...] = ()
-    """All requests of the gateway in progress, sent or waiting. ``deadline_s`` is relative to the time of
-    sending."""
+    """All requests of the gateway in progress, sent or waiting. Their ``deadline_s`` is in seconds from
+    now."""
     join: int = 0
     """Number of this join, counted by the gateway."""
 
 
 class ReportRequest(msgspec.Struct, frozen=True):
-    """Events of a gateway, in order. ``deadline_s`` is relative to the time of sending."""
+    """A batch of events of a gateway, in order. Their ``deadline_s`` is in seconds from now."""
 
     gateway_id: str
     epoch: int
@@ -93,9 +98,11 @@ class ReportRequest(msgspec.Struct, frozen=True):
     facts: tuple[routing_events.AnyRoutingEvent, ...]
     probes: tuple[ReplicaProbeResult, ...] = ()
     acked: int = 0
+    """Number of the last action that the gateway has received."""
     places_version: int = -1
+    """Version of the gateway's list of replicas; -1: it has none."""
     join: int = 0
-    """Number of the gateway's latest join, by which late batches are recognised."""
+    """Number of the gateway's latest join. Batches of earlier joins are ignored."""
 
 
 class PollRequest(msgspec.Struct, frozen=True):
@@ -108,22 +115,26 @@ class PollRequest(msgspec.Struct, frozen=True):
     version: int
     """Version of the gateway's copy of homes; -1: it has none from this coordinator."""
     places_version: int
+    """Version of the gateway's list of replicas; -1: it has none."""
     join: int = 0
     """Number of the gateway's latest join, as in ``ReportRequest``."""
 
 
 class CoordinatorResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Answer to a gateway. ``mail_from`` is the number of the first action in ``mail``. The gateway skips
-    actions that it already has."""
+    """Answer to a gateway."""
 
     epoch: int
     status: ResponseStatus = ResponseStatus.OK
     mail_from: int = 1
+    """Number of the first action in ``mail``."""
     mail: tuple[routing_events.AnyRoutingAction, ...] = ()
+    """Actions that the gateway has not acknowledged. The gateway skips those that it already has."""
     homes: HomeChanges | None = None
+    """Changed homes; ``None``: there are none, or this is no answer to a poll."""
     places: tuple[ReplicaInfo, ...] | None = None
-    """All replicas; ``None``: unchanged since the last answer."""
+    """All replicas; ``None``: unchanged since the version that the gateway has."""
     places_version: int = -1
+    """Version of the coordinator's list of replicas."""
 
 
 class EngineRegistration(msgspec.Struct, frozen=True):
@@ -136,8 +147,7 @@ class EngineRegistration(msgspec.Struct, frozen=True):
     paths: PairCapabilities | None = None
     """Capabilities of a prefill or decode engine; ``None`` for other engines."""
     links: dict[str, LinkStats] = {}
-    """Link statistics of a prefill or decode engine, by link name; empty: not polled since the last
-    report."""
+    """State of a prefill or decode engine's links, by link name; empty: there is no new state."""
 
 
 class RegistrationResponse(msgspec.Struct, frozen=True):
@@ -150,7 +160,7 @@ class RegistrationResponse(msgspec.Struct, frozen=True):
 
 
 class EngineStopped(msgspec.Struct, frozen=True):
-    """An engine's process has ended, as its supervisor reports."""
+    """A supervisor reports that an engine's process has ended. ``reason``: text for the log."""
 
     engine_id: str
     instance: str
@@ -164,11 +174,11 @@ class DrainRequest(msgspec.Struct, frozen=True):
 
 
 class DrainResponse(msgspec.Struct, frozen=True):
-    """Progress of a drain. The engine is known if the status is ``OK`` and ``in_flight`` is not
-    ``IN_FLIGHT_UNKNOWN``."""
+    """Progress of a drain."""
 
     epoch: int
     in_flight: int
+    """Number of the engine's requests in flight, or ``IN_FLIGHT_UNKNOWN``."""
     status: ResponseStatus = ResponseStatus.OK
 
 
@@ -179,10 +189,13 @@ class CoordinatorState(msgspec.Struct, frozen=True):
     restored: int
     """Number of programs with a home in the checkpoint that the coordinator read."""
     gateways: int
+    """Number of gateways that have joined."""
     wanted_engines: int
+    """Number of engines that the cluster should have."""
     programs: list[ProgramRouteStatus]
     replicas: list[ReplicaStatus]
     uses: dict[str, float]
+    """Used capacity ÷ share, by tenant; empty if tenants do not share capacity."""
     pairs: list[PairEngineStatus] = []
     """Prefill and decode engines, listed here instead of in ``replicas``."""
 
@@ -196,18 +209,19 @@ def encode_message(message: Any) -> bytes:
 
 
 def decode_message(data: bytes, kind: type[Message]) -> Message:
-    """Decode a message of the type ``kind``. Raises ``msgspec.ValidationError`` for another type."""
+    """Decode a message of the type ``kind``. Raises ``msgspec.DecodeError`` for anything else."""
     return msgspec.msgpack.decode(data, type=kind)
 
 
 CALL_TIMEOUT_S = 10.0
+"""Default seconds that a caller waits for the coordinator's answer."""
 
 Answered = TypeVar("Answered")
 
 
 class CoordinatorUnavailable(Exception):
-    """The coordinator does not answer: it restarts, or is unreachable. The message may have been
-    processed."""
+    """The coordinator does not answer: it is restarting or cannot be reached. It may have processed the
+    message."""
 
 
 REQUESTS: dict[str, type[Any] | None] = {
@@ -219,17 +233,17 @@ REQUESTS: dict[str, type[Any] | None] = {
     "drain": DrainRequest,
     "state": None,
 }
-"""The coordinator's methods and the message that each takes; ``None``: no message."""
+"""The coordinator's methods, each with the type of its message; ``None``: the method takes no message."""
 
 
 class CoordinatorClient(ABC):
-    """Calls a coordinator's methods. All raise ``CoordinatorUnavailable``, and ``MessageEncodingError`` for a
-    message that cannot be encoded."""
+    """Calls the methods of a remote ``Coordinator``. Each raises ``CoordinatorUnavailable`` without an
+    answer, and ``MessageEncodingError`` for a message that cannot be encoded."""
 
     @abstractmethod
     async def _call(self, method: str, message: Any, kind: type[m.Message]) -> m.Message:
-        """Call a method with ``message`` (``None``: without one) and return its answer, of the type ``kind``.
-        Raises ``CoordinatorUnavailable``, ``MessageEncodingError``."""
+        """Call a method with ``message`` (``None``: without one); return its answer, which has the type
+        ``kind``. Raises ``CoordinatorUnavailable``, ``MessageEncodingError``."""
 
     async def join(self, join: m.JoinRequest) -> m.CoordinatorResponse:
         return await self._call("join", join, m.CoordinatorResponse)
@@ -256,11 +270,11 @@ class CoordinatorClient(ABC):
 async def call_with_timeout(
     call: Coroutine[Any, Any, Answered], timeout_s: float = CALL_TIMEOUT_S
 ) -> Answered:
-    """Await a call and return its result. Raises the call's exceptions, and ``CoordinatorUnavailable`` after
-    ``timeout_s``.
+    """Await a call to the coordinator and return its result. Raises the call's exceptions, and
+    ``CoordinatorUnavailable`` after ``timeout_s`` seconds.
 
-    This replaces ``asyncio.wait_for``, which before Python 3.12 swallows a cancellation that coincides with
-    the result.
+    ``asyncio.wait_for`` is no alternative: before Python 3.12 it loses a cancellation that coincides with the
+    result.
     """
     calling = asyncio.ensure_future(call)
     try:
