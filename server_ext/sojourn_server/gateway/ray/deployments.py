@@ -1,5 +1,5 @@
-"""Ray Serve's deployments of engines and of gateways, and the HTTP servers that gateways run without
-Serve."""
+"""Ray Serve's deployments of engines and gateways, and the gateways' own HTTP servers beside Serve's
+proxies."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ from .engine_supervisor import EngineSupervisor
 from .ray_config import EngineGroup, RayConfig, parse_config, read_key
 
 KEEP_ALIVE_S = 75
-"""Seconds that an idle connection stays open. Clients and load balancers should close idle connections
-earlier, so this is longer than their usual limits."""
+"""Seconds that an idle connection of a client stays open. Clients and load balancers should close idle
+connections first, so this is longer than their usual limits."""
 
 
 async def serve_http(app: Starlette, host: str, port: int) -> None:
-    """Serve ``app`` until cancelled, then finish running requests. Several processes may share the port."""
+    """Serve ``app`` until cancelled; then finish running requests, at most ``STREAM_GRACE_S``. Several
+    processes may share the port."""
     config = uvicorn.Config(
         app,
         http=HeaderDeadlineProtocol,
@@ -67,6 +68,7 @@ async def serve_http(app: Starlette, host: str, port: int) -> None:
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:
+    """Open a TCP socket at an address that several processes may share."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio disables Nagle's algorithm, which costs 40 ms, only for sockets declared as TCP.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -78,10 +80,11 @@ def _bound_socket(host: str, port: int) -> socket.socket:
 
 
 def restrict_to_loopback() -> None:
-    """Restrict a Serve replica's own server to the loopback interface. Serve opens that server for calls
-    between deployments. By default it listens on all interfaces, and no setting changes that.
+    """Restrict the server of a Serve replica to the loopback interface. Serve opens this server for calls
+    between deployments. It listens on all interfaces otherwise, and no setting changes that.
 
-    Call this before the replica is ready. Raises ``RuntimeError`` if this release of Ray works differently.
+    Call this in the replica's process before the replica is ready. Raises ``RuntimeError`` if this release of
+    Ray works differently.
     """
     from ray.serve._private import replica
 
@@ -104,20 +107,25 @@ def restrict_to_loopback() -> None:
 logger = logging.getLogger(__name__)
 
 GATEWAY = "Gateway"
+"""Name of the gateways' deployment."""
 WANTED_ENGINES_METRIC = "wanted_engines"
+"""Name under which engine replicas report the wanted number of engines to Serve."""
 GATEWAY_CPUS = 0.1
 """CPUs that Ray reserves for a gateway."""
 MAX_ONGOING_REQUESTS = 100_000
-"""Serve's limit of requests per gateway. It is high, because the coordinator already limits waiting
+"""Serve's limit of requests per gateway. The limit is high, because the coordinator already limits waiting
 requests."""
 STREAM_GRACE_S = 60.0
+"""Seconds that a stopping gateway waits for running requests to end."""
 
 
 class EngineReplica:
-    """One engine as a Serve replica. Requests are sent to the engine's own address, not through Serve."""
+    """One engine as a Serve replica. Gateways send requests to the engine's own address, not through
+    Serve."""
 
     async def __init__(self, config: dict[str, Any], name: str) -> None:  # type: ignore[misc]
-        """``name``: name of the deployment."""
+        """Start the engine and wait until it answers. ``config``: a document that ``parse_config`` reads.
+        ``name``: name of the deployment, which is that of the ``EngineGroup``."""
         read = parse_config(config, source="the deployment")
         if read.on_loopback:
             restrict_to_loopback()
@@ -141,7 +149,7 @@ class EngineReplica:
         await self._supervisor.start()
 
     def check_health(self) -> None:
-        """Raise if the engine is gone, so that Serve starts another replica."""
+        """Raise ``EngineFailed`` if the engine is gone, so that Serve replaces this replica."""
         self._supervisor.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -157,15 +165,16 @@ class EngineReplica:
 
 
 def autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Return the number of engines that the coordinator wants, and Serve's state of a policy, which is empty
-    here. Engine replicas get the number when they register, and report it to Serve."""
+    """Serve's autoscaling policy: return (number of engines that the coordinator wants, empty policy state).
+    Engine replicas get the number when they register, and report it to Serve as a metric."""
     told = (context.aggregated_metrics or {}).get(WANTED_ENGINES_METRIC, {})
     wanted = int(max(told.values(), default=0))
     return wanted or context.target_num_replicas, {}
 
 
 def engine_command(config: RayConfig, group: EngineGroup, host: str) -> list[str]:
-    """The command that starts an engine at ``host``, with placeholders in braces."""
+    """The command that starts an engine of a group, with placeholders such as ``{port}``. ``host``: address
+    at which a prefill or decode engine listens for KV."""
     if group.engines.command:
         return list(group.engines.command)
     args = list(group.engines.args)
@@ -181,6 +190,7 @@ def engine_command(config: RayConfig, group: EngineGroup, host: str) -> list[str
 
 
 def _role_args(config: RayConfig, role: str, args: Sequence[str], host: str) -> list[str]:
+    """The arguments of ``sojourn serve`` for a prefill or decode engine, beside the configured ``args``."""
     assert config.pairs.store is not None, "the configuration was checked"
     own = ["--role", role, "--kv-store", config.pairs.store, "--kv-node", "{node}"]
     own += ["--kv-store-name", f"{config.name[:40]}-{role}-{{rank}}"]
@@ -190,7 +200,7 @@ def _role_args(config: RayConfig, role: str, args: Sequence[str], host: str) -> 
 
 
 def _node_name() -> str:
-    """A unique name of this Ray node."""
+    """A unique name of this Ray node: Ray's name for it, else its id."""
     node_id = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         if node["NodeID"] == node_id and node.get("NodeName"):
@@ -199,8 +209,8 @@ def _node_name() -> str:
 
 
 class RayEngineMonitor(EngineMonitorProtocol):
-    """Probes replicas for the coordinator, and returns the engine descriptions that the coordinator
-    reported."""
+    """Monitor of a gateway on Ray: probes replicas at the coordinator's request, and returns the engine
+    descriptions that the coordinator reported."""
 
     def __init__(
         self,
@@ -214,7 +224,7 @@ class RayEngineMonitor(EngineMonitorProtocol):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def probe(self, told: ProbeReplica) -> None:
-        """Check now whether a replica is alive."""
+        """Start to check whether a replica is alive, and report the result to the coordinator."""
         task = asyncio.ensure_future(self._probe(told))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -226,14 +236,14 @@ class RayEngineMonitor(EngineMonitorProtocol):
             self._routing_backend.probed(told.replica_id, told.instance, alive is True)
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
-        """The last description of a replica's engine."""
+        """The last description of a replica's engine; ``None``: unknown."""
         place = self._routing_backend.places.get(replica_id)
         return place.description if place is not None else None
 
 
 def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend, Starlette]:
-    """Build a gateway replica, its routing backend and its ASGI application. Its routing core runs in the
-    remote coordinator."""
+    """Build a gateway whose decisions come from the remote coordinator. Returns (gateway, its routing
+    backend, its ASGI application)."""
     rules = routing_rules(config)
     preset = rules if isinstance(rules, ClusterPreset) else None
     options = GatewayOptions(
@@ -265,7 +275,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
 
 
 def load_tenants(config: RayConfig) -> TenantKeys:
-    """Read the configured keys. Raises ``TenantKeysError``, ``RayConfigError``."""
+    """Read the clients' keys that the configuration names. Raises ``TenantKeysError``, ``RayConfigError``."""
     if config.tenants is not None:
         return load_tenant_keys(Path(config.tenants))
     key = read_key(config.keys.api, "keys.api")
@@ -273,7 +283,7 @@ def load_tenants(config: RayConfig) -> TenantKeys:
 
 
 def application(config: RayConfig) -> Any:
-    """Return the application for ``serve.run``."""
+    """Return the Serve application of gateways and engines, for ``serve.run``."""
     document = config.plain()
     gateway: Any = serve.deployment(
         gateway_class(document),
@@ -290,7 +300,7 @@ def application(config: RayConfig) -> Any:
 
 
 def _engine_deployment(group: EngineGroup) -> Any:
-    """A deployment of one group of engines."""
+    """The Serve deployment of one group of engines."""
     engines = group.engines
     number: dict[str, Any] = {"num_replicas": engines.min}
     if engines.scales:
@@ -324,7 +334,8 @@ def _engine_deployment(group: EngineGroup) -> Any:
 
 
 def gateway_class(document: dict[str, Any]) -> type[Any]:
-    """The class of Serve's ingress. Each replica builds its own ASGI application."""
+    """Return the class of the gateways' deployment, Serve's ingress. Each replica builds its own ASGI
+    application. ``document``: a configuration that ``parse_config`` reads."""
 
     def build_app() -> Starlette:
         config = parse_config(document, source="the deployment")
@@ -337,10 +348,11 @@ def gateway_class(document: dict[str, Any]) -> type[Any]:
 
 
 def build(args: dict[str, Any]) -> Any:
-    """Return the application for ``serve deploy`` and a RayService.
+    """Return the Serve application for ``serve deploy`` and a RayService.
 
-    Their configuration names this function as ``import_path: sojourn_server.gateway.ray.deployments:build``,
-    with the keys of the gateway's configuration under ``args``. Raises ``RayConfigError``.
+    The configuration of these names this function as
+    ``import_path: sojourn_server.gateway.ray.deployments:build``, and has the keys of the gateway's
+    configuration under ``args``. Raises ``RayConfigError``.
     """
     return application(parse_config(args, source="args"))
 

@@ -28,24 +28,29 @@ from ..http.engine_reports import EngineDescription, PairEngineDescription, desc
 logger = logging.getLogger(__name__)
 
 READY_POLL_S = 0.25
+"""Seconds between two polls of an engine that starts."""
 PROGRESS_LOG_INTERVAL_S = 15.0
+"""Seconds between two log lines about an engine that starts."""
 STOP_GRACE_S = 10.0
-"""Time for an engine to end by itself before it is killed."""
+"""Seconds for an engine to end after SIGTERM before it is killed."""
 
 _EXCLUDED_PREFIXES = ("RAY_", "SERVE_")
+"""Beginnings of the names of Ray's variables, which engines do not get."""
 # Ray sets this variable to the actor's reserved CPUs; the engine may use more.
 _EXCLUDED_VARIABLES = frozenset({"OMP_NUM_THREADS"})
 
 
 class EngineFailed(RuntimeError):
-    """An engine failed to start, or has ended; the text ends with the tail of its log."""
+    """An engine failed to start, or has ended. The text says why; after a failed start it may end with the
+    last lines of the engine's log."""
 
 
 class EngineProcess:
-    """An engine process. In ``command``, ``{host}``, ``{port}`` and ``{engine}`` stand for the engine's
-    address and name.
+    """An engine in a child process. In ``command``, ``{host}``, ``{port}`` and ``{engine}`` stand for the
+    engine's address and id.
 
-    Call ``start`` and ``end`` in one thread that lives at least as long as the engine.
+    Call ``start`` in a thread that lives as long as the engine: the engine ends with the thread that started
+    it.
     """
 
     def __init__(
@@ -61,14 +66,18 @@ class EngineProcess:
         role: PairRole | None = None,
         words: Mapping[str, str] | None = None,
     ) -> None:
-        """The engine gets this process's environment without Ray's variables, plus ``environment``. ``role``:
-        role of a prefill or decode engine; if the engine cannot be part of a pair, the start fails.
-        ``words``: further placeholders of ``command`` and their values."""
+        """``environment``: variables that are added to this process's environment without Ray's variables.
+        ``key``: key for queries to the engine. ``role``: role of a prefill or decode engine; ``None``:
+        neither. With a role, the start fails if the engine cannot be part of a pair. ``words``: further
+        placeholders of ``command``, with their values."""
         self.engine_id = engine_id
         self.role = role
         self.instance = ""
+        """Random id of the started process; empty before the start."""
         self.port = 0
+        """Port of the engine's API; 0 before the start."""
         self.log_path = log_dir / f"engine-{engine_id}.log"
+        """File of the engine's output."""
         self._host = host
         self._command = tuple(command)
         self._words = dict(words or {})
@@ -81,7 +90,7 @@ class EngineProcess:
 
     @property
     def url(self) -> str:
-        """The engine's address."""
+        """URL of the engine's API."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.port}"
 
@@ -96,7 +105,8 @@ class EngineProcess:
         return self._process.poll() if self._process is not None else None
 
     async def start(self) -> EngineDescription:
-        """Start the engine and wait until it answers. Raises ``EngineFailed``."""
+        """Start the engine, wait until it answers, and return its description. Raises ``EngineFailed``, after
+        the process has been ended."""
         self.port = _free_port(self._host)
         self.instance = secrets.token_hex(6)
         self._probe = EngineProbe(
@@ -127,13 +137,14 @@ class EngineProcess:
             raise
 
     async def lives(self) -> bool | None:
-        """Whether the engine is alive; ``None``: unknown, for example because it does not answer in time."""
+        """Check the engine's health. False: it refuses connections or says that it is unhealthy. ``None``:
+        unknown, for example because it does not answer in time."""
         assert self._probe is not None, "the engine was not started"
         return await self._probe.lives()
 
     async def describe(self) -> EngineDescription | None:
-        """Request the engine's description; ``None``: there is none yet. A new description that is incomplete
-        would look like another engine, so the last complete one is returned instead."""
+        """Request the engine's description; ``None``: there is none yet. If the new description is
+        incomplete, the last complete one is returned, since missing values would look like another engine."""
         assert self._probe is not None, "the engine was not started"
         described = await self._probe.describe()
         if described is not None:
@@ -141,9 +152,12 @@ class EngineProcess:
         return self._probe.described
 
     def _is_enough(self, answered: Collection[str]) -> bool:
+        """Whether the answered paths suffice for a first description: with a role, capabilities are
+        needed."""
         return CAPABILITIES_PATH in answered if self.role is not None else bool(answered)
 
     def _read(self, *told: Any) -> EngineDescription:
+        """Build the engine's description from its answers, with this process's ``instance``."""
         if self.role is None:
             return replace(describe_engine(*told), instance=self.instance)
         pair = describe_pair(*told)
@@ -151,11 +165,12 @@ class EngineProcess:
         return replace(pair, instance=life)
 
     async def links(self) -> dict[str, LinkStats]:
-        """Queues of a prefill or decode engine's links, by link name; empty: not reported."""
+        """Query the state of a prefill or decode engine's links, by link name; empty: not reported."""
         return (await self._probe.links() if self._probe is not None else None) or {}
 
     async def end(self, grace_s: float = STOP_GRACE_S) -> None:
-        """End the engine and its children. Repeating this is harmless."""
+        """End the engine and its children: SIGTERM, and SIGKILL after ``grace_s`` seconds. Further calls have
+        no effect."""
         process = self._process
         if process is not None:
             if process.poll() is None:
@@ -171,7 +186,7 @@ class EngineProcess:
             self._session = None
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines of the engine's log."""
+        """The last lines of the engine's log; empty if the log cannot be read."""
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - 16_384))
@@ -180,6 +195,7 @@ class EngineProcess:
             return ""
 
     async def _ready(self) -> EngineDescription:
+        """Wait until the started engine answers, and return its description. Raises ``EngineFailed``."""
         began_s = last_log_s = time.monotonic()
         while True:
             waited_s = time.monotonic() - began_s
@@ -202,6 +218,7 @@ class EngineProcess:
             await asyncio.sleep(READY_POLL_S)
 
     def _check_role(self, told: EngineDescription) -> None:
+        """Raise ``EngineFailed`` if the engine cannot be part of a pair in its role."""
         if self.role is None:
             return
         assert isinstance(told, PairEngineDescription)
@@ -212,6 +229,7 @@ class EngineProcess:
             raise EngineFailed(f"the engine cannot be in a pair: {why}")
 
     def _format_command(self) -> list[str]:
+        """The command with the values of all placeholders."""
         here = {"{host}": self._host, "{port}": str(self.port), "{engine}": self.engine_id}
         words = {**self._words, **here}
         filled = []
@@ -238,6 +256,7 @@ def environment(here: Mapping[str, str], added: Mapping[str, str]) -> dict[str, 
 
 
 def _free_port(host: str) -> int:
+    """A TCP port that is free at ``host`` now. Another process may take it before the engine does."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))

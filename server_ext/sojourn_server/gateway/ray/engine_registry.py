@@ -18,14 +18,14 @@ from ..http.replica_addresses import rank_addresses
 from .coordinator_messages import EngineRegistration, ReplicaInfo
 
 SAMPLE_TURNS = 8
-"""Number of sample turns that test whether a policy sends all turns of a program to its home."""
+"""Number of sample turns by which ``routes_home_directly`` tests a policy."""
 
 
 class RegistrationResult(NamedTuple):
-    """Result of a registration."""
+    """Result of an engine's registration: its replicas, and what the registration replaces."""
 
     places: list[ReplicaInfo]
-    """The engine's replicas."""
+    """The engine's replicas, one per data-parallel rank."""
     changed: bool
     """Whether the replicas differ from those of the last registration."""
     left: list[ReplicaInfo]
@@ -35,19 +35,20 @@ class RegistrationResult(NamedTuple):
 
 
 class EngineRegistry:
-    """All engines, in the order of registration."""
+    """All engines that have registered, here or with an earlier coordinator, in the order of registration."""
 
     def __init__(self, engines: Mapping[str, list[ReplicaInfo]] | None = None) -> None:
         self._engines = {engine: list(places) for engine, places in (engines or {}).items()}
         self._drains: dict[str, str | None] = {}
-        """Instance of each drained engine, by engine id; ``None`` for an engine that has not registered
+        """Instance of each engine that drains, by engine id; ``None`` for an engine that has not registered
         yet."""
         self._heard: set[str] = set()
-        """Ids of the engines that have registered here; the others come from the checkpoint."""
+        """Ids of the engines that have registered with this coordinator. The others come from the
+        checkpoint."""
         self.shown: tuple[ReplicaInfo, ...] = ()
-        """The replicas as gateways get them, as of the last ``refresh_shown``."""
+        """The list of replicas for gateways, as of the last ``refresh_shown``."""
         self.version = 0
-        """Version of ``shown``."""
+        """Version of ``shown``, which grows with each change."""
 
     def kept(self) -> dict[str, list[ReplicaInfo]]:
         """A copy of the engines and their replicas, for the checkpoint."""
@@ -69,7 +70,7 @@ class EngineRegistry:
         return engine_id in self._heard
 
     def put(self, registration: EngineRegistration) -> RegistrationResult:
-        """Register an engine. A restarted engine does not drain any more."""
+        """Register an engine, or update its registration. A restarted engine does not drain any more."""
         before = self.of(registration.engine_id)
         was = {place.replica_id: place for place in before}
         of, paths = registration.description, registration.paths
@@ -102,7 +103,7 @@ class EngineRegistry:
         )
 
     def remove(self, engine_id: str) -> list[ReplicaInfo]:
-        """Remove an engine; returns its replicas."""
+        """Remove an engine and its drain; return its replicas, empty if it is unknown."""
         self._drains.pop(engine_id, None)
         self._heard.discard(engine_id)
         return self._engines.pop(engine_id, [])
@@ -120,8 +121,8 @@ class EngineRegistry:
         return engine_id in self._drains
 
     def refresh_shown(self, core: RoutingCore, routing: RoutingPolicy | None, now: float) -> bool:
-        """Update ``shown``; returns whether it changed. ``routing``: the policy of an affinity core, ``None``
-        for a pair core."""
+        """Update ``shown``; return whether it has changed. ``routing``: the policy of an affinity core;
+        ``None``: ``core`` is a pair core."""
         each = (
             self._shown(place, core, routing, now) for places in self._engines.values() for place in places
         )
@@ -135,7 +136,7 @@ class EngineRegistry:
     def _shown(
         self, place: ReplicaInfo, core: RoutingCore, routing: RoutingPolicy | None, now: float
     ) -> ReplicaInfo | None:
-        """A replica as gateways get it; ``None`` if it gets no requests."""
+        """A replica's entry in the list for gateways; ``None``: the replica gets no requests."""
         health = core.health(place.replica_id)
         if health is None:
             return None
@@ -157,16 +158,17 @@ class EngineRegistry:
         return sum(1 for places in self._engines.values() if places)
 
     def __iter__(self) -> Iterator[str]:
-        """The engines' ids."""
+        """Iterate over the ids of all engines."""
         return iter(self._engines)
 
 
 def routes_home_directly(core: AffinityCore, routing: RoutingPolicy, replica: Replica, now: float) -> bool:
-    """Whether gateways may send turns to this replica without asking, if it is the program's home. True if
-    the replica can take turns at once, and the policy sends all of ``SAMPLE_TURNS`` sample turns to their
-    home, this replica.
+    """Whether gateways may send the turns of programs whose home is this replica without asking the
+    coordinator.
 
-    If the policy fails, the failure is counted and gateways have to ask.
+    True if the replica can accept turns at once, and the policy sends ``SAMPLE_TURNS`` made-up turns, whose
+    home is this replica, all to this replica. If the policy fails, the failure is counted and the result is
+    False.
     """
     if (
         replica.health is not ReplicaHealth.UP
@@ -188,25 +190,30 @@ def routes_home_directly(core: AffinityCore, routing: RoutingPolicy, replica: Re
 
 
 VOTE_TIMEOUT_S = 20.0
-"""Maximum duration of a vote. Gateways that have not voted by then are ignored."""
+"""Maximum duration of a vote, in seconds. Gateways that have not voted by then are ignored."""
 
 
 @dataclass(slots=True)
 class _LivenessVote:
+    """A running vote on whether an instance of a replica is alive."""
+
     instance: str
     asked: frozenset[str]
+    """Ids of the gateways that vote."""
     began_s: float
     failed: set[str] = field(default_factory=set)
+    """Ids of the gateways that did not reach the replica."""
 
 
 class LivenessQuorum:
-    """Running votes of the gateways on whether a replica is alive, by replica."""
+    """Votes of the gateways on whether a silent replica is alive, at most one vote per replica."""
 
     def __init__(self) -> None:
         self._liveness_votes: dict[str, _LivenessVote] = {}
 
     def begin(self, replica_id: str, instance: str, gateways: Collection[str], now: float) -> bool:
-        """Start a vote. Returns False if one is running already, or if there is no gateway."""
+        """Start a vote of these gateways on a replica. Returns False if a vote is running already, or if
+        there is no gateway."""
         trial = self._liveness_votes.get(replica_id)
         if not gateways or (
             trial is not None and trial.instance == instance and now - trial.began_s < VOTE_TIMEOUT_S
@@ -216,7 +223,8 @@ class LivenessQuorum:
         return True
 
     def heard(self, replica_id: str, instance: str, gateway_id: str, alive: bool) -> None:
-        """Record a gateway's vote on whether this instance of a replica is alive."""
+        """Record a gateway's vote on this instance of a replica. A vote that the replica is alive ends the
+        voting."""
         trial = self._liveness_votes.get(replica_id)
         if trial is None or trial.instance != instance:
             return
@@ -226,13 +234,12 @@ class LivenessQuorum:
             trial.failed.add(gateway_id)
 
     def over(self, replica_id: str) -> None:
-        """Cancel a vote, because the replica's state became known in another way."""
+        """Cancel the vote on a replica, if any, because its state became known in another way."""
         self._liveness_votes.pop(replica_id, None)
 
     def unreachable(self, gateways: Collection[str], now: float) -> list[tuple[str, str]]:
-        """End the votes that are decided. Returns id and instance of each replica that lost its vote: a
-        gateway failed to reach it, and none reached it. ``gateways``: ids of the gateways that still
-        exist."""
+        """End the votes that are decided. Returns (id, instance) of each replica that no gateway reached and
+        at least one failed to reach. ``gateways``: ids of the gateways that still exist."""
         found = []
         for replica_id, trial in list(self._liveness_votes.items()):
             still_there = trial.asked & set(gateways)

@@ -1,5 +1,5 @@
-"""Supervises one engine's process, and registers the engine with the coordinator. ``deployments`` runs it on
-Ray."""
+"""Supervises one engine's process, and registers the engine with the coordinator. ``deployments`` runs a
+supervisor in each engine replica on Ray."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ from .engine_process import STOP_GRACE_S, EngineFailed, EngineProcess
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.5
+"""Seconds between two registrations of the engine with the coordinator (heartbeats)."""
 PROCESS_POLL_S = 0.1
+"""Seconds between two looks at the engine's process."""
 HEARTBEATS_PER_DESCRIPTION = 60
-"""Number of heartbeats between two descriptions of the engine."""
+"""Number of heartbeats between two queries for the engine's description."""
 HEARTBEATS_PER_LINK_STATUS = 4
-"""Number of heartbeats between two descriptions of a prefill or decode engine. The queues of its links are
-read as often."""
+"""The same for a prefill or decode engine, whose links are queried at the same time."""
 SUPERVISOR_CALL_TIMEOUT_S = 5.0
+"""Seconds that a supervisor waits for the coordinator's answer."""
 DRAIN_POLL_S = 0.2
+"""Seconds between two queries for the progress of a drain."""
 MAX_FAILED_HEALTH_CHECKS = 3
 """Number of consecutive failed health checks after which a running process counts as failed."""
 
@@ -40,17 +43,21 @@ class EngineSupervisor:
     """Supervises one engine, from ``start`` to ``stop``."""
 
     def __init__(self, process: EngineProcess, calls: CoordinatorClient, *, drain_s: float) -> None:
-        """``drain_s``: time for running turns to end when the engine stops."""
+        """``drain_s``: maximum seconds for running turns to end when the engine stops."""
         self.process = process
         self.wanted_engines = 0
+        """Number of engines that the coordinator wants; 0: unknown."""
         self._calls = calls
         self._drain_s = drain_s
         self._description: EngineDescription | None = None
         self._links: dict[str, LinkStats] = {}
-        """The last report of links, if it has not been sent yet."""
+        """The last report of links that has not been sent yet; empty: there is none."""
         self._epoch = 0
+        """Highest epoch of a coordinator that has answered."""
         self._failure: str | None = None
+        """Why the engine counts as failed although its process runs; ``None``: it has not failed."""
         self._looking: asyncio.Task[None] | None = None
+        """The task of ``_look_after``."""
 
     async def start(self) -> None:
         """Start the engine, and supervise it from then on. Raises ``EngineFailed``."""
@@ -65,7 +72,8 @@ class EngineSupervisor:
             raise EngineFailed(self._failure)
 
     async def _look_after(self) -> None:
-        """Check and register the engine regularly, until cancelled or until the engine is gone."""
+        """Check and register the engine regularly, until cancelled or until the engine is gone. In the second
+        case, report this to the coordinator."""
         watching = asyncio.ensure_future(self._watch_process())
         beating = asyncio.ensure_future(self._beat())
         try:
@@ -80,7 +88,8 @@ class EngineSupervisor:
         await self._report_stopped()
 
     async def stop(self) -> None:
-        """Drain the engine, then end it."""
+        """Drain the engine for at most ``drain_s``, report its end to the coordinator, and end the
+        process."""
         try:
             if self.process.code is None and self._failure is None:
                 await self._drained()
@@ -93,10 +102,13 @@ class EngineSupervisor:
             await self.process.end(STOP_GRACE_S)
 
     async def _watch_process(self) -> None:
+        """Wait until the engine's process has ended."""
         while self.process.code is None:
             await asyncio.sleep(PROCESS_POLL_S)
 
     async def _beat(self) -> None:
+        """Register the engine regularly while it is healthy. Returns when it has failed too many health
+        checks."""
         beats = dead = 0
         every = HEARTBEATS_PER_DESCRIPTION if self.process.role is None else HEARTBEATS_PER_LINK_STATUS
         while True:
@@ -115,6 +127,7 @@ class EngineSupervisor:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _refresh_description(self) -> None:
+        """Query the engine's description and, for a prefill or decode engine, its links."""
         found = await self.process.describe()
         if isinstance(found, PairEngineDescription):
             self._links = await self.process.links()
@@ -123,6 +136,7 @@ class EngineSupervisor:
         self._description = found or self._description
 
     async def _register(self) -> None:
+        """Register the engine with the coordinator once. Without an answer, nothing happens."""
         of, links = self._description, self._links
         assert of is not None
         paths = of.paths if isinstance(of, PairEngineDescription) else None
@@ -139,12 +153,14 @@ class EngineSupervisor:
             self.wanted_engines = answer.wanted_engines
 
     async def _report_stopped(self, reason: str = "its process ended") -> None:
+        """Report to the coordinator that the engine is gone."""
         instance = self._description.instance if self._description is not None else self.process.instance
         gone = EngineStopped(self.process.engine_id, instance, reason)
         with contextlib.suppress(CoordinatorUnavailable):
             await call_with_timeout(self._calls.gone(gone), SUPERVISOR_CALL_TIMEOUT_S)
 
     async def _drained(self) -> None:
+        """Drain the engine, and wait until it has no requests in flight, at most ``drain_s``."""
         end_s = time.monotonic() + self._drain_s
         drain = DrainRequest(self.process.engine_id)
         quiet = 0

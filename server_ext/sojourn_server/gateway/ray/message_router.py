@@ -1,4 +1,4 @@
-"""Sends the coordinator's messages to gateways. Each gateway has an outbox, each request belongs to one
+"""Sends the coordinator's actions to gateways. Each gateway has an outbox, and each request belongs to one
 gateway."""
 
 from __future__ import annotations
@@ -14,40 +14,45 @@ from ...routing.routing_events import AnyRoutingAction
 class Outbox:
     """Actions for one gateway since it joined, numbered from 1 and kept until the gateway acknowledges them.
 
-    The outbox also puts the gateway's batches of events in order: calls to an actor may overtake each other.
-    So the batches are numbered, and one that arrives early waits for those before it.
+    The outbox also puts the batches of events from the gateway in order, since calls to an actor may overtake
+    each other. The batches are numbered from 0, and a batch that arrives early waits for those before it.
     """
 
     def __init__(self, now: float, join: int = 0) -> None:
         """``join``: number of the gateway's join."""
         self.heard_s = now
+        """Time of the gateway's last message."""
         self.join = join
         self.requests: set[str] = set()
         """Ids of the gateway's requests in progress."""
         self.wake = asyncio.Event()
+        """Set when the gateway's running poll has to be answered."""
         self._mail: deque[AnyRoutingAction] = deque()
         self._first = 1
+        """Number of the first action in ``_mail``."""
         self._next_batch = 0
+        """Number of the next batch to process."""
         self._waiting_batches: dict[int, asyncio.Future[None]] = {}
+        """Batches that arrived early, by number; the future is set when it is the batch's turn."""
 
     def post(self, action: AnyRoutingAction) -> None:
-        """Append an action."""
+        """Append an action, and have the gateway's running poll answered."""
         self._mail.append(action)
         self.wake.set()
 
     def since(self, acked: int) -> tuple[int, tuple[AnyRoutingAction, ...]]:
-        """Drop actions up to number ``acked``. Returns the number of the first remaining action, and all
-        remaining ones."""
+        """Drop the actions up to number ``acked``. Returns (number of the first remaining action, all
+        remaining actions)."""
         while self._first <= acked and self._mail:
             self._mail.popleft()
             self._first += 1
         return self._first, tuple(self._mail)
 
     async def turn(self, number: int) -> bool:
-        """Wait for the turn of a batch: until all batches before ``number`` are processed. Returns False if
-        the batch ``number`` itself was processed already.
+        """Wait until all batches before the batch ``number`` are processed. Returns False if this batch
+        itself was processed already.
 
-        If the gateway joins again meanwhile, it has another outbox, and the wait is cancelled.
+        Raises ``CancelledError`` if the gateway joins again or is lost meanwhile.
         """
         if number > self._next_batch:
             came = self._waiting_batches.setdefault(number, asyncio.get_running_loop().create_future())
@@ -55,14 +60,15 @@ class Outbox:
         return number == self._next_batch
 
     def taken(self, number: int) -> None:
-        """Record that a batch was processed."""
+        """Record that the batch ``number`` was processed: it is the next one's turn."""
         self._next_batch = number + 1
         following = self._waiting_batches.pop(self._next_batch, None)
         if following is not None and not following.done():
             following.set_result(None)
 
     def close(self) -> None:
-        """Cancel waiting batches: the gateway is gone or has joined again."""
+        """Cancel waiting batches and answer the running poll, because the gateway is gone or has joined
+        again."""
         for early in self._waiting_batches.values():
             early.cancel()
         self._waiting_batches.clear()
@@ -70,7 +76,7 @@ class Outbox:
 
 
 GATEWAY_LEASE_S = 20.0
-"""If a gateway is silent for this long, its requests count as ended."""
+"""Seconds without a message of a gateway after which its requests count as ended."""
 
 
 class MessageRouter:
@@ -93,8 +99,8 @@ class MessageRouter:
     def join(
         self, gateway_id: str, requests: Iterable[str], now: float, number: int = 0
     ) -> tuple[Outbox, set[str]]:
-        """Let a gateway join with all of its requests. ``number``: number of the join. Returns its new
-        outbox, and its earlier requests that are not among ``requests``."""
+        """Give a gateway that joins a new outbox. ``requests``: ids of all its open requests. ``number``:
+        number of the join. Returns (outbox, ids of earlier requests that are not among ``requests``)."""
         old = self._outboxes.get(gateway_id)
         box = self._outboxes[gateway_id] = Outbox(now, number)
         if old is None:
@@ -105,7 +111,8 @@ class MessageRouter:
         return box, old.requests - has
 
     def silent(self, now: float) -> dict[str, list[str]]:
-        """Remove the gateways that were silent for ``GATEWAY_LEASE_S``; returns them with their requests."""
+        """Remove the gateways that were silent for ``GATEWAY_LEASE_S``. Returns their ids with the ids of
+        their requests."""
         found = {}
         for gateway_id, box in list(self._outboxes.items()):
             if now - box.heard_s >= GATEWAY_LEASE_S:
@@ -115,7 +122,7 @@ class MessageRouter:
         return found
 
     def has(self, gateway_id: str, request_id: str) -> None:
-        """Record which gateway has a request."""
+        """Record that a joined gateway has a request."""
         self._owner[request_id] = gateway_id
         self._outboxes[gateway_id].requests.add(request_id)
 
@@ -131,11 +138,12 @@ class MessageRouter:
         together: Sequence[routing_events.AnyRoutingAction],
         told_by: str | None,
     ) -> None:
-        """Send an action to the gateway that has its request. A ``ProbeReplica`` goes to all gateways. A
-        ``ReleaseProgramKv`` goes to the gateway that moves the program according to ``together``, else to
-        ``told_by``.
+        """Send an action to the gateway that has the action's request. A ``ProbeReplica`` goes to all
+        gateways. A ``ReleaseProgramKv`` goes to the gateway that moves the program according to ``together``,
+        else to ``told_by``, else to any.
 
-        ``together``: all actions caused by the same event. ``told_by``: the gateway that reported the event.
+        ``together``: all actions that the same event caused. ``told_by``: id of the gateway that reported the
+        event; ``None``: none did.
         """
         if isinstance(action, routing_events.ProbeReplica):
             for each in self._outboxes.values():
@@ -158,7 +166,7 @@ class MessageRouter:
             box.post(action)
 
     def wake_all(self) -> None:
-        """Answer all running polls."""
+        """Have the running polls of all gateways answered."""
         for box in self._outboxes.values():
             box.wake.set()
 

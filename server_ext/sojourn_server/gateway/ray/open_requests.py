@@ -14,42 +14,47 @@ from ..http.routing_backend import GatewayRequestState
 from .coordinator_messages import ReplicaInfo
 
 MAX_WAIT_WITHOUT_REPLICA_S = 60.0
-"""A request is rejected after this time if no replica is known."""
+"""Seconds that a request waits without the coordinator and without a usable replica before it is rejected."""
 MAX_FAILURES = 3
+"""Number of failures after which a request is rejected."""
 MAX_FAILURES_AFTER_ACCEPT = 2
 """Number of failures at replicas that had accepted a request after which the request is rejected."""
 LOAD_COUNT_INTERVAL_S = 0.25
-"""Interval between two counts of the requests per replica. Counting all requests for every decision would be
+"""Seconds between two counts of the requests per replica. Counting all requests for every decision would be
 slow."""
 
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request in progress."""
+    """A request in progress at this gateway."""
 
     asked: routing_events.RequestReceived
     request_state: GatewayRequestState
     since_s: float
+    """Time of arrival, on the gateway's clock."""
     sent_to: str | None = None
+    """Id of the replica to which the request was sent; ``None``: it waits."""
     prefill_id: str | None = None
-    """Id of the prefill engine while it computes the prompt."""
+    """Id of the prefill engine while it computes the prompt; ``None`` otherwise."""
     began: bool = False
+    """Whether the client has the first byte of the answer."""
     placed_locally: bool = False
-    """Whether this gateway decided without the coordinator. If so, later decisions of the coordinator rest on
-    outdated state and do not apply."""
+    """Whether this gateway chose the replica without the coordinator. Then decisions of the coordinator do
+    not apply, since they rest on outdated state."""
     refused: bool = False
     """Whether this gateway has rejected the request. Then no further decision applies."""
     failed_at: list[str] = field(default_factory=list)
+    """Ids of the replicas where the request failed."""
     failures_computing: int = 0
     """Number of failures at replicas that had accepted the request."""
 
     @property
     def state(self) -> tuple[str | None, str | None, bool]:
-        """Replica and prefill engine of the request, and whether its answer has begun."""
+        """(``sent_to``, ``prefill_id``, ``began``), to see whether the request has changed."""
         return self.sent_to, self.prefill_id, self.began
 
     def is_at(self, replica_id: str) -> bool:
-        """Whether the request depends on this replica."""
+        """Whether the request was sent to this replica, or its prompt is being computed there."""
         return replica_id in (self.sent_to, self.prefill_id)
 
     def goes(self, send: routing_events.SendRequest | None) -> None:
@@ -58,8 +63,8 @@ class OpenRequest:
         self.prefill_id = send.prefill_id if isinstance(send, SendRequestToPair) else None
 
     def as_event(self, now: float) -> routing_events.RequestReceived | routing_events.RequestSent:
-        """The event that introduces the request to a coordinator that does not know it. Its deadline is
-        relative to ``now``."""
+        """The event that reports the request to a coordinator that does not know it. The event's deadline is
+        in seconds from ``now``."""
         asked = self.asked
         if asked.deadline_s is not None:
             asked = msgspec.structs.replace(asked, deadline_s=asked.deadline_s - now)
@@ -81,16 +86,17 @@ class OpenRequest:
 
 
 class OpenRequests(Mapping[str, OpenRequest]):
-    """Requests whose answers have not ended, by id and in order of arrival."""
+    """Requests in progress at this gateway, by id and in order of arrival."""
 
     def __init__(self) -> None:
         self._open: dict[str, OpenRequest] = {}
         self._sent: Counter[str] = Counter()
-        """Number of requests per replica: counted at ``_last_count_s``, plus the decisions since then."""
+        """Number of this gateway's requests per replica: counted at ``_last_count_s``, plus its own decisions
+        since then."""
         self._last_count_s: float | None = None
 
     def add(self, asked: routing_events.RequestReceived, now: float) -> OpenRequest:
-        """Add a request."""
+        """Add a request that has just arrived."""
         one = OpenRequest(asked, GatewayRequestState(asked.request_id), now)
         self._open[asked.request_id] = one
         return one
@@ -100,7 +106,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
         self._open.pop(request_id, None)
 
     def sent_to(self, replica_id: str) -> list[OpenRequest]:
-        """The requests at a replica."""
+        """The requests of this gateway that are at a replica, prefill included."""
         return [one for one in self._open.values() if one.is_at(replica_id)]
 
     def decide(
@@ -108,8 +114,9 @@ class OpenRequests(Mapping[str, OpenRequest]):
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
         """Decide about a request without the coordinator; ``None``: the request keeps waiting.
 
-        The request goes to its program's home if possible, else to the replica to which this gateway has sent
-        the fewest requests. It never goes to a replica where it failed.
+        The request goes to its program's ``home`` if possible, else to the replica in ``places`` to which
+        this gateway has sent the fewest requests. It never goes to a replica where it failed. A request that
+        failed too often, or waits too long without a replica, is rejected.
         """
         request_id = one.asked.request_id
         if len(one.failed_at) >= MAX_FAILURES:
@@ -134,8 +141,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
         return decided
 
     def _count(self, now: float) -> Counter[str]:
-        """Number of requests per replica. They are counted at most once per ``LOAD_COUNT_INTERVAL_S``; until
-        the next count, ``decide`` adds its own decisions."""
+        """Number of this gateway's requests per replica, counted at most once per ``LOAD_COUNT_INTERVAL_S``.
+        The caller adds each of its decisions to the result."""
         if self._last_count_s is None or not 0 <= now - self._last_count_s < LOAD_COUNT_INTERVAL_S:
             self._last_count_s = now
             self._sent.clear()
@@ -153,6 +160,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
         home: str | None,
         now: float,
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
+        """Decide to which of the ``usable`` replicas a request goes; with prefill and decode engines, to
+        which pair. ``sent``: number of requests per replica."""
         if any(place.paths is not None for place in places.values()):
             return self._pair(one, usable, sent, now)
         chosen = min(
@@ -163,6 +172,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
         return routing_events.SendRequest(one.asked.request_id, chosen, "coordinator_away", moved_from)
 
     def _waits(self, one: OpenRequest, now: float) -> routing_events.RejectRequest | None:
+        """Reject a request that has no usable replica if it has waited too long; ``None``: it may wait."""
         if now - one.since_s < MAX_WAIT_WITHOUT_REPLICA_S:
             return None
         message = "no replica is known, and the coordinator does not answer"
@@ -171,8 +181,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
     def _pair(
         self, one: OpenRequest, usable: Sequence[ReplicaInfo], sent: Mapping[str, int], now: float
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
-        """Decide to send a request to the prefill engine and the decode engine that this gateway uses least.
-        The prefill engine reads stored KV."""
+        """Send a request to the usable prefill engine and decode engine with the fewest requests of this
+        gateway. The prefill engine's node reads all stored KV. If a role is missing, as in ``_waits``."""
         chosen: dict[PairRole, ReplicaInfo] = {}
         for place in sorted(usable, key=lambda place: (not place.takes_new, sent[place.replica_id])):
             if place.paths is not None:

@@ -1,5 +1,5 @@
-"""Decides which registering engines may form pairs: those that serve the same model with the same kind of
-KV."""
+"""Decides which prefill and decode engines get requests: those that serve the same model with the same kind
+of KV."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from .coordinator_messages import EngineRegistration
 logger = logging.getLogger(__name__)
 
 KIND_COUNT_INTERVAL_S = 1.0
-"""Interval at which the kind to serve is computed. If an engine reports something new, the kind is computed
-at once. Each engine registers twice a second, and computing the kind each time would cost too much."""
+"""Seconds between two computations of the kind to serve. If an engine has a new kind or role, the kind to
+serve is computed at once. Each engine registers twice a second, and a computation each time would cost too
+much."""
 
 DrainEvent = routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled
+"""An event that starts or ends a drain."""
 
 
 @dataclass(slots=True)
@@ -38,40 +40,45 @@ class _RegisteredEngine:
     kind: EngineCompatibility
     role: PairRole
     heard_s: float
+    """Time of the last registration."""
     fits: bool = False
+    """Whether the engine is of the served kind."""
 
 
 class PairAdmission:
-    """Admits engines of one kind (``EngineCompatibility``) to a pair core, since only these can exchange KV.
+    """Admits engines of a single kind (``EngineCompatibility``) to a pair core, since only engines of one
+    kind can exchange KV.
 
-    The served kind is the one with the most registered engines, among kinds that have both roles. The order
-    of registration does not matter. An engine whose kind is no longer served is drained: its requests end
-    there, and it gets no more.
+    The served kind is chosen by ``dominant_compatibility``: the kind with the most registered engines, among
+    kinds with engines of both roles. The order of registration does not matter. An engine whose kind is no
+    longer served is drained: it finishes its requests and gets no more.
     """
 
     def __init__(self, core: PairCore, clock: Callable[[], float]) -> None:
         self._core = core
         self._clock = clock
         self._links: dict[str, Mapping[str, LinkStats]] = {}
-        """Last report of links, by replica."""
+        """Last report of each engine's links, by replica id and link name."""
         self._known: dict[str, _RegisteredEngine] = {}
+        """Engines that register, by replica id."""
         self._kind: EngineCompatibility | None = None
         """The kind that is served; ``None``: no engine has registered."""
         self._kind_changed = False
         """Whether the served kind has changed since the last call of ``drain_events``."""
         self._minority_replicas: set[str] = set()
-        """Replicas that drain only because their kind is not served."""
+        """Ids of replicas that drain only because their kind is not served."""
         self._last_count_s = -math.inf
+        """Time of the last computation of the kind to serve."""
         self._logged_rejections: dict[str, str] = {}
-        """Last logged reason, by engine."""
+        """Last logged reason why an engine gets no requests, by engine id."""
 
     def links_of(self, replica_id: str) -> Mapping[str, LinkStats]:
-        """An engine's last report of its links."""
+        """An engine's last report of its links, by link name; empty: there is none."""
         return self._links.get(replica_id, {})
 
     def why_not(self, registration: EngineRegistration) -> str:
-        """The reason why an engine gets no requests; empty if the engine is admitted. The reason is also
-        empty while an engine that is being drained still has requests."""
+        """Process an engine's registration. Returns why the engine is not admitted; empty: it is admitted, or
+        it drains and still has requests. A new reason is logged."""
         why = self._why_not(registration)
         if not why:
             self._logged_rejections.pop(registration.engine_id, None)
@@ -92,6 +99,8 @@ class PairAdmission:
         return why
 
     def _why_not(self, registration: EngineRegistration) -> str:
+        """Record an engine's registration; return why its kind is not served, or empty. May change the served
+        kind."""
         [address] = rank_addresses(registration.url, 1)
         if registration.paths is None:
             self._known.pop(address.replica_id, None)
@@ -113,8 +122,8 @@ class PairAdmission:
         return why
 
     def _count(self, replica_id: str, now: float) -> None:
-        """Compute the kind to serve from the engines that still register. The replica ``replica_id`` counts,
-        since it has just registered."""
+        """Compute the kind to serve from the engines that still register. ``replica_id``: the replica that
+        has just registered, and so counts in any case."""
         self._last_count_s = now
         engines, silent_s = self._core.engines, self._core.limits.lease_s
         self._known = {
@@ -129,8 +138,8 @@ class PairAdmission:
             self._kind = kind
 
     def drain_events(self) -> Sequence[DrainEvent]:
-        """Events that start or end drains because the served kind has changed since the last call; empty if
-        it has not."""
+        """The events that start or end drains because the served kind has changed since the last call; empty:
+        it has not changed."""
         if not self._kind_changed or self._kind is None:
             return ()
         self._kind_changed = False
@@ -150,17 +159,16 @@ class PairAdmission:
         return found
 
     def _clear_drained_mark(self, replica_id: str, instance: str) -> None:
-        """Let an engine back in after a drain for its kind. Call this when the engine registers with the
-        served kind. Does nothing if the drain had another reason, or if the engine has not left the core
-        yet."""
+        """Forget that an engine drained because of its kind. Call this when the engine registers with the
+        served kind. No effect if the drain had another reason, or if the core still has the engine."""
         if replica_id in self._minority_replicas and replica_id not in self._core.engines:
             self._minority_replicas.discard(replica_id)
             if self._core.drained.get(replica_id) == instance:
                 del self._core.drained[replica_id]
 
     def link_event(self, registration: EngineRegistration) -> routing_events.NicQueueReported | None:
-        """Record an engine's report of its links. Returns an event with the length of the queue at the
-        engine's node; ``None``: unknown."""
+        """Record an engine's report of its links. Returns the event that reports the storage NIC queue of the
+        engine's node; ``None``: there is no report, or the queue's length is unknown."""
         if not registration.links or registration.paths is None:
             return None
         self._links = {name: links for name, links in self._links.items() if name in self._core.engines}

@@ -1,10 +1,10 @@
-"""Runs a command that ends with its parent process:
+"""Runs a command that gets SIGTERM when its parent process ends:
 
 python -m sojourn_server.gateway.ray.parent_death_signal PARENT COMMAND ...
 
-The signal (``PR_SET_PDEATHSIG``) exists on Linux only; elsewhere the command just runs. This module runs as a
-separate process, which then becomes the command. Otherwise, code would have to run between fork and exec, and
-may hang there if the process has many threads.
+The signal (``PR_SET_PDEATHSIG``) exists only on Linux; elsewhere the command just runs. This module runs as a
+separate process, which then becomes the command (exec). The alternative is to run code between fork and exec
+of the parent process, which may hang if that process has many threads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Replace this process by the command; does not return. ``arguments``: the parent's process id and the
-    command."""
+    """Replace this process by the command. Does not return. ``arguments``: the parent's process id, then the
+    words of the command. Exits with code 1 if the parent has ended already."""
     parent, *command = arguments
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

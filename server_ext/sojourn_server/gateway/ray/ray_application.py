@@ -22,33 +22,35 @@ from .engine_process import STOP_GRACE_S
 from .ray_config import RayConfig
 
 REPEAT_INTERVAL_S = 15.0
-"""After this time without a change the last progress line is repeated."""
+"""Seconds without a change after which the last progress line is repeated."""
 STATUS_POLL_S = 1.0
+"""Seconds between two queries for the numbers of running replicas."""
 MAX_SHOWN_CHARS = 200
 """Maximum length of each shown part of an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningReplicas:
-    """Number of running replicas of each kind, engines and gateways."""
+    """Numbers of running engines and gateways, and Serve's message about failed ones."""
 
     engines: int
     gateways: int
     trouble: str = ""
-    """Serve's message, of many lines, about replicas that failed to start; empty: none failed."""
+    """Serve's message about replicas that failed to start, often many lines; empty: none failed."""
 
 
 class StartupProgress:
-    """Writes progress lines: one per change, and one after ``REPEAT_INTERVAL_S`` without a change."""
+    """Formats progress lines: one per change, and one after each ``REPEAT_INTERVAL_S`` without a change."""
 
     def __init__(self, engines: int, gateways: int, began_s: float) -> None:
-        """``engines`` and ``gateways``: expected numbers. ``began_s``: time of the start."""
+        """``engines``, ``gateways``: expected numbers. ``began_s``: time of the start, on the clock of
+        ``line``."""
         self._engines, self._gateways = engines, gateways
         self._began_s = self._said_s = began_s
         self._before = RunningReplicas(0, 0)
 
     def line(self, up: RunningReplicas, now_s: float) -> str | None:
-        """The next line; ``None``: there is nothing to report yet."""
+        """The line to report at ``now_s``; ``None``: there is nothing to report. ``up``: present numbers."""
         if up == self._before and now_s - self._said_s < REPEAT_INTERVAL_S:
             return None
         self._before, self._said_s = up, now_s
@@ -60,8 +62,8 @@ class StartupProgress:
 
 
 def summarize_error(trouble: str) -> str:
-    """Shorten Serve's message about failed replicas to one line: its first line, which says what Serve does
-    next, and its last line."""
+    """Shorten Serve's message about failed replicas to one line: the first line of the message, which says
+    what Serve does next, and the last one."""
     lines = [line.strip() for line in trouble.splitlines() if line.strip()]
     if not lines:
         return ""
@@ -81,11 +83,12 @@ def report_progress(
     clock: Callable[[], float] = time.monotonic,
     poll_s: float = STATUS_POLL_S,
 ) -> Iterator[None]:
-    """Context manager that reports progress in a thread, since Ray waits silently in the caller's thread.
-    ``read`` returns the numbers of running replicas. ``say`` gets each progress line.
+    """Context manager that reports progress from another thread during its block, since Ray waits silently in
+    the caller's thread.
 
-    If ``read`` raises, the last line is repeated at the usual interval, with the remark that Ray does not
-    answer.
+    ``read``: function that returns the numbers of running replicas. ``say``: function that is called with
+    each progress line. ``poll_s``: seconds between two calls of ``read``. If ``read`` raises, the last line
+    is repeated after ``REPEAT_INTERVAL_S``, with the remark that Ray does not answer.
     """
     over = threading.Event()
     last = RunningReplicas(0, 0)
@@ -115,20 +118,20 @@ def report_progress(
 logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 200 << 20
-"""Size of a local cluster's object store, which is hardly used."""
+"""Size in bytes of a local cluster's object store, which is hardly used."""
 CLUSTER_SCALING_HINT = (
     "This may be due to waiting for the cluster to auto-scale or for a runtime environment to be installed. "
 )
-"""Serve's text for replicas that it cannot place. It does not apply to a local cluster, so it is not shown
-there."""
+"""Part of Serve's message about replicas that it cannot place. This part is wrong for a local cluster, so it
+is not shown there."""
 REMOVAL_MARGIN_S = 20.0
-"""Extra time for the removal of the application, beyond the grace times of engines and gateways."""
+"""Extra seconds for the removal of the application, beyond the grace times of engines and gateways."""
 
 
 def connect(config: RayConfig, **options: Any) -> None:
-    """Start a cluster, or join a running one. ``options`` are passed to ``ray.init``.
+    """Start a Ray cluster, or connect to a running one. ``options`` are passed to ``ray.init``.
 
-    Raises ``RuntimeError`` if the cluster has too few CPUs: Ray would wait silently.
+    Raises ``RuntimeError`` if a running cluster has too few CPUs, since Ray would wait silently.
     """
     if config.is_local:
         options = {
@@ -153,7 +156,8 @@ def connect(config: RayConfig, **options: Any) -> None:
 
 
 def needed_cpus(config: RayConfig, *, most: bool = False) -> float:
-    """CPUs that all engines and gateways together reserve: the minimum, or with ``most`` the maximum."""
+    """Number of CPUs that all engines and gateways reserve, with the minimum number of engines, or with
+    ``most`` the maximum."""
     engines = sum(
         (one.max if most and one.max is not None else one.min) * one.num_cpus
         for one in (group.engines for group in config.groups)
@@ -162,9 +166,9 @@ def needed_cpus(config: RayConfig, *, most: bool = False) -> float:
 
 
 def deploy_application(config: RayConfig, say: Callable[[str], None] = lambda text: None) -> None:
-    """Deploy the application, and wait until it runs. Raises ``RuntimeError``.
+    """Deploy the application, and wait until it runs. Raises ``RuntimeError`` with Serve's reason.
 
-    ``say`` is called with progress, in another thread.
+    ``say``: function that is called with each progress line, in another thread.
     """
     lines = StartupProgress(config.total_min_engines, config.gateways, time.monotonic())
     serve.start(http_options={"host": config.host, "port": config.port})
@@ -196,7 +200,8 @@ def running_replicas(config: RayConfig) -> RunningReplicas:
 
 
 def stop_application(config: RayConfig) -> None:
-    """Drain the engines and remove the application. A local cluster is stopped."""
+    """Drain the engines, remove the application and the coordinator, and disconnect from Ray. A local cluster
+    is stopped."""
     _remove_application(config)
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(ACTOR_NAME, namespace=config.namespace))
@@ -206,6 +211,7 @@ def stop_application(config: RayConfig) -> None:
 
 
 def _remove_application(config: RayConfig) -> None:
+    """Remove the application from Serve, and wait until its engines are drained. Errors are logged."""
     drain_s = max(group.engines.drain_s for group in config.groups)
     longest_s = max(drain_s + STOP_GRACE_S, STREAM_GRACE_S) + REMOVAL_MARGIN_S
     end_s = time.monotonic() + longest_s
@@ -223,8 +229,8 @@ def _remove_application(config: RayConfig) -> None:
 
 
 def serve_until_stopped(config: RayConfig, say: Callable[[str], None]) -> None:
-    """Start the application, wait for SIGINT or SIGTERM, stop it. Call ``set_ray_environment`` before
-    importing this module."""
+    """Start the application, wait for SIGINT or SIGTERM, and stop the application. ``say``: function that is
+    called with each line for the operator. Call ``set_ray_environment`` before importing this module."""
     stopped = threading.Event()
     began = up = False
 
@@ -268,18 +274,20 @@ def _silence_serve_log() -> None:
 
 
 def _handle_signals(handler: Any) -> None:
+    """Set the handler of SIGINT and SIGTERM."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handler)
 
 
 def listen_addresses(config: RayConfig) -> str:
-    """Text with the addresses at which the gateways answer."""
+    """Text for the operator with the addresses at which the gateways answer."""
     here = f"http://{config.host}"
     direct = "" if config.direct_port is None else f", and {here}:{config.direct_port} without Serve's proxy"
     return f"{here}:{config.port} answers{direct}"
 
 
 def _describe_engines(config: RayConfig, *, num_cpus: bool = False) -> str:
+    """Text with the minimum number of engines of each role, and with ``num_cpus`` their CPUs."""
     told = []
     for _, role, engines in config.groups:
         kind = "engine" if role is None else f"{role} engine"

@@ -18,6 +18,7 @@ from .autoscale import AutoscaleLimits
 
 Section = TypeVar("Section")
 READ_SIDES = ("shorter", "split", "prefill")
+"""Values of ``PairsConfig.read_side``: the names of ``READ_SIDE_POLICIES``."""
 _PREFILL_DECODE_KEYS = ("prefill", "decode", "pairs")
 _KEYS_WITHOUT_PREFILL_DECODE = {
     "engines": "prefill and decode are in its place",
@@ -25,41 +26,50 @@ _KEYS_WITHOUT_PREFILL_DECODE = {
     "policy_file": "pairs are chosen by load alone",
     "allow_policy_modules": "pairs are chosen by load alone",
 }
+"""Keys that exclude prefill and decode engines, with the reasons."""
 _RESERVED_FLAGS = ("--role", "--kv-store", "--kv-store-name", "--kv-node")
+"""Flags of prefill and decode engines that ``args`` must not have, since the gateway sets them."""
 
 
 class RayConfigError(InputError):
-    """An invalid configuration: the text names the key and the value, and says what was expected."""
+    """The configuration is invalid. The text names the key and the value, and says what was expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesConfig:
-    """Section ``engines``: one process per engine."""
+    """Section ``engines``, ``prefill`` or ``decode``: the engines of one role. Each engine is a process."""
 
     min: int = 1
+    """Minimum number of engines."""
     max: int | None = None
     """Maximum number of engines; ``None``: always ``min`` engines."""
     num_cpus: float = 1.0
-    """CPUs that Ray reserves per engine; the engine may use more."""
+    """Number of CPUs that Ray reserves per engine; the engine may use more."""
     num_gpus: float = 0.0
+    """Number of GPUs that Ray reserves per engine."""
     resources: dict[str, float] = field(default_factory=dict)
+    """Custom resources that Ray reserves per engine, by name."""
     args: tuple[str, ...] = ()
     """Arguments of ``sojourn serve`` after the model. ``{engine}``, ``{host}`` and ``{port}`` stand for the
-    engine's name and address."""
+    engine's id and address."""
     environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables that are added for the engines."""
     command: tuple[str, ...] = ()
-    """Replaces ``sojourn serve MODEL --host {host} --port {port}`` and ``args``."""
+    """Command that starts an engine, instead of ``sojourn serve MODEL --host {host} --port {port}`` with
+    ``args``; empty: ``sojourn serve``."""
     start_timeout_s: float = 1800.0
+    """Maximum seconds until a started engine answers."""
     drain_s: float = 120.0
-    """Time for running turns to end when an engine stops."""
+    """Maximum seconds for running turns to end when an engine stops."""
     log_dir: str | None = None
+    """Folder of the engines' logs; ``None``: ``deployments.log_dir``."""
     target_use: float = 0.8
     shrink_below_use: float = 0.6
     shrink_after_s: float = 300.0
 
     @property
     def scales(self) -> bool:
-        """Whether the number of engines follows demand."""
+        """Whether the number of engines follows demand, between ``min`` and ``max``."""
         return self.max is not None and self.max > self.min
 
     @property
@@ -79,39 +89,45 @@ class PairsConfig:
     """Section ``pairs``: common settings of prefill and decode engines."""
 
     store: str | None = None
-    """Directory that all prefill and decode engines share, on every node. Not needed if all have a
-    ``command``."""
+    """Directory of stored KV that all prefill and decode engines share, on every node. ``None`` is allowed
+    only if all engines have a ``command``."""
     read_side: str = "shorter"
+    """Which engine's node reads stored KV; a value of ``READ_SIDES``."""
 
 
 class EngineGroup(NamedTuple):
-    """Engines of one kind, and the name of their deployment."""
+    """The engines of one role."""
 
     name: str
+    """Name of the engines' deployment on Serve."""
     role: str | None
-    """Role of the engines; ``None``: they both prefill and decode."""
+    """``prefill`` or ``decode``; ``None``: each engine does both."""
     engines: EnginesConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysConfig:
-    """Section ``keys``: names of environment variables that have the keys, on every node. The file itself has
-    no keys."""
+    """Section ``keys``: names of environment variables that contain the keys, on every node. The file itself
+    contains no keys. ``None``: there is no such key."""
 
     api: str | None = None
     """Variable with the single key of all clients, if ``tenants`` is not set."""
     engine: str | None = None
     """Variable with the key that is sent to engines instead of the client's own."""
     admin: str | None = None
+    """Variable with the admin key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
-    """The configuration of a gateway on Ray Serve and of its engines, as in the file of ``--ray``."""
+    """The configuration of gateways on Ray Serve and of their engines, as in the file of ``--ray``."""
 
     model: str
+    """Model name or directory."""
     policy: str = "sojourn"
+    """Name of the cluster preset, if ``policy_file`` is not set."""
     policy_file: str | None = None
+    """File with a cluster preset."""
     allow_policy_modules: str = ""
     """Installed packages whose classes the policy file may name, separated by commas."""
     engines: EnginesConfig = EnginesConfig()
@@ -120,38 +136,47 @@ class RayConfig:
     decode: EnginesConfig | None = None
     pairs: PairsConfig = PairsConfig()
     gateways: int = 2
+    """Number of gateways."""
     host: str = "127.0.0.1"
+    """Address at which Serve's proxies and the gateways listen."""
     port: int = 8100
     """Port of Serve's proxies, one on each node with a gateway."""
     direct_port: int | None = None
-    """Port of the gateways themselves, shared by the gateways of a node. Through this port a request takes
-    one millisecond longer than directly to an engine, through Serve's proxy ten milliseconds longer."""
+    """Port of the gateways themselves, which the gateways of a node share; ``None``: they are reached only
+    through Serve's proxies. A gateway adds one millisecond to a request, Serve's proxy about nine more."""
     tenants: str | None = None
+    """Tenants file; ``None``: all clients are one tenant."""
     keys: KeysConfig = KeysConfig()
     max_waiting: int = 20_000
+    """Maximum number of waiting requests, as ``RoutingLimits.most_waiting``."""
     wait_s: float = 600.0
+    """Maximum seconds that a request waits."""
     silent_program_s: float = SILENT_PROGRAM_S
+    """Seconds without an event after which a program counts as ended."""
     address: str = "local"
-    """Address of a running cluster. ``local``: start a cluster on this machine, which ends with the
+    """Address of a running Ray cluster. ``local``: start a cluster on this machine, which ends with the
     command."""
     loopback_only: bool | None = None
-    """Whether all ports are kept unreachable from other machines. ``None``: true on a local cluster, false
+    """Whether all ports listen only on the loopback interface. ``None``: True on a local cluster, False
     elsewhere."""
     dashboard: bool = False
+    """Whether a local cluster runs Ray's dashboard."""
     usage_statistics: bool = False
+    """Whether Ray may send its usage statistics."""
     checkpoint: str | None = None
-    """The coordinator's checkpoint file; with several nodes, on a disk that all of them see."""
+    """The coordinator's checkpoint file; with several nodes, on a disk that all of them see. ``None``: no
+    checkpoint is written."""
     name: str = "sojourn"
-    """Name of the application and of the coordinator."""
+    """Name of the Serve application. It also names the coordinator's namespace."""
 
     @property
     def is_local(self) -> bool:
-        """Whether this command starts the cluster."""
+        """Whether the command starts its own cluster on this machine."""
         return self.address == "local"
 
     @property
     def on_loopback(self) -> bool:
-        """Whether all ports are kept unreachable from other machines."""
+        """Whether all ports listen only on the loopback interface."""
         return self.is_local if self.loopback_only is None else self.loopback_only
 
     @property
@@ -161,7 +186,7 @@ class RayConfig:
 
     @property
     def in_pairs(self) -> bool:
-        """Whether prefill and decode engines are separate."""
+        """Whether the engines are prefill and decode engines, so that a request needs one of each."""
         return self.prefill is not None
 
     @property
@@ -178,14 +203,14 @@ class RayConfig:
 
     @property
     def autoscale(self) -> AutoscaleLimits:
-        """The coordinator's limits on the number of engines. The number of prefill and decode engines is
+        """The coordinator's limits on the number of engines. For prefill and decode engines the number is
         fixed."""
         if not self.in_pairs:
             return self.engines.autoscale
         return AutoscaleLimits(min_engines=self.total_min_engines, max_engines=self.total_min_engines)
 
     def plain(self) -> dict[str, Any]:
-        """The configuration as a document of lists, mappings and texts, which ``parse_config`` reads."""
+        """The configuration as plain data, such as lists and mappings, which ``parse_config`` reads."""
         document = dataclasses.asdict(self)
         for key in _KEYS_WITHOUT_PREFILL_DECODE if self.in_pairs else _PREFILL_DECODE_KEYS:
             del document[key]
@@ -196,7 +221,7 @@ class RayConfig:
 
 
 MAX_CONFIG_CHARS = 64 * 1024
-"""Maximum length of a configuration file. YAML's parser takes long for longer ones."""
+"""Maximum number of characters of a configuration file. YAML's parser takes long for longer files."""
 
 
 def read_config(path: Path) -> RayConfig:
@@ -235,8 +260,9 @@ def parse_config(document: object, *, source: str) -> RayConfig:
 
 
 def _check_groups(document: Mapping[Any, Any], source: str) -> None:
-    """Check that the document has both ``prefill`` and ``decode``, or neither. With both, keys such as
-    ``engines`` and ``policy`` are refused; with neither, ``pairs`` is."""
+    """Check that the document has both ``prefill`` and ``decode``, or neither. With both, it must not have
+    keys such as ``engines`` and ``policy``; with neither, it must not have ``pairs``. Raises
+    ``RayConfigError``."""
     there = [key for key in ("prefill", "decode") if key in document]
     if not there:
         if "pairs" in document:
@@ -255,6 +281,8 @@ def _check_groups(document: Mapping[Any, Any], source: str) -> None:
 
 
 def _section(kind: type[Section], document: object, source: str, prefix: str) -> Section:
+    """Build a section, the dataclass ``kind``, from its part of the document. ``prefix``: the keys that lead
+    to the section, for errors. Raises ``RayConfigError``."""
     where = prefix.rstrip(".") or "the file"
     if not isinstance(document, Mapping):
         raise RayConfigError(f"{source}: {where} is {_format_value(document)}; expected keys and values")
@@ -275,6 +303,7 @@ def _section(kind: type[Section], document: object, source: str, prefix: str) ->
 
 
 def _value(kind: Any, value: object, source: str, key: str) -> Any:
+    """Convert one value to the annotated type ``kind``. Raises ``RayConfigError`` for another type."""
     if isinstance(kind, UnionType):
         kind = next(one for one in get_args(kind) if one is not type(None))
         if value is None and not dataclasses.is_dataclass(kind):
@@ -306,6 +335,8 @@ def _value(kind: Any, value: object, source: str, key: str) -> Any:
 
 
 def _check_config(config: RayConfig, source: str) -> None:
+    """Check the values of a configuration whose types are right. Raises ``RayConfigError``."""
+
     def wrong(key: str, value: object, expected: str) -> RayConfigError:
         return RayConfigError(f"{source}: {key} is {_format_value(value)}; expected {expected}")
 
@@ -341,9 +372,11 @@ def _check_config(config: RayConfig, source: str) -> None:
 
 
 Wrong = Callable[[str, object, str], RayConfigError]
+"""Function that builds an error from a key, its value, and what was expected."""
 
 
 def _check_engines(group: EngineGroup, wrong: Wrong) -> None:
+    """Check the section of one group of engines. Raises the errors that ``wrong`` builds."""
     engines, key = group.engines, group.role or "engines"
     if engines.min < 1:
         raise wrong(f"{key}.min", engines.min, "at least 1")
@@ -368,6 +401,7 @@ def _check_engines(group: EngineGroup, wrong: Wrong) -> None:
 
 
 def _check_pairs(config: RayConfig, wrong: Wrong) -> None:
+    """Check the settings of prefill and decode engines. Raises the errors that ``wrong`` builds."""
     pairs = config.pairs
     if pairs.read_side not in READ_SIDES:
         raise wrong("pairs.read_side", pairs.read_side, ", ".join(READ_SIDES))
@@ -389,8 +423,8 @@ def _check_pairs(config: RayConfig, wrong: Wrong) -> None:
 
 
 def read_key(name: str | None, key: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Read a key from the environment variable ``name``. Raises ``RayConfigError``. Its text does not contain
-    the key."""
+    """Read an API key from the environment variable ``name``; ``None``: no variable is named. ``key``: key of
+    the configuration, for errors. Raises ``RayConfigError``, whose text does not contain the API key."""
     if name is None:
         return None
     value = environment.get(name, "")
@@ -401,6 +435,7 @@ def read_key(name: str | None, key: str, environment: Mapping[str, str] = os.env
 
 
 def _format_value(value: object) -> str:
+    """A value of the configuration for an error message, at most 80 characters."""
     # Possibly fractional numbers stay floats: -1 is shown as it was written.
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
     text = repr(int(value) if whole else value)  # type: ignore[call-overload]
@@ -408,6 +443,7 @@ def _format_value(value: object) -> str:
 
 
 def _expected_type(kind: Any) -> str:
+    """The annotated type ``kind`` in words, for an error message."""
     plain = {bool: "true or false", str: "a text", int: "a whole number", float: "a number"}
     if kind in plain:
         return plain[kind]
@@ -417,14 +453,14 @@ def _expected_type(kind: Any) -> str:
 
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Variable that, set to 0, makes Ray use 127.0.0.1 as this machine's address on every system. Ray's servers
-then listen there. Ray's argument ``_node_ip_address`` does not do that: Ray replaces 127.0.0.1 by an address
-that other machines reach."""
+"""Environment variable that makes Ray use 127.0.0.1 as this machine's address if it is set to 0, on every
+operating system. Ray's servers then listen there. Ray's argument ``_node_ip_address`` is no alternative: Ray
+replaces 127.0.0.1 by an address that other machines reach."""
 
 
 def set_ray_environment(config: RayConfig, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set Ray's variables. Keeps an operator's values, except those that would open ports to other
-    machines."""
+    """Set Ray's environment variables as the configuration asks. An operator's values stay, except those that
+    would open ports to other machines."""
     if not config.usage_statistics:
         environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if config.on_loopback:
