@@ -442,7 +442,7 @@ class PairCore(RoutingCore):
             self._replay(flight, now)
 
     def _replay(self, flight: PairRequest, now: float) -> None:
-        """Submit a request that an engine did not answer again, so that it gets a new pair of engines."""
+        """Submit again a request that an engine did not answer. The request gets a new pair of engines."""
         self._remove_from_pairs(flight)
         flight.prefill_id = flight.decode_id = flight.sent = None
         flight.prefilled = False

@@ -187,8 +187,8 @@ class ReplicaFleet:
         return self._full_load < math.inf and replica.sent_load >= self._full_load
 
     def missing(self, replica: Replica) -> tuple[int, int]:
-        """Return (tokens, requests): how much must end of what is in flight at a replica, until the replica
-        is no longer full. (0, 0): the replica is not full."""
+        """Return (tokens, requests): how many tokens and requests in flight must end until a full replica is
+        no longer full. (0, 0): the replica is not full."""
         if math.isinf(self._full_load):
             return 0, 0
         tokens = replica.in_flight_tokens - math.ceil(self._full_load * replica.capacity_tokens) + 1

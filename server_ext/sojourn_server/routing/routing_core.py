@@ -1,9 +1,9 @@
 """Base class of routing cores. A core takes an event and ``now``, and returns actions. It has no I/O and no
 clock.
 
-The same class runs in a gateway on one machine, in the coordinator on Ray and in the simulator. This module
-has what every core shares: checks on arrival, leases of replicas, rejections, counters, and the queries of
-gateways. ``AffinityCore`` chooses one replica per request, ``PairCore`` a prefill and a decode engine.
+The same code runs in a gateway on one machine, in the coordinator on Ray and in the simulator. This module
+has what all cores share: checks of new requests, detection of silent replicas, rejections, counters, and
+queries. ``AffinityCore`` chooses one replica per request, ``PairCore`` a prefill and a decode engine.
 """
 
 from __future__ import annotations

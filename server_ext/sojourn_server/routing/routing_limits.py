@@ -38,8 +38,8 @@ class RoutingLimits:
     """A replica that has not reported for this long is suspect and is probed. It is removed only on a
     ``ReplicaGone`` event, which the owner of the core sends after failed probes."""
     most_failures: int = 3
-    """A request that has failed at this many replicas is rejected. It is not sent to a replica again where it
-    failed."""
+    """A request that has failed at this many replicas is rejected. A request is never sent again to a replica
+    where it failed."""
     most_failures_computing: int = 2
     """A request that has failed at this many replicas after they had accepted it is rejected: the request
     itself may be the cause."""

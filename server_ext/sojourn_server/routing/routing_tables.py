@@ -119,7 +119,7 @@ class RoutedRequestTable:
         self._tenants.came(request.tenant, request.program)
 
     def close(self, request: RoutedRequest, now: float) -> None:
-        """Remove a request from its queue or replica, and from the table. It may be in no queue."""
+        """Remove a request from the table, and from its queue or replica, if it is at one."""
         if request.sent_s is not None:
             self.undo_send(request, now)
         else:

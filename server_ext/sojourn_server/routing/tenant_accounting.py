@@ -28,8 +28,8 @@ class TenantAccounting:
     or after ``slo_factor`` times ``usual_life_s`` seconds if no program has ended.
 
     Two rules limit how urgent a client can make its programs. A stated deadline counts as at least ``now``
-    plus the work left. And only a tenant's oldest programs count, at most as many as all replicas run
-    requests at once.
+    plus the work left. And of a tenant's programs only the oldest count, at most as many as requests run at
+    once on all replicas.
     """
 
     def __init__(

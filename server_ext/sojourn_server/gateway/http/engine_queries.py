@@ -200,7 +200,7 @@ class ResidencyTracker:
 
 
 def _dropped(document: dict[str, Any]) -> list[str]:
-    """The engine's names of programs without KV in any tier, from its list of programs."""
+    """The names of the programs without KV in any tier, in an engine's list of programs."""
     try:
         placed = msgspec.convert(document, _PlacedPrograms)
     except msgspec.ValidationError:

@@ -75,7 +75,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     has_bad_hint: bool = False
     """Whether the request has a hint that cannot be read."""
     names_session: bool = False
-    """Whether the body has a session id outside the hint, also one that is not used."""
+    """Whether the body has a session id outside the hint, even if another name of the program counts."""
     is_batch: bool = False
     """Whether the request has several prompts; ``prompt_tokens`` is their sum."""
 

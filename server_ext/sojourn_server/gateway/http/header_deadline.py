@@ -28,7 +28,7 @@ class HeaderDeadline(asyncio.Protocol):
     """uvicorn's current request cycle; ``None`` before the first request."""
     _deadline: asyncio.TimerHandle | None = None
     _has_begun = False
-    """Whether some bytes of a request have arrived whose headers are not complete."""
+    """Whether a request has begun to arrive whose headers are not complete."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -49,7 +49,7 @@ class HeaderDeadline(asyncio.Protocol):
         super().connection_lost(exc)
 
     def _is_serving(self) -> bool:
-        """Whether a request with complete headers has not been answered completely."""
+        """Whether a request is being answered: its headers are complete, and its answer is not."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _cancel_deadline(self) -> None:

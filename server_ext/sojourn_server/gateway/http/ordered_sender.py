@@ -74,7 +74,7 @@ class _QueuedEvents:
     at_s: float
     """Time of the call."""
     said: asyncio.Future[bool]
-    """Its result is whether the engine accepted the events."""
+    """Future whose result is whether the engine accepted the events."""
 
 
 class OrderedSender:

@@ -17,7 +17,7 @@ _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class PiggybackedEvents:
-    """The events of one request, over all attempts to send it."""
+    """The events in one request's hint. One object serves all attempts to send the request."""
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, Prog
 from ...routing.routing_limits import SILENT_PROGRAM_S
 
 MAX_RECORDED_PROGRAMS = 50_000
+"""Default maximum number of programs whose events are recorded."""
 MAX_TOTAL_GRAPH_BYTES = 32 << 20
 """Maximum total size, in bytes, of all graphs as JSON."""
 MAX_UNDELIVERED_EVENTS = 64
@@ -22,7 +23,8 @@ MAX_UNDELIVERED_EVENTS = 64
 MAX_RUNNING_TOOLS = 64
 """Maximum number of running tools in a program's record; further ones are not recorded."""
 EVENTS_PER_PROGRAM = 4
-"""So many tool events in a program's record count as one more program towards ``MAX_RECORDED_PROGRAMS``."""
+"""Number of tool events in a program's record that count as one more program towards
+``MAX_RECORDED_PROGRAMS``."""
 
 Key = tuple[str, str]
 """Tenant and program id."""

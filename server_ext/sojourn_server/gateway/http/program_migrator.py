@@ -95,7 +95,7 @@ class ProgramMigrator:
     @contextlib.contextmanager
     def while_waiting(self, key: Key) -> Iterator[None]:
         """Context manager for the time that a request of a program waits for a decision of the routing core.
-        Meanwhile no delay leads to a release of the program's KV at a former replica."""
+        During its block, a pending release of the program is not sent, even if its delay has passed."""
         self._waiting[key] += 1
         try:
             yield

@@ -19,8 +19,8 @@ class AutoscaleLimits:
     """An engine is removed only if programs need less than this fraction of the other engines' KV
     capacity."""
     shrink_after_s: float = 300.0
-    """Seconds for which this must hold before an engine is removed. Engines take minutes to start, and lose
-    their KV when they stop."""
+    """Seconds for which the need must stay below ``shrink_below_use`` before an engine is removed. Engines
+    take minutes to start, and lose their KV when they stop."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_engines <= self.max_engines:

@@ -1,5 +1,5 @@
-"""Routing backend of a gateway with a remote coordinator. A turn of a program whose home is known is sent
-there without asking.
+"""Routing backend of a gateway with a remote coordinator. A turn goes to its program's known home without
+asking the coordinator, if the coordinator permits that for the replica (``ReplicaInfo.direct``).
 
 While the coordinator does not answer, known homes stay in use. New programs wait for
 ``LOCAL_DECISION_AFTER_S``. Then they go to the replica to which this gateway has sent the fewest requests.
@@ -45,7 +45,7 @@ from .open_requests import OpenRequest, OpenRequests
 logger = logging.getLogger(__name__)
 
 MAX_CALLS_IN_FLIGHT = 2
-"""If this many calls to the coordinator are in flight, a new request does not start another one. Further
+"""If this many calls to the coordinator are in flight, a new request does not start another call. Further
 requests are collected and sent together: when a call returns, or after ``BATCH_S``. A call costs the
 coordinator a millisecond, however many requests it carries."""
 BATCH_S = 0.015
@@ -135,8 +135,8 @@ class CoordinatedRoutingBackend:
     # -- the backend's interface ---------------------------------------------------
 
     def open(self, asked: routing_events.RequestReceived) -> GatewayRequestState:
-        """Submit a request. The returned state receives decisions until ``close``. If the program's home is
-        known, the first decision is there at once."""
+        """Submit a request. The returned state receives decisions until ``close``. If the request may go to
+        its program's home without asking the coordinator, the decision is there at once."""
         one = self.requests.add(asked, self._clock())
         try:
             encode_message(asked)

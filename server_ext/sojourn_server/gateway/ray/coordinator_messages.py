@@ -82,14 +82,15 @@ class JoinRequest(msgspec.Struct, frozen=True):
     gateway_id: str
     seen_epoch: int
     requests: tuple[routing_events.RequestReceived | routing_events.RequestSent, ...] = ()
-    """All requests of the gateway in progress, sent or waiting. Their ``deadline_s`` is in seconds from
-    now."""
+    """All requests of the gateway in progress, sent or waiting. Their ``deadline_s`` is in seconds after the
+    time of this message."""
     join: int = 0
     """Number of this join, counted by the gateway."""
 
 
 class ReportRequest(msgspec.Struct, frozen=True):
-    """A batch of events of a gateway, in order. Their ``deadline_s`` is in seconds from now."""
+    """A batch of events of a gateway, in order. Their ``deadline_s`` is in seconds after the time of this
+    message."""
 
     gateway_id: str
     epoch: int

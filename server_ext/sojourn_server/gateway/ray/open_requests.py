@@ -182,7 +182,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
         self, one: OpenRequest, usable: Sequence[ReplicaInfo], sent: Mapping[str, int], now: float
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
         """Send a request to the usable prefill engine and decode engine with the fewest requests of this
-        gateway. The prefill engine's node reads all stored KV. If a role is missing, as in ``_waits``."""
+        gateway. The prefill engine's node reads all stored KV. Without a usable engine of one role, the
+        result is that of ``_waits``."""
         chosen: dict[PairRole, ReplicaInfo] = {}
         for place in sorted(usable, key=lambda place: (not place.takes_new, sent[place.replica_id])):
             if place.paths is not None:

@@ -20,8 +20,8 @@ class LeastDelayRouting:
     """Routes a program to the replica with its KV, or else to the replica with enough memory where the
     ``mutual_delay`` of the program and the programs there is least.
 
-    A sub-agent whose prompt starts like its parent's goes to the parent's replica, because the parent holds
-    memory there until the sub-agent ends.
+    A new sub-agent goes to its parent's replica, because the parent holds memory there until the sub-agent
+    ends.
 
     For the memory check, contexts are assumed to grow evenly to their programs' expected sizes, and all
     programs to take turns at the same pace. Memory is enough if all contexts together never exceed
@@ -87,7 +87,8 @@ class LeastDelayRouting:
 
 
 def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgramGroup]) -> float:
-    """Return the delay of a new program by the other programs, plus their delay by the new program.
+    """Return how much a new program and the other programs of a replica delay each other: the delay of the
+    new program, plus the delay that the new program causes.
 
     A delay is measured as tokens of the other side's KV that a decode step reads. The new program's delay is
     a mean over its expected turns. The others' delay is a sum over these programs. Each summand is a mean

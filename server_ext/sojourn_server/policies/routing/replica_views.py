@@ -20,10 +20,10 @@ class ReplicaView(NamedTuple):
     in_flight: int
     """Number of requests that were sent to the replica and have not ended."""
     room_tokens: int
-    """Free KV tokens in all tiers, if each resident program uses its expected size. Negative: the sizes
-    exceed the capacity."""
+    """Free KV tokens in all tiers, if each program whose home is this replica uses its expected size.
+    Negative: the sizes exceed the capacity."""
     homed: int = 0
-    """Number of resident programs: those whose home is this replica."""
+    """Number of programs whose home is this replica."""
     takes_new: bool = True
     """Whether the replica accepts programs from elsewhere: it is healthy and not draining."""
     queued: int = 0
@@ -61,11 +61,11 @@ class RoutingView(NamedTuple):
     size_tokens: int
     """Expected longest context of the request's program; at least the prompt."""
     home: ReplicaView | None = None
-    """The replica of the program's earlier turns; ``None``: there are none, or the replica is gone."""
+    """The home of the request's program; ``None``: there is none, or the program has to leave it."""
     cached: bool = False
     """Whether the program's KV is still on ``home``, as far as the gateway knows."""
     parent_home: ReplicaView | None = None
-    """The parent's replica, if the program is new and its prompt starts like the parent's."""
+    """Home of the parent program, if the request's program has had no answer yet; ``None``: no such home."""
     prefix_tokens: Mapping[str, int] = {}
     """Tokens of the prompt that each replica computed recently; replicas without a match are absent."""
     turns_left: float = 1.0
@@ -82,9 +82,9 @@ class RoutingDecision(NamedTuple):
     reason: str
     needs_tokens: int = 0
     """Free KV tokens that a request without a replica needs. The request is routed again when a replica that
-    accepts programs has that many free, or has no resident program. Smaller needs of other requests may be
-    served first. 0: the need is unknown. Then all other requests wait behind this one, unless they go to
-    their program's home or have ``passes``."""
+    accepts programs has that many free, or is no program's home. Requests with smaller needs may be routed
+    first. 0: the need is unknown. Then all other requests wait behind this one, unless they go to their
+    program's home or have ``passes``."""
     passes: bool = False
     """Whether the request may overtake requests that wait for capacity, because its program will soon end."""
 

@@ -18,12 +18,12 @@ class StealingReplicaView(NamedTuple):
     queued: int
     """Requests that wait for the replica at the gateway."""
     idle_s: float
-    """Seconds since the replica has had spare capacity; 0: it is full or requests wait for it."""
+    """Seconds since the replica stopped being full; 0: it is full, or requests wait for it."""
     takes_new: bool = True
-    """Whether the replica accepts programs from elsewhere, as in ``ReplicaView``. Only then it may steal."""
+    """Whether the replica accepts programs from elsewhere, as in ``ReplicaView``."""
     may_leave: int = 0
-    """Number of waiting requests that may be stolen, because their programs have no other request on the
-    replica. Only the longest-waiting requests are examined."""
+    """Number of waiting requests that may be stolen: their programs have no request in flight and have not
+    moved in this turn. Only the longest-waiting requests are examined."""
 
 
 class StealDecision(NamedTuple):
