@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,13 @@ from gateway_harness import World, until, world
 from sojourn_server.gateway.http import engine_routes, request_bodies
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.generation_request import parse_generation_request
-from sojourn_server.gateway.http.request_bodies import BODY_THREADS, LARGE_BODY_BYTES, process_body
+from sojourn_server.gateway.http.request_bodies import (
+    BODY_THREADS,
+    LARGE_BODY_BYTES,
+    process_body,
+    trim_memory,
+)
+from waiting import wait_until_async
 
 TENANTS = {"ka": "alice", "kb": "bob"}
 EVENT = {"type": "tool_start", "program_id": "other", "seq": 1, "call_id": "c", "tool": "bash"}
@@ -158,3 +165,23 @@ async def test_many_large_bodies_at_once_are_processed_in_few_threads() -> None:
     ran = await asyncio.gather(*(process_body(large, in_thread) for _ in range(20)))
     assert len(set(ran)) == BODY_THREADS
     assert await process_body(small, threading.current_thread) is threading.main_thread()
+
+
+async def test_free_memory_goes_back_once_after_many_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[str] = []
+    monkeypatch.setattr(request_bodies, "TRIM_AFTER_S", 0.05)
+    monkeypatch.setattr(request_bodies, "_trims_in", None)
+    monkeypatch.setattr(request_bodies, "trim_memory", lambda: trims.append(threading.current_thread().name))
+    await process_body(b"x", lambda: None)
+    assert request_bodies._trims_in is None, "a small body leaves nothing"
+    large = b"x" * LARGE_BODY_BYTES
+    await asyncio.gather(*(process_body(large, lambda: None) for _ in range(20)))
+    await wait_until_async(lambda: trims)
+    await process_body(large, lambda: None)
+    await wait_until_async(lambda: len(trims) == 2)
+    assert all(name.startswith("sojourn-body") for name in trims), "the event loop does not wait for it"
+    assert request_bodies._trims_in is None
+
+
+def test_free_memory_can_be_returned_with_glibc() -> None:
+    assert trim_memory() is (platform.libc_ver()[0] == "glibc")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -32,8 +33,13 @@ BODY_THREADS = 2
 """Number of threads that process large bodies. More threads would not be faster, since Python runs one at a
 time, and the allocator keeps a few MiB for each thread."""
 
+TRIM_AFTER_S = 5.0
+"""Seconds from a large body to the return of free memory to the operating system."""
+
 ResultT = TypeVar("ResultT")
 _body_threads = ThreadPoolExecutor(BODY_THREADS, thread_name_prefix="sojourn-body")
+_trims_in: asyncio.AbstractEventLoop | None = None
+"""The event loop in which a call of ``trim_memory`` is due; ``None``: none is due."""
 
 
 async def process_body(body: bytes, process: Callable[[], ResultT]) -> ResultT:
@@ -41,7 +47,39 @@ async def process_body(body: bytes, process: Callable[[], ResultT]) -> ResultT:
     call runs in a thread."""
     if len(body) < LARGE_BODY_BYTES:
         return process()
-    return await asyncio.get_running_loop().run_in_executor(_body_threads, process)
+    loop = asyncio.get_running_loop()
+    try:
+        return await loop.run_in_executor(_body_threads, process)
+    finally:
+        _trim_later(loop)
+
+
+def trim_memory() -> bool:
+    """Return free memory of the C allocator to the operating system. Returns false if the C library has no
+    such function (musl, macOS)."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return False
+    trim(0)
+    return True
+
+
+def _trim_later(loop: asyncio.AbstractEventLoop) -> None:
+    """Call ``trim_memory`` in a thread after ``TRIM_AFTER_S``, unless a call is due already.
+
+    Otherwise the allocator keeps what large bodies used, and the process seems to grow for hours."""
+    global _trims_in
+    if _trims_in is not loop:
+        _trims_in = loop
+        loop.call_later(TRIM_AFTER_S, _trim, loop)
+
+
+def _trim(loop: asyncio.AbstractEventLoop) -> None:
+    global _trims_in
+    _trims_in = None
+    with contextlib.suppress(RuntimeError):  # the interpreter exits
+        loop.run_in_executor(_body_threads, trim_memory)
 
 
 class BodyRejected(Exception):
