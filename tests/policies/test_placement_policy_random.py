@@ -24,6 +24,7 @@ from sojourn_server.policies.placement.placement_views import (
     TierCapacity,
 )
 from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
+from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
 from sojourn_server.programs.idleness import IdlenessTracker
 
 DEVICE, HOST, DISK, WAITING = Tier
@@ -40,7 +41,14 @@ POLICIES = [
     for size in ("peak", "context")
     for reserve in (1.0, 0.25)
     for gap_s in (0.0, 3.0)
-] + [RelativeIdlenessPlacement(size_by="context", patience_s=math.inf, standstill_s=math.inf)]
+]
+POLICIES += [RelativeIdlenessPlacement(size_by="context", patience_s=math.inf, standstill_s=math.inf)]
+BY_PRICE = [
+    ResidencyPricePlacement(patience_s=PATIENCE_S, order=order, reserve=reserve, overdue_gap_s=gap_s)
+    for order in ("arrival", "work", "density")
+    for reserve in (0.0, 0.7)
+    for gap_s in (0.0, 3.0)
+]
 
 
 @dataclass
@@ -59,6 +67,8 @@ class Agent:
     pending: bool = False
     had_a_turn: bool = False
     """Since it was last promoted."""
+    tool_s: tuple[float, ...] = ()
+    """How long its tools have taken."""
     turns: int = 0
     clock: IdlenessTracker = field(default_factory=lambda: IdlenessTracker(3))
 
@@ -72,6 +82,11 @@ class Agent:
             required_blocks=self.prompt if self.activity is READY else 0,
             resident_blocks=self.context if self.tier is DEVICE else 0,
             peak_blocks=self.peak,
+            arrived_s=self.since_s,
+            gap_durations_s=self.tool_s,
+            rebuild_s=0.2 * self.context,
+            service_s=(1.0, 5.0, 5.0, 100.0),
+            attained_s=float(self.turns),
             waiting_since_s=self.since_s,
             last_active_s=self.last_active_s,
             returning=self.returning,
@@ -87,7 +102,8 @@ class World(RuleBasedStateMachine):
     """What happens to programs, and what the policy makes of it."""
 
     @initialize(
-        policy=st.sampled_from(POLICIES),
+        policy=st.sampled_from(POLICIES) | st.sampled_from(BY_PRICE),
+        load_s=st.sampled_from([0.01, 0.1, 1.0]),
         device=st.integers(10, 40),
         host=st.integers(0, 40),
         disk=st.sampled_from([0, 10, 60]),
@@ -104,13 +120,15 @@ class World(RuleBasedStateMachine):
     )
     def begin(
         self,
-        policy: RelativeIdlenessPlacement,
+        policy: RelativeIdlenessPlacement | ResidencyPricePlacement,
+        load_s: float,
         device: int,
         host: int,
         disk: int,
         crowd: list[tuple[int, int, float, float, ProgramActivity]],
     ) -> None:
-        self.policy = policy
+        self.policy, self.load_s = policy, load_s
+        self.by_price = isinstance(policy, ResidencyPricePlacement)
         self.capacity = {DEVICE: device, HOST: host, DISK: disk}
         self.now = 1000.0
         self.agents: dict[ProgramId, Agent] = {}
@@ -175,6 +193,7 @@ class World(RuleBasedStateMachine):
         if agent := self.any_of(pick, lambda a: a.activity is REASONING):
             self.now += seconds
             agent.context += blocks
+            agent.tool_s = tuple(sorted((*agent.tool_s, seconds)))
             self.stop(agent)
             self.ask(PlacementTrigger.TURN_ENDED)
 
@@ -250,7 +269,10 @@ class World(RuleBasedStateMachine):
         groups: dict[Tier, list[ProgramTierView]] = {tier: [] for tier in Tier}
         for agent in self.agents.values():
             groups[agent.tier].append(agent.seen())
-        states = {tier: TierCapacity(capacity_blocks=blocks) for tier, blocks in self.capacity.items()}
+        states = {
+            tier: TierCapacity(capacity_blocks=blocks, load_s_per_block=0 if tier is DEVICE else self.load_s)
+            for tier, blocks in self.capacity.items()
+        }
         return PlacementView(
             why=why,
             device=states[DEVICE],
@@ -345,6 +367,10 @@ class World(RuleBasedStateMachine):
             for group, state in ((view.on_host, view.host), (view.on_disk, view.disk))
         )
         room = self.room(view)
+        if self.by_price:
+            if room >= 0 and not over and not ready:
+                assert all(move.reason is MoveReason.KEPT for move in answer)
+            return
         fits = any(self.size(program) <= room or not view.on_device for program in ready)
         due = any(map(self.is_overdue, ready))
         still = all(program.activity is ACTING for program in view.on_device) and ready
@@ -357,6 +383,8 @@ class World(RuleBasedStateMachine):
             assert all(move.reason is MoveReason.KEPT for move in answer)
 
     def demotion_is_in_order(self, view: PlacementView, answer: tuple[TierMove, ...]) -> None:
+        if self.by_price:
+            return
         by_name = {program.program_id: program for program in view.on_device}
         chosen = [
             by_name[move.program_id]
@@ -390,8 +418,10 @@ class World(RuleBasedStateMachine):
 
     def promotion_is_in_order(self, view: PlacementView, answer: tuple[TierMove, ...]) -> None:
         promoted = [move.program_id for move in answer if move.reason is MoveReason.FREE_CAPACITY]
-        if not promoted or any(
-            move.reason not in (MoveReason.FREE_CAPACITY, MoveReason.KEPT) for move in answer
+        if (
+            self.by_price
+            or not promoted
+            or any(move.reason not in (MoveReason.FREE_CAPACITY, MoveReason.KEPT) for move in answer)
         ):
             return
         levels = [

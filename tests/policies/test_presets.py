@@ -40,6 +40,7 @@ def test_the_shipped_presets() -> None:
         "saga-no-prefetch",
         "saga-no-ttl",
         "saga-paper",
+        "sojourn",
         "static-ttl",
         "tetris",
         "tetris-learned",

@@ -17,7 +17,7 @@ OTHERS = [
     "observe",
     "known-ends",
     "fixed-ttl",
-    *(name for name in preset_names() if name.startswith(("mori", "saga", "tetris"))),
+    *(name for name in preset_names() if name.startswith(("mori", "saga", "sojourn", "tetris"))),
 ]
 
 

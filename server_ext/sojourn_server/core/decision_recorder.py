@@ -94,7 +94,7 @@ class DecisionRecorder:
     def moved(self, program_id: ProgramId, move: TierMove, now: float) -> None:
         """Log a decision of placement: a program moves to another tier now, or will move after its turn."""
         kind = "to_" + move.to.value if move.when is MoveTiming.NOW else "leaves_after_turn"
-        self._decisions.add(now, kind, program_id, move.reason.value)
+        self._decisions.add(now, kind, program_id, move.reason.value, **dict(move.terms))
         self._recorder.count(
             "sojourn_placements_total", to=move.to.value, when=move.when.value, reason=move.reason.value
         )

@@ -15,7 +15,7 @@ from ..programs.program_status import ProgramSignal, ProgramStatus
 from .decision_recorder import DecisionRecorder
 from .events_and_actions import EngineActionKind
 from .lease_manager import LeaseManager
-from .scheduler_state import SchedulerState
+from .scheduler_state import ANY_TYPE, SchedulerState
 from .tier_manager import TierManager
 from .workflow_predictor import WorkflowPredictor
 
@@ -83,6 +83,8 @@ class ProgramLifecycle:
         if program.turns != program.turns_at_last_end:
             program.turns_at_last_end = program.turns
             self._state.histories.turns.observe(program.turns)
+            if outcome != "cancelled":
+                self._state.histories.service.observe(program.agent_type or ANY_TYPE, program.attained_s)
             # An expired program counts as ended. A cancelled one does not, since it could have gone on.
             self._workflow_predictor.over(program, ended=outcome != "cancelled")
             self._journal.over(program, outcome, now)
@@ -158,6 +160,7 @@ class ProgramLifecycle:
         )
         if program.live_requests:
             return Outcome.DEFERRED, "a request of the program is in the engine; counts for the history only"
+        self._tier_manager.tool_known(program, now)
         lease = self._leases.get(program.id)
         if lease is not None:
             if not lease.anchored:  # only once per gap, since the TTL was chosen for a tool that starts now
@@ -182,6 +185,7 @@ class ProgramLifecycle:
             return Outcome.MISSING, "no such tool call runs: its tool_start is missing or a request ended it"
         self._state.histories.tools.observe(tool.key, event.duration_s)
         program.gap_reported = True
+        self._tier_manager.tool_known(program, now)
         if not program.tools:
             self._leases.extend(program.id, now + self._state.limits.return_grace_s)
         return Outcome.APPLIED, ""

@@ -106,7 +106,11 @@ class ProgramScheduler:
         self._forecaster = DemandForecaster(state)
         self._admission = AdmissionController(state, self._forecaster)
         self._tiers = TierManager(
-            state.preset.placement, state.pool, histories=self.histories, moved=self._moved
+            state.preset.placement,
+            state.pool,
+            histories=self.histories,
+            reload=state.reload,
+            moved=self._moved,
         )
         self._lifecycle = ProgramLifecycle(
             state, self._lease_manager, self._predictor, self._tiers, self._journal

@@ -60,6 +60,10 @@ class KVPoolConfig:
         return math.ceil(tokens / self.tokens_per_block) + self.fixed_blocks if tokens else 0
 
 
+ANY_TYPE = ""
+"""Key of programs without an agent type in ``Histories.service``."""
+
+
 @dataclass(slots=True)
 class Histories:
     """Histories of earlier turns and programs from which a scheduler learns. They may be saved."""
@@ -72,6 +76,8 @@ class Histories:
     program. First turns do not count."""
     workflows: WorkflowHistory = field(default_factory=WorkflowHistory)
     output_lengths: OutputLengthHistory = field(default_factory=OutputLengthHistory)
+    service: ToolHistory = field(default_factory=ToolHistory)
+    """Seconds that the requests of ended programs ran, by agent type."""
     hints_off: HintErrors = field(default_factory=HintErrors)
     """Errors of hinted output lengths."""
 

@@ -23,6 +23,7 @@ from itertools import islice
 
 from sojourn.ids import ProgramId
 
+from ..policies.costs.reload_estimate import ReloadEstimate
 from ..policies.forecasting.context_growth import GrowthStatistics, expected_growth_tokens
 from ..policies.placement.placement_policy import (
     MoveReason,
@@ -43,7 +44,7 @@ from ..policies.policy_views import ProgramGrowthView
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
 from .request_table import RequestState
-from .scheduler_state import Histories, KVPoolConfig
+from .scheduler_state import ANY_TYPE, Histories, KVPoolConfig
 
 _WaitingEntry = tuple[float, int, str, ProgramId]
 """A waiting request: (start of its wait, its number by arrival, its id, its program's id)."""
@@ -62,6 +63,15 @@ MIN_INTERVAL_S_PER_PROGRAM = 50e-6
 """Seconds added to the minimum interval between two calls of the policy for each program beyond
 ``UNTHROTTLED_PROGRAMS``; programs in the Waiting queue do not count. A call takes about 1 µs per program, so
 calls take at most 2 % of the time."""
+
+GAP_SAMPLES = 15
+"""Maximum number of a tool's durations in a view."""
+RETURN_S = 0.5
+"""Expected seconds from the reported end of a program's last tool call to its next request."""
+MIN_PROGRAMS_SEEN = 8
+"""Minimum number of ended programs, of an agent type or of all, before their service predicts others'."""
+MIN_CALLS_SEEN = 4
+"""Minimum number of calls of a tool before its durations replace those of all tools."""
 
 MoveListener = Callable[[ProgramState, TierMove, float], None]
 """Callback for each move; gets the program, the move and ``now``."""
@@ -82,6 +92,8 @@ class _PlacedState:
     context_blocks: int = 0
     last_active_s: float = 0.0
     returning: bool = False
+    tools_ended_s: float | None = None
+    """Time at which the client reported the end of the gap's last tool call; ``None``: it did not."""
     leaves_after: int | None = None
     """Arrival number of the newest request at the time when the program was marked to leave the device. Its
     requests with higher numbers are parked. ``None``: not marked."""
@@ -113,12 +125,19 @@ class TierManager:
     """
 
     def __init__(
-        self, policy: PlacementPolicy, pool: KVPoolConfig, *, histories: Histories, moved: MoveListener
+        self,
+        policy: PlacementPolicy,
+        pool: KVPoolConfig,
+        *,
+        histories: Histories,
+        reload: ReloadEstimate,
+        moved: MoveListener,
     ) -> None:
         """``moved`` is called after each move."""
         self._policy = policy
         self._pool = pool
         self._histories = histories
+        self._reload = reload
         self._moved = moved
         self.places = policy.places
         """Whether programs are placed; False after the policy has failed."""
@@ -160,6 +179,7 @@ class TierManager:
         self._arrivals = request_state.arrival
         place.clock.arrived(request_state.request_id, now)
         place.waiting[request_state.request_id] = request_state
+        place.tools_ended_s = None
         self._oldest[request_state.arrival] = (
             now,
             request_state.arrival,
@@ -222,6 +242,13 @@ class TierManager:
         if place is not None:
             place.context_blocks = cached_blocks
             self._note(place, now, PlacementTrigger.TURN_ENDED)
+
+    def tool_known(self, program: ProgramState, now: float) -> None:
+        """Handle a client's report that a tool of the program began or ended."""
+        place = self._by_id.get(program.id)
+        if place is not None and place.activity is ProgramActivity.ACTING:
+            place.tools_ended_s = now if program.gap_reported and not program.tools else None
+            self._note(place, now, None)
 
     def forget(self, program_id: ProgramId, now: float) -> None:
         """Remove a program that has ended or was removed from the program table."""
@@ -341,12 +368,16 @@ class TierManager:
             device=TierCapacity(
                 capacity_blocks=pool.blocks, untracked_blocks=math.ceil(others_tokens / pool.tokens_per_block)
             ),
-            host=TierCapacity(capacity_blocks=pool.host_blocks),
+            host=TierCapacity(
+                capacity_blocks=pool.host_blocks,
+                load_s_per_block=(pool.host_s_per_token or 0.0) * pool.tokens_per_block,
+            ),
             disk=TierCapacity(capacity_blocks=pool.disk_blocks),
             on_device=seen(Tier.DEVICE),
             on_host=seen(Tier.HOST),
             on_disk=seen(Tier.DISK),
             waiting=tuple(place for place in first if place is not None),
+            prefill_share=self._reload.prefill_share,
             last_overdue_promotion_s=self._last_overdue_admission_s,
             waiting_sorted=True,
             longest_waiting=self._longest_waiting(),
@@ -469,8 +500,28 @@ class TierManager:
             waiting_since_s=oldest.arrived_s if oldest is not None else 0.0,
             last_active_s=place.last_active_s,
             returning=place.returning,
+            gap_durations_s=self._gap_durations_s(place),
+            rebuild_s=self._reload.seconds(program.context_tokens) if place.context_blocks else 0.0,
+            service_s=self._service_s(program),
+            attained_s=program.attained_s,
             pending=place.leaves_after is not None,
         )
+
+    def _service_s(self, program: ProgramState) -> tuple[float, ...]:
+        """Service of ended programs of the program's type; of all programs if few of the type have ended."""
+        service, agent_type = self._histories.service, program.agent_type or ANY_TYPE
+        known = agent_type if service.count(agent_type) >= MIN_PROGRAMS_SEEN else None
+        return service.quantiles(known, GAP_SAMPLES) if service.count(known) >= MIN_PROGRAMS_SEEN else ()
+
+    def _gap_durations_s(self, place: _PlacedState) -> tuple[float, ...]:
+        """Earlier durations of the tool that the program runs; of all tools if this one is new or unknown."""
+        if place.activity is not ProgramActivity.ACTING:
+            return ()
+        tools, tool = self._histories.tools, place.program.tool_now()
+        if place.tools_ended_s is not None:
+            return (place.tools_ended_s - place.last_active_s + RETURN_S,)
+        known = tool if tool is not None and tools.count(tool) >= MIN_CALLS_SEEN else None
+        return tools.quantiles(known, GAP_SAMPLES)
 
     def _growth_stats(self) -> GrowthStatistics:
         growth, turns = self._histories.growth_tokens, self._histories.turns

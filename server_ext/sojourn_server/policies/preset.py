@@ -70,6 +70,7 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
     "placement": {
         "stay": "placement.placement_policy:NoPlacement",
         "relative-idleness": "placement.relative_idleness:RelativeIdlenessPlacement",
+        "residency-price": "placement.residency_price:ResidencyPricePlacement",
     },
     "prefetch": {
         "none": "prefetch.prefetch_policies:NoPrefetch",
@@ -146,7 +147,7 @@ class Preset:
     def tier_mechanisms(self) -> list[str]:
         """Names of the preset's mechanisms that need host memory managed by sojourn."""
         needs = {
-            "placement": self.placement.places,
+            "placement": self.placement.needs_tiers,
             "prefetch": self.prefetch.plans,
             "early copies": self.forecast.looks,
         }

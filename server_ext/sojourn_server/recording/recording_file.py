@@ -25,7 +25,7 @@ from ..programs.workflow_history import WorkflowHistory
 from .record_format import RECORD_SHAPES
 from .recording_scheduler import RecordingScheduler, RecordSink
 
-RECORDING_VERSION = 9
+RECORDING_VERSION = 10
 """Version of the format. Since version 7 each event has one record, which includes the resulting actions. To
 replay an older recording, use the version of sojourn that wrote it."""
 
@@ -70,6 +70,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     workflows: dict[str, Any]
     output_lengths: dict[str, Any]
     hints_off: dict[str, list[float]]
+    service: dict[str, Any]
 
     @classmethod
     def of(
@@ -99,6 +100,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             workflows=histories.workflows.snapshot(),
             output_lengths=histories.output_lengths.snapshot(),
             hints_off=histories.hints_off.snapshot(),
+            service=histories.service.snapshot(),
         )
 
     def program_scheduler(self, sink: RecordSink) -> RecordingScheduler:
@@ -119,6 +121,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 workflows=WorkflowHistory.restore(self.workflows),
                 output_lengths=OutputLengthHistory.restore(self.output_lengths),
                 hints_off=HintErrors.restore(self.hints_off),
+                service=ToolHistory.restore(self.service),
             ),
         )
         return RecordingScheduler(sink, state)

@@ -72,6 +72,8 @@ class RunSpec:
     """Concurrent programs (closed loop) or arrivals (open loop), over all replicas."""
     rate_per_s: float | None = None
     """Poisson arrivals per second: an open loop. ``None``: a closed loop."""
+    burst: int = 1
+    """Number of programs that arrive together in an open loop."""
     until_s: float | None = 3600.0
     """End of the run in virtual seconds; ``None``: when all programs have finished."""
     seed: int = 0
@@ -203,7 +205,7 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
             )
         key = replace(
             spec,
-            policy="placed" if policy.places_programs else "",  # placed programs need host memory
+            policy="with tiers" if policy.needs_host_memory else "",
             cpu_ratio=_cpu_ratio(spec, policy),
             disk_ratio=spec.disk_ratio if uses_disk_ratio(policy) else 0.0,
             replicas=None,
@@ -325,9 +327,9 @@ def _check_history(spec: RunSpec) -> None:
 
 
 def _lacks_host_memory(policy: SimulatorPolicy, shape: DeviceShape) -> bool:
-    """Whether the policy places programs in host memory, but there is none. An engine then starts only with
+    """Whether the policy needs host memory, but there is none. An engine then starts only with
     ``allow_missing_tiers``."""
-    return uses_cpu_ratio(policy) and shape.host_kv_tokens < shape.block_size and policy.places_programs
+    return uses_cpu_ratio(policy) and shape.host_kv_tokens < shape.block_size and policy.needs_host_memory
 
 
 def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> int:
@@ -372,6 +374,7 @@ def _arrival_process(spec: RunSpec, shape: DeviceShape) -> ArrivalProcess:
         spec.workload,
         programs=spec.programs,
         rate_per_s=spec.rate_per_s,
+        burst=spec.burst,
         seed=spec.seed,
         max_context_tokens=_longest_turn(spec, shape),
         max_gap_s=spec.max_gap_s,

@@ -188,10 +188,10 @@ class SimulatorPolicy:
         return "latest-program" if isinstance(preset.eviction, LatestProgramEviction) else None
 
     @property
-    def places_programs(self) -> bool:
-        """Whether the policy places programs in host memory. Its engine then needs host memory to start."""
+    def needs_host_memory(self) -> bool:
+        """Whether the policy's engine does not start without host memory."""
         preset = self._preset()
-        return preset is not None and preset.placement.places
+        return preset is not None and preset.placement.needs_tiers
 
     def _preset(self) -> Preset | None:
         if self.preset_file is not None:

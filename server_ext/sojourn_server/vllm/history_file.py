@@ -21,7 +21,7 @@ from ..programs.workflow_history import WorkflowHistory
 
 SAVE_EVERY_S = 300.0
 
-Part = TypeVar("Part", WorkflowHistory, OutputLengthHistory, HintErrors)
+Part = TypeVar("Part", WorkflowHistory, OutputLengthHistory, HintErrors, ToolHistory)
 
 logger = logging.getLogger("vllm.sojourn")
 
@@ -72,6 +72,7 @@ class HistoryFile:
                 workflows=self._part(document, "workflows", WorkflowHistory),
                 output_lengths=self._part(document, "output_lengths", OutputLengthHistory),
                 hints_off=self._part(document, "hints_off", HintErrors),
+                service=self._part(document, "service", ToolHistory),
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             kept = self._set_aside("unreadable")
@@ -160,4 +161,5 @@ def _document(histories: Histories) -> dict[str, Any]:
         "workflows": histories.workflows.snapshot(),
         "output_lengths": histories.output_lengths.snapshot(),
         "hints_off": histories.hints_off.snapshot(),
+        "service": histories.service.snapshot(),
     }

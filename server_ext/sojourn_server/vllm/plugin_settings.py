@@ -238,7 +238,7 @@ def missing_tiers(preset: Preset, connector: str | None, *, allowed: bool) -> Mi
             f"{connector} keeps KV outside of sojourn's control: give --kv-host-gib instead, without "
             "--tier-backend vllm"
         )
-    if preset.placement.places and not allowed:
+    if preset.placement.needs_tiers and not allowed:
         raise SettingsError(
             f"policy {preset.name} places programs in host memory, and {because}. Or choose another policy, "
             "or set allow_missing_tiers=true (sojourn serve --sojourn-option) to run without placement"

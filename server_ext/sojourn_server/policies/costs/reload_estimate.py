@@ -10,6 +10,9 @@ MIN_STEP_TOKENS = 64
 MIN_TOKENS_A_REQUEST = 8
 """Steps with fewer tokens per request consist mostly of decoding and are ignored."""
 
+SHARE_WINDOW_S = 60.0
+"""Seconds of engine steps over which ``prefill_share`` is averaged, with exponential weights."""
+
 
 class ReloadEstimate:
     """Estimate of PrefillReload(r), the seconds to compute a context again (Continuum §4.1).
@@ -23,10 +26,17 @@ class ReloadEstimate:
         self._curve = curve
         self._smoothing = smoothing
         self._s_per_token: float | None = None
+        self._busy_s = self._prefill_s = 0.0
+        """Seconds of recent steps, and of their part that computed prompts; older steps weigh less."""
 
     def observe_step(self, tokens: int, seconds: float, requests: int = 1) -> None:
         """Learn from an engine step that computed ``tokens`` tokens of ``requests`` requests in
         ``seconds``."""
+        if 0 < seconds < SHARE_WINDOW_S:
+            kept = 1.0 - seconds / SHARE_WINDOW_S
+            prompts_s = min(seconds, self.seconds(max(0, tokens - requests)))
+            self._busy_s = self._busy_s * kept + seconds
+            self._prefill_s = self._prefill_s * kept + prompts_s
         if tokens < max(MIN_STEP_TOKENS, MIN_TOKENS_A_REQUEST * requests) or seconds <= 0:
             return
         sample = seconds / tokens
@@ -34,6 +44,11 @@ class ReloadEstimate:
             self._s_per_token = sample
         else:
             self._s_per_token += self._smoothing * (sample - self._s_per_token)
+
+    @property
+    def prefill_share(self) -> float:
+        """Share of the time of recent steps that computing prompts took, 0 to 1."""
+        return self._prefill_s / self._busy_s if self._busy_s else 0.0
 
     @property
     def known(self) -> bool:

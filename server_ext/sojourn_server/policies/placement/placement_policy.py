@@ -61,6 +61,8 @@ class TierMove(NamedTuple):
     to: Tier
     when: MoveTiming
     reason: MoveReason
+    terms: tuple[tuple[str, float], ...] = ()
+    """Names and values of what decided, for the decision log."""
 
 
 class PlacementPolicy(Protocol):
@@ -72,6 +74,8 @@ class PlacementPolicy(Protocol):
     """
 
     places: bool
+    needs_tiers: bool
+    """Whether the policy is nothing without host memory. An engine without any then does not start."""
     k: int
     """Number of newest cycles (a turn and the gap after it) over which idleness is measured."""
     tick_s: float
@@ -90,6 +94,7 @@ class NoPlacement:
     """Placement off: programs are not moved, and the engine evicts as usual."""
 
     places: bool = False
+    needs_tiers: bool = False
     k: int = WINDOW_CYCLES
     tick_s: float = math.inf
     idle_tick_s: float = math.inf

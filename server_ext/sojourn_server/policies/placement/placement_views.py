@@ -79,6 +79,16 @@ class ProgramTierView:
     """Time at which a request of the program last ran; the program's arrival if none ever ran."""
     returning: bool = False
     """Whether any of the program's requests ran before."""
+    gap_durations_s: tuple[float, ...] = ()
+    """Equally likely durations of the gap that began at ``last_active_s``, ascending: earlier calls of the
+    tool that runs. Empty: unknown."""
+    rebuild_s: float = 0.0
+    """Seconds to compute the context again; 0: unknown."""
+    service_s: tuple[float, ...] = ()
+    """Equally likely total seconds of service (running requests) of such a program, ascending; empty:
+    unknown."""
+    attained_s: float = 0.0
+    """Seconds of service so far."""
     pending: bool = False
     """Whether the program leaves the device after its turn. Requests that run when this is decided may
     finish. Later requests wait until the program has moved."""
@@ -92,6 +102,8 @@ class TierCapacity:
     """Capacity in blocks; 0: the tier does not exist."""
     untracked_blocks: int = 0
     """Blocks used by requests without a program."""
+    load_s_per_block: float = 0.0
+    """Seconds to copy a block from this tier to the device; 0 for the device, and if unknown."""
 
     @property
     def budget_blocks(self) -> int:
@@ -112,6 +124,8 @@ class PlacementView:
     on_disk: Sequence[ProgramTierView] = ()
     waiting: Sequence[ProgramTierView] = ()
     """The Waiting queue. Programs without a request may be left out."""
+    prefill_share: float = 0.0
+    """Share of the device's recent busy time that went into computing prompts, 0 to 1."""
     last_overdue_promotion_s: float = -math.inf
     """Time at which a program was last promoted because it was overdue."""
     waiting_sorted: bool = False

@@ -1,0 +1,406 @@
+"""Placement by price: a program keeps its KV on the device while that is worth more than the space.
+
+``ResidencyPricePlacement`` states the rules; ``docs/policy.md`` derives them with an example.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+
+from sojourn.ids import ProgramId
+
+from ...programs.idleness import WINDOW_CYCLES
+from .placement_plan import LOOKAHEAD, has_elapsed
+from .placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
+from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier, TierCapacity
+
+# Levels of the Waiting queue.
+_RETURNING, _NEW, _NOT_READY = range(3)
+
+UNKNOWN_GAP_S = 5.0
+"""Expected remaining seconds of a gap that has just begun and whose tool was never observed."""
+MIN_HEADROOM = 0.05
+"""Minimum share of the device's time that another running program is assumed to find unused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencyPricePlacement:
+    """Compares the value of each block on the device for its present program and for a waiting one.
+
+    A program is *reasoning* during a turn, *acting* while its tool runs, and *ready* while its next request
+    waits. It is *pending* if it will leave the device when its turn ends.
+
+    *Value of holding.* The context of an acting program is worth keeping because its loss costs C seconds:
+    to copy it back from the tier that it would move to, or to compute it again. Computing delays all N
+    programs that run; copying delays the program itself. With a gap that ends within τ more seconds with
+    probability P(τ), the value per block and second is the Gittins index of the gap:
+
+        hold = N · C / size · max over τ of  P(τ) / E[min(remaining gap, τ)]
+
+    *Worth.* A program's worth is the Gittins index of its service: its chance to end per second that it
+    runs, over that of a new program. It is 1 where sizes are unknown.
+
+    *Price.* A waiting program would make that progress with its blocks, as far as the device's time is not
+    taken by prompts: price = worth · headroom / size. It takes the place of acting
+    programs whose value of holding is below that price. So short tools keep their programs on the device,
+    and long ones do not, as soon as copying or computing costs less than the space. Without a waiting
+    program the price is 0, and no program moves.
+
+    *Room to grow.* A program enters if its context and a part of its predicted growth fit: the share
+    ``reserve`` of the growth beyond its next turn if an eviction means computing again, none if a lower tier
+    has room.
+
+    *Bounds.* A reasoning program leaves only after its turn, and a ready one on the device never does. A
+    program that waited for ``patience_s`` enters first, whatever that costs. The first program enters an
+    empty device. Raises ``ValueError`` for settings out of range.
+    """
+
+    places: bool = True
+    needs_tiers: bool = False
+    k: int = WINDOW_CYCLES
+    """Number of cycles over which idleness is measured; the policy does not use it."""
+    tick_s: float = 1.0
+    idle_tick_s: float = 0.25
+    reserve: float = 0.7
+    """Share of a context's predicted growth that is reserved where an evicted context is computed again."""
+    patience_s: float = 300.0
+    """Seconds until a waiting ready program is overdue; ``inf``: never."""
+    overdue_gap_s: float = 60.0
+    """Seconds between promotions of two overdue programs; 0: none."""
+    order: str = "arrival"
+    """Order of waiting programs. "arrival": of the program's first request. "work": by worth. "density": by
+    worth per block."""
+
+    def __post_init__(self) -> None:
+        for field in ("tick_s", "idle_tick_s"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ValueError(
+                    f"{field} is {getattr(self, field)}; expected a finite number of seconds > 0"
+                )
+        if not 0 <= self.reserve <= 1:
+            raise ValueError(f"reserve is {self.reserve}; expected 0 to 1")
+        for field in ("patience_s", "overdue_gap_s"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"{field} is {getattr(self, field)}; expected seconds ≥ 0, or inf for never")
+        if self.order not in ("arrival", "work", "density"):
+            raise ValueError(f'order is {self.order!r}; expected "arrival", "work" or "density"')
+
+    def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
+        """The moves to make now, possibly none. The order of programs within a group of the view does not
+        matter, except in a sorted ``waiting``."""
+        return _Plan(self, view, now).answer()
+
+    def device_blocks(self, program: ProgramTierView) -> int:
+        """Blocks that a program needs on the device now; at least 1."""
+        return max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
+
+    def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
+        """Sort key: first ready programs that ran before, then new ones, then programs that are not ready."""
+        since_s = program.waiting_since_s
+        if program.activity is not ProgramActivity.READY:
+            return (_NOT_READY, 0.0, since_s, program.program_id)
+        level = _RETURNING if program.returning else _NEW
+        if self.order == "arrival":
+            return (level, program.arrived_s, since_s, program.program_id)
+        size = self.device_blocks(program) if self.order == "density" else 1
+        return (level, size / program_worth(program), since_s, program.program_id)
+
+
+MAX_WORTH = 16.0
+"""Maximum worth of a program, and the reciprocal of the minimum."""
+
+
+def program_worth(program: ProgramTierView) -> float:
+    """The Gittins index of a program's service, over the reciprocal of the mean service; 1 if unknown."""
+    if not program.service_s:
+        return 1.0
+    mean_s = math.fsum(program.service_s) / len(program.service_s)
+    worth = return_rate(program.service_s, program.attained_s) * mean_s
+    return min(MAX_WORTH, max(1.0 / MAX_WORTH, worth))
+
+
+def return_rate(durations_s: Sequence[float], elapsed_s: float) -> float:
+    """The Gittins index of a duration: max over τ of P(it ends within τ) / E[min(remaining, τ)], per second.
+
+    ``durations_s``: equally likely durations, ascending, of which ``elapsed_s`` have passed. To them is added
+    one that lasts as long again, so that the rate of a duration longer than all others is 1/elapsed.
+    """
+    left = [duration_s - elapsed_s for duration_s in durations_s if duration_s > elapsed_s]
+    left.append(max(elapsed_s, UNKNOWN_GAP_S if not durations_s else left[-1] if left else 0.0))
+    left.sort()
+    count, spent_s, best = len(left), 0.0, 0.0
+    for ended, remaining_s in enumerate(left, 1):
+        spent_s += remaining_s
+        best = max(best, ended / max(spent_s + (count - ended) * remaining_s, 1e-3))
+    return best
+
+
+class _Plan:
+    """Builds one answer of ``ResidencyPricePlacement``."""
+
+    def __init__(self, policy: ResidencyPricePlacement, view: PlacementView, now: float) -> None:
+        self._policy = policy
+        self._view = view
+        self._now = now
+        self._staying = {program.program_id: program for program in view.on_device}
+        """Programs on the device that this answer does not move away now."""
+        self._leaving: dict[ProgramId, MoveReason] = {}
+        """Programs in ``_staying`` that leave after their turn."""
+        self._moved: dict[ProgramId, TierMove] = {}
+        self._entered: dict[ProgramId, ProgramTierView] = {}
+        """Programs that this answer promotes to the device."""
+        self._free = {
+            Tier.DEVICE: view.device.budget_blocks - sum(map(policy.device_blocks, view.on_device)),
+            Tier.HOST: view.host.budget_blocks - sum(program.context_blocks for program in view.on_host),
+            Tier.DISK: view.disk.budget_blocks - sum(program.context_blocks for program in view.on_disk),
+        }
+        """Free blocks by tier; negative if over capacity."""
+
+    def answer(self) -> tuple[TierMove, ...]:
+        ready = [p for group in (self._view.on_host, self._view.on_disk) for p in group if _is_ready(p)]
+        pending = any(program.pending for program in self._view.on_device)
+        if not ready and not self._view.waiting and not pending and min(self._free.values()) >= 0:
+            return ()
+        if self._promote_overdue(ready):
+            self._demote_until_free(0, MoveReason.OVER_CAPACITY)
+            while self._fill(ready) or self._relieve():
+                pass
+        else:
+            self._relieve()
+        answer = list(self._moved.values())
+        for program in self._staying.values():
+            reason = self._leaving.get(program.program_id)
+            if reason is not None and not program.pending:
+                to = self._destination(program)
+                answer.append(TierMove(program.program_id, to, MoveTiming.AFTER_TURN, reason))
+            elif reason is None and program.pending:
+                answer.append(TierMove(program.program_id, Tier.DEVICE, MoveTiming.NOW, MoveReason.KEPT))
+        return tuple(answer)
+
+    # -- entering the device --------------------------------------------------------------------
+
+    def _candidates(self, ready: Sequence[ProgramTierView]) -> list[ProgramTierView]:
+        """The first ready programs off the device, in the order of promotion."""
+        waiting = self._view.waiting
+        if not self._view.waiting_sorted:
+            waiting = sorted(waiting, key=self._key)
+        first = islice((p for p in waiting if _is_ready(p) and p.program_id not in self._moved), LOOKAHEAD)
+        below = (program for program in ready if program.program_id not in self._moved)
+        return sorted([*below, *first], key=self._key)
+
+    def _key(self, program: ProgramTierView) -> WaitingKey:
+        return self._policy.waiting_key(program, self._now)
+
+    def _promote_overdue(self, ready: Sequence[ProgramTierView]) -> bool:
+        """Promote overdue programs. Returns false if one has to wait until running turns end; then no other
+        program may be promoted before it."""
+        policy, view = self._policy, self._view
+        if not has_elapsed(view.last_overdue_promotion_s, policy.overdue_gap_s, self._now):
+            return True
+        among = view.longest_waiting if view.waiting_sorted else [*ready, *view.waiting]
+        overdue = [
+            program
+            for program in among
+            if _is_ready(program) and has_elapsed(program.waiting_since_s, policy.patience_s, self._now)
+        ]
+        overdue.sort(key=lambda program: (program.waiting_since_s, program.program_id))
+        for program in overdue[: 1 if policy.overdue_gap_s else LOOKAHEAD]:
+            if not self._demote_until_free(policy.device_blocks(program), MoveReason.OVERDUE, program):
+                return False
+        return True
+
+    def _fill(self, ready: Sequence[ProgramTierView]) -> bool:
+        """Promote programs that fit, and those that are worth more than what acting programs hold. Returns
+        whether a program was promoted."""
+        reserve = self._reserve()
+        here = [*self._staying.values(), *self._entered.values()]
+        room = self._view.device.budget_blocks - sum(self._reserved_blocks(p, reserve) for p in here)
+        acting = self._acting_by_hold_value()
+        before = len(self._entered)
+        for program in self._candidates(ready):
+            short = self._reserved_blocks(program, reserve) - room
+            worth = program_worth(program)
+            price = worth * self._headroom / self._policy.device_blocks(program)
+            victims: list[tuple[float, ProgramTierView]] = []
+            if short <= 0 or not (self._staying or self._entered):
+                self._promote(program, MoveReason.FREE_CAPACITY, worth=worth)
+            else:
+                victims = self._victims_for(short, price, acting, reserve)
+                if not victims:
+                    continue
+                self._promote(program, MoveReason.EXCHANGE, worth=worth, price=price)
+                acting = acting[len(victims) :]
+            room -= self._reserved_blocks(program, reserve)
+            for hold, victim in victims:
+                room += self._reserved_blocks(victim, reserve)
+                self._send(
+                    victim, self._destination(victim), MoveReason.EXCHANGE, hold_value=hold, price=price
+                )
+        return len(self._entered) > before
+
+    def _reserve(self) -> float:
+        """Share of the predicted growth that is reserved: 0 while the tiers below have room for any program
+        of the device."""
+        largest = max((program.context_blocks for program in self._staying.values()), default=0)
+        below = max(self._free[Tier.HOST], self._free[Tier.DISK])
+        return 0.0 if below >= max(1, largest) else self._policy.reserve
+
+    def _reserved_blocks(self, program: ProgramTierView, reserve: float) -> float:
+        """Blocks that count for the program when another one wants to enter."""
+        now_blocks = self._policy.device_blocks(program)
+        if not reserve:
+            return now_blocks
+        turn_blocks = max(now_blocks, program.turn_blocks)
+        return turn_blocks + reserve * max(0, program.peak_blocks - turn_blocks)
+
+    def _victims_for(
+        self,
+        short: float,
+        price: float,
+        acting: Sequence[tuple[float, ProgramTierView]],
+        reserve: float,
+    ) -> list[tuple[float, ProgramTierView]]:
+        """The first of ``acting`` that free ``short`` blocks and are worth less than ``price``; empty if
+        these would free too few.
+
+        ``acting``: acting programs with the value of holding their KV, the least first."""
+        for count, (hold, victim) in enumerate(acting[:LOOKAHEAD], 1):
+            if hold >= price:
+                break
+            short -= self._reserved_blocks(victim, reserve)
+            if short <= 0:
+                return list(acting[:count])
+        return []
+
+    @cached_property
+    def _running(self) -> int:
+        """Number of programs that computing delays. At least one will run when a context is needed again."""
+        return max(1, sum(p.activity is ProgramActivity.REASONING for p in self._view.on_device))
+
+    @cached_property
+    def _headroom(self) -> float:
+        if not any(program.activity is ProgramActivity.REASONING for program in self._view.on_device):
+            return 1.0
+        return max(MIN_HEADROOM, 1.0 - self._view.prefill_share)
+
+    # -- leaving the device ---------------------------------------------------------------------
+
+    def _acting_by_hold_value(self) -> list[tuple[float, ProgramTierView]]:
+        """Acting programs on the device by the value of holding their KV, the least first."""
+        acting = [
+            (self._hold_value(program, Tier.DEVICE), program)
+            for program in self._staying.values()
+            if program.activity is ProgramActivity.ACTING
+        ]
+        return sorted(acting, key=lambda pair: (pair[0], pair[1].last_active_s, pair[1].program_id))
+
+    def _hold_value(self, program: ProgramTierView, tier: Tier) -> float:
+        """Progress per block and second that the program's KV in ``tier`` is expected to save."""
+        if not program.context_blocks:
+            return 0.0
+        compute_s = self._running * program.rebuild_s
+        below = self._destination(program, tier)
+        cost_s = compute_s
+        if below is not Tier.WAITING:
+            cost_s = min(compute_s, self._capacity(below).load_s_per_block * program.context_blocks)
+        if tier is not Tier.DEVICE:
+            cost_s -= min(cost_s, self._capacity(tier).load_s_per_block * program.context_blocks)
+        elapsed_s = max(0.0, self._now - program.last_active_s)
+        return cost_s / program.context_blocks * return_rate(program.gap_durations_s, elapsed_s)
+
+    def _demote_until_free(
+        self, blocks: int, reason: MoveReason, program: ProgramTierView | None = None
+    ) -> bool:
+        """Demote programs until ``blocks`` are free, then promote ``program`` if possible.
+
+        Acting programs leave first, those of the least value first; then reasoning ones after their turn,
+        the latest first. The new marks replace earlier ones. Returns whether ``program`` was promoted.
+        """
+        over = -self._free[Tier.DEVICE]
+        short = over + blocks
+        left = len(self._staying) + len(self._entered)
+        now: list[tuple[ProgramTierView, MoveReason]] = []
+        self._leaving = {}
+        for victim in self._demotion_candidates() if short > 0 else ():
+            if short <= 0 or (left == 1 and program is None):
+                break  # a program that is alone may exceed the device
+            why = MoveReason.OVER_CAPACITY if over > 0 else reason
+            if victim.activity is ProgramActivity.REASONING:
+                self._leaving[victim.program_id] = why
+            else:
+                now.append((victim, why))
+            gained = self._policy.device_blocks(victim)
+            over, short, left = over - gained, short - gained, left - 1
+        enters = program is not None and not self._leaving and (short <= 0 or not left)
+        if program is not None and enters:
+            self._promote(program, reason)  # before the demotions, since it may free blocks below for them
+        for victim, why in now:
+            self._send(victim, self._destination(victim), why)
+        return enters
+
+    def _demotion_candidates(self) -> list[ProgramTierView]:
+        staying = self._staying
+        pending = [p for p in staying.values() if p.pending and p.activity is ProgramActivity.READY]
+        acting = [program for _, program in self._acting_by_hold_value()]
+        reasoning = [p for p in staying.values() if p.activity is ProgramActivity.REASONING]
+        reasoning.sort(key=lambda program: (-program.arrived_s, program.program_id))
+        return [*pending, *acting, *reasoning]
+
+    # -- the tiers below ------------------------------------------------------------------------
+
+    def _destination(self, program: ProgramTierView, tier: Tier = Tier.DEVICE) -> Tier:
+        """The highest tier below ``tier`` with room for the program's context."""
+        for below in (Tier.HOST, Tier.DISK)[tier is Tier.HOST :] if tier is not Tier.DISK else ():
+            if 0 < program.context_blocks <= self._free[below]:
+                return below
+        return Tier.WAITING
+
+    def _relieve(self) -> bool:
+        """Demote the programs of the least value from host memory and disk while these are over capacity.
+        Returns whether a program moved."""
+        before = len(self._moved)
+        for tier, group in ((Tier.HOST, self._view.on_host), (Tier.DISK, self._view.on_disk)):
+            if self._free[tier] >= 0:
+                continue
+            values = [(self._hold_value(p, tier), p.last_active_s, p.program_id, p) for p in group]
+            for *_, program in sorted(values, key=lambda entry: entry[:3]):
+                if self._free[tier] >= 0:
+                    break
+                if program.program_id not in self._moved:
+                    self._send(program, self._destination(program, tier), MoveReason.OVER_CAPACITY)
+        return len(self._moved) > before
+
+    def _capacity(self, tier: Tier) -> TierCapacity:
+        return self._view.host if tier is Tier.HOST else self._view.disk
+
+    # -- bookkeeping ----------------------------------------------------------------------------
+
+    def _promote(self, program: ProgramTierView, reason: MoveReason, **terms: float) -> None:
+        self._free[Tier.DEVICE] -= self._policy.device_blocks(program)
+        if program.tier in self._free:
+            self._free[program.tier] += program.context_blocks
+        self._entered[program.program_id] = program
+        self._moved[program.program_id] = TierMove(
+            program.program_id, Tier.DEVICE, MoveTiming.NOW, reason, tuple(terms.items())
+        )
+
+    def _send(self, program: ProgramTierView, to: Tier, reason: MoveReason, **terms: float) -> None:
+        """Move a program to a lower tier."""
+        if program.tier is Tier.DEVICE:
+            del self._staying[program.program_id]
+            self._free[Tier.DEVICE] += self._policy.device_blocks(program)
+        else:
+            self._free[program.tier] += program.context_blocks
+        if to is not Tier.WAITING:
+            self._free[to] -= program.context_blocks
+        self._moved[program.program_id] = TierMove(
+            program.program_id, to, MoveTiming.NOW, reason, tuple(terms.items())
+        )
+
+
+def _is_ready(program: ProgramTierView) -> bool:
+    return program.activity is ProgramActivity.READY

@@ -1,0 +1,268 @@
+"""Placement by price on examples worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sojourn.ids import ProgramId
+from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
+from sojourn_server.policies.placement.placement_views import (
+    PlacementTrigger,
+    PlacementView,
+    ProgramActivity,
+    ProgramTierView,
+    Tier,
+    TierCapacity,
+)
+from sojourn_server.policies.placement.residency_price import (
+    MAX_WORTH,
+    ResidencyPricePlacement,
+    program_worth,
+    return_rate,
+)
+from sojourn_server.policies.preset import load_preset
+
+DEVICE, HOST, DISK, WAITING = Tier
+REASONING, READY, ACTING = ProgramActivity
+NOW = 1000.0
+
+
+def program(name: str, tier: Tier, activity: ProgramActivity, blocks: int, **more: Any) -> ProgramTierView:
+    return ProgramTierView(
+        program_id=ProgramId(name), tier=tier, activity=activity,
+        context_blocks=0 if tier is WAITING and not more.get("returning") else blocks,
+        required_blocks=blocks if activity is READY else 0, peak_blocks=more.pop("peak", blocks),
+        arrived_s=more.pop("arrived_s", 0.0), last_active_s=more.pop("last_active_s", NOW),
+        waiting_since_s=more.pop("since_s", NOW), rebuild_s=more.pop("rebuild_s", 2.0), **more,
+    )  # fmt: skip
+
+
+def acting(name: str, blocks: int, durations: tuple[float, ...], since_s: float = NOW, **more: Any) -> Any:
+    return program(name, DEVICE, ACTING, blocks, gap_durations_s=durations, last_active_s=since_s, **more)
+
+
+def answer(
+    *programs: ProgramTierView, device: int = 20, host: int = 0, load_s: float = 0.0, **policy: Any
+) -> dict[str, TierMove]:
+    groups = {tier: [each for each in programs if each.tier is tier] for tier in Tier}
+    view = PlacementView(
+        why=PlacementTrigger.TICK,
+        device=TierCapacity(capacity_blocks=device),
+        host=TierCapacity(capacity_blocks=host, load_s_per_block=load_s),
+        disk=TierCapacity(capacity_blocks=0),
+        on_device=groups[DEVICE], on_host=groups[HOST], on_disk=groups[DISK], waiting=groups[WAITING],
+    )  # fmt: skip
+    return {move.program_id: move for move in ResidencyPricePlacement(**policy).moves(view, NOW)}
+
+
+# -- the index of a gap -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("durations", "elapsed", "rate"),
+    [
+        # One second for certain, and the pseudo-sample as long again: (2 of 2) / 1 s.
+        ((1.0,), 0.0, 1.0),
+        # Three of four end in 1 s, the fourth and its copy in 100 s: 3/5 per 1 s beats 1 per 40.6 s.
+        ((1.0, 1.0, 1.0, 100.0), 0.0, 0.6),
+        # After 10 s only the long one is left: 90 s.
+        ((1.0, 1.0, 1.0, 100.0), 10.0, 1 / 90),
+        # Longer than any before: as long again.
+        ((1.0, 1.0), 30.0, 1 / 30),
+        # Never observed: five seconds, or as long again.
+        ((), 0.0, 0.2),
+        ((), 50.0, 0.02),
+    ],
+)
+def test_the_rate_is_the_best_chance_per_second(
+    durations: tuple[float, ...], elapsed: float, rate: float
+) -> None:
+    assert return_rate(durations, elapsed) == pytest.approx(rate)
+
+
+def test_a_program_that_should_be_over_soon_is_worth_more() -> None:
+    new = program("p", WAITING, READY, 5)
+    assert program_worth(new) == 1.0, "no program has ended yet"
+    sizes = (10.0, 10.0, 10.0, 1000.0)
+    young, near, old = (
+        program_worth(program("p", WAITING, READY, 5, service_s=sizes, attained_s=attained_s))
+        for attained_s in (0.0, 9.0, 20.0)
+    )
+    assert near > young > old
+    assert near == MAX_WORTH, "bounded"
+
+
+# -- what stays, and what makes way --------------------------------------------------------------
+
+
+def test_nothing_moves_while_no_program_waits() -> None:
+    assert answer(acting("a", 15, (600.0,)), program("b", DEVICE, REASONING, 5)) == {}
+
+
+def test_what_fits_enters_whatever_it_is_worth() -> None:
+    moves = answer(acting("a", 10, (600.0,)), program("b", WAITING, READY, 10))
+    expected = TierMove(ProgramId("b"), DEVICE, MoveTiming.NOW, MoveReason.FREE_CAPACITY, (("worth", 1.0),))
+    assert moves == {"b": expected}
+
+
+def test_a_short_tool_keeps_its_place_and_a_long_one_does_not() -> None:
+    # Computing 15 blocks takes 2 s: holding them is worth 2/15 · rate, and the waiting one pays 1/10.
+    waiting = program("b", WAITING, READY, 10)
+    assert answer(acting("a", 15, (1.0,)), waiting) == {}
+    moves = answer(acting("a", 15, (60.0,)), waiting)
+    assert (moves["a"].to, moves["a"].reason) == (WAITING, MoveReason.EXCHANGE)
+    assert (moves["b"].to, moves["b"].reason) == (DEVICE, MoveReason.EXCHANGE)
+    assert dict(moves["a"].terms) == pytest.approx({"hold_value": 2 / 15 / 60, "price": 1 / 10})
+    assert dict(moves["b"].terms) == pytest.approx({"worth": 1.0, "price": 1 / 10})
+
+
+def test_a_tool_that_takes_longer_than_usual_loses_its_place() -> None:
+    waiting, usual_s = program("b", WAITING, READY, 10), (1.0, 1.0, 1.0, 300.0)
+    assert answer(acting("a", 15, usual_s, NOW, rebuild_s=4.0), waiting) == {}
+    assert "b" in answer(acting("a", 15, usual_s, NOW - 2.0, rebuild_s=4.0), waiting)
+
+
+def test_with_host_memory_a_tool_need_not_be_long() -> None:
+    waiting = program("b", WAITING, READY, 10)
+    tool = acting("a", 15, (5.0,), rebuild_s=20.0)
+    assert answer(tool, waiting) == {}, "20 s to compute again, 5 s of space"
+    moves = answer(tool, waiting, host=20, load_s=0.01)
+    assert moves["a"].to is HOST
+    assert moves["b"].to is DEVICE
+    assert answer(tool, waiting, host=20, load_s=1.0) == {}, "15 s to copy"
+    assert answer(tool, waiting, host=14, load_s=0.01) == {}, "no room for it"
+
+
+def test_the_least_valuable_makes_way_and_no_more_than_needed() -> None:
+    moves = answer(
+        acting("short", 5, (1.0,)), acting("long", 5, (600.0,)), acting("longer", 5, (900.0,)),
+        program("b", WAITING, READY, 6), device=16,
+    )  # fmt: skip
+    assert set(moves) == {"longer", "b"}
+
+
+def test_where_computing_delays_many_a_place_is_worth_more() -> None:
+    waiting, tool = program("b", WAITING, READY, 10), acting("a", 15, (30.0,), rebuild_s=10.0)
+    assert "b" in answer(tool, waiting)
+    busy = [program(f"r{i}", DEVICE, REASONING, 1) for i in range(8)]
+    assert answer(tool, waiting, *busy, device=28) == {}
+
+
+def test_a_device_that_computes_prompts_all_the_time_gains_nothing_by_one_more() -> None:
+    running = program("r", DEVICE, REASONING, 1)
+    tool, waiting = acting("a", 15, (20.0,)), program("b", WAITING, READY, 10)
+    groups: dict[str, Any] = {"on_device": [running, tool], "waiting": [waiting]}
+    for share, moved in ((0.0, True), (1.0, False)):
+        view = PlacementView(
+            why=PlacementTrigger.TICK, device=TierCapacity(capacity_blocks=20),
+            host=TierCapacity(capacity_blocks=0), disk=TierCapacity(capacity_blocks=0),
+            prefill_share=share, **groups,
+        )  # fmt: skip
+        assert bool(ResidencyPricePlacement().moves(view, NOW)) is moved
+
+
+# -- room to grow --------------------------------------------------------------------------------
+
+
+def test_growth_is_reserved_where_an_eviction_means_computing_again() -> None:
+    resident, waiting = program("a", DEVICE, REASONING, 10, peak=20), program("b", WAITING, READY, 5)
+    assert answer(resident, waiting) == {}, "10 + 0.7 · 10 + 5 > 20"
+    assert "b" in answer(resident, waiting, host=20, load_s=0.01)
+    assert "b" in answer(resident, waiting, reserve=0.5)
+
+
+def test_over_capacity_acting_programs_leave_before_reasoning_ones() -> None:
+    moves = answer(
+        acting("a", 8, (1.0,)), program("r", DEVICE, REASONING, 8, arrived_s=1.0),
+        program("s", DEVICE, REASONING, 8, arrived_s=2.0), device=12,
+    )  # fmt: skip
+    assert moves["a"].when is MoveTiming.NOW
+    assert moves["s"].when is MoveTiming.AFTER_TURN, "the latest of the reasoning ones"
+    assert set(moves) == {"a", "s"}
+
+
+# -- order and bounds ----------------------------------------------------------------------------
+
+
+def test_returning_programs_enter_before_new_ones_in_the_order_of_arrival() -> None:
+    line = [
+        program("new", WAITING, READY, 5, arrived_s=1.0),
+        program("later", WAITING, READY, 5, arrived_s=3.0, returning=True),
+        program("earlier", WAITING, READY, 5, arrived_s=2.0, returning=True),
+    ]
+    assert list(answer(*line, device=10)) == ["earlier", "later"]
+
+
+def test_the_order_by_work_takes_the_one_with_the_least_work_left() -> None:
+    sizes = (10.0, 10.0, 10.0, 1000.0)
+    line = [
+        program("old", WAITING, READY, 5, arrived_s=1.0, returning=True, service_s=sizes, attained_s=20.0),
+        program("near", WAITING, READY, 5, arrived_s=2.0, returning=True, service_s=sizes, attained_s=9.0),
+    ]
+    assert list(answer(*line, device=5)) == ["old"]
+    assert list(answer(*line, device=5, order="work")) == ["near"]
+
+
+def test_a_program_that_waited_for_too_long_enters_whatever_it_costs() -> None:
+    waiting = program("b", WAITING, READY, 20, since_s=NOW - 301.0)
+    moves = answer(acting("a", 15, (1.0,)), waiting)
+    assert (moves["a"].to, moves["b"].reason) == (WAITING, MoveReason.OVERDUE)
+    moves = answer(program("r", DEVICE, REASONING, 15), waiting)
+    assert moves["r"].when is MoveTiming.AFTER_TURN
+    assert "b" not in moves, "it enters when that turn has ended"
+
+
+def test_the_first_program_enters_an_empty_device_whatever_its_size() -> None:
+    assert "b" in answer(program("b", WAITING, READY, 50))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tick_s": 0}, "tick_s is 0; expected a finite number of seconds > 0"),
+        ({"reserve": 1.5}, "reserve is 1.5; expected 0 to 1"),
+        ({"patience_s": float("nan")}, "patience_s is nan; expected seconds ≥ 0, or inf for never"),
+        ({"order": "size"}, 'order is \'size\'; expected "arrival", "work" or "density"'),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ResidencyPricePlacement(**settings)
+
+
+def test_the_preset_needs_no_host_memory() -> None:
+    preset = load_preset("sojourn")
+    assert preset.placement.places
+    assert not preset.placement.needs_tiers
+    assert preset.tier_mechanisms() == []
+    assert load_preset("mori").placement.needs_tiers
+
+
+def test_the_example_of_the_documentation() -> None:
+    """docs/policy.md decides it by hand."""
+    calls_s = (1.0, 1.0, 1.0, 60.0)
+    waiting = program("b", WAITING, READY, 500)
+    others = [program(f"r{number}", DEVICE, REASONING, 100) for number in range(4)]
+    for elapsed_s, host, hold, moves in (
+        (2.0, 0, 0.00034, True),
+        (2.0, 1000, 0.0000034, True),
+        (0.0, 0, 0.012, False),
+        (0.0, 1000, 0.00012, True),
+    ):
+        tool = acting("a", 600, calls_s, NOW - elapsed_s, rebuild_s=3.0)
+        view = PlacementView(
+            why=PlacementTrigger.TICK,
+            device=TierCapacity(capacity_blocks=1000),
+            host=TierCapacity(capacity_blocks=host, load_s_per_block=0.0002),
+            disk=TierCapacity(capacity_blocks=0),
+            on_device=[tool, *others],
+            waiting=[waiting],
+            prefill_share=0.5,
+        )
+        answer = {move.program_id: move for move in ResidencyPricePlacement().moves(view, NOW)}
+        assert ("b" in answer) is moves
+        if moves:
+            assert dict(answer[tool.program_id].terms) == pytest.approx(
+                {"hold_value": hold, "price": 0.001}, rel=0.05
+            )
