@@ -90,6 +90,14 @@ def test_poisson_arrivals_have_the_rate_and_are_as_many_as_asked_for() -> None:
     assert OpenLoop(programs, 2.0, None, seed=3).finished(once[0][1], 1.0) is None
 
 
+def test_a_burst_arrives_together_and_the_rate_stays() -> None:
+    times = [at_s for at_s, _ in OpenLoop(planner(40), 2.0, 5000, seed=3, burst=10).initial()]
+    assert [times.count(at_s) for at_s in dict.fromkeys(times)] == [10] * 500
+    assert times[-1] / 5000 == pytest.approx(0.5, rel=0.1)
+    with pytest.raises(ValueError, match="a burst is 0; expected at least 1"):
+        OpenLoop(planner(1), 2.0, None, seed=3, burst=0)
+
+
 def test_arrivals_are_made_as_they_are_asked_for() -> None:
     arrivals = OpenLoop(planner(3), 1.0, 10**9, seed=0).initial()
     tracemalloc.start()

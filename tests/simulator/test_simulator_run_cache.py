@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from sojourn_server.simulator import simulation_suite
 from sojourn_server.simulator.limits.eviction_replay import EvictionReplayResult
 from sojourn_server.simulator.run_cache import RunCache, RunOutcome, code_digest
 from sojourn_server.simulator.simulation_run import RunSpec
+from sojourn_server.simulator.simulator_policies import find_policy
 
 
 @pytest.fixture
@@ -59,6 +61,29 @@ def test_all_code_that_a_run_is_made_by_counts(tmp_path: Path) -> None:
         before = code_digest(tmp_path)
         (tmp_path / room / "x.py").write_text("after")
         assert code_digest(tmp_path) != before, f"kept runs outlive a change of {room}"
+
+
+def test_a_change_of_one_policy_leaves_the_runs_of_others(tmp_path: Path) -> None:
+    package = tmp_path / "sojourn_server"
+    shutil.copytree(
+        Path(sojourn_server.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    names = ("stock", "thunderagent-offload", "unlimited", "mori", "mori+host", "continuum", "sojourn")
+
+    def changed_by(file: str) -> set[str]:
+        before = {name: code_digest(package, find_policy(name)) for name in names}
+        path = package / file
+        path.write_text(path.read_text() + "# changed\n")
+        return {name for name in names if code_digest(package, find_policy(name)) != before[name]}
+
+    presets = {"mori", "mori+host", "continuum", "sojourn"}
+    assert changed_by("policies/placement/residency_price.py") == {"sojourn"}
+    assert changed_by("policies/placement/relative_idleness.py") == {"mori", "mori+host"}
+    assert changed_by("policies/placement/placement_plan.py") == presets, "the former imports it"
+    assert changed_by("policies/presets/mori.toml") == {"mori", "mori+host"}
+    assert changed_by("core/tier_manager.py") == presets
+    assert changed_by("simulator/simulation.py") == set(names)
+    assert changed_by("policies/costs/step_costs.py") == set(names)
 
 
 def imported(package: Path, start: str) -> set[str]:

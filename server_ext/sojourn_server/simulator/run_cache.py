@@ -6,22 +6,30 @@ import gzip
 import hashlib
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
 
+from sojourn_server.policies.preset import POLICY_CLASSES, load_preset, preset_text
+from sojourn_server.policies.toml_document import load_toml
 from sojourn_server.traces.atomic_files import write_atomically
 
 from .limits.eviction_replay import EvictionReplayResult
 from .run_log import RunLog
 from .simulation_run import RunSpec
+from .simulator_policies import SimulatorPolicy, find_policy
 
 _PACKAGES = (
     "core", "gateway", "kv_offload", "kv_transfer", "launch", "metrics", "models", "policies", "predictors",
     "profiling", "programs", "recording", "routing", "simulator", "traces", "vllm",
 )  # fmt: skip
 """Packages that influence the result of a run."""
+_PLAIN_PACKAGES = ("metrics", "models", "simulator", "traces")
+"""The packages that influence a run of vLLM's own scheduler without a preset."""
+_PLAIN_FILES = ("policies/costs", "policies/eviction", "vllm/compat.py")
+"""Further folders and files that influence such a run."""
 
 
 class RunOutcome(msgspec.Struct, kw_only=True):
@@ -43,14 +51,16 @@ class _CachedRun(msgspec.Struct, kw_only=True):
 class RunCache:
     """A folder of outcomes, one file per run.
 
-    An entry is valid only for the same code and the same trace, preset and profile files. Modules of a user's
-    preset are not checked.
+    An entry is valid only for the same code and the same trace, preset and profile files: a change of one
+    policy leaves the runs of others valid. Modules of a user's preset are not checked.
     """
 
     def __init__(self, folder: str | Path, code: str | None = None) -> None:
-        """``code`` identifies the code that makes the runs; default: ``code_digest()``."""
+        """``code`` identifies the code that makes the runs; default: ``code_digest`` of each run's policy."""
         self._folder = Path(folder)
-        self._code = code if code is not None else code_digest()
+        self._code = code
+        self._digests: dict[str, str] = {}
+        """Digest of the code by policy name. Code that is loaded already does not change during a suite."""
 
     def get(self, spec: RunSpec) -> RunOutcome | None:
         """The cached outcome of ``spec``; ``None`` if there is no valid entry."""
@@ -74,7 +84,7 @@ class RunCache:
     def _made_of(self, spec: RunSpec) -> str:
         """Digest of the code and of all files that ``spec`` names. An entry with another digest is
         invalid."""
-        digest = hashlib.sha256(self._code.encode())
+        digest = hashlib.sha256((self._code or self._digest(spec)).encode())
         # With replicas, the part of the policy after ROUTING/ may be a file too.
         engines = spec.policy.partition("/")[2] if spec.replicas is not None else None
         for name in (spec.workload, spec.policy, engines, spec.hardware, spec.model):
@@ -82,14 +92,68 @@ class RunCache:
                 digest.update(Path(name).read_bytes())
         return digest.hexdigest()[:12]
 
+    def _digest(self, spec: RunSpec) -> str:
+        name = spec.policy if spec.replicas is None else ""
+        if name not in self._digests:
+            self._digests[name] = code_digest(policy=find_policy(name) if name else None)
+        return self._digests[name]
 
-def code_digest(package: Path | None = None) -> str:
-    """Digest of all source files that a run depends on. ``package``: the folder ``sojourn_server``."""
+
+def code_digest(package: Path | None = None, policy: SimulatorPolicy | None = None) -> str:
+    """Digest of the source files that a run depends on.
+
+    ``policy``: the run's policy; files of policies that its preset does not name are left out. ``None``: all
+    files. ``package``: the folder ``sojourn_server``.
+    """
     here = package if package is not None else Path(__file__).parents[1]
+    if policy is None or policy.preset_file is not None:
+        files = _files(here, None)
+    else:
+        files = _plain_files(here) if policy.preset is None else _files(here, policy.preset)
     digest = hashlib.sha256()
-    for package_name in _PACKAGES:
-        for path in sorted((here / package_name).rglob("*")):
-            if path.suffix in (".py", ".toml"):
-                digest.update(path.relative_to(here).as_posix().encode())
-                digest.update(path.read_bytes())
+    for path in sorted(files):
+        digest.update(path.relative_to(here).as_posix().encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.suffix in (".py", ".toml"))
+
+
+def _plain_files(here: Path) -> Iterator[Path]:
+    for name in (*_PLAIN_PACKAGES, *_PLAIN_FILES):
+        yield from _sources(here / name) if (here / name).is_dir() else [here / name]
+
+
+def _files(here: Path, preset: str | None) -> Iterator[Path]:
+    """Files of all packages. With a ``preset``, without other presets, and without modules of policies that
+    it does not name and no other module imports."""
+    unused = set() if preset is None else _unused_policy_files(here, preset)
+    return (path for name in _PACKAGES for path in _sources(here / name) if path not in unused)
+
+
+def _unused_policy_files(here: Path, preset: str) -> set[Path]:
+    chosen = load_preset(preset)
+    used = {type(getattr(chosen, question)).__module__.rpartition(".")[2] for question in POLICY_CLASSES}
+    places = {place.partition(":")[0] for policies in POLICY_CLASSES.values() for place in policies.values()}
+    sources = {path: path.read_text(encoding="utf-8") for path in (here / "policies").rglob("*.py")}
+    unused = {
+        path for path in (here / "policies" / "presets").glob("*.toml") if path.stem not in _bases(preset)
+    }
+    for place in places:
+        module = here / "policies" / f"{place.replace('.', '/')}.py"
+        imported = re.compile(rf"^\s*(from|import) [^\n]*\b{module.stem}\b", re.MULTILINE)
+        if module.stem not in used and not any(
+            imported.search(text) for path, text in sources.items() if path != module
+        ):
+            unused.add(module)
+    return unused
+
+
+def _bases(preset: str) -> list[str]:
+    """The preset and those that it extends."""
+    names = [preset]
+    while base := load_toml(preset_text(names[-1])).get("extends"):
+        names.append(str(base))
+    return names

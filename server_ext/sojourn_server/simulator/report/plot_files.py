@@ -92,7 +92,7 @@ def write_sweep_plot(swept: SweepRuns, rows: Sequence[RunRow], folder: str | Pat
     ``rows``: all rows of the suite. Raises ``PlotError`` without matplotlib, ``ValueError`` if no row has a
     time.
     """
-    with _our_settings():
+    with plot_settings():
         figure = plot_sweep(swept, rows, _looks(rows))
         files = {Path(folder) / f"sweep.{form}": _bytes(figure, form) for form in FORMATS}
     write_atomically(files)
@@ -105,7 +105,7 @@ def _draw(runs: Sequence[RunLog], rows: Sequence[RunRow]) -> dict[str, bytes]:
         scenarios.setdefault(_scenario(group[0]), []).extend(group)
     looks = _looks(rows)
     drawn: dict[str, bytes] = {}
-    with _our_settings():
+    with plot_settings():
         for key, mine in scenarios.items():
             place = f"{_slug('-'.join(str(part) for part in key))}/" if len(scenarios) > 1 else ""
             logs = [run for run in runs if _scenario(run) == key]
@@ -116,7 +116,9 @@ def _draw(runs: Sequence[RunLog], rows: Sequence[RunRow]) -> dict[str, bytes]:
 
 
 @contextmanager
-def _our_settings() -> Iterator[None]:
+def plot_settings() -> Iterator[None]:
+    """Context in which matplotlib draws with the settings of all our plots, whatever the user's are. Raises
+    ``PlotError`` without matplotlib."""
     try:
         import matplotlib
     except ImportError:

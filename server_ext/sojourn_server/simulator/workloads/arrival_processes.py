@@ -98,26 +98,33 @@ class FiniteClosedLoop:
 
 class OpenLoop:
     """Open loop: ``count`` programs arrive at random times (Poisson) until all have arrived (Continuum §6.1).
-    If ``count`` is ``None``, every program arrives once."""
+    If ``count`` is ``None``, every program arrives once. With a ``burst`` above 1, so many arrive together,
+    and the bursts are Poisson arrivals."""
 
-    def __init__(self, programs: ProgramPlanner, rate_per_s: float, count: int | None, seed: int) -> None:
-        """``rate_per_s`` counts top-level programs. Raises ``ValueError`` for an invalid rate or count."""
+    def __init__(
+        self, programs: ProgramPlanner, rate_per_s: float, count: int | None, seed: int, *, burst: int = 1
+    ) -> None:
+        """``rate_per_s`` counts top-level programs. Raises ``ValueError`` for an invalid number."""
         if not 0 < rate_per_s < float("inf"):
             raise ValueError(f"the arrival rate is {rate_per_s} a second; expected a number above 0")
         if count is not None and count < 1:
             raise ValueError(f"the number of arrivals is {count}; expected at least 1")
+        if burst < 1:
+            raise ValueError(f"the number of programs in a burst is {burst}; expected at least 1")
         self.count = len(programs) if count is None else count
         """Total number of arrivals."""
         self.notes = programs.notes
         self._rate_per_s = rate_per_s
+        self._burst = burst
         self._times = random.Random(f"arrivals/{seed}")
         self._endless = _endless_shuffle(programs, seed)
 
     def initial(self) -> Iterator[Arrival]:
         """All arrivals."""
         at_s = 0.0
-        for plan in itertools.islice(self._endless, self.count):
-            at_s += self._times.expovariate(self._rate_per_s)
+        for number, plan in enumerate(itertools.islice(self._endless, self.count)):
+            if number % self._burst == 0:
+                at_s += self._times.expovariate(self._rate_per_s / self._burst)
             yield at_s, plan
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
@@ -148,6 +155,7 @@ def make_arrival_process(
     *,
     programs: int,
     rate_per_s: float | None = None,
+    burst: int = 1,
     seed: int = 0,
     max_context_tokens: int | None = None,
     max_gap_s: float | None = None,
@@ -167,4 +175,4 @@ def make_arrival_process(
     planner = ProgramPlanner(load_programs(workload, seed), options)
     if rate_per_s is None:
         return ClosedLoop(planner, programs, seed, stagger_s=STAGGER_S / replicas)
-    return OpenLoop(planner, rate_per_s, programs, seed)
+    return OpenLoop(planner, rate_per_s, programs, seed, burst=burst)

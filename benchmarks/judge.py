@@ -1,0 +1,233 @@
+"""Compare the policy ``sojourn`` with all others over a grid of loads, in the simulator.
+
+    python benchmarks/judge.py --traces traces --cache judge-cache --share 0.1
+
+The grid has every trace and four synthetic workloads, closed loops of 20, 40 and 80 programs, open loops at
+0.5 to 1.1 of the capacity and in bursts, host memory of 0, 1 and 2 times the device's, and two kinds of
+hardware. ``--share 0.1`` takes every tenth cell, so that each value of each dimension occurs. Finished runs
+are kept in the cache folder; a run that a change of code affects is repeated. The page has the worst cells
+first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from judge_page import Cell, heat_map, page
+from policy_comparison import chosen
+from result_pages import made_by, write_result
+from rich.console import Console
+from sojourn_server.cli.suite_progress import run_with_progress
+from sojourn_server.simulator.report.results_file import made_with
+from sojourn_server.simulator.report.run_metrics import trace_name
+from sojourn_server.simulator.report.run_row import RunRow
+from sojourn_server.simulator.run_cache import RunCache
+from sojourn_server.simulator.simulation_run import RunSpec, uses_cpu_ratio
+from sojourn_server.simulator.simulator_policies import find_policy
+from sojourn_server.simulator.workloads.arrival_processes import load_programs
+
+OURS = "sojourn"
+STOCK = "stock"
+PRESETS = ("admit", "continuum", "saga", "mori", "tetris", "autellix", "thunderagent")
+"""Policies that do without host memory."""
+HOST_PRESETS = ("lru-offload", "thunderagent-offload", "continuum+host", "saga+host", "mori")
+"""Policies that are compared where the engine has host memory; ``PRESETS`` are too, without any."""
+LIMITS = ("free-io", "unlimited")
+
+SYNTHETIC = ("continuum-swe-bench", "continuum-bfcl", "saga-ten-tenants", "reasoning-agent")
+CLOSED = (20, 40, 80)
+OPEN = (0.5, 0.8, 0.95, 1.1)
+"""Arrival rates as shares of the rate that ``unlimited`` sustains."""
+BURST_RATE, BURST = 0.8, 10
+"""Arrival rate of a load with bursts, and programs per burst."""
+HOST = (0.0, 1.0, 2.0)
+HARDWARE = (("a100-80gb", "llama-3.1-8b"), ("h200", "qwen3-30b-a3b"))
+CLOSED_S = 1800.0
+"""Virtual seconds of a closed loop. An open loop ends when all programs have."""
+OPEN_PROGRAMS = 80
+CAPACITY_PROGRAMS = 80
+"""Concurrent programs of the closed loop that measures the capacity."""
+
+
+class Load(NamedTuple):
+    """One point of the grid's load dimension."""
+
+    name: str
+    programs: int
+    capacity_share: float | None = None
+    """Arrival rate of an open loop as a share of the capacity; ``None``: a closed loop."""
+    burst: int = 1
+
+
+LOADS = (
+    *(Load(f"closed {programs}", programs) for programs in CLOSED),
+    *(Load(f"open {share:g}", OPEN_PROGRAMS, share) for share in OPEN),
+    Load("bursts", OPEN_PROGRAMS, BURST_RATE, BURST),
+)
+
+
+Machine = tuple[str, str, str]
+"""Workload, hardware and model."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One cell of the grid, before its arrival rate is known."""
+
+    workload: str
+    load: Load
+    host: float
+    hardware: str
+    model: str
+
+    @property
+    def without_load(self) -> Machine:
+        return (self.workload, self.hardware, self.model)
+
+
+def grid(workloads: Sequence[str]) -> list[Point]:
+    """All cells, in an order of which any first part has all values of each dimension about equally often."""
+    points = [
+        Point(workload, load, host, hardware, model)
+        for hardware, model in HARDWARE
+        for host in HOST
+        for load in LOADS
+        for workload in workloads
+    ]
+    random.Random(0).shuffle(points)
+    # The next cell is always one whose values are rare so far, so that every beginning is balanced.
+    seen: Counter[object] = Counter()
+    ordered = []
+    while points:
+        point = min(points, key=lambda p: sum(seen[value] for value in _values(p)))
+        points.remove(point)
+        seen.update(_values(point))
+        ordered.append(point)
+    return ordered
+
+
+def _values(point: Point) -> tuple[object, ...]:
+    return (point.workload, point.load, point.host, point.hardware, (point.load, point.host))
+
+
+def specs_of(point: Point, policies: Sequence[str], rate_per_s: float | None, seed: int) -> list[RunSpec]:
+    """The runs of a cell. Runs of policies without host memory are the same for all its sizes."""
+    specs = []
+    for name in policies:
+        spec = RunSpec(
+            policy=name, workload=point.workload, hardware=point.hardware, model=point.model,
+            programs=point.load.programs, rate_per_s=rate_per_s, burst=point.load.burst,
+            cpu_ratio=point.host, until_s=CLOSED_S if rate_per_s is None else None, seed=seed,
+        )  # fmt: skip
+        specs.append(spec if uses_cpu_ratio(find_policy(name)) else replace(spec, cpu_ratio=1.0))
+    return specs
+
+
+def policies_of(host: float, wanted: Sequence[str] | None) -> list[str]:
+    """Policies to compare with ``host`` times the device's memory."""
+    below = HOST_PRESETS if host else ()
+    names = [*LIMITS, STOCK, *(name for name in PRESETS if host == 0 or f"{name}+host" not in below), *below]
+    names = [name for name in dict.fromkeys(names) if host or name != "mori"]
+    return [OURS, *(name for name in names if not wanted or name in wanted or name == STOCK)]
+
+
+def capacity(rows: Sequence[RunRow], spec: RunSpec) -> float:
+    """Programs per second that the ``unlimited`` run of a closed loop computes.
+
+    Its output tokens per second over the mean output tokens of a program, since few programs end in a run."""
+    programs = load_programs(spec.workload, spec.seed)
+    tops = sum(program.parent is None for program in programs)
+    tokens = sum(turn.output_tokens for program in programs for turn in program.turns)
+    [row] = [row for row in rows if row.policy == "unlimited"]
+    return (row.output_tok_per_s or 0.0) * tops / tokens
+
+
+def measured_capacities(
+    points: Sequence[Point], seed: int, kept: RunCache, jobs: int | None
+) -> dict[Machine, float]:
+    """Capacity in programs per second by ``Point.without_load``, of the points with open loops."""
+    wanted = dict.fromkeys(p.without_load for p in points if p.load.capacity_share is not None)
+    found = {}
+    for workload, hardware, model in wanted:
+        spec = RunSpec(
+            policy="unlimited", workload=workload, hardware=hardware, model=model, seed=seed,
+            programs=CAPACITY_PROGRAMS, until_s=CLOSED_S,
+        )  # fmt: skip
+        found[workload, hardware, model] = capacity(
+            run_with_progress([spec], processes=jobs, kept=kept).rows, spec
+        )
+    return found
+
+
+def cells(
+    points: Sequence[Point],
+    rates: dict[Machine, float],
+    options: argparse.Namespace,
+    kept: RunCache,
+    console: Console,
+) -> Iterator[Cell]:
+    """Run every cell and yield it."""
+    wanted = options.policies.split(",") if options.policies else None
+    for number, point in enumerate(points, 1):
+        share = point.load.capacity_share
+        rate = None if share is None else round(share * rates[point.without_load], 9)
+        specs = specs_of(point, policies_of(point.host, wanted), rate, options.seed)
+        rows = run_with_progress(specs, processes=options.jobs, kept=kept).rows
+        cell = Cell(
+            name=f"{trace_name(point.workload)}, {point.load.name}, host {point.host:g}, {point.hardware}",
+            load=point.load.name, host=point.host, rows={row.policy: row for row in rows},
+        )  # fmt: skip
+        console.print(f"{number} of {len(points)}: {cell.summary()}", highlight=False)
+        yield cell
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--traces", type=Path, help="folder of .jsonl and .jsonl.gz traces")
+    parser.add_argument("--only", help="cells whose names hold all of these, commas between")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the grid's cells")
+    parser.add_argument("--policies", help=f"compare with these alone; {OURS} and {STOCK} always run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, help="processes; default: one per core")
+    parser.add_argument("--cache", required=True, help="folder in which finished runs are kept")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    if not 0 < options.share <= 1:
+        parser.error(f"--share is {options.share:g}; expected a share above 0 and up to 1")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    began = time.monotonic()
+    console = Console(stderr=True)
+    traces = [str(path) for path in chosen(options.traces, None)] if options.traces else []
+    points = grid([*traces, *(f"synthetic:{name}" for name in SYNTHETIC)])
+    if options.only:
+        parts = options.only.split(",")
+        points = [p for p in points if all(part in _text(p) for part in parts)]
+    points = points[: max(1, round(options.share * len(points)))]
+    kept = RunCache(options.cache)
+    rates = measured_capacities(points, options.seed, kept, options.jobs)
+    found = list(cells(points, rates, options, kept, console))
+    made = made_with(sys.argv)
+    text = page(found, made_by(made, time.monotonic() - began), OURS, LIMITS)
+    write_result(options.out, "judge", made, {"cells": [cell.document() for cell in found]}, text)
+    heat_map(found, OURS, LIMITS, options.out / "judge.svg")
+    console.print(f"wrote judge.md, judge.svg and judge.json in {options.out}", highlight=False)
+
+
+def _text(point: Point) -> str:
+    return f"{point.workload} {point.load.name} host{point.host:g} {point.hardware} {point.model}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The page of ``judge.py``: a table of aims, a heat map, and the cells with the worst first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from result_pages import marked
+from sojourn_server.simulator.report.plot_files import plot_settings
+from sojourn_server.simulator.report.run_row import RunRow
+
+CLOSED_AIM, OPEN_AIM, SLACK_AIM = 0.97, 0.85, 1.02
+MEAN_AIM, FREE_IO_AIM, UNLIMITED_AIM = 1.08, 0.95, 0.85
+AGAIN_AIM = 0.02
+BUSY_LOADS = ("open 0.95", "open 1.1")
+STOCK = "stock"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The runs of all policies under one load."""
+
+    name: str
+    load: str
+    host: float
+    rows: dict[str, RunRow]
+
+    @property
+    def is_closed(self) -> bool:
+        return self.load.startswith("closed")
+
+    def value(self, policy: str) -> float | None:
+        """The measure of a policy, the larger the better: output tokens per second in a closed loop, the
+        reciprocal of the mean completion time in an open loop."""
+        row = self.rows.get(policy)
+        if row is None:
+            return None
+        if self.is_closed:
+            return row.output_tok_per_s
+        mean_s = row.completion_s.mean
+        return 1.0 / mean_s if mean_s else None
+
+    def presets(self, ours: str, limits: Sequence[str]) -> list[str]:
+        return [name for name in self.rows if name != ours and name not in limits]
+
+    def best(self, ours: str, limits: Sequence[str]) -> str:
+        """The preset with the best measure, ``stock`` included."""
+        return max(self.presets(ours, limits), key=lambda name: self.value(name) or 0.0)
+
+    def ratio(self, policy: str, other: str) -> float | None:
+        """Measure of ``policy`` over that of ``other``; above 1 is better."""
+        mine, theirs = self.value(policy), self.value(other)
+        return mine / theirs if mine and theirs else None
+
+    def document(self) -> dict[str, Any]:
+        """The cell's figures by policy, for JSON."""
+        figures = {
+            name: {
+                "output_tok_per_s": row.output_tok_per_s,
+                "programs_finished": row.programs_finished,
+                "completion_mean_s": row.completion_s.mean,
+                "completion_p99_s": row.completion_s.p99,
+                "ttft_mean_s": row.ttft_s.mean,
+                "recomputed_share": _again(row),
+                "virtual_s": row.virtual_s,
+                "rate_per_s": row.rate_per_s,
+            }
+            for name, row in self.rows.items()
+        }
+        return {"cell": self.name, "load": self.load, "host": self.host, "policies": figures}
+
+    def summary(self) -> str:
+        """One line with every policy's measure over that of ``stock``, the best first."""
+        over = {name: self.ratio(name, STOCK) or 0.0 for name in self.rows}
+        parts = (f"{name} {over[name]:.2f}" for name in sorted(over, key=lambda n: -over[n]))
+        return f"{self.name}: {', '.join(parts)}"
+
+
+def page(cells: Sequence[Cell], made: str, ours: str, limits: Sequence[str]) -> str:
+    """The page in Markdown; ``{by hand}`` marks the place of hand-written text."""
+    ordered = sorted(cells, key=lambda cell: cell.ratio(ours, cell.best(ours, limits)) or 0.0)
+    lines = [
+        "# The judge: one policy against all presets",
+        "",
+        made,
+        "",
+        f"{len(cells)} cells of the grid. A closed loop is measured by output tokens per second, an open "
+        "loop by the reciprocal of the mean completion time; so more is better everywhere. *Best* is the "
+        "best preset of each cell.",
+        "",
+        "{by hand}",
+        "",
+        "## Aims",
+        "",
+        marked(("aim", "wanted", "found", "cells that miss it"), aims(cells, ours, limits)),
+        "",
+        "![policies by load](judge.svg)",
+        "",
+        "## Cells, the worst first",
+        "",
+        marked(
+            ("load", "over the best", "best", "over stock", "of free-io", "of unlimited", "again"),
+            (_cell_line(cell, ours, limits) for cell in ordered),
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _cell_line(cell: Cell, ours: str, limits: Sequence[str]) -> list[str]:
+    best = cell.best(ours, limits)
+    return [
+        cell.name, _number(cell.ratio(ours, best)), best, _number(cell.ratio(ours, STOCK)),
+        *(_number(cell.ratio(ours, limit)) for limit in limits), f"{_again(cell.rows[ours]):.1%}",
+    ]  # fmt: skip
+
+
+def aims(cells: Sequence[Cell], ours: str, limits: Sequence[str]) -> list[list[str]]:
+    """One row per aim: name, wanted value, found value, number of cells that miss it."""
+    closed = [cell for cell in cells if cell.is_closed]
+    busy = [cell for cell in cells if cell.load in BUSY_LOADS]
+    calm = [cell for cell in cells if cell.load == "open 0.5"]
+    with_host = [cell for cell in closed if cell.host >= 1]
+    without = [cell for cell in closed if not cell.host]
+    over_best = {cell.name: cell.ratio(ours, cell.best(ours, limits)) for cell in cells}
+
+    def least(name: str, some: Sequence[Cell], wanted: float, found: Iterable[float | None]) -> list[str]:
+        values = [value for value in found if value is not None]
+        if not values:
+            return [name, f"≥ {wanted:.3g}", "–", "no cell"]
+        missed = sum(value < wanted for value in values)
+        return [name, f"≥ {wanted:.3g}", f"{min(values):.3g} (worst)", f"{missed} of {len(some)}"]
+
+    single, factor = _over_best_single(closed, ours, limits)
+    return [
+        least("closed loop: over the best preset", closed, CLOSED_AIM, (over_best[c.name] for c in closed)),
+        least("closed loop: over stock", closed, 1.0, (c.ratio(ours, STOCK) for c in closed)),
+        [
+            f"closed loop: geometric mean over the best single preset ({single})",
+            f"≥ {MEAN_AIM}",
+            _number(factor),
+            "–",
+        ],
+        least(
+            "closed loop, host memory: of free-io",
+            with_host,
+            FREE_IO_AIM,
+            (c.ratio(ours, "free-io") for c in with_host),
+        ),
+        least(
+            "closed loop, no host memory: of unlimited",
+            without,
+            UNLIMITED_AIM,
+            (c.ratio(ours, "unlimited") for c in without),
+        ),
+        least(
+            "open loop from 0.95: over the best preset", busy, 1 / OPEN_AIM, (over_best[c.name] for c in busy)
+        ),
+        least("open loop at 0.5: over stock", calm, 1 / SLACK_AIM, (c.ratio(ours, STOCK) for c in calm)),
+        least(
+            "host memory: prompt tokens not computed again",
+            with_host,
+            1 - AGAIN_AIM,
+            (1 - _again(c.rows[ours]) for c in cells if c.host >= 1),
+        ),
+    ]
+
+
+def _over_best_single(closed: Sequence[Cell], ours: str, limits: Sequence[str]) -> tuple[str, float | None]:
+    """The preset with the largest geometric mean over stock, and the factor of ``ours`` over it.
+
+    A policy with host memory and the same one without it count as one, since a user who has host memory uses
+    it: ``continuum+host`` stands for ``continuum`` where it ran."""
+
+    def mean(name: str) -> float | None:
+        ratios = [
+            cell.ratio(f"{name}+host" if f"{name}+host" in cell.rows else name, STOCK) for cell in closed
+        ]
+        known = [ratio for ratio in ratios if ratio]
+        return math.exp(math.fsum(map(math.log, known)) / len(known)) if len(known) == len(closed) else None
+
+    names = dict.fromkeys(
+        name.removesuffix("+host") for cell in closed for name in cell.presets(ours, limits)
+    )
+    means = {name: found for name in names if (found := mean(name))}
+    mine = mean(ours)
+    if not means or mine is None:
+        return "–", None
+    best = max(means, key=means.__getitem__)
+    return best, mine / means[best]
+
+
+def _again(row: RunRow) -> float:
+    return row.regenerated_tokens / row.prompt_tokens if row.prompt_tokens else 0.0
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def heat_map(cells: Sequence[Cell], ours: str, limits: Sequence[str], path: Path) -> None:
+    """Draw every policy's measure over that of the cell's best preset: one row per policy, one column per
+    cell, sorted by load."""
+    ordered = sorted(cells, key=lambda cell: (cell.load, cell.host, cell.name))
+    names = list(dict.fromkeys(name for cell in ordered for name in cell.rows))
+    values = [
+        [
+            math.nan if (found := cell.ratio(name, cell.best(ours, limits))) is None else found
+            for cell in ordered
+        ]
+        for name in names
+    ]
+    with plot_settings():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(max(6.0, 0.22 * len(ordered) + 2.5), 0.28 * len(names) + 3.2))
+        axes = figure.add_subplot()
+        axes.grid(False)
+        image = axes.imshow(values, aspect="auto", cmap="RdYlGn", vmin=0.5, vmax=1.5)
+        axes.set_yticks(range(len(names)), names)
+        axes.set_xticks(range(len(ordered)), [cell.name for cell in ordered], rotation=90, fontsize=5)
+        figure.colorbar(image, label="over the best preset")
+        figure.savefig(path, bbox_inches="tight", metadata={"Date": None})

@@ -1,0 +1,117 @@
+"""The judge's grid, and what its page says of cells."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+from simulator_run_logs import synthetic_run_log
+from sojourn_server.policies.preset import preset_names
+from sojourn_server.simulator.report.run_metrics import summarize_run
+from sojourn_server.simulator.report.run_row import RunRow
+from sojourn_server.simulator.simulation_run import validate_specs
+from sojourn_server.simulator.simulator_policies import policy_names
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+LIMITS = ("free-io", "unlimited")
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[ModuleType]:
+    from importlib import import_module
+
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield import_module("judge")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def row(policy: str, tokens: float = 0.0, mean_s: float | None = None, again: float = 0.0) -> RunRow:
+    made = summarize_run(synthetic_run_log("stock", 3, virtual_s=300.0))
+    return msgspec.structs.replace(
+        made, policy=policy, output_tok_per_s=tokens, limit=policy in LIMITS,
+        prompt_tokens=1000, regenerated_tokens=round(1000 * again),
+        completion_s=msgspec.structs.replace(made.completion_s, mean=mean_s),
+    )  # fmt: skip
+
+
+def test_a_share_of_the_grid_has_every_value_of_every_dimension(judge: ModuleType) -> None:
+    workloads = ["a", "b", "c", "d", "e", "f", *judge.SYNTHETIC]
+    points = judge.grid(workloads)
+    assert len(points) == len(set(points)) == 10 * 8 * 3 * 2
+    tenth = points[:48]
+    for values in (
+        Counter(p.workload for p in tenth), Counter(p.load.name for p in tenth),
+        Counter(p.host for p in tenth), Counter(p.hardware for p in tenth),
+    ):  # fmt: skip
+        assert min(values.values()) >= max(values.values()) - 1, values
+    assert len({(p.load, p.host) for p in tenth}) >= 18, "not the same pairs again and again"
+
+
+def test_every_policy_of_the_grid_exists_and_can_run(judge: ModuleType) -> None:
+    known = {*policy_names(), *preset_names()}
+    [point] = [
+        p for p in judge.grid(["synthetic:continuum-bfcl"]) if p.load.name == "bursts" and p.host == 1
+    ][:1]
+    for host in judge.HOST:
+        names = judge.policies_of(host, None)
+        assert names[0] == "sojourn"
+        assert {name.removesuffix("+host") for name in names} <= known
+        validate_specs(judge.specs_of(point, names, 0.1, 0))
+    assert "continuum" in judge.policies_of(0.0, None)
+    assert {"continuum+host", "mori"} <= {*judge.policies_of(1.0, None)}
+    assert judge.policies_of(1.0, ["mori"]) == ["sojourn", "stock", "mori"]
+
+
+def test_the_runs_of_policies_without_host_memory_are_shared(judge: ModuleType) -> None:
+    specs = {}
+    for point in judge.grid(["synthetic:continuum-bfcl"]):
+        if point.load.name == "closed 20" and point.hardware == "h200":
+            specs[point.host] = {s.policy: s for s in judge.specs_of(point, ["stock", "sojourn"], None, 0)}
+    assert specs[0.0]["stock"] == specs[2.0]["stock"]
+    assert specs[0.0]["sojourn"] != specs[2.0]["sojourn"]
+
+
+def test_the_capacity_is_programs_not_tokens(judge: ModuleType) -> None:
+    spec = judge.RunSpec(policy="unlimited", workload="synthetic:continuum-bfcl")
+    programs = judge.load_programs(spec.workload, 0)
+    tokens = sum(turn.output_tokens for program in programs for turn in program.turns)
+    assert judge.capacity([row("unlimited", tokens=tokens / 500)], spec) == pytest.approx(len(programs) / 500)
+
+
+def test_the_page_has_the_worst_cell_first_and_counts_what_misses_an_aim(
+    judge: ModuleType, tmp_path: Path
+) -> None:
+    Cell = judge.Cell
+    cells = [
+        Cell("good", "closed 40", 1.0, {r.policy: r for r in (
+            row("sojourn", 300.0, again=0.01), row("stock", 100.0), row("mori", 250.0), row("free-io", 310.0),
+            row("unlimited", 320.0),
+        )}),
+        Cell("bad", "closed 20", 0.0, {r.policy: r for r in (
+            row("sojourn", 90.0), row("stock", 100.0), row("admit", 180.0), row("free-io", 200.0),
+            row("unlimited", 200.0),
+        )}),
+        Cell("open", "open 0.95", 0.0, {r.policy: r for r in (
+            row("sojourn", mean_s=80.0), row("stock", mean_s=400.0), row("admit", mean_s=100.0),
+        )}),
+    ]  # fmt: skip
+    page = judge.page(cells, "made so", "sojourn", LIMITS)
+    lines = page.splitlines()
+    first = lines.index("## Cells, the worst first")
+    assert [line.split(" | ")[0].strip("| ") for line in lines[first + 4 :]] == ["bad", "good", "open"]
+    assert "| bad | 0.50 | admit | 0.90 | 0.45 | 0.45 | 0.0% |" in lines
+    assert "| closed loop: over the best preset | ≥ 0.97 | 0.5 (worst) | 1 of 2 |" in lines
+    assert "| closed loop: over stock | ≥ 1 | 0.9 (worst) | 1 of 2 |" in lines
+    assert "| open loop from 0.95: over the best preset | ≥ 1.18 | 1.25 (worst) | 0 of 1 |" in lines
+    assert "{by hand}" in page
+    assert cells[0].summary().startswith("good: unlimited 3.20, free-io 3.10, sojourn 3.00")
+    assert cells[2].document()["policies"]["sojourn"]["completion_mean_s"] == 80.0
+    judge.heat_map(cells, "sojourn", LIMITS, tmp_path / "judge.svg")
+    assert (tmp_path / "judge.svg").read_text().count("<svg") == 1
