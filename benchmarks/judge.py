@@ -139,14 +139,13 @@ def policies_of(host: float, wanted: Sequence[str] | None) -> list[str]:
     return [OURS, *(name for name in names if not wanted or name in wanted or name == STOCK)]
 
 
-def capacity(rows: Sequence[RunRow], spec: RunSpec) -> float:
-    """Programs per second that the ``unlimited`` run of a closed loop computes.
+def capacity(row: RunRow, spec: RunSpec) -> float:
+    """Programs per second that the ``unlimited`` run ``row`` of a closed loop computes.
 
     Its output tokens per second over the mean output tokens of a program, since few programs end in a run."""
     programs = load_programs(spec.workload, spec.seed)
     tops = sum(program.parent is None for program in programs)
     tokens = sum(turn.output_tokens for program in programs for turn in program.turns)
-    [row] = [row for row in rows if row.policy == "unlimited"]
     return (row.output_tok_per_s or 0.0) * tops / tokens
 
 
@@ -154,17 +153,18 @@ def measured_capacities(
     points: Sequence[Point], seed: int, kept: RunCache, jobs: int | None
 ) -> dict[Machine, float]:
     """Capacity in programs per second by ``Point.without_load``, of the points with open loops."""
-    wanted = dict.fromkeys(p.without_load for p in points if p.load.capacity_share is not None)
-    found = {}
-    for workload, hardware, model in wanted:
-        spec = RunSpec(
+    wanted = list(dict.fromkeys(p.without_load for p in points if p.load.capacity_share is not None))
+    specs = [
+        RunSpec(
             policy="unlimited", workload=workload, hardware=hardware, model=model, seed=seed,
             programs=CAPACITY_PROGRAMS, until_s=CLOSED_S,
-        )  # fmt: skip
-        found[workload, hardware, model] = capacity(
-            run_with_progress([spec], processes=jobs, kept=kept).rows, spec
         )
-    return found
+        for workload, hardware, model in wanted
+    ]  # fmt: skip
+    if not specs:
+        return {}
+    rows = run_with_progress(specs, processes=jobs, kept=kept).rows
+    return {machine: capacity(row, spec) for machine, row, spec in zip(wanted, rows, specs, strict=True)}
 
 
 def cells(
@@ -185,7 +185,7 @@ def cells(
             name=f"{trace_name(point.workload)}, {point.load.name}, host {point.host:g}, {point.hardware}",
             load=point.load.name, host=point.host, rows={row.policy: row for row in rows},
         )  # fmt: skip
-        console.print(f"{number} of {len(points)}: {cell.summary()}", highlight=False)
+        console.print(f"{number} of {len(points)}: {cell.summary()}", highlight=False, soft_wrap=True)
         yield cell
 
 

@@ -45,7 +45,7 @@ POLICIES = [
 POLICIES += [RelativeIdlenessPlacement(size_by="context", patience_s=math.inf, standstill_s=math.inf)]
 BY_PRICE = [
     ResidencyPricePlacement(patience_s=PATIENCE_S, order=order, reserve=reserve, overdue_gap_s=gap_s)
-    for order in ("arrival", "work", "density")
+    for order in ("arrival", "size")
     for reserve in (0.0, 0.7)
     for gap_s in (0.0, 3.0)
 ]

@@ -194,14 +194,16 @@ def test_returning_programs_enter_before_new_ones_in_the_order_of_arrival() -> N
     assert list(answer(*line, device=10)) == ["earlier", "later"]
 
 
-def test_the_order_by_work_takes_the_one_with_the_least_work_left() -> None:
+def test_of_new_programs_the_smallest_for_its_worth_enters_first() -> None:
     sizes = (10.0, 10.0, 10.0, 1000.0)
     line = [
-        program("old", WAITING, READY, 5, arrived_s=1.0, returning=True, service_s=sizes, attained_s=20.0),
-        program("near", WAITING, READY, 5, arrived_s=2.0, returning=True, service_s=sizes, attained_s=9.0),
+        program("large", WAITING, READY, 8, arrived_s=1.0),
+        program("small", WAITING, READY, 6, arrived_s=2.0),
+        program("worth", WAITING, READY, 8, arrived_s=3.0, service_s=sizes, attained_s=9.0),
     ]
-    assert list(answer(*line, device=5)) == ["old"]
-    assert list(answer(*line, device=5, order="work")) == ["near"]
+    assert list(answer(*line, device=8)) == ["worth"]
+    assert list(answer(*line[:2], device=8)) == ["small"]
+    assert list(answer(*line, device=8, order="arrival")) == ["large"]
 
 
 def test_a_program_that_waited_for_too_long_enters_whatever_it_costs() -> None:
@@ -223,7 +225,7 @@ def test_the_first_program_enters_an_empty_device_whatever_its_size() -> None:
         ({"tick_s": 0}, "tick_s is 0; expected a finite number of seconds > 0"),
         ({"reserve": 1.5}, "reserve is 1.5; expected 0 to 1"),
         ({"patience_s": float("nan")}, "patience_s is nan; expected seconds ≥ 0, or inf for never"),
-        ({"order": "size"}, 'order is \'size\'; expected "arrival", "work" or "density"'),
+        ({"order": "work"}, 'order is \'work\'; expected "size" or "arrival"'),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str) -> None:

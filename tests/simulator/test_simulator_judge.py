@@ -82,7 +82,7 @@ def test_the_capacity_is_programs_not_tokens(judge: ModuleType) -> None:
     spec = judge.RunSpec(policy="unlimited", workload="synthetic:continuum-bfcl")
     programs = judge.load_programs(spec.workload, 0)
     tokens = sum(turn.output_tokens for program in programs for turn in program.turns)
-    assert judge.capacity([row("unlimited", tokens=tokens / 500)], spec) == pytest.approx(len(programs) / 500)
+    assert judge.capacity(row("unlimited", tokens=tokens / 500), spec) == pytest.approx(len(programs) / 500)
 
 
 def test_the_page_has_the_worst_cell_first_and_counts_what_misses_an_aim(

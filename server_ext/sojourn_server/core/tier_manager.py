@@ -377,6 +377,7 @@ class TierManager:
             on_host=seen(Tier.HOST),
             on_disk=seen(Tier.DISK),
             waiting=tuple(place for place in first if place is not None),
+            mean_running=self._reload.mean_running,
             prefill_share=self._reload.prefill_share,
             last_overdue_promotion_s=self._last_overdue_admission_s,
             waiting_sorted=True,

@@ -26,8 +26,9 @@ class ReloadEstimate:
         self._curve = curve
         self._smoothing = smoothing
         self._s_per_token: float | None = None
-        self._busy_s = self._prefill_s = 0.0
-        """Seconds of recent steps, and of their part that computed prompts; older steps weigh less."""
+        self._busy_s = self._prefill_s = self._request_s = 0.0
+        """Seconds of recent steps, of their part that computed prompts, and of all their requests together;
+        older steps weigh less."""
 
     def observe_step(self, tokens: int, seconds: float, requests: int = 1) -> None:
         """Learn from an engine step that computed ``tokens`` tokens of ``requests`` requests in
@@ -37,6 +38,7 @@ class ReloadEstimate:
             prompts_s = min(seconds, self.seconds(max(0, tokens - requests)))
             self._busy_s = self._busy_s * kept + seconds
             self._prefill_s = self._prefill_s * kept + prompts_s
+            self._request_s = self._request_s * kept + seconds * requests
         if tokens < max(MIN_STEP_TOKENS, MIN_TOKENS_A_REQUEST * requests) or seconds <= 0:
             return
         sample = seconds / tokens
@@ -49,6 +51,11 @@ class ReloadEstimate:
     def prefill_share(self) -> float:
         """Share of the time of recent steps that computing prompts took, 0 to 1."""
         return self._prefill_s / self._busy_s if self._busy_s else 0.0
+
+    @property
+    def mean_running(self) -> float:
+        """Mean number of requests in recent steps, weighted by the steps' durations; 0 before any step."""
+        return self._request_s / self._busy_s if self._busy_s else 0.0
 
     @property
     def known(self) -> bool:

@@ -124,6 +124,8 @@ class PlacementView:
     on_disk: Sequence[ProgramTierView] = ()
     waiting: Sequence[ProgramTierView] = ()
     """The Waiting queue. Programs without a request may be left out."""
+    mean_running: float = 0.0
+    """Mean number of requests in the engine's recent steps; 0: unknown."""
     prefill_share: float = 0.0
     """Share of the device's recent busy time that went into computing prompts, 0 to 1."""
     last_overdue_promotion_s: float = -math.inf

@@ -71,9 +71,9 @@ class ResidencyPricePlacement:
     """Seconds until a waiting ready program is overdue; ``inf``: never."""
     overdue_gap_s: float = 60.0
     """Seconds between promotions of two overdue programs; 0: none."""
-    order: str = "arrival"
-    """Order of waiting programs. "arrival": of the program's first request. "work": by worth. "density": by
-    worth per block."""
+    order: str = "size"
+    """Order of new programs that wait. "size": the smallest context per worth first. "arrival": the earliest
+    first. Programs that ran before enter before new ones, always the earliest first."""
 
     def __post_init__(self) -> None:
         for field in ("tick_s", "idle_tick_s"):
@@ -86,8 +86,8 @@ class ResidencyPricePlacement:
         for field in ("patience_s", "overdue_gap_s"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field} is {getattr(self, field)}; expected seconds ≥ 0, or inf for never")
-        if self.order not in ("arrival", "work", "density"):
-            raise ValueError(f'order is {self.order!r}; expected "arrival", "work" or "density"')
+        if self.order not in ("size", "arrival"):
+            raise ValueError(f'order is {self.order!r}; expected "size" or "arrival"')
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
         """The moves to make now, possibly none. The order of programs within a group of the view does not
@@ -104,10 +104,9 @@ class ResidencyPricePlacement:
         if program.activity is not ProgramActivity.READY:
             return (_NOT_READY, 0.0, since_s, program.program_id)
         level = _RETURNING if program.returning else _NEW
-        if self.order == "arrival":
+        if program.returning or self.order == "arrival":
             return (level, program.arrived_s, since_s, program.program_id)
-        size = self.device_blocks(program) if self.order == "density" else 1
-        return (level, size / program_worth(program), since_s, program.program_id)
+        return (level, self.device_blocks(program) / program_worth(program), since_s, program.program_id)
 
 
 MAX_WORTH = 16.0
@@ -277,9 +276,10 @@ class _Plan:
         return []
 
     @cached_property
-    def _running(self) -> int:
-        """Number of programs that computing delays. At least one will run when a context is needed again."""
-        return max(1, sum(p.activity is ProgramActivity.REASONING for p in self._view.on_device))
+    def _running(self) -> float:
+        """Number of programs that are delayed while a context is computed again."""
+        now = sum(p.activity is ProgramActivity.REASONING for p in self._view.on_device)
+        return max(1.0, now, self._view.mean_running)
 
     @cached_property
     def _headroom(self) -> float:
@@ -302,7 +302,7 @@ class _Plan:
         """Progress per block and second that the program's KV in ``tier`` is expected to save."""
         if not program.context_blocks:
             return 0.0
-        compute_s = self._running * program.rebuild_s
+        compute_s = self._running * program.rebuild_s or math.inf  # nothing is dropped at an unknown cost
         below = self._destination(program, tier)
         cost_s = compute_s
         if below is not Tier.WAITING:
