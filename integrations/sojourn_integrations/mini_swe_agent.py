@@ -9,10 +9,10 @@ There are three ways to use this module; none changes mini:
 mini's requests are reported by the patches of openai and litellm, which ``sojourn.init`` makes. This module
 only joins mini's retries to one logical request.
 
-An agent, its model and its environment each get a subclass of their own class with the same name (see
-``method_overlay``), so that ``isinstance`` and ``serialize()`` work as before, and a copy calls its own
-methods. Exceptions of the user's code pass unchanged; no exception of ours reaches an agent. mini is imported
-only when it is needed. Checked with 2.0.0 and 2.4.6.
+The class of an agent, of its model and of its environment is replaced by a subclass with the same name (see
+``method_overlay``). So ``isinstance`` and ``serialize()`` work as before. A copied agent is attached too, and
+its methods act on the copy. Exceptions of the user's code pass unchanged; no exception of ours reaches an
+agent. mini is imported only when it is needed. Checked with 2.0.0 and 2.4.6.
 """
 
 from __future__ import annotations

@@ -5,8 +5,10 @@
           └── estimates: one dict look-up ──────┤
                                                 └──▶ history file (SQLite), read once at the start
 
-The agent's threads take no lock. A lock here could deadlock with the emitter's lock: while either is held, a
-garbage collection may end a program, which puts an event. ``SimpleQueue.put`` is safe there.
+The agent's threads take no lock here. Garbage collection may end a program at any moment, also in a thread
+that holds a lock, and the end of a program goes to the emitter and to this queue. With a second lock, two
+threads could each hold one and wait for the other. ``SimpleQueue.put`` may be called during garbage
+collection.
 """
 
 from __future__ import annotations

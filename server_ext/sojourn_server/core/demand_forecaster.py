@@ -244,7 +244,9 @@ class DemandForecaster:
     def need(
         self, running: Iterable[RunningRequestView], short_blocks: int, used_blocks: int
     ) -> BlockShortage:
-        """Return the shortage of blocks, as input of the policy that selects a victim in ``running``."""
+        """Return the shortage of blocks, as input of the policy that selects a victim in ``running``.
+
+        ``short_blocks``: blocks that are missing now. ``used_blocks``: blocks in use."""
         room = self.available_blocks(running, used_blocks)
         return BlockShortage(short_blocks, room, self._pool.tokens_per_block, self._step_s)
 

@@ -58,7 +58,9 @@ class DeviceBackend(Protocol):
 
 
 class _PendingStore:
-    """Copies from device to host memory that run while the model computes."""
+    """One job's copies from device to host memory. They run while the model computes.
+
+    The first thread that calls ``begin`` makes them."""
 
     def __init__(self, copies: Sequence[BlockCopy]) -> None:
         self.copies = copies

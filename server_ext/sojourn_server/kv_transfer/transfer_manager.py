@@ -139,8 +139,10 @@ class TransferManager:
         peer: ReadingPeer | None = None,
         traffic_class: TrafficClass = TrafficClass.KV,
     ) -> LoadHandle:
-        """Start to load blocks from storage, or through a ``peer`` that reads them. Raises ``ValueError`` for
-        an id in use, no keys, a duplicate key, or this engine's own address as peer."""
+        """Start to load blocks from storage, or through a ``peer`` that reads them. ``load``: a new id.
+
+        Raises ``ValueError`` for an id in use, no keys, a duplicate key, this engine's own address as peer,
+        or after ``close``."""
         if peer is not None and peer.address in self.addresses:
             raise ValueError(
                 f"{peer.address} is this engine's own address: the engine cannot be its own peer"

@@ -176,7 +176,7 @@ def _truncated_name(name: str | None) -> str | None:
 
 
 def event_facts(emitter: str, event: AnyEvent) -> tuple[Any, ...]:
-    """Return the emitter and the event, with constants for fields that cannot change a decision."""
+    """Return the emitter and the event. Fields that cannot change a decision are replaced by constants."""
     if isinstance(event, ProgramStart):
         event = msgspec.structs.replace(event, name=None)
     elif isinstance(event, ToolStop):

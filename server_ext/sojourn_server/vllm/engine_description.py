@@ -56,9 +56,10 @@ def offload_capacity_blocks(scheduler: Scheduler) -> tuple[int, int]:
 
 
 def offload_description(scheduler: Scheduler) -> dict[str, Any] | None:
-    """Return host memory and disk as the engine reports them to clients.
+    """Return what the engine tells clients about KV offload: whether it is on, and the sizes of its tiers.
 
-    ``None`` without a connector, and with ``PathsConnector``, which has neither.
+    The connector's name is included and, if KV offload is off, the reason. Of other connectors only the size
+    of host memory is known. ``None`` without a connector, and with ``PathsConnector``, which has no tiers.
     """
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, PathsConnector):

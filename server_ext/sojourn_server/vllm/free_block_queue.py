@@ -164,10 +164,11 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_falls_back
     def mark_abandoned(self, program_id: ProgramId, used_s: float) -> None:
-        """Move the free blocks of the program's previous turn to the bucket of an abandoned branch.
+        """Move the blocks of the previous turn that the new turn does not use to a bucket of their own, as an
+        abandoned branch.
 
-        Call this once the new turn has all its blocks: the new turn does not use blocks that are still free.
-        ``used_s`` is the time at which the moved blocks were last used.
+        Call this once the new turn has taken all its blocks. Blocks of the previous turn that are then still
+        free are the unused ones. ``used_s`` is the time at which they were last used.
         """
         bucket = self._buckets.get((program_id, NEWEST_TURN))
         if bucket is None:

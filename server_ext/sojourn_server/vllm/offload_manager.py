@@ -394,8 +394,8 @@ class OffloadManager:
     def _rank_of(
         self, key: BlockKey, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, RetentionRank]
     ) -> RetentionRank:
-        """Return a block's rank: ``WANTED`` if a preempted request will load it, otherwise the highest rank
-        of its owners."""
+        """Return a block's ``RetentionRank`` in host memory: ``WANTED`` if a preempted request will load it,
+        otherwise the highest that one of its owners gives it."""
         if key in self._wanted:
             return RetentionRank.WANTED
         if block_id in owners.orphans:

@@ -32,9 +32,10 @@ class DecodeLoad(Protocol):
 
 
 def choose_group(loads: Iterable[tuple[int, int]]) -> int | None:
-    """Return the number of the group with the fewest tokens (phase 1); ``None``: ``loads`` is empty.
+    """Phase 1 of ``DecodeEngineSelector``: return the number of the decode group with the fewest tokens.
 
     ``loads`` has (group, tokens) of each group that can run more requests. Ties go to the lowest number.
+    ``None``: ``loads`` is empty. The selector's heap must give the same result.
     """
     return min(loads, key=lambda load: (load[1], load[0]), default=(None, 0))[0]
 

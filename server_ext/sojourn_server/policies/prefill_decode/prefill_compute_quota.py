@@ -152,10 +152,11 @@ class PrefillComputeQuota:
 
 
 class StepQuotaUsage:
-    """Counts how much of a step's quota is used, while the engine itself adds prompts to the step.
+    """Counts the attention seconds of one step against the quota, prompt by prompt.
 
-    ``decodes_s`` seconds of the quota are reserved for the attention of decoding requests, which are in every
-    step. Prompts get the rest of the quota. They never displace a decoding request.
+    It is used where vLLM's scheduler fills the step instead of ``PrefillComputeQuota.plan``. ``decodes_s``
+    seconds of the quota are reserved for decoding requests, which are in every step. Prompts get the rest of
+    the quota. They never displace a decoding request.
     """
 
     __slots__ = ("_quota", "_taken", "closed", "cut", "decodes_s", "prompts_s")

@@ -56,7 +56,7 @@ class TrajectoryShaping:
 def load_trajectories(workload: str, shaping: TrajectoryShaping, seed: int = 0) -> list[Trajectory]:
     """Trajectories of the workload: a trace file, or ``synthetic:NAME``.
 
-    A synthetic workload has 500 programs, as in the paper, made with ``seed``. Raises
+    A synthetic workload has 500 programs, as in DualPath's experiments, made with ``seed``. Raises
     ``TraceError`` if the file is unreadable, or if no trajectory fits the maximum context.
     """
     if workload.startswith(SYNTHETIC_PREFIX):

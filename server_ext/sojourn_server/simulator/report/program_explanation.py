@@ -120,8 +120,8 @@ class UnknownProgramError(LookupError):
 
 
 def explain_program(run: RunLog, program_id: str) -> RenderableType:
-    """Return a printable timeline: heading, a line per turn, explanations of causes, and ``verdict``. Raises
-    ``UnknownProgramError``."""
+    """Return a program's timeline for printing: a heading, a line per turn, why tokens were computed again,
+    and a summary (``verdict``). Raises ``UnknownProgramError``."""
     program = next((p for p in run.programs if p.program_id == program_id), None)
     if program is None:
         raise UnknownProgramError(program_id, run)
