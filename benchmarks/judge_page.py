@@ -39,9 +39,9 @@ class Cell:
         if row is None:
             return None
         if self.is_closed:
-            return row.output_tok_per_s
+            return row.output_tok_per_s or 0.0
         mean_s = row.completion_s.mean
-        return 1.0 / mean_s if mean_s else None
+        return 1.0 / mean_s if mean_s else 0.0
 
     def presets(self, ours: str, limits: Sequence[str]) -> list[str]:
         return [name for name in self.rows if name != ours and name not in limits]
@@ -53,7 +53,7 @@ class Cell:
     def ratio(self, policy: str, other: str) -> float | None:
         """Measure of ``policy`` over that of ``other``; above 1 is better."""
         mine, theirs = self.value(policy), self.value(other)
-        return mine / theirs if mine and theirs else None
+        return None if mine is None or not theirs else mine / theirs
 
     def document(self) -> dict[str, Any]:
         """The cell's figures by policy, for JSON."""
@@ -122,6 +122,7 @@ def aims(cells: Sequence[Cell], ours: str, limits: Sequence[str]) -> list[list[s
     closed = [cell for cell in cells if cell.is_closed]
     busy = [cell for cell in cells if cell.load in BUSY_LOADS]
     calm = [cell for cell in cells if cell.load == "open 0.5"]
+    hosted = [cell for cell in cells if cell.host >= 1]
     with_host = [cell for cell in closed if cell.host >= 1]
     without = [cell for cell in closed if not cell.host]
     over_best = {cell.name: cell.ratio(ours, cell.best(ours, limits)) for cell in cells}
@@ -161,9 +162,9 @@ def aims(cells: Sequence[Cell], ours: str, limits: Sequence[str]) -> list[list[s
         least("open loop at 0.5: over stock", calm, 1 / SLACK_AIM, (c.ratio(ours, STOCK) for c in calm)),
         least(
             "host memory: prompt tokens not computed again",
-            with_host,
+            hosted,
             1 - AGAIN_AIM,
-            (1 - _again(c.rows[ours]) for c in cells if c.host >= 1),
+            (1 - _again(c.rows[ours]) for c in hosted),
         ),
     ]
 
@@ -172,24 +173,29 @@ def _over_best_single(closed: Sequence[Cell], ours: str, limits: Sequence[str]) 
     """The preset with the largest geometric mean over stock, and the factor of ``ours`` over it.
 
     A policy with host memory and the same one without it count as one, since a user who has host memory uses
-    it: ``continuum+host`` stands for ``continuum`` where it ran."""
+    it: ``continuum+host`` stands for ``continuum`` where it ran, and ``mori`` for ``stock`` without any."""
 
     def mean(name: str) -> float | None:
-        ratios = [
-            cell.ratio(f"{name}+host" if f"{name}+host" in cell.rows else name, STOCK) for cell in closed
-        ]
-        known = [ratio for ratio in ratios if ratio]
-        return math.exp(math.fsum(map(math.log, known)) / len(known)) if len(known) == len(closed) else None
+        ratios = []
+        for cell in closed:
+            found = [n for n in cell.rows if _without_host(n) == name]
+            # A preset that needs host memory does not start without any: such a user runs stock.
+            ratios.append(max((cell.ratio(n, STOCK) or 0.0 for n in found), default=1.0))
+        return math.exp(math.fsum(map(math.log, ratios)) / len(ratios)) if ratios and all(ratios) else None
 
-    names = dict.fromkeys(
-        name.removesuffix("+host") for cell in closed for name in cell.presets(ours, limits)
-    )
+    names = dict.fromkeys(_without_host(name) for cell in closed for name in cell.presets(ours, limits))
     means = {name: found for name in names if (found := mean(name))}
     mine = mean(ours)
     if not means or mine is None:
         return "–", None
     best = max(means, key=means.__getitem__)
     return best, mine / means[best]
+
+
+def _without_host(name: str) -> str:
+    """Name of a policy with its variant for host memory: one choice of a user."""
+    name = name.removesuffix("+host").removesuffix("-offload")
+    return STOCK if name == "lru" else name
 
 
 def _again(row: RunRow) -> float:

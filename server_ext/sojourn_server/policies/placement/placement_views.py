@@ -80,8 +80,10 @@ class ProgramTierView:
     returning: bool = False
     """Whether any of the program's requests ran before."""
     gap_durations_s: tuple[float, ...] = ()
-    """Equally likely durations of the gap that began at ``last_active_s``, ascending: earlier calls of the
-    tool that runs. Empty: unknown."""
+    """Equally likely durations of the tool call that began at ``gap_since_s``, ascending: those of earlier
+    calls. Empty: unknown."""
+    gap_since_s: float = 0.0
+    """Start of the running tool call; the end of the last turn if the client reported no call."""
     rebuild_s: float = 0.0
     """Seconds to compute the context again; 0: unknown."""
     service_s: tuple[float, ...] = ()
@@ -102,8 +104,8 @@ class TierCapacity:
     """Capacity in blocks; 0: the tier does not exist."""
     untracked_blocks: int = 0
     """Blocks used by requests without a program."""
-    load_s_per_block: float = 0.0
-    """Seconds to copy a block from this tier to the device; 0 for the device, and if unknown."""
+    load_s_per_block: float | None = None
+    """Seconds to copy a block from this tier to the device; ``None`` for the device, and if unknown."""
 
     @property
     def budget_blocks(self) -> int:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -16,13 +16,17 @@ from sojourn.ids import ProgramId
 from ...programs.idleness import WINDOW_CYCLES
 from .placement_plan import LOOKAHEAD, has_elapsed
 from .placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
-from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier, TierCapacity
+from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 # Levels of the Waiting queue.
 _RETURNING, _NEW, _NOT_READY = range(3)
 
 UNKNOWN_GAP_S = 5.0
 """Expected remaining seconds of a gap that has just begun and whose tool was never observed."""
+MAX_GAP_S = 86_400.0
+"""Longest duration that counts. Clients report durations, and may report any number."""
+MIN_SPENT_S = 0.25
+"""Shortest expected time in a rate, per second: a rate must not depend on the moment of the call."""
 MIN_HEADROOM = 0.05
 """Minimum share of the device's time that another running program is assumed to find unused."""
 
@@ -36,19 +40,19 @@ class ResidencyPricePlacement:
 
     *Value of holding.* The context of an acting program is worth keeping because its loss costs C seconds:
     to copy it back from the tier that it would move to, or to compute it again. Computing delays all N
-    programs that run; copying delays the program itself. With a gap that ends within τ more seconds with
-    probability P(τ), the value per block and second is the Gittins index of the gap:
+    programs that run; copying delays the program itself. With a tool call that ends within τ more seconds
+    with probability P(τ), the value per second is C times the Gittins index of the call:
 
-        hold = N · C / size · max over τ of  P(τ) / E[min(remaining gap, τ)]
+        hold = N · C · max over τ of  P(τ) / E[min(remaining, τ)]      (per block: hold ÷ size)
 
     *Worth.* A program's worth is the Gittins index of its service: its chance to end per second that it
-    runs, over that of a new program. It is 1 where sizes are unknown.
+    runs, over that of a new program of its kind. It is 1 where sizes are unknown.
 
-    *Price.* A waiting program would make that progress with its blocks, as far as the device's time is not
-    taken by prompts: price = worth · headroom / size. It takes the place of acting
-    programs whose value of holding is below that price. So short tools keep their programs on the device,
-    and long ones do not, as soon as copying or computing costs less than the space. Without a waiting
-    program the price is 0, and no program moves.
+    *Exchange.* A waiting program would make progress of worth · headroom per second, where headroom is the
+    share of the device's time that prompts do not take. It takes the place of the acting programs with the
+    least value per block if what is lost with all of them is worth less than that. So short tools keep their
+    programs on the device, and long ones do not, as soon as copying or computing costs less than the space.
+    While no program waits, nothing is exchanged.
 
     *Room to grow.* A program enters if its context and a part of its predicted growth fit: the share
     ``reserve`` of the growth beyond its next turn if an eviction means computing again, none if a lower tier
@@ -114,11 +118,10 @@ MAX_WORTH = 16.0
 
 
 def program_worth(program: ProgramTierView) -> float:
-    """The Gittins index of a program's service, over the reciprocal of the mean service; 1 if unknown."""
+    """The Gittins index of a program's service, over that of a new program of its kind; 1 if unknown."""
     if not program.service_s:
         return 1.0
-    mean_s = math.fsum(program.service_s) / len(program.service_s)
-    worth = return_rate(program.service_s, program.attained_s) * mean_s
+    worth = return_rate(program.service_s, program.attained_s) / return_rate(program.service_s, 0.0)
     return min(MAX_WORTH, max(1.0 / MAX_WORTH, worth))
 
 
@@ -128,13 +131,14 @@ def return_rate(durations_s: Sequence[float], elapsed_s: float) -> float:
     ``durations_s``: equally likely durations, ascending, of which ``elapsed_s`` have passed. To them is added
     one that lasts as long again, so that the rate of a duration longer than all others is 1/elapsed.
     """
-    left = [duration_s - elapsed_s for duration_s in durations_s if duration_s > elapsed_s]
+    left = [min(duration_s, MAX_GAP_S) - elapsed_s for duration_s in durations_s if duration_s > elapsed_s]
+    left = [remaining_s for remaining_s in left if remaining_s > 0]
     left.append(max(elapsed_s, UNKNOWN_GAP_S if not durations_s else left[-1] if left else 0.0))
     left.sort()
     count, spent_s, best = len(left), 0.0, 0.0
     for ended, remaining_s in enumerate(left, 1):
         spent_s += remaining_s
-        best = max(best, ended / max(spent_s + (count - ended) * remaining_s, 1e-3))
+        best = max(best, ended / max(spent_s + (count - ended) * remaining_s, MIN_SPENT_S * count))
     return best
 
 
@@ -217,28 +221,27 @@ class _Plan:
         whether a program was promoted."""
         reserve = self._reserve()
         here = [*self._staying.values(), *self._entered.values()]
-        room = self._view.device.budget_blocks - sum(self._reserved_blocks(p, reserve) for p in here)
-        acting = self._acting_by_hold_value()
+        room = self._view.device.budget_blocks - math.fsum(self._reserved_blocks(p, reserve) for p in here)
         before = len(self._entered)
         for program in self._candidates(ready):
-            short = self._reserved_blocks(program, reserve) - room
+            wanted = min(self._reserved_blocks(program, reserve), self._view.device.budget_blocks)
             worth = program_worth(program)
-            price = worth * self._headroom / self._policy.device_blocks(program)
+            gain = worth * self._headroom
             victims: list[tuple[float, ProgramTierView]] = []
-            if short <= 0 or not (self._staying or self._entered):
+            if wanted <= room or not (self._staying or self._entered):
                 self._promote(program, MoveReason.FREE_CAPACITY, worth=worth)
             else:
-                victims = self._victims_for(short, price, acting, reserve)
+                victims = self._victims_for(wanted - room, gain, reserve)
                 if not victims:
                     continue
+                price = gain / self._policy.device_blocks(program)
                 self._promote(program, MoveReason.EXCHANGE, worth=worth, price=price)
-                acting = acting[len(victims) :]
-            room -= self._reserved_blocks(program, reserve)
-            for hold, victim in victims:
-                room += self._reserved_blocks(victim, reserve)
-                self._send(
-                    victim, self._destination(victim), MoveReason.EXCHANGE, hold_value=hold, price=price
-                )
+                for hold, victim in victims:
+                    room += self._reserved_blocks(victim, reserve)
+                    self._send(
+                        victim, self._destination(victim), MoveReason.EXCHANGE, hold_value=hold, price=price
+                    )
+            room -= wanted
         return len(self._entered) > before
 
     def _reserve(self) -> float:
@@ -256,34 +259,37 @@ class _Plan:
         turn_blocks = max(now_blocks, program.turn_blocks)
         return turn_blocks + reserve * max(0, program.peak_blocks - turn_blocks)
 
-    def _victims_for(
-        self,
-        short: float,
-        price: float,
-        acting: Sequence[tuple[float, ProgramTierView]],
-        reserve: float,
-    ) -> list[tuple[float, ProgramTierView]]:
-        """The first of ``acting`` that free ``short`` blocks and are worth less than ``price``; empty if
-        these would free too few.
+    def _victims_for(self, short: float, gain: float, reserve: float) -> list[tuple[float, ProgramTierView]]:
+        """The acting programs of the least value that free ``short`` blocks, each with its value of holding.
 
-        ``acting``: acting programs with the value of holding their KV, the least first."""
-        for count, (hold, victim) in enumerate(acting[:LOOKAHEAD], 1):
-            if hold >= price:
+        Empty if they would free too few, or if what is lost with all of them is worth more than ``gain``."""
+        free = dict(self._free)
+        chosen: list[tuple[float, ProgramTierView]] = []
+        for _, victim in self._acting_by_hold_value()[:LOOKAHEAD]:
+            # Earlier victims may have taken the room below.
+            to = self._destination(victim, free=free)
+            hold = self._hold_value(victim, Tier.DEVICE, to)
+            gain -= hold * self._policy.device_blocks(victim)
+            if gain <= 0:
                 break
+            if to is not Tier.WAITING:
+                free[to] -= victim.context_blocks
+            chosen.append((hold, victim))
             short -= self._reserved_blocks(victim, reserve)
             if short <= 0:
-                return list(acting[:count])
+                return chosen
         return []
 
     @cached_property
     def _running(self) -> float:
         """Number of programs that are delayed while a context is computed again."""
-        now = sum(p.activity is ProgramActivity.REASONING for p in self._view.on_device)
-        return max(1.0, now, self._view.mean_running)
+        now = sum(p.activity is not ProgramActivity.ACTING for p in self._view.on_device)
+        # While no program runs, the engine stands still, and computing delays the program itself alone.
+        return max(now, self._view.mean_running) if now else 1.0
 
     @cached_property
     def _headroom(self) -> float:
-        if not any(program.activity is ProgramActivity.REASONING for program in self._view.on_device):
+        if all(program.activity is ProgramActivity.ACTING for program in self._view.on_device):
             return 1.0
         return max(MIN_HEADROOM, 1.0 - self._view.prefill_share)
 
@@ -298,19 +304,28 @@ class _Plan:
         ]
         return sorted(acting, key=lambda pair: (pair[0], pair[1].last_active_s, pair[1].program_id))
 
-    def _hold_value(self, program: ProgramTierView, tier: Tier) -> float:
-        """Progress per block and second that the program's KV in ``tier`` is expected to save."""
+    def _hold_value(self, program: ProgramTierView, tier: Tier, to: Tier | None = None) -> float:
+        """Progress per block and second that the program's KV in ``tier`` is expected to save.
+
+        ``to``: the tier to which the program would move; by default the highest one with room."""
         if not program.context_blocks:
             return 0.0
-        compute_s = self._running * program.rebuild_s or math.inf  # nothing is dropped at an unknown cost
-        below = self._destination(program, tier)
-        cost_s = compute_s
-        if below is not Tier.WAITING:
-            cost_s = min(compute_s, self._capacity(below).load_s_per_block * program.context_blocks)
+        cost_s = self._cost_s(program, self._destination(program, tier) if to is None else to)
         if tier is not Tier.DEVICE:
-            cost_s -= min(cost_s, self._capacity(tier).load_s_per_block * program.context_blocks)
-        elapsed_s = max(0.0, self._now - program.last_active_s)
+            cost_s -= min(cost_s, self._cost_s(program, tier))
+        if not cost_s < math.inf:
+            return math.inf  # nothing is dropped at an unknown cost
+        elapsed_s = max(0.0, self._now - program.gap_since_s)
         return cost_s / program.context_blocks * return_rate(program.gap_durations_s, elapsed_s)
+
+    def _cost_s(self, program: ProgramTierView, tier: Tier) -> float:
+        """Seconds of work that the engine's programs lose until a context in ``tier`` is on the device;
+        ``inf``: unknown."""
+        compute_s = self._running * program.rebuild_s or math.inf
+        if tier is Tier.WAITING:
+            return compute_s
+        load_s = (self._view.host if tier is Tier.HOST else self._view.disk).load_s_per_block
+        return compute_s if load_s is None else min(compute_s, load_s * program.context_blocks)
 
     def _demote_until_free(
         self, blocks: int, reason: MoveReason, program: ProgramTierView | None = None
@@ -339,6 +354,8 @@ class _Plan:
         if program is not None and enters:
             self._promote(program, reason)  # before the demotions, since it may free blocks below for them
         for victim, why in now:
+            # Also if ``program`` cannot enter yet: otherwise these programs may return before the turns of
+            # the others end, and keep it out for ever.
             self._send(victim, self._destination(victim), why)
         return enters
 
@@ -352,10 +369,14 @@ class _Plan:
 
     # -- the tiers below ------------------------------------------------------------------------
 
-    def _destination(self, program: ProgramTierView, tier: Tier = Tier.DEVICE) -> Tier:
-        """The highest tier below ``tier`` with room for the program's context."""
+    def _destination(
+        self, program: ProgramTierView, tier: Tier = Tier.DEVICE, free: Mapping[Tier, int] | None = None
+    ) -> Tier:
+        """The highest tier below ``tier`` with room for the program's context. ``free``: free blocks by
+        tier, by default those of this plan."""
+        free = self._free if free is None else free
         for below in (Tier.HOST, Tier.DISK)[tier is Tier.HOST :] if tier is not Tier.DISK else ():
-            if 0 < program.context_blocks <= self._free[below]:
+            if 0 < program.context_blocks <= free[below]:
                 return below
         return Tier.WAITING
 
@@ -373,9 +394,6 @@ class _Plan:
                 if program.program_id not in self._moved:
                     self._send(program, self._destination(program, tier), MoveReason.OVER_CAPACITY)
         return len(self._moved) > before
-
-    def _capacity(self, tier: Tier) -> TierCapacity:
-        return self._view.host if tier is Tier.HOST else self._view.disk
 
     # -- bookkeeping ----------------------------------------------------------------------------
 
