@@ -39,7 +39,7 @@ STOCK = "stock"
 PRESETS = ("admit", "continuum", "saga", "mori", "tetris", "autellix", "thunderagent")
 """Policies that do without host memory."""
 HOST_PRESETS = ("lru-offload", "thunderagent-offload", "continuum+host", "saga+host", "mori")
-"""Policies that are compared where the engine has host memory; ``PRESETS`` are too, without any."""
+"""Further policies where the engine has host memory. A variant with it replaces the one without."""
 LIMITS = ("free-io", "unlimited")
 
 SYNTHETIC = ("continuum-swe-bench", "continuum-bfcl", "saga-ten-tenants", "reasoning-agent")
@@ -94,7 +94,7 @@ class Point:
 
 
 def grid(workloads: Sequence[str]) -> list[Point]:
-    """All cells, in an order of which any first part has all values of each dimension about equally often."""
+    """All cells. In each beginning of the list, the values of a dimension are about equally frequent."""
     points = [
         Point(workload, load, host, hardware, model)
         for hardware, model in HARDWARE

@@ -43,6 +43,8 @@ class Watched:
     """A policy that writes down what it is shown, and answers from a script where there is one."""
 
     places = True
+    needs_tiers = True
+    reads_costs = False
     k = 5
     tick_s = TICK_S
     idle_tick_s = 0.5

@@ -96,7 +96,8 @@ class Place:
 class Checked:
     """The policy, with an eye on what it is shown."""
 
-    places = True
+    places = needs_tiers = True
+    reads_costs = False
 
     def __init__(self, policy: RelativeIdlenessPlacement, life: PlacedLife) -> None:
         self.policy, self.life = policy, life

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 from sojourn.ids import ProgramId
 
@@ -246,7 +247,7 @@ class TierManager:
     def tool_known(self, program: ProgramState, now: float) -> None:
         """Handle a client's report that a tool of the program began or ended."""
         place = self._by_id.get(program.id)
-        if place is not None and place.activity is ProgramActivity.ACTING:
+        if place is not None and self._policy.reads_costs and place.activity is ProgramActivity.ACTING:
             place.tools_ended_s = now if program.gap_reported and not program.tools else None
             self._note(place, now, None)
 
@@ -503,13 +504,20 @@ class TierManager:
             waiting_since_s=oldest.arrived_s if oldest is not None else 0.0,
             last_active_s=place.last_active_s,
             returning=place.returning,
-            gap_durations_s=self._gap_durations_s(place),
-            gap_since_s=self._gap_since_s(place),
-            rebuild_s=self._reload.seconds(program.context_tokens) if place.context_blocks else 0.0,
-            service_s=self._service_s(program),
-            attained_s=program.attained_s,
             pending=place.leaves_after is not None,
+            **(self._costs(place) if self._policy.reads_costs else {}),
         )
+
+    def _costs(self, place: _PlacedState) -> dict[str, Any]:
+        """Fields of a program's view for policies that read costs."""
+        program = place.program
+        return {
+            "gap_durations_s": self._gap_durations_s(place),
+            "gap_since_s": self._gap_since_s(place),
+            "rebuild_s": self._reload.seconds(program.context_tokens) if place.context_blocks else 0.0,
+            "service_s": self._service_s(program),
+            "attained_s": program.attained_s,
+        }
 
     def _service_s(self, program: ProgramState) -> tuple[float, ...]:
         """Service of ended programs of the program's type; of all programs if few of the type have ended."""

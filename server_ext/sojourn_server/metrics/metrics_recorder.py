@@ -248,6 +248,6 @@ class ToolLabels:
 
 
 def printable_label(text: str) -> str:
-    """``text`` as a label value: at most ``MAX_TEXT_CHARS`` characters, all of which UTF-8 can encode."""
+    """``text`` as a label value: valid UTF-8, and at most ``MAX_TEXT_CHARS`` characters."""
     # A lone surrogate would make the whole exposition unencodable.
     return text[:MAX_TEXT_CHARS].encode("utf-8", "replace").decode("utf-8")

@@ -76,6 +76,8 @@ class PlacementPolicy(Protocol):
     places: bool
     needs_tiers: bool
     """Whether the policy is nothing without host memory. An engine without any then does not start."""
+    reads_costs: bool
+    """Whether the policy reads what a program's view says of durations, costs and service."""
     k: int
     """Number of newest cycles (a turn and the gap after it) over which idleness is measured."""
     tick_s: float
@@ -95,6 +97,7 @@ class NoPlacement:
 
     places: bool = False
     needs_tiers: bool = False
+    reads_costs: bool = False
     k: int = WINDOW_CYCLES
     tick_s: float = math.inf
     idle_tick_s: float = math.inf

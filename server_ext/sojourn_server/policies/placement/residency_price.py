@@ -65,6 +65,7 @@ class ResidencyPricePlacement:
 
     places: bool = True
     needs_tiers: bool = False
+    reads_costs: bool = True
     k: int = WINDOW_CYCLES
     """Number of cycles over which idleness is measured; the policy does not use it."""
     tick_s: float = 1.0
@@ -119,7 +120,7 @@ MAX_WORTH = 16.0
 
 def program_worth(program: ProgramTierView) -> float:
     """The Gittins index of a program's service, over that of a new program of its kind; 1 if unknown."""
-    if not program.service_s:
+    if not program.service_s or not program.attained_s:
         return 1.0
     worth = return_rate(program.service_s, program.attained_s) / return_rate(program.service_s, 0.0)
     return min(MAX_WORTH, max(1.0 / MAX_WORTH, worth))
@@ -128,8 +129,8 @@ def program_worth(program: ProgramTierView) -> float:
 def return_rate(durations_s: Sequence[float], elapsed_s: float) -> float:
     """The Gittins index of a duration: max over τ of P(it ends within τ) / E[min(remaining, τ)], per second.
 
-    ``durations_s``: equally likely durations, ascending, of which ``elapsed_s`` have passed. To them is added
-    one that lasts as long again, so that the rate of a duration longer than all others is 1/elapsed.
+    ``durations_s``: equally likely durations, ascending. ``elapsed_s``: seconds that have passed. A further
+    sample lasts as long again, so the rate of a duration longer than all others is 1/elapsed.
     """
     left = [min(duration_s, MAX_GAP_S) - elapsed_s for duration_s in durations_s if duration_s > elapsed_s]
     left = [remaining_s for remaining_s in left if remaining_s > 0]
@@ -156,6 +157,10 @@ class _Plan:
         self._moved: dict[ProgramId, TierMove] = {}
         self._entered: dict[ProgramId, ProgramTierView] = {}
         """Programs that this answer promotes to the device."""
+        self._rates: dict[ProgramId, float] = {}
+        """Return rates of acting programs; they do not change while the answer is built."""
+        self._acting: list[tuple[float, ProgramTierView]] | None = None
+        """Result of ``_acting_by_hold_value``; ``None`` after a move, which changes the room below."""
         self._free = {
             Tier.DEVICE: view.device.budget_blocks - sum(map(policy.device_blocks, view.on_device)),
             Tier.HOST: view.host.budget_blocks - sum(program.context_blocks for program in view.on_host),
@@ -297,12 +302,15 @@ class _Plan:
 
     def _acting_by_hold_value(self) -> list[tuple[float, ProgramTierView]]:
         """Acting programs on the device by the value of holding their KV, the least first."""
-        acting = [
-            (self._hold_value(program, Tier.DEVICE), program)
-            for program in self._staying.values()
-            if program.activity is ProgramActivity.ACTING
-        ]
-        return sorted(acting, key=lambda pair: (pair[0], pair[1].last_active_s, pair[1].program_id))
+        if self._acting is None:
+            acting = [
+                (self._hold_value(program, Tier.DEVICE), program)
+                for program in self._staying.values()
+                if program.activity is ProgramActivity.ACTING
+            ]
+            acting.sort(key=lambda pair: (pair[0], pair[1].last_active_s, pair[1].program_id))
+            self._acting = acting
+        return self._acting
 
     def _hold_value(self, program: ProgramTierView, tier: Tier, to: Tier | None = None) -> float:
         """Progress per block and second that the program's KV in ``tier`` is expected to save.
@@ -315,8 +323,11 @@ class _Plan:
             cost_s -= min(cost_s, self._cost_s(program, tier))
         if not cost_s < math.inf:
             return math.inf  # nothing is dropped at an unknown cost
-        elapsed_s = max(0.0, self._now - program.gap_since_s)
-        return cost_s / program.context_blocks * return_rate(program.gap_durations_s, elapsed_s)
+        rate = self._rates.get(program.program_id)
+        if rate is None:
+            elapsed_s = max(0.0, self._now - program.gap_since_s)
+            rate = self._rates[program.program_id] = return_rate(program.gap_durations_s, elapsed_s)
+        return cost_s / program.context_blocks * rate
 
     def _cost_s(self, program: ProgramTierView, tier: Tier) -> float:
         """Seconds of work that the engine's programs lose until a context in ``tier`` is on the device;
@@ -402,12 +413,14 @@ class _Plan:
         if program.tier in self._free:
             self._free[program.tier] += program.context_blocks
         self._entered[program.program_id] = program
+        self._acting = None
         self._moved[program.program_id] = TierMove(
             program.program_id, Tier.DEVICE, MoveTiming.NOW, reason, tuple(terms.items())
         )
 
     def _send(self, program: ProgramTierView, to: Tier, reason: MoveReason, **terms: float) -> None:
         """Move a program to a lower tier."""
+        self._acting = None
         if program.tier is Tier.DEVICE:
             del self._staying[program.program_id]
             self._free[Tier.DEVICE] += self._policy.device_blocks(program)

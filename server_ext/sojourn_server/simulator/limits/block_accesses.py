@@ -156,7 +156,7 @@ class AccessSequence:
     """Number of distinct block ids, 0 to ``blocks`` - 1, in order of first appearance."""
     chains: list[array[int]]
     owner_of: list[int]
-    """Index into ``owners``, by request; -1 for a program of which no request was admitted."""
+    """Index into ``owners``, by request. -1: no request of its program was admitted."""
     owners: list[str]
     """Programs in order of first admission: the index is the program's rank."""
     entries: list[SequenceEntry]
