@@ -1,6 +1,6 @@
 """Write the generated parts of the documents: docs/metrics.md from the catalogue, the tables from the
 committed results, the differences in docs/frameworks.md from the examples, the lists and the example of
-docs/simulator.md, the table of packages in docs/architecture.md.
+docs/simulator.md, the table of packages in docs/architecture.md, the Grafana boards in docs/boards.
 
 python docs/generate.py
 
@@ -13,7 +13,9 @@ import difflib
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from sojourn_server.metrics.metric_catalog import (
@@ -56,10 +58,64 @@ sum(rate(sojourn_prompt_tokens_total{{result="lost"}}[5m])) / sum(rate(sojourn_p
 |---|---|---|---|
 """
 
+BOARDS = Path(__file__).parent / "boards"
+ALERTS = """
+## Boards and alerts
+
+[boards/engine.json](boards/engine.json) and [boards/gateway.json](boards/gateway.json) are boards for Grafana
+10 or newer: import the file and choose the Prometheus that scrapes `/metrics`. Their variables choose
+instances and engines. A panel's description names its metrics. They are written by `docs/generate.py`, so
+change `docs/grafana_boards.py`.
+
+[boards/alerts.yml](boards/alerts.yml) has alert rules for Prometheus: name the file under `rule_files`.
+`page` means look now, `ticket` look today. A panel or a rule over metrics
+that an engine does not have stays empty.
+
+| alert | severity | fires when | what to do |
+|---|---|---|---|
+"""
+
 
 def document() -> str:
     """The whole page."""
-    return HEAD + "".join(_row(spec) for spec in METRIC_CATALOG.values())
+    return HEAD + "".join(_row(spec) for spec in METRIC_CATALOG.values()) + ALERTS + _alert_rows()
+
+
+def _alert_rows() -> str:
+    import yaml
+
+    rules = yaml.safe_load((BOARDS / "alerts.yml").read_text(encoding="utf-8"))
+    return "".join(
+        f"| `{rule['alert']}` | {rule['labels']['severity']} | "
+        f"{_plain(rule['annotations']['summary'])} | {rule['annotations']['action']} |\n"
+        for group in rules["groups"]
+        for rule in group["rules"]
+    )
+
+
+def _plain(template: str) -> str:
+    """The summary of an alert without its variables' syntax."""
+    text = re.sub(r"\{\{ \$labels\.(\w+) \}\}", r"*\1*", template)
+    return re.sub(r"\{\{ \$value \| humanize(Percentage)? \}\}", "*a number*", text)
+
+
+def boards() -> dict[Path, str]:
+    """The Grafana boards, by file."""
+    module = _script(Path(__file__).parent / "grafana_boards.py")
+    return {
+        BOARDS / name: json.dumps(make(), indent=1, ensure_ascii=False) + "\n"
+        for name, make in module.BOARDS.items()
+    }
+
+
+def _script(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "demo.json"
@@ -176,12 +232,7 @@ ARCHITECTURE = Path(__file__).parent / "architecture.md"
 
 def package_table() -> str:
     """Return the table of packages that ``scripts/house.py`` makes."""
-    spec = importlib.util.spec_from_file_location("house", Path(__file__).parents[1] / "scripts" / "house.py")
-    assert spec is not None
-    assert spec.loader is not None
-    house = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(house)
-    table: str = house.package_table()
+    table: str = _script(Path(__file__).parents[1] / "scripts" / "house.py").package_table()
     return table
 
 
@@ -282,6 +333,8 @@ def _values(values: frozenset[str] | OpenLabel) -> str:
 
 if __name__ == "__main__":
     TARGET.write_text(document(), encoding="utf-8")
+    for board, content in boards().items():
+        board.write_text(content, encoding="utf-8")
     if RESULT.exists():
         table = demo_table(json.loads(RESULT.read_text(encoding="utf-8")))
         README.write_text(placed(README.read_text(encoding="utf-8"), "demo-table", table), encoding="utf-8")

@@ -310,6 +310,8 @@ def test_leases_give_way_though_a_forecast_fails(make_engine: Any, tmp_path: Pat
     engine.add("large", some_tokens("large", 400), max_tokens=1, program_id="C")
     engine.step()
     assert adapter.failures == failures + 1
+    counters = adapter.program_scheduler.recorder.drain()["counters"]
+    assert counters["sojourn_internal_errors_total"] == [[{}, adapter.failures]]
     assert manager.allocate_slots is not shortage._allocate
     engine.run()
     assert "A" not in adapter.program_scheduler.state.leases

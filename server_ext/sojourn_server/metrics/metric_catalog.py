@@ -344,6 +344,10 @@ _ALL = (
     ),
     _histogram("sojourn_policy_seconds", "CPU time of one policy call.", POLICY_BUCKETS_S, hook=HOOKS),
     _counter("sojourn_client_silent_total", "Clients that announced heartbeats and stopped sending them."),
+    _counter(
+        "sojourn_internal_errors_total",
+        "Errors of sojourn in the engine. Each is logged, and the engine goes on as stock vLLM would.",
+    ),
     _gauge(
         "sojourn_build_info",
         "Constant 1; the labels name the running versions.",

@@ -538,6 +538,7 @@ class SchedulerAdapter:
         if self._settings.strict:
             raise error
         self.failures += 1
+        self.program_scheduler.recorder.count("sojourn_internal_errors_total")
         if self.failures <= 10 or self.failures % 1000 == 0:
             logger.error("sojourn: %s (%d so far); the engine goes on", what, self.failures, exc_info=error)
 
