@@ -207,9 +207,19 @@ def test_a_generated_model_gets_its_name_and_tools_by_default():
     assert value(command, "--chat-template") == "/t.jinja"
     assert value(command, "--tool-call-parser") == "hermes"
     assert "--enable-auto-tool-choice" in command.argv
+    assert json.loads(value(command, "--additional-config"))["sojourn"]["tool_call_parser"] == "hermes"
     named = build("--served-model-name", "me", "--chat_template", "x", **local)
     assert value(named, "--served-model-name") == "me"
     assert "/t.jinja" not in named.argv
+
+
+def test_the_engine_core_is_told_the_servers_tool_parser():
+    command = build("--tool-call-parser", "mistral", "--tool-parser-plugin=p.py")
+    own = json.loads(value(command, "--additional-config"))["sojourn"]
+    assert (own["tool_call_parser"], own["tool_parser_plugin"]) == ("mistral", "p.py")
+    assert "--tool-call-parser" in command.argv
+    given = build("--tool-call-parser", "mistral", extra={"tool_call_parser": "hermes"})
+    assert json.loads(value(given, "--additional-config"))["sojourn"]["tool_call_parser"] == "hermes"
 
 
 def test_the_environment_is_changed_and_nothing_else():

@@ -16,6 +16,8 @@ from sojourn_server.programs.tool_call_parsers import (
     split_command,
 )
 
+from tests.support.tool_call_samples import SAMPLES
+
 
 def keys(text: str) -> list[str]:
     return [call.key for call in parse_tool_calls(text)]
@@ -101,11 +103,31 @@ def test_each_dialect_is_read(text: str, expected: list[str]) -> None:
     assert keys(text) == expected
 
 
+@pytest.mark.parametrize("parser", SAMPLES)
+def test_the_format_of_every_parser_of_vllm_is_read(parser: str) -> None:
+    assert keys(SAMPLES[parser]) == ["bash:pytest"]
+
+
+def test_types_of_arguments_between_key_and_value() -> None:
+    typed = SAMPLES["k2_horizon"].replace(
+        "<ifm|arg_value>", "<ifm|arg_type>string</ifm|arg_type><ifm|arg_value>"
+    )
+    assert typed != SAMPLES["k2_horizon"]
+    assert keys(typed) == ["bash:pytest"]
+
+
+def test_two_calls_of_mistral_and_a_call_id() -> None:
+    text = '[TOOL_CALLS]get_time[ARGS]{}[TOOL_CALLS]bash[CALL_ID]a1b2c3d4e[ARGS]{"command": "ls"}'
+    assert keys(text) == ["get_time", "bash:ls"]
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "",
         "The weather is fine.",
+        "[TOOL_CALLS] are how Mistral marks them",
+        "call:bash{command:ls}",
         "```bash\nls\n```\nor\n```bash\npwd\n```",  # two blocks: which one?
         "```bash\nls",  # cut off before it closed
         "```bash\n\n```",

@@ -56,6 +56,9 @@ CPU_BATCHED_TOKENS = 1024
 """Default maximum of tokens per step on CPUs. It keeps steps short, because clients' events are handled only
 between steps, and a small CPU prefills only about 500 tokens per second."""
 
+GENERATED_MODEL_TOOL_PARSER = "hermes"
+"""Tool parser of the models that sojourn makes."""
+
 DEFAULT_PORT = 8000
 
 
@@ -165,7 +168,10 @@ def build_command(
                 f"--sojourn-network is for policies that read hidden states; {options.policy!r} reads none"
             )
         flags, merged = flags.pop_json("--additional-config")
-        merged[PLUGIN_NAME] = _sojourn_config(options, merged.get(PLUGIN_NAME, {}))
+        merged[PLUGIN_NAME] = {
+            **_tool_parser_config(options, flags),
+            **_sojourn_config(options, merged.get(PLUGIN_NAME, {})),
+        }
         added += ["--additional-config", json.dumps(merged)]
     elif _sojourn_config(options, {}) != {"policy": STOCK_POLICY}:
         raise InvalidOption("policy stock is plain vLLM and takes no --sojourn options")
@@ -198,7 +204,7 @@ def build_command(
         default("--served-model-name", options.model)
         default("--chat-template", options.chat_template)
         default("--enable-auto-tool-choice")
-        default("--tool-call-parser", "hermes")
+        default("--tool-call-parser", GENERATED_MODEL_TOOL_PARSER)
     if facts.cpu_build:
         default("--block-size", str(CPU_BLOCK_SIZE))
         default("--max-num-batched-tokens", str(CPU_BATCHED_TOKENS))
@@ -347,6 +353,16 @@ def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
         "max_hinted_ttl_s": max_ttl_s,
     }
     return {**given, **options.extra, **{key: value for key, value in own.items() if value is not None}}
+
+
+def _tool_parser_config(options: ServeOptions, flags: EngineFlags) -> dict[str, str]:
+    """Return the settings that name the API server's tool parser, which the engine core uses too."""
+    parser = flags.value("--tool-call-parser")
+    if parser is None and options.chat_template is not None:
+        parser = GENERATED_MODEL_TOOL_PARSER
+    plugin = flags.value("--tool-parser-plugin")
+    values = {"tool_call_parser": parser, "tool_parser_plugin": plugin}
+    return {key: value for key, value in values.items() if value} if parser else {}
 
 
 def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment) -> dict[str, Any]:

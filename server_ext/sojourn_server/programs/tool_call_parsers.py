@@ -5,9 +5,12 @@ a call, since an output uses a single form:
 
     OpenAI JSON      {"type": "function_call", "name": …} and its variants, "tool_calls": […]
     hermes, Qwen     <tool_call>{"name": …, "arguments": …}</tool_call>
-    tagged           <function=name>…, <invoke name="name">…, functions.name:0, to=functions.name
+    GLM              <tool_call>name<arg_key>…</arg_key><arg_value>…</arg_value></tool_call>
+    tagged           <function=name>…, <invoke name="name">…, functions.name:0, to=functions.name,
+                     [TOOL_CALLS]name[ARGS]…, call:name{…} and other marks before or around a name
     bare JSON        {"name": …, "arguments" or "parameters": …}      (Llama 3.1, Mistral, Qwen)
-    pythonic         func(a=1), [f(a=1), g()]                        (Llama 3, Gemma), without other text
+    keyed JSON       <|tools_prefix|>[{name: {…}}]                    (Apertus)
+    pythonic         func(a=1), [f(a=1), g()]  (Llama 3, OLMo 3, LFM2), between marks or without other text
     terminal-bench   {"commands": [{"keystrokes": …}]}
     fenced           exactly one ```bash or ```mswea_bash_command block  (mini-swe-agent)
 
@@ -27,7 +30,14 @@ from typing import Any
 
 from sojourn.shell_command import MAX_HEAD_CHARS, main_head, split_command
 
-__all__ = ["ParsedToolCall", "main_head", "parse_tool_calls", "split_command"]
+__all__ = [
+    "ParsedToolCall",
+    "answer_text",
+    "main_head",
+    "named_tool_call",
+    "parse_tool_calls",
+    "split_command",
+]
 
 MAX_TEXT_CHARS = 64 * 1024
 MAX_CALLS = 64
@@ -65,8 +75,7 @@ def parse_tool_calls(text: str) -> tuple[ParsedToolCall, ...]:
     The result is empty if there is no call. It is also empty if the only candidates are two or more fenced
     shell blocks.
     """
-    text = text[-MAX_TEXT_CHARS:]
-    text = _without_end_marks(text.rpartition("</think>")[2])
+    text = answer_text(text)
     prose, blocks = _split_fenced_blocks(text)
     values = list(_json_values(prose))
     for calls in (
@@ -74,6 +83,7 @@ def parse_tool_calls(text: str) -> tuple[ParsedToolCall, ...]:
         _hermes_calls(prose),
         _tagged_calls(prose),
         _bare_json_calls(values),
+        _keyed_json_calls(prose),
         _pythonic_calls(prose),
         _terminal_calls(values),
     ):
@@ -81,6 +91,12 @@ def parse_tool_calls(text: str) -> tuple[ParsedToolCall, ...]:
             return tuple(calls[:MAX_CALLS])
     # As in mini-swe-agent, two blocks would be two different actions, so neither counts.
     return (ParsedToolCall("bash", main_head(blocks[0])),) if len(blocks) == 1 else ()
+
+
+def answer_text(text: str) -> str:
+    """Return the end of an output, at most ``MAX_TEXT_CHARS``, without thoughts and without special tokens at
+    its end."""
+    return _without_end_marks(text[-MAX_TEXT_CHARS:].rpartition("</think>")[2])
 
 
 _END_MARKS = ("</s>", "<eos>", "<end_of_turn>", "<｜end▁of▁sentence｜>")
@@ -201,8 +217,22 @@ def _bare_json_calls(values: list[Any]) -> list[ParsedToolCall]:
     calls: list[ParsedToolCall] = []
     for value in values:
         for item in value[:MAX_CALLS] if isinstance(value, list) else [value]:
-            if isinstance(item, dict) and ("arguments" in item or "parameters" in item):
-                calls += _call(item.get("name"), item)
+            if isinstance(item, dict) and any(field in item for field in ("arguments", "parameters", "args")):
+                calls += _call(item.get("name", item.get("tool_name")), item)
+    return calls
+
+
+_KEYED_JSON_MARK = "<|tools_prefix|>"
+
+
+def _keyed_json_calls(text: str) -> list[ParsedToolCall]:
+    calls: list[ParsedToolCall] = []
+    _, _, marked = text.partition(_KEYED_JSON_MARK)
+    for value in _json_values(marked):
+        for item in value[:MAX_CALLS] if isinstance(value, list) else [value]:
+            if isinstance(item, dict) and len(item) == 1:
+                name, arguments = next(iter(item.items()))
+                calls += _call(name, {"arguments": arguments})
     return calls
 
 
@@ -219,6 +249,7 @@ def _terminal_calls(values: list[Any]) -> list[ParsedToolCall]:
 
 def _hermes_calls(text: str) -> list[ParsedToolCall]:
     calls: list[ParsedToolCall] = []
+    text = text.replace("<ifm|", "<").replace("</ifm|", "</")  # K2 Horizon marks its tags
     for part in text.split("<tool_call>")[1 : MAX_CALLS + 1]:
         body = part.split("</tool_call>", 1)[0].strip()
         if body.startswith("{"):
@@ -230,11 +261,14 @@ def _hermes_calls(text: str) -> list[ParsedToolCall]:
         else:
             name, _, arguments = body.partition("<arg_key>")  # GLM-4.5 puts the name on a line of its own
             if arguments:
-                calls += _call(name.strip(), {"arguments": _glm_arguments(arguments)})
+                name = name.strip().removesuffix("<tool_sep>")  # Hunyuan V3
+                calls += _call(name, {"arguments": _glm_arguments(arguments)})
     return calls
 
 
-_GLM_PAIR = re.compile(r"\s*([\w.-]{1,64})\s*</arg_key>\s*<arg_value>")
+_GLM_PAIR = re.compile(
+    r"\s*([\w.-]{1,64})\s*</arg_key>\s*(?:<arg_type>[\w.-]{1,64}</arg_type>\s*)?<arg_value>"
+)
 
 
 def _glm_arguments(text: str) -> dict[str, str]:
@@ -250,12 +284,25 @@ def _glm_arguments(text: str) -> dict[str, str]:
 
 _TAG = re.compile(
     r"<function=[\"']?(?P<function>[\w.:-]{1,128})[\"']?>"  # Llama 3.1, Qwen3-Coder
-    r"|<[^<>\s]{0,32}invoke name=\"(?P<invoke>[\w.:-]{1,128})\"[^<>]{0,64}>"  # MiniMax, DeepSeek V3.2
+    r"|<function name=[\"'](?P<minicpm>[\w.:-]{1,128})[\"']>"
+    # MiniMax, DeepSeek V3.2 and V4 (V4.1 with a space), step3, dots
+    r"|<[^<>\s]{0,32}\s?invoke name=\"(?P<invoke>[\w.:-]{1,128})\"[^<>]{0,64}>"
     r"|<\|tool_call_begin\|>\s{0,8}functions\.(?P<kimi>[\w.-]{1,128}):\d+"
+    r"|<\|open\|>call tool=\"(?P<kimi3>[\w.:-]{1,128})\"[^<>|]{0,64}<\|sep\|>"
     r"|to=functions\.(?P<harmony>[\w.-]{1,128})"  # gpt-oss
-    r"|<｜tool▁sep｜>(?P<deepseek>[\w.-]{1,128})"
+    # DeepSeek V3 writes the word "function" before the separator, V3.1 the name
+    r"|<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<deepseek>[\w.-]{1,128})"
+    r"|\[TOOL_CALLS\]\s?(?P<mistral>[\w.-]{1,128})(?=\[(?:ARGS|CALL_ID)\]|\{)"
+    r"|(?:<start_function_call>|<\|tool_call>)call:(?P<gemma>[\w.:-]{1,128})(?=\{)"
+    r"|begin_tool_name:plamo\|>(?P<plamo>[\w.:-]{1,128})<"
 )
-_PARAMETER = re.compile(r"<[^<>\s]{0,32}parameter(?:=| name=)\"?([\w.-]{1,64})\"?[^<>]{0,64}>")
+_PARAMETER = re.compile(
+    r"<[^<>\s]{0,32}\s?param(?:eter)?(?:=| name=)[\"']?(?P<tag>[\w.-]{1,64})[\"']?[^<>]{0,64}>"
+    r"|<\|open\|>argument key=\"(?P<kimi3>[\w.-]{1,64})\"[^<>|]{0,64}<\|sep\|>"
+    r"|\]<\]minimax\[>\[<(?P<minimax>[\w.-]{1,64})>"
+    r"|(?<![\w.-])(?P<gemma>[\w.-]{1,64}):(?:<escape>|<\|\"\|>)"
+)
+_VALUE_END = re.compile(r"</|<\|close\|>|\]<\]minimax\[>\[|<escape>|<\|\"\|>")
 
 
 def _tagged_calls(text: str) -> list[ParsedToolCall]:
@@ -275,7 +322,9 @@ def _parameters(body: str) -> dict[str, str]:
     openings = list(_PARAMETER.finditer(body))[: MAX_CALLS + 1]
     for index, opening in enumerate(openings):
         end = openings[index + 1].start() if index + 1 < len(openings) else len(body)
-        arguments.setdefault(opening.group(1), body[opening.end() : end].split("</", 1)[0].strip())
+        closing = _VALUE_END.search(body, opening.end(), end)
+        value = body[opening.end() : closing.start() if closing else end]
+        arguments.setdefault(opening.group(opening.lastgroup or 0), value.strip())
     return arguments
 
 
@@ -285,10 +334,16 @@ _PYTHON_TOKEN = re.compile(
     r'"(?:[^"\\]|\\.)*"?' r"|'(?:[^'\\]|\\.)*'?" r"|[\[\](){}]|[A-Za-z_][\w.]*|\s+|.", re.DOTALL
 )
 _PYTHON_TAGS = re.compile(r"<\|(?:python_tag|python_start|python_end|eom_id|eot_id)\|>")
+_PYTHON_MARKS = (("<|tool_call_start|>", "<|tool_call_end|>"), ("<function_calls>", "</function_calls>"))
+"""Marks around pythonic calls. Other text may stand outside of them."""
 
 
 def _pythonic_calls(text: str) -> list[ParsedToolCall]:
-    """Return the calls if ``text`` has only calls ``name(key=value, …)``; none if there is other text."""
+    """Return the calls if ``text``, or the part between marks, has only calls ``name(key=value, …)``; none if
+    there is other text."""
+    for begin, end in _PYTHON_MARKS:
+        if begin in text:
+            text = text.split(begin, 1)[1].split(end, 1)[0]
     text = _PYTHON_TAGS.sub("", text).strip()
     if not text.endswith((")", ")]")):
         return []
@@ -332,6 +387,11 @@ def _pythonic_calls(text: str) -> list[ParsedToolCall]:
 # --- from a name and arguments to a call ---------------------------------------------------------
 
 
+def named_tool_call(name: str, arguments: str) -> ParsedToolCall | None:
+    """Return the call of tool ``name`` with ``arguments`` in JSON; ``None`` if it cannot be a tool's name."""
+    return next(iter(_call(name, {"arguments": arguments})), None)
+
+
 def _call(name: Any, block: dict[str, Any]) -> list[ParsedToolCall]:
     """Return the call of tool ``name`` as a list of one; an empty list if ``name`` cannot be a tool's name.
 
@@ -345,7 +405,7 @@ def _call(name: Any, block: dict[str, Any]) -> list[ParsedToolCall]:
 
 
 def _command_head(block: dict[str, Any]) -> str | None:
-    arguments = next((block[f] for f in ("arguments", "parameters", "input") if f in block), None)
+    arguments = next((block[f] for f in ("arguments", "parameters", "args", "input") if f in block), None)
     if isinstance(arguments, str):
         try:
             arguments, _ = _decode(arguments.strip())

@@ -58,6 +58,7 @@ _NAMES = {
     "vllm.platforms": "current_platform",
     "vllm.sampling_params": "SamplingParams",
     "vllm.tokenizers": "cached_tokenizer_from_config",
+    "vllm.tool_parsers": "ToolParserManager",
     "vllm.utils.network_utils": "get_ip",
     "vllm.v1.attention.backends.cpu_attn": "_get_attn_isa as cpu_attention_isa",
     "vllm.v1.core.block_pool": "BlockPool",

@@ -65,6 +65,11 @@ class PluginSettings:
     """Seconds after which a waiting request without a program is overdue. It then goes before requests that
     arrived later, and may end any lease."""
     max_programs: int = _LIMITS.max_programs
+    tool_call_parser: str | None = None
+    """Name of vLLM's tool parser for outputs, as in ``--tool-call-parser``. Sojourn's own parser reads where
+    it finds no call."""
+    tool_parser_plugin: str | None = None
+    """Python file that registers the parser, as in ``--tool-parser-plugin``."""
     compute_quota_s: float = 0.0
     """Maximum seconds of attention computation per step, estimated from the profile; 0: no limit."""
     allow_missing_tiers: bool = False

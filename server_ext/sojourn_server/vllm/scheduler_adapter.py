@@ -139,7 +139,9 @@ class SchedulerAdapter:
             paths=kv_transfer_member(scheduler),
         )
         self._event_budget = EventTimeBudget(clock())
-        self.reader = ToolCallReader(scheduler.vllm_config.model_config)
+        self.reader = ToolCallReader(
+            scheduler.vllm_config.model_config, settings.tool_call_parser, settings.tool_parser_plugin
+        )
         connector = scheduler.connector
         self._offload: OffloadManager | None = None
         """Manager of host memory and disk; ``None`` without sojourn's connector."""

@@ -2,18 +2,33 @@
 
 The scheduler has token ids only. The adapter therefore decodes the end of the output, once per finished turn.
 It does not decode outputs of requests without a program.
+
+The parser that the API server uses (``--tool-call-parser``) knows the model's dialect, so it reads first.
+Sojourn's own parser reads where it finds no call: agents such as mini-swe-agent call no tool of the API.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from ..programs.tool_call_parsers import ParsedToolCall, parse_tool_calls
+from ..programs.tool_call_parsers import (
+    MAX_CALLS,
+    ParsedToolCall,
+    answer_text,
+    named_tool_call,
+    parse_tool_calls,
+)
 
 MAX_TOKENS = 8192
 """Maximum number of tokens decoded. They are taken from the end of the output, where tool calls are."""
+
+MAX_PARSE_CPU_S = 0.25
+"""CPU seconds of one output after which vLLM's parser is not used again. Sojourn's own parser has bounded
+work. vLLM's may be a regular expression that a hostile output slows down, and the engine waits for it."""
 
 logger = logging.getLogger("vllm.sojourn")
 
@@ -21,8 +36,10 @@ logger = logging.getLogger("vllm.sojourn")
 class ToolCallReader:
     """Decodes outputs with the model's tokenizer. Without a tokenizer it finds no tool calls."""
 
-    def __init__(self, model_config: Any) -> None:
+    def __init__(self, model_config: Any, parser: str | None = None, plugin: str | None = None) -> None:
+        """``parser``: name of a vLLM tool parser; ``plugin``: Python file that registers it."""
         self._tokenizer: Any = None
+        self._parser: Any = None
         if model_config.skip_tokenizer_init:
             return
         try:
@@ -34,9 +51,56 @@ class ToolCallReader:
                 "sojourn: no tokenizer in the engine core (%s); tool calls come from client events only",
                 error,
             )
+            return
+        if parser is not None:
+            try:
+                self._parser = _vllm_parser(parser, plugin, self._tokenizer)
+            except Exception as error:
+                logger.warning(
+                    "sojourn: tool parser %s does not load in the engine core (%s); sojourn's own reads",
+                    parser,
+                    error,
+                )
 
     def read(self, token_ids: Sequence[int]) -> tuple[ParsedToolCall, ...]:
         """Return the tool calls of an output."""
         if self._tokenizer is None or not token_ids:
             return ()
-        return parse_tool_calls(self._tokenizer.decode(list(token_ids[-MAX_TOKENS:])))
+        text = self._tokenizer.decode(list(token_ids[-MAX_TOKENS:]))
+        return self._read_as_server(text) or parse_tool_calls(text)
+
+    def _read_as_server(self, text: str) -> tuple[ParsedToolCall, ...]:
+        """Return the calls that vLLM's parser finds; none without a parser, or if it raises."""
+        if self._parser is None:
+            return ()
+        start = time.thread_time()
+        try:
+            found = self._parser.extract_tool_calls(answer_text(text), _REQUEST).tool_calls
+            calls = [named_tool_call(call.function.name, call.function.arguments) for call in found]
+        except Exception as error:  # such as the parser of gpt-oss, which is a stub
+            logger.debug("sojourn: vLLM's tool parser failed: %s", error)
+            return ()
+        finally:
+            spent_s = time.thread_time() - start
+            if spent_s > MAX_PARSE_CPU_S:
+                self._parser = None
+                logger.warning(
+                    "sojourn: vLLM's tool parser took %.2f s for one output; sojourn's own reads from now on",
+                    spent_s,
+                )
+        return tuple(call for call in calls if call is not None)[:MAX_CALLS]
+
+
+_REQUEST = SimpleNamespace(
+    tools=None, tool_choice="auto", chat_template_kwargs=None, skip_special_tokens=False
+)
+"""The fields of a chat request that parsers read. The engine core does not know the request's tools. Most
+parsers need them for the types of arguments only; those that need them for names find no call."""
+
+
+def _vllm_parser(name: str, plugin: str | None, tokenizer: Any) -> Any:
+    from .compat import ToolParserManager
+
+    if plugin is not None:
+        ToolParserManager.import_tool_parser(plugin)
+    return ToolParserManager.get_tool_parser(name)(tokenizer)

@@ -1,0 +1,77 @@
+"""The engine core reads tool calls with the API server's parser, else with sojourn's own."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from sojourn_server.vllm import compat, tool_call_reader
+from sojourn_server.vllm.tool_call_reader import ToolCallReader
+
+from tests.support.tool_call_samples import SAMPLES, WITHOUT_FORMAT
+
+pytest.importorskip("vllm")
+
+OWN_READS = {"cohere_command3", "cohere_command4", "openai", "dots", "minicpm5"}
+"""Parsers that are stubs or need the request's tools."""
+
+
+class SampleTokenizer:
+    """A tokenizer whose tokens are the marks in ``SAMPLES``, and each sample is one more token."""
+
+    all_special_tokens: tuple[str, ...] = ()
+    all_special_ids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        marks = re.findall(r"<[^<>\s\"=]+>|\[[A-Z_]+\]", "".join(SAMPLES.values()))
+        self.texts = [*SAMPLES.values(), "<think>", "</think>", "<|tool_call_end|>", *sorted(set(marks))]
+
+    def get_vocab(self) -> dict[str, int]:
+        return {text: index for index, text in enumerate(self.texts)}
+
+    vocab = property(get_vocab)
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [self.get_vocab().get(text, 0)]
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(self.texts[one] for one in ids)
+
+
+@pytest.fixture
+def reader_of(monkeypatch):
+    monkeypatch.setattr(compat, "cached_tokenizer_from_config", lambda _: SampleTokenizer(), raising=False)
+    return lambda name: ToolCallReader(SimpleNamespace(skip_tokenizer_init=False), name)
+
+
+def test_every_parser_that_vllm_ships_reads_its_sample(reader_of, monkeypatch, caplog):
+    shipped = set(compat.ToolParserManager.list_registered())
+    if (compat.installed_vllm() or "").startswith("0.32."):
+        assert shipped == set(SAMPLES) | WITHOUT_FORMAT
+    monkeypatch.setattr(tool_call_reader, "parse_tool_calls", lambda text: ())
+    silent = set()
+    for index, name in enumerate(SAMPLES):
+        if name in shipped:
+            reader = reader_of(name)
+            for _ in range(2):  # one parser reads all outputs
+                calls = [call.key for call in reader.read([index])]
+                if calls != ["bash:pytest"]:
+                    assert calls == [], name
+                    silent.add(name)
+    assert silent == OWN_READS & shipped
+
+
+@pytest.mark.parametrize("parser", ["openai", "no_such_parser", None])
+def test_sojourns_own_parser_reads_where_vllms_cannot(reader_of, parser):
+    index = list(SAMPLES).index("openai")
+    assert [call.key for call in reader_of(parser).read([index])] == ["bash:pytest"]
+
+
+def test_a_parser_that_takes_too_long_is_not_asked_again(reader_of, monkeypatch):
+    index = list(SAMPLES).index("hermes")
+    reader = reader_of("hermes")
+    monkeypatch.setattr(tool_call_reader, "MAX_PARSE_CPU_S", -1.0)
+    for _ in range(2):
+        assert [call.key for call in reader.read([index])] == ["bash:pytest"]
+    assert reader._parser is None
