@@ -1,29 +1,72 @@
-"""An engine whose model is split over two workers: stock's tokens, with blocks from host memory and disk."""
+"""``sojourn serve`` with a model split over two workers: the tokens of stock, from host memory and disk."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
 import pytest
-from engine_tools import LOUD_BLOCK_BYTES, with_tiers
-from multi_turn_programs import generate
+from engine_tools import LOUD_BLOCK_BYTES
+from multi_turn_programs import BLOCKS, OUTPUT_TOKENS, TURNS, added_tokens, first_prompt, generate, usual_hint
+from sojourn_server.launch.engine_server import EngineServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-AMPLE_BYTES = 2 * 350 * LOUD_BLOCK_BYTES
-SHORT_BYTES = 2 * 40 * LOUD_BLOCK_BYTES
+GIB = 1 << 30
+HOST_GIB = 2 * 40 * LOUD_BLOCK_BYTES / GIB
+DISK_GIB = 2 * 350 * LOUD_BLOCK_BYTES / GIB
 PROGRAMS = 5
 
 
-def test_two_workers_give_the_tokens_of_stock_from_host_memory_and_disk(loud_model, tmp_path, monkeypatch):
+def generate_over_http(server: EngineServer) -> list[list[int]]:
+    """All tokens of the programs of ``generate``, asked for as an agent does."""
+    contexts = [first_prompt(n) for n in range(PROGRAMS)]
+    produced: list[list[int]] = [[] for _ in range(PROGRAMS)]
+
+    def take_turn(n: int) -> list[int]:
+        body = {
+            "model": "loud",
+            "prompt": contexts[n],
+            "max_tokens": OUTPUT_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "vllm_xargs": {"agentic_context": usual_hint(n)},
+        }
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+        return tokens
+
+    with ThreadPoolExecutor(PROGRAMS) as pool:
+        for turn in range(TURNS):
+            for n, tokens in enumerate(pool.map(take_turn, range(PROGRAMS))):
+                produced[n].extend(tokens)
+                contexts[n] = [*contexts[n], *tokens, *added_tokens(n, turn)]
+    return produced
+
+
+def test_two_workers_give_the_tokens_of_stock_from_host_memory_and_disk(
+    loud_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = (
+        "--tensor-parallel-size", "2", "--served-model-name", "loud", "--dtype", "float32",
+        "--max-model-len", "1024", "--max-num-seqs", "8", "--num-gpu-blocks-override", str(BLOCKS + 1),
+        "--kv-host-gib", str(HOST_GIB), "--kv-disk", str(tmp_path), "--kv-disk-gib", str(DISK_GIB),
+    )  # fmt: skip
+    # The cores of each worker are those that ``sojourn serve`` chooses.
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with EngineServer(loud_model, policy="mori", serve_args=flags, env=env, ready_timeout_s=900) as server:
+        tokens = generate_over_http(server)
+        stats: dict[str, Any] = httpx.get(f"{server.url}/sojourn/v1/stats", trust_env=False).json()
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    usual = {"programs": PROGRAMS, "distributed_executor_backend": "mp", "tensor_parallel_size": 2}
-    stock, _ = generate(loud_model, None, hints=False, **usual)
-    below = with_tiers(host_bytes=SHORT_BYTES, disk=str(tmp_path), disk_bytes=AMPLE_BYTES)
-    tokens, report = generate(loud_model, {"policy": "mori"}, hints=True, **below, **usual)
-    assert tokens == stock
-    assert report["stats"]["ledger"]["host_tokens"] > 300
-    assert report["stats"]["ledger"]["lost_tokens"] == {}
-    assert report["stats"]["tiers"]["moves"]["spilled"] > 0
-    assert report["stats"]["tiers"]["moves"].get("failed", 0) == 0
+    shape = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+    assert tokens == generate(loud_model, None, hints=False, programs=PROGRAMS, **shape)[0]
+    assert stats["ledger"]["host_tokens"] > 300
+    assert stats["ledger"]["lost_tokens"] == {}
+    assert stats["tiers"]["moves"]["spilled"] > 0
+    assert stats["tiers"]["moves"].get("failed", 0) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"rank0of2", "rank1of2"}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import sojourn_server
+from sojourn_server.launch.launch_environment import count_memory_nodes
 from sojourn_server.launch.launch_errors import InvalidOption
 from sojourn_server.launch.serve_command import (
     SCHEDULER_CLS,
@@ -177,9 +179,35 @@ def test_cpu_defaults_and_the_entry_without_metadata():
     assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
 
 
-@pytest.mark.parametrize("flag", ["--data-parallel-size", "--tensor-parallel-size", "-tp", "-pp"])
-def test_cores_are_not_given_to_one_worker_where_there_are_several(flag):
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in build(flag, "2", facts=CPU).env
+def cores(*flags, cpus=(0, 1), memory_nodes=1, environ=None):
+    facts = replace(CPU, cpus=tuple(cpus), memory_nodes=memory_nodes)
+    return build(*flags, facts=facts, environ=environ or {}).env.get("VLLM_CPU_OMP_THREADS_BIND")
+
+
+def test_each_worker_gets_cores_of_its_own_where_vllm_would_not_start():
+    for flag in ("--tensor-parallel-size", "-tp", "-pp"):
+        assert cores(flag, "2") == "0|1"
+    assert cores("-tp", "2", "-pp", "2", cpus=range(8)) == "0,1|2,3|4,5|6,7"
+    assert cores("-tp", "2", cpus=range(10)) == "0,1,2,3|4,5,6,7", "two are left to the server"
+    assert cores("-tp", "4") == "nobind", "there are not enough"
+    assert cores("-tp", "1") == "0,1"
+
+
+def test_vllm_chooses_the_cores_where_it_can():
+    assert cores("-tp", "2", memory_nodes=2) is None
+    assert cores("-tp", "2", environ={"VLLM_CPU_SIM_MULTI_NUMA": "1"}) is None
+    assert cores("--data-parallel-size", "2") is None
+    assert cores("-dp", "2", "-tp", "2") is None
+
+
+@pytest.mark.parametrize(
+    ("status", "nodes"),
+    [("Mems_allowed_list:\t0\n", 1), ("Cpus_allowed_list:\t0-7\nMems_allowed_list:\t0-1,3\n", 3), ("", 1)],
+)
+def test_the_nodes_with_memory_are_counted(tmp_path, status, nodes):
+    (tmp_path / "status").write_text(status)
+    assert count_memory_nodes(tmp_path / "status") == nodes
+    assert count_memory_nodes(tmp_path / "missing") == 1
 
 
 def test_what_the_user_says_about_the_cpu_wins():

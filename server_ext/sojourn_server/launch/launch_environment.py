@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
+from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 
 from ..vllm.compat import SELECTABLE_PLUGIN_GROUPS, is_cpu_build
 from .serve_command import PLUGIN_NAME, LaunchEnvironment
@@ -23,7 +26,18 @@ def detect_launch_environment() -> LaunchEnvironment:
         plugins=tuple(sorted(plugins - {PLUGIN_NAME})),
         hostname=socket.gethostname(),
         cpus=tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (),
+        memory_nodes=count_memory_nodes(),
     )
+
+
+def count_memory_nodes(status: Path = Path("/proc/self/status")) -> int:
+    """Return the number of NUMA nodes whose memory this process may use; 1 where Linux does not say."""
+    with suppress(OSError):
+        listed = re.search(r"^Mems_allowed_list:(.*)$", status.read_text(), re.MULTILINE)
+        if listed is not None:
+            ranges = re.findall(r"(\d+)(?:-(\d+))?", listed[1])
+            return sum(int(last or first) - int(first) + 1 for first, last in ranges) or 1
+    return 1
 
 
 def _has_distribution(name: str) -> bool:
