@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from cache_group_specs import BLOCK, MORE_GROUPS, WINDOW, state_spec, window_spec
+from sojourn_server.policies.preset import preset_names
 
 
 @pytest.fixture(params=MORE_GROUPS)
@@ -109,6 +110,40 @@ def test_a_lease_takes_no_more_than_the_next_turn_needs(make_engine):
         "three states": full + 3,
         "a window and a state": full + window + 1,
     }
+
+
+@pytest.mark.parametrize("policy", preset_names())
+def test_every_preset_serves_a_model_with_three_groups(make_engine, clock, policy):
+    """Admission, order and leases go by the blocks of all groups, and nothing is left behind. A program gets
+    its place within a bound, which is minutes where no tool has been seen to end."""
+    engine = make_engine(
+        policy,
+        blocks=100,
+        max_num_seqs=8,
+        max_model_len=1024,
+        max_num_batched_tokens=256,
+        other_groups=(window_spec(), state_spec()),
+    )
+    contexts = {f"P{n}": prompt(n + 1, 300) for n in range(6)}
+    for turn in range(3):
+        requests = {
+            program: engine.add(f"{program}.{turn}", context, program_id=program, max_tokens=20)
+            for program, context in contexts.items()
+        }
+        for _ in range(2000):
+            if not engine.scheduler.has_unfinished_requests():
+                break
+            planned = engine.step().planned
+            clock.now += 0.05 if planned.total_num_scheduled_tokens else 1.0
+        for n, (program, request) in enumerate(requests.items()):
+            assert request.num_output_tokens == 20, "it has finished"
+            contexts[program] = [*request.all_token_ids, *prompt(100 + 10 * turn + n, 40)]
+            engine.tell(tool(program, seq=turn + 1))
+        assert engine.pool.get_num_free_blocks() + engine.ask("stats")["pool"]["leased"] == 99
+    for program in contexts:
+        engine.tell({"type": "program_end", "program_id": program, "seq": 9, "status": "completed"})
+    engine.step()
+    assert engine.pool.get_num_free_blocks() == 99
 
 
 def test_blocks_of_a_context_are_counted_in_all_groups(make_engine):
