@@ -63,7 +63,7 @@ def test_two_workers_give_the_tokens_of_stock_from_host_memory_and_disk(
         stats: dict[str, Any] = httpx.get(f"{server.url}/sojourn/v1/stats", trust_env=False).json()
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    shape = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+    shape: dict[str, Any] = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
     assert tokens == generate(loud_model, None, hints=False, programs=PROGRAMS, **shape)[0]
     assert stats["ledger"]["host_tokens"] > 300
     assert stats["ledger"]["lost_tokens"] == {}
