@@ -3,6 +3,7 @@
 # make test    setup, then every test: those that start an engine too, and the agent frameworks'
 # make frameworks  setup, then the tests of the agent frameworks, with the newest and oldest releases we support
 # make fast    setup, then the tests that start no engine (6 minutes)
+# make packages  setup, then the wheel in a clean environment of each Python of this machine
 # make check   setup, then ruff, mypy and the checks of imports, file sizes and names (scripts/house.py)
 #
 # PYTHON=python3.12           another interpreter (3.11 or newer: the CPU engine needs it)
@@ -30,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: setup demo test fast frameworks check clean
+.PHONY: setup demo test fast frameworks packages check clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -59,6 +60,9 @@ frameworks: setup
 
 fast: setup
 	$(BIN)/python -m pytest -m "not engine and not slow" $(TESTS)
+
+packages: setup
+	bash scripts/check_packages.sh
 
 check: setup
 	$(BIN)/ruff check

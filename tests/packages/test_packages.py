@@ -1,0 +1,116 @@
+"""What ships: the wheel and the source archive, release notes, the workflow that would publish them."""
+
+from __future__ import annotations
+
+import email
+import importlib.util
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def build(root: Path, kind: str, into: Path, epoch: str = "1700000000") -> Path:
+    """Build a ``wheel`` or ``sdist`` of the sources at ``root`` without isolation; return its path."""
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", into],
+        cwd=root, env={**os.environ, "SOURCE_DATE_EPOCH": epoch}, check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    [built] = [path for path in into.iterdir() if path.suffix == {"wheel": ".whl", "sdist": ".gz"}[kind]]
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def test_a_wheel_from_the_source_archive_has_the_same_bytes(wheel: Path, tmp_path: Path) -> None:
+    """The archive is complete, and neither the folder nor the times of its files reach the wheel."""
+    archive = build(ROOT, "sdist", tmp_path / "first")
+    with tarfile.open(archive) as files:
+        files.extractall(tmp_path, filter="data")
+    [unpacked] = tmp_path.glob("sojourn-*")
+    assert build(unpacked, "wheel", tmp_path / "wheel").read_bytes() == wheel.read_bytes()
+    assert build(ROOT, "sdist", tmp_path / "second").read_bytes() == archive.read_bytes()
+
+
+def test_the_wheel_has_its_licence_its_types_and_the_engines_entry_points(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as files:
+        names = set(files.namelist())
+        [info] = {name.partition("/")[0] for name in names if ".dist-info/" in name}
+        metadata = email.message_from_bytes(files.read(f"{info}/METADATA"))
+        entry_points = files.read(f"{info}/entry_points.txt").decode()
+        licence = files.read(f"{info}/licenses/LICENSE")
+    packages = {"sojourn", "sojourn_integrations", "sojourn_server"}
+    assert {name.partition("/")[0] for name in names} == {*packages, info}
+    assert {f"{package}/py.typed" for package in packages} <= names
+    assert licence == (ROOT / "LICENSE").read_bytes()
+    assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata.get_all("Project-URL") is None, "the project has no public address yet"
+    for group in ("console_scripts", "vllm.general_plugins", "vllm.endpoint_plugins"):
+        assert f"[{group}]\nsojourn = " in entry_points
+
+
+def test_the_installed_sdk_works_alone(wheel: Path, tmp_path: Path) -> None:
+    """In an environment with msgspec and nothing else, which pip fills without an index."""
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", tmp_path / "clean"], check=True, timeout=60
+    )
+    python = tmp_path / "clean" / "bin" / "python"
+    installed = subprocess.run(
+        [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", "--no-compile", wheel],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert installed.returncode == 0, installed.stderr
+    [site] = (tmp_path / "clean" / "lib").glob("python*/site-packages")
+    (site / "msgspec").symlink_to(Path(msgspec.__file__).parent)
+    check = [python, "-I", "-W", "error", ROOT / "scripts" / "check_installed_sdk.py"]
+    checked = subprocess.run(check, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    assert "works alone" in checked.stdout
+
+
+def release_script() -> Any:
+    spec = importlib.util.spec_from_file_location("release_notes", ROOT / "scripts" / "release_notes.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_one_version_is_declared_and_the_changelog_has_it() -> None:
+    script = release_script()
+    [version] = set(script.declared_versions().values())
+    assert script.release_notes((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version, draft=True)
+
+
+def test_release_notes_are_one_versions_part_and_need_a_date() -> None:
+    script = release_script()
+    log = "# Changelog\n\n## [0.2.0] - soon\n\n- new\n\n## [0.1.0] - 2026-12-01\n\n- first\n"
+    assert script.release_notes(log, "0.1.0") == "- first\n"
+    assert script.release_notes(log, "0.2.0", draft=True) == "- new\n"
+    with pytest.raises(script.ReleaseError, match=r"dates 0\.2\.0 'soon'; a release needs YYYY-MM-DD"):
+        script.release_notes(log, "0.2.0")
+    with pytest.raises(script.ReleaseError, match=r"no head '## \[0\.3\.0\]"):
+        script.release_notes(log, "0.3.0")
+
+
+def test_the_workflow_keeps_to_its_schema_and_stores_no_secret() -> None:
+    path = ROOT / ".github" / "workflows" / "release.yml"
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", path]
+    checked = subprocess.run(check, capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stdout
+    text = path.read_text(encoding="utf-8")
+    assert "id-token: write" in text
+    assert "secrets." not in text
