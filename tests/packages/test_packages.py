@@ -22,7 +22,8 @@ def build(root: Path, kind: str, into: Path, epoch: str = "1700000000") -> Path:
     """Build a ``wheel`` or ``sdist`` of the sources at ``root`` without isolation; return its path."""
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", into],
-        cwd=root, env={**os.environ, "SOURCE_DATE_EPOCH": epoch}, check=True, capture_output=True, timeout=120,
+        cwd=root, env={**os.environ, "SOURCE_DATE_EPOCH": epoch},
+        check=True, capture_output=True, timeout=120,
     )  # fmt: skip
     [built] = [path for path in into.iterdir() if path.suffix == {"wheel": ".whl", "sdist": ".gz"}[kind]]
     return built
@@ -66,13 +67,14 @@ def test_the_installed_sdk_works_alone(wheel: Path, tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", tmp_path / "clean"], check=True, timeout=60
     )
-    python = tmp_path / "clean" / "bin" / "python"
+    python = clean / "bin" / "python"
     installed = subprocess.run(
-        [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", "--no-compile", wheel],
+        [sys.executable, "-m", "pip", "--python", python, "install",
+         "--no-index", "--no-deps", "--no-compile", wheel],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert installed.returncode == 0, installed.stderr
-    [site] = (tmp_path / "clean" / "lib").glob("python*/site-packages")
+    [site] = (clean / "lib").glob("python*/site-packages")
     (site / "msgspec").symlink_to(Path(msgspec.__file__).parent)
     check = [python, "-I", "-W", "error", ROOT / "scripts" / "check_installed_sdk.py"]
     checked = subprocess.run(check, capture_output=True, text=True, timeout=60, cwd=tmp_path)
