@@ -67,6 +67,7 @@ def test_the_installed_sdk_works_alone(wheel: Path, tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", tmp_path / "clean"], check=True, timeout=60
     )
+    clean = tmp_path / "clean"
     python = clean / "bin" / "python"
     installed = subprocess.run(
         [sys.executable, "-m", "pip", "--python", python, "install",
