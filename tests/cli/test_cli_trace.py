@@ -1,14 +1,19 @@
-"""``sojourn trace import``: a file in, a trace out, or one error and no file."""
+"""``sojourn trace``: files in, a trace or a picture out, or one error and no file."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import typer.testing
 from sojourn_server.cli import build_app
+from sojourn_server.cli import trace as trace_command
 from sojourn_server.cli.console import CliError
+from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.traces.trace_reader import read_trace
 
 LEDGER = {
@@ -75,3 +80,58 @@ def test_a_failure_is_one_line_and_writes_nothing(
     assert "\n" not in result.exception.message
     assert step in result.exception.next_step
     assert [path.name for path in tmp_path.iterdir()] == ["in.json"]
+
+
+# -- sojourn trace export ------------------------------------------------------------------
+
+
+def export(
+    tmp_path: Path, handle: Callable[[httpx.Request], httpx.Response], *arguments: str
+) -> dict[str, Any]:
+    """Run the command against a server; return the file."""
+    target = tmp_path / "run.json"
+    made = LiveClient("http://h", transport=httpx.MockTransport(handle))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace_command, "LiveClient", lambda url, key: made)
+        line = ["trace", "export", "--perfetto", str(target), *arguments]
+        done = typer.testing.CliRunner().invoke(build_app(), line, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    document: dict[str, Any] = json.loads(target.read_text("utf-8"))
+    return document
+
+
+def test_an_engines_programs_and_decisions_are_exported(tmp_path: Path) -> None:
+    seconds = {"wall": 1.0, "queued": 0.25, "prefilling": 0.25, "decoding": 0.5}
+    ledger = [{**LEDGER["ledger"][0], "seconds": seconds, "leased": False, "lease_ttl_s": None}]
+    decisions = [
+        {"seq": 0, "at_s": 5.5, "kind": "keep", "program_id": "p", "reason": "this_tool", "ttl_s": 3.0},
+        {"seq": 1, "at_s": 5.6, "kind": "refuse", "program_id": None, "reason": "placed"},
+    ]
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if path == "/sojourn/v1/programs":
+            return httpx.Response(
+                200, json={"programs": [{"program_id": "p"}, {"program_id": "gone"}], "total": 2}
+            )
+        if path == "/sojourn/v1/programs/p":
+            return httpx.Response(200, json={"program_id": "p", "tenant": "t", "ledger": ledger})
+        if path == "/sojourn/v1/decisions":
+            return httpx.Response(200, json={"decisions": decisions, "next": 2})
+        return httpx.Response(404, json={"error": {"message": "no program has this id"}})
+
+    document = export(tmp_path, handle)
+    events = {event["name"]: event for event in document["traceEvents"] if event["ph"] != "M"}
+    assert {"turn 1", "queued", "prefill", "decode", "keep", "refuse"} <= {*events}
+    assert events["keep"]["pid"] == events["turn 1"]["pid"]
+    assert events["keep"]["tid"] == events["turn 1"]["tid"]
+    assert events["refuse"]["pid"] != events["keep"]["pid"]
+    assert (document["otherData"]["programs"], document["otherData"]["programs_known"]) == (1, 2)
+
+    def gateway(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/sojourn/v1/programs":
+            return httpx.Response(200, json={"programs": [{"program_id": "p"}]})
+        return httpx.Response(200, json={"program_id": "p"})
+
+    with pytest.raises(CliError, match="is a gateway"):
+        export(tmp_path, gateway)

@@ -1,27 +1,32 @@
-"""``sojourn trace``: convert records of agent runs into a trace for ``simulate`` and ``replay``."""
+"""``sojourn trace``: traces of agent runs for ``simulate`` and ``replay``, and files for Perfetto."""
 
 from __future__ import annotations
 
 import difflib
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from .console import CliError, console
+from .doctor_server import KEY_VARIABLES
+from .live_client import DEFAULT_URL, LiveClient
 
 if TYPE_CHECKING:
     from sojourn_server.traces.imports import ImportedTrace
+    from sojourn_server.traces.perfetto_trace import PerfettoTrace
 
+_MAX_PROGRAMS = 1000
+_DECISIONS_AT_ONCE = 5000
 _SOURCES = ("otel", "sojourn")
 
 
 def register(app: typer.Typer) -> None:
     """Add the command group to ``app``."""
-    group = typer.Typer(help="Make traces from records of agent runs.", no_args_is_help=True)
-    # Without a callback typer replaces a group of one command by that command.
-    group.callback()(lambda: None)
+    group = typer.Typer(help="Make and export traces of agent runs.", no_args_is_help=True)
     group.command("import", help="Make a trace from OpenTelemetry spans or from sojourn's ledgers.")(import_)
+    group.command("export", help="Write a run of an engine or of the simulator for ui.perfetto.dev.")(export)
     app.add_typer(group, name="trace")
 
 
@@ -64,3 +69,119 @@ def _read(files: list[Path], source: str) -> ImportedTrace:
     from sojourn_server.traces.imports.ledger_import import read_ledgers
 
     return read_ledgers(files)
+
+
+def export(
+    runs: list[Path] = typer.Argument(None, help="Files of sojourn simulate --save; none: ask --url"),
+    perfetto: Path = typer.Option(..., "--perfetto", help="The file to write, .json or .json.gz"),
+    url: str = typer.Option(DEFAULT_URL, help="The engine to ask"),
+    api_key: str | None = typer.Option(None, envvar=list(KEY_VARIABLES), help="The engine's API key"),
+    last_s: float = typer.Option(900.0, "--last", min=1.0, help="Seconds of the engine's past to export"),
+    max_events: int = typer.Option(
+        200_000, min=1000, help="The newest events that are kept; the cut is noted"
+    ),
+) -> None:
+    """Write turns, phases, tools, leases and decisions as slices, one thread for each program."""
+    from sojourn_server.traces.perfetto_trace import PerfettoTrace, write_perfetto
+
+    if not perfetto.name.endswith((".json", ".json.gz")):
+        raise CliError(
+            f"--perfetto {perfetto}: expected a name ending in .json or .json.gz", "change the name"
+        )
+    trace = PerfettoTrace()
+    if runs:
+        notes = _add_saved_runs(trace, runs)
+    else:
+        client = LiveClient(url, api_key)
+        try:
+            notes = _add_engine(trace, client, last_s)
+        finally:
+            client.close()
+    document = trace.document(max_events=max_events, notes=notes)
+    try:
+        write_perfetto(perfetto, document)
+    except OSError as error:
+        raise CliError(f"{perfetto}: {error.strerror or error}", "name another file") from None
+    cut = document["otherData"]["cut_events"]
+    console.print(
+        f"{perfetto}: {len(document['traceEvents'])} events; open it at https://ui.perfetto.dev",
+        highlight=False, soft_wrap=True, markup=False,
+    )  # fmt: skip
+    if cut:
+        console.print(
+            f"[yellow]note:[/] {cut} older events are left out; raise --max-events", highlight=False
+        )
+
+
+def _add_saved_runs(trace: PerfettoTrace, paths: list[Path]) -> dict[str, Any]:
+    from sojourn_server.simulator.report.perfetto_runs import add_run
+    from sojourn_server.simulator.report.results_file import ResultsError, load_runs
+
+    for path in paths:
+        try:
+            saved = load_runs(path)
+        except ResultsError as error:
+            raise CliError(str(error), "name files of sojourn simulate --save") from None
+        for log in saved.runs:
+            add_run(trace, log, f"{log.policy} {log.programs_wanted} programs, seed {log.seed}, {log.trace}")
+    return {"source": "simulator", "clock": "virtual seconds"}
+
+
+def _add_engine(trace: PerfettoTrace, client: LiveClient, last_s: float) -> dict[str, Any]:
+    from sojourn_server.traces.perfetto_trace import add_ledger_program
+
+    listed = client.programs(_MAX_PROGRAMS)
+    programs = []
+    for summary in listed["programs"]:
+        program = client.find_program(summary["program_id"])
+        if program is None:  # forgotten since it was listed
+            continue
+        if "ledger" not in program:
+            raise CliError(
+                f"{client.url} is a gateway and has no ledger", "export from each engine with --url"
+            )
+        programs.append(program)
+    ends = [turn["arrived_s"] + turn["seconds"]["wall"] for one in programs for turn in one["ledger"]]
+    since_s = max(ends, default=0.0) - last_s
+    shown = []
+    for program in sorted(programs, key=lambda one: -one.get("age_s", 0.0)):
+        tenant = program.get("tenant")
+        pid = trace.process(f"tenant {tenant}" if tenant else "programs")
+        shown += add_ledger_program(trace, pid, program, since_s=since_s)
+    engine = trace.process(f"engine {client.url}")
+    trace.counters(engine, shown)
+    pids = {one["program_id"]: one.get("tenant") for one in programs}
+    decisions = _add_decisions(trace, client, engine, pids, since_s)
+    return {
+        "source": client.url,
+        "clock": "engine's monotonic seconds",
+        "exported_unix_s": round(time.time(), 3),
+        "last_s": last_s,
+        "programs": len(programs),
+        "programs_known": listed.get("total"),
+        "decisions": decisions,
+    }
+
+
+def _add_decisions(
+    trace: PerfettoTrace, client: LiveClient, engine: int, tenants: dict[str, str | None], since_s: float
+) -> int:
+    """Add the decisions since ``since_s``, each to its program's thread; return their number."""
+    number, added = 0, 0
+    while True:
+        answer = client.decisions(number, _DECISIONS_AT_ONCE)
+        for decision in answer["decisions"]:
+            if decision["at_s"] < since_s:
+                continue
+            program_id = decision["program_id"]
+            pid = engine
+            if program_id in tenants:
+                tenant = tenants[program_id]
+                pid = trace.process(f"tenant {tenant}" if tenant else "programs")
+            else:
+                program_id = None
+            trace.instant(pid, program_id, decision["kind"], decision["at_s"], decision)
+            added += 1
+        if len(answer["decisions"]) < _DECISIONS_AT_ONCE or answer["next"] <= number:
+            return added
+        number = answer["next"]

@@ -1,0 +1,103 @@
+"""HTTP client of the commands that look at a running engine: ``trace export``."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from .cli_error import CliError
+
+API = "/sojourn/v1"
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 35.0
+"""Longer than the server waits for its engine."""
+
+
+class AnswerError(CliError):
+    """The server answered with an error. ``status`` is that of HTTP."""
+
+    def __init__(self, status: int, message: str, next_step: str) -> None:
+        super().__init__(message, next_step)
+        self.status = status
+
+
+class LiveClient:
+    """Asks one server. Every method raises ``CliError`` with the next step if the server does not answer."""
+
+    def __init__(self, url: str, api_key: str | None = None, *, transport: Any = None) -> None:
+        """``url``: the server's address, with or without ``http://`` and ``/v1``. ``transport``: httpx's, for
+        tests."""
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        try:
+            self._client = httpx.Client(
+                base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport
+            )
+        except (httpx.InvalidURL, ValueError) as error:
+            raise CliError(f"--url {url}: {error}", f"give a URL like {DEFAULT_URL}") from None
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def program(self, program_id: str) -> dict[str, Any]:
+        """One program with the ledger of its turns."""
+        return self._json(f"{API}/programs/{quote(program_id, safe='')}")
+
+    def find_program(self, program_id: str) -> dict[str, Any] | None:
+        """The same; ``None`` if the server does not know the program."""
+        try:
+            return self.program(program_id)
+        except AnswerError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def programs(self, limit: int = 1000) -> dict[str, Any]:
+        """The newest programs."""
+        return self._json(f"{API}/programs", limit=limit)
+
+    def decisions(self, since: int, limit: int, **more: str) -> dict[str, Any]:
+        """The decision log from number ``since`` on."""
+        return self._json(f"{API}/decisions", since=since, limit=limit, **more)
+
+    def get(self, path: str, **parameters: Any) -> httpx.Response:
+        """Answer of status 200 to a GET request."""
+        try:
+            answer = self._client.get(path, params=parameters)
+        except httpx.HTTPError as error:
+            raise CliError(
+                f"{self.url} does not answer: {str(error) or type(error).__name__}",
+                "start a server: sojourn serve MODEL; or name another one with --url",
+            ) from None
+        if answer.status_code == 200:
+            return answer
+        told = _error_of(answer)
+        message = told.get("message") or answer.reason_phrase or "no reason"
+        next_step = told.get("next") or "see sojourn doctor --url and the server's log"
+        if answer.status_code in (401, 403):
+            next_step = "pass --api-key, or set VLLM_API_KEY"
+        elif answer.status_code == 404 and not told:
+            next_step = "is this a server of sojourn of the same release? see sojourn doctor --url"
+        raise AnswerError(
+            answer.status_code, f"{self.url}{path}: {answer.status_code} {message}", str(next_step)
+        )
+
+    def _json(self, path: str, **parameters: Any) -> dict[str, Any]:
+        try:
+            document = self.get(path, **parameters).json()
+        except ValueError:
+            document = None
+        if not isinstance(document, dict):
+            raise CliError(f"{self.url}{path} did not answer a JSON object", "is this a server of sojourn?")
+        return document
+
+
+def _error_of(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        error = answer.json().get("error")
+    except (ValueError, AttributeError):
+        return {}
+    return error if isinstance(error, dict) else {}

@@ -1,0 +1,223 @@
+"""Writes a run as a Chrome JSON trace, which Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open.
+
+A process of the trace is a group of programs, a thread is a program. Slices of one thread must nest, so
+parallel turns of a program get further threads (lanes). Times are microseconds since the first event; pid and
+tid are integers. The trace has at most ``max_events`` events, the newest; what was cut is written into it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .atomic_files import write_atomically
+
+MAX_EVENTS = 200_000
+"""Default of ``max_events``: about 40 MB of JSON. Perfetto becomes slow far above."""
+WAITING_PARTS = frozenset({"queued", "held back", "preempted"})
+"""Parts of a turn during which its request does not run."""
+_SLACK_S = 1e-4
+_NOTES = 0
+"""Pid of the notes about the trace itself."""
+
+
+class Slice(NamedTuple):
+    """A turn or a tool call. Times are seconds on the run's clock."""
+
+    name: str
+    start_s: float
+    end_s: float
+    arguments: Mapping[str, Any]
+    parts: Sequence[tuple[str, float, float]] = ()
+    """(name, start, end) of the turn's phases, in order; empty for a tool call."""
+
+
+class _Group(NamedTuple):
+    """Events that are kept or cut together."""
+
+    at_s: float
+    events: list[dict[str, Any]]
+
+
+class PerfettoTrace:
+    """Collects slices and instants of one or more runs, and writes them."""
+
+    def __init__(self) -> None:
+        self._metadata: list[dict[str, Any]] = []
+        self._groups: list[_Group] = []
+        self._processes: dict[str, int] = {}
+        self._threads: dict[tuple[int, str, int], int] = {}
+        self._leases = 0
+
+    def process(self, name: str) -> int:
+        """Pid of the process ``name``, in the order of the first calls."""
+        pid = self._processes.get(name)
+        if pid is None:
+            pid = self._processes[name] = len(self._processes) + 1
+            self._name(pid, 0, "process", name, pid)
+        return pid
+
+    def program(self, pid: int, program_id: str, slices: Iterable[Slice]) -> None:
+        """Add the turns and tools of one program."""
+        free_from: list[float] = []
+        for found in sorted(slices, key=lambda one: (one.start_s, -one.end_s)):
+            lane = next(
+                (n for n, end_s in enumerate(free_from) if end_s <= found.start_s + _SLACK_S), len(free_from)
+            )
+            if lane < len(free_from):  # rounded times may overlap by a microsecond
+                found = found._replace(start_s=max(found.start_s, min(free_from[lane], found.end_s)))
+            free_from[lane:lane + 1] = [found.end_s]  # fmt: skip
+            at = {"pid": pid, "tid": self._thread(pid, program_id, lane)}
+            events = [
+                {
+                    "ph": "X", **at, "cat": "turn" if found.parts else "tool", "name": found.name,
+                    "ts": found.start_s, "dur": found.end_s - found.start_s, "args": dict(found.arguments),
+                }
+            ]  # fmt: skip
+            events += [
+                {
+                    "ph": "X", **at, "cat": "phase", "name": name, "ts": max(start_s, found.start_s),
+                    "dur": min(end_s, found.end_s) - max(start_s, found.start_s),
+                }
+                for name, start_s, end_s in found.parts
+                if min(end_s, found.end_s) > max(start_s, found.start_s)
+            ]  # fmt: skip
+            self._groups.append(_Group(found.start_s, events))
+
+    def instant(
+        self, pid: int, program_id: str | None, name: str, at_s: float, arguments: Mapping[str, Any]
+    ) -> None:
+        """Add a decision: on its program's thread, or on the process if it belongs to no program."""
+        tid = 0 if program_id is None else self._thread(pid, program_id, 0)
+        event = {
+            "ph": "i", "s": "p" if program_id is None else "t", "pid": pid, "tid": tid, "cat": "decision",
+            "name": name, "ts": at_s, "args": dict(arguments),
+        }  # fmt: skip
+        self._groups.append(_Group(at_s, [event]))
+
+    def lease(
+        self, pid: int, program_id: str, start_s: float, end_s: float, arguments: Mapping[str, Any]
+    ) -> None:
+        """Add a lease as an asynchronous slice, since leases overlap turns."""
+        self._leases += 1
+        at = {
+            "pid": pid, "tid": self._thread(pid, program_id, 0), "cat": "lease", "id": self._leases,
+            "name": f"lease {program_id}",
+        }  # fmt: skip
+        begin = {"ph": "b", **at, "ts": start_s, "args": dict(arguments)}
+        self._groups.append(_Group(start_s, [begin, {"ph": "e", **at, "ts": max(start_s, end_s)}]))
+
+    def counters(self, pid: int, slices: Iterable[Slice]) -> None:
+        """Add the numbers of running and waiting requests over time."""
+        changes: dict[float, list[int]] = {}
+        for found in slices:
+            for name, start_s, end_s in found.parts:
+                which = int(name in WAITING_PARTS)
+                changes.setdefault(start_s, [0, 0])[which] += 1
+                changes.setdefault(end_s, [0, 0])[which] -= 1
+        running = waiting = 0
+        for at_s, (more_running, more_waiting) in sorted(changes.items()):
+            running, waiting = running + more_running, waiting + more_waiting
+            event = {
+                "ph": "C", "pid": pid, "tid": 0, "name": "requests", "ts": at_s,
+                "args": {"running": running, "waiting": waiting},
+            }  # fmt: skip
+            self._groups.append(_Group(at_s, [event]))
+
+    def document(
+        self, *, max_events: int = MAX_EVENTS, notes: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The trace as JSON data. ``notes``: where it comes from."""
+        kept: list[_Group] = []
+        room = max_events
+        groups = sorted(self._groups, key=lambda group: -group.at_s)
+        for group in groups:
+            if len(group.events) > room:
+                break
+            room -= len(group.events)
+            kept.append(group)
+        cut = sum(len(group.events) for group in groups[len(kept):])  # fmt: skip
+        zero_s = min((group.at_s for group in kept), default=0.0)
+        events = [_timed(event, zero_s) for group in reversed(kept) for event in group.events]
+        metadata = list(self._metadata)
+        if cut:
+            metadata += [
+                _metadata(_NOTES, 0, "process_name", name="notes on this trace"),
+                {
+                    "ph": "X", "pid": _NOTES, "tid": 0, "cat": "note", "ts": 0.0, "dur": 1000.0,
+                    "name": f"cut: {cut} older events are left out", "args": {"cut_events": cut},
+                },
+            ]  # fmt: skip
+        about = {**(notes or {}), "cut_events": cut, "zero_s": zero_s}
+        return {"traceEvents": [*metadata, *events], "displayTimeUnit": "ms", "otherData": about}
+
+    def _thread(self, pid: int, program_id: str, lane: int) -> int:
+        tid = self._threads.get((pid, program_id, lane))
+        if tid is None:
+            tid = self._threads[pid, program_id, lane] = len(self._threads) + 1
+            self._name(pid, tid, "thread", program_id + (f" ({lane + 1})" if lane else ""), tid)
+        return tid
+
+    def _name(self, pid: int, tid: int, kind: str, name: str, order: int) -> None:
+        self._metadata.append(_metadata(pid, tid, f"{kind}_name", name=name))
+        self._metadata.append(_metadata(pid, tid, f"{kind}_sort_index", sort_index=order))
+
+
+def _metadata(pid: int, tid: int, key: str, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": key, "args": arguments}
+
+
+def _timed(event: dict[str, Any], zero_s: float) -> dict[str, Any]:
+    timed = {**event, "ts": round((event["ts"] - zero_s) * 1e6, 1)}
+    if "dur" in event:
+        timed["dur"] = round(event["dur"] * 1e6, 1)
+    return timed
+
+
+def write_perfetto(path: Path, document: Mapping[str, Any]) -> None:
+    """Write the trace, gzipped if the name ends in ``.gz``; Perfetto opens both."""
+    data = json.dumps(document, separators=(",", ":")).encode()
+    write_atomically({path: gzip.compress(data, mtime=0) if path.name.endswith(".gz") else data})
+
+
+# -- from an engine's ledger ----------------------------------------------------------------
+
+
+def add_ledger_program(
+    trace: PerfettoTrace, pid: int, program: Mapping[str, Any], *, since_s: float = float("-inf")
+) -> list[Slice]:
+    """Add a program from its answer of ``GET /sojourn/v1/programs/{id}``: turns, gaps between them, leases.
+    Return the slices.
+
+    ``since_s``: leave out turns that ended before. A gap is what the engine saw between two requests. The
+    tool itself may have been shorter, so its slice says ``inferred``."""
+    program_id = str(program["program_id"])
+    slices: list[Slice] = []
+    turns = [
+        turn for turn in program.get("ledger") or ()
+        if turn["arrived_s"] + turn["seconds"]["wall"] >= since_s
+    ]  # fmt: skip
+    for turn in turns:
+        start_s, seconds = turn["arrived_s"], turn["seconds"]
+        marks = [start_s]
+        for part in ("queued", "prefilling", "decoding"):
+            marks.append(marks[-1] + seconds[part])
+        parts = list(zip(("queued", "prefill", "decode"), marks, marks[1:], strict=False))
+        arguments = {key: value for key, value in turn.items() if value is not None and key != "seconds"}
+        slices.append(Slice(f"turn {turn['turn']}", start_s, start_s + seconds["wall"], arguments, parts))
+        if turn.get("gap_s"):
+            tool = turn.get("tool_before") or "gap"
+            gap = Slice(tool, start_s - turn["gap_s"], start_s, {"inferred": True, "gap_s": turn["gap_s"]})
+            slices.append(gap)
+    for turn, following in zip(turns, [*turns[1:], None], strict=True):
+        if turn.get("lease_ttl_s"):
+            end_s = turn["arrived_s"] + turn["seconds"]["wall"]
+            until_s = end_s + turn["lease_ttl_s"]
+            if following is not None and following["leased"]:
+                until_s = following["arrived_s"] + following["seconds"]["queued"]
+            trace.lease(pid, program_id, end_s, until_s, {"ttl_s": turn["lease_ttl_s"]})
+    trace.program(pid, program_id, slices)
+    return slices
