@@ -183,6 +183,39 @@ def test_every_attribute_an_agent_run_has(server, exporter, export):
     assert server.program_lookups == [program.id]
 
 
+def test_decisions_are_events_of_the_turn_they_follow(server, exporter, export):
+    class Decided(Ledgers):
+        def get(self, program_id, default=None):
+            found = super().get(program_id)
+            for place, each in enumerate(found["ledger"]):
+                each["arrived_s"] = 100.0 + 10 * place
+            decisions = [
+                {"seq": 1, "at_s": 99.0, "kind": "prefetch", "reason": "in_host"},  # before the first turn
+                {"seq": 2, "at_s": 101.0, "kind": "keep", "reason": "this_tool", "ttl_s": 8.0, "odd": [1]},
+                {"seq": 3, "at_s": 109.0, "kind": "release", "reason": "ttl", "blocks": 4},
+                {"seq": 4, "at_s": 111.5, "kind": "keep", "reason": "this_tool", "ttl_s": 9.0},
+                {"seq": "?", "at_s": None},
+            ]
+            return {**found, "decisions": decisions}
+
+    server.programs = Decided(server)
+    with sojourn.program("fixer"):
+        ask(server)
+        ask(server)
+    first, second = spans(exporter, export, "chat m")
+    keep, release = first.events
+    assert keep.name == release.name == "sojourn.decision"
+    assert dict(keep.attributes) == {
+        "sojourn.decision.seq": 2,
+        "sojourn.decision.kind": "keep",
+        "sojourn.decision.reason": "this_tool",
+        "sojourn.decision.ttl_s": 8.0,
+    }
+    assert keep.timestamp == first.end_time  # the turn ended at 101.0 on the engine's clock
+    assert release.timestamp == first.end_time + 8_000_000_000
+    assert [event.attributes["sojourn.decision.seq"] for event in second.events] == [4]
+
+
 def test_the_names_are_the_published_ones():
     published = {
         value
@@ -502,6 +535,10 @@ def test_the_real_servers_ledger_is_understood():
     assert told["sojourn.tier_hits.device"] == last["tokens"]["device"] > 0
     assert told["sojourn.lost_tokens"] == 0
     assert told["sojourn.gap_s"] == 2.0
+    kept = engine.ask("program", program_id="p")["decisions"]
+    assert [one["kind"] for one in kept] == ["keep", "keep"]
+    assert kept[0]["ttl_s"] == 10.0
+    assert "program_id" not in kept[0]
 
 
 def test_a_fork_leaves_what_waits_to_its_parent(server):

@@ -256,6 +256,7 @@ class SpanExport(ProgramListener):
         def finish(turn: Turn | None) -> None:
             if turn is not None:
                 span.set_attributes(outcome_attributes(turn))
+                _add_decisions(span, turn, ended_ns)
             span.set_attributes(_usage_attributes(usage, turn or {}))
             _end(span, how, error, ended_ns)
 
@@ -303,6 +304,28 @@ def outcome_attributes(turn: Turn) -> dict[str, Any]:
     return found
 
 
+MAX_DECISIONS = 16
+"""Maximum number of decisions in a request's span; the oldest are left out."""
+
+
+def _add_decisions(span: Any, turn: Turn, ended_ns: int) -> None:
+    """Add the server's decisions on the turn and on the time after it as events of the span. Their times
+    follow from the engine's clock, whose end of the turn is the end of the span."""
+    wall_s, arrived_s = _mapping(turn.get("seconds")).get("wall"), turn.get("arrived_s")
+    decisions = turn.get("decisions")
+    if not (type(wall_s) in _NUMBERS and type(arrived_s) in _NUMBERS and isinstance(decisions, list)):
+        return
+    for decision in decisions[-MAX_DECISIONS:]:
+        terms = {
+            f"sojourn.decision.{name}": value
+            for name, value in decision.items()
+            if name != "at_s" and type(value) in (int, float, str, bool)
+        }
+        since_end_s = decision["at_s"] - (arrived_s + wall_s)
+        span.add_event("sojourn.decision", terms, timestamp=ended_ns + round(since_end_s * 1e9))
+
+
+_NUMBERS = (int, float)
 _FACTS = (
     ("sojourn.turn", "turn", (int,)),
     ("sojourn.outcome", "outcome", (str,)),

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -249,9 +250,25 @@ class OutcomeFetcher:
             return {}  # unknown by now, or rate-limited
         if answer.status != 200:
             raise ConnectionError(f"status {answer.status}")
-        ledger = msgspec.json.decode(answer.body).get("ledger")
-        turns = [turn for turn in ledger or () if isinstance(turn, dict)]
+        document = msgspec.json.decode(answer.body)
+        turns = [turn for turn in document.get("ledger") or () if isinstance(turn, dict)]
+        _add_decisions(turns, document.get("decisions"))
         return {turn["request_id"]: turn for turn in turns if isinstance(turn.get("request_id"), str)}
+
+
+def _add_decisions(turns: list[dict[str, Any]], decisions: Any) -> None:
+    """Add to each turn, as ``decisions``, what the server decided from its arrival to that of the next."""
+    starts = sorted(
+        (turn["arrived_s"], place)
+        for place, turn in enumerate(turns)
+        if isinstance(turn.get("arrived_s"), (int, float))
+    )
+    times = [arrived_s for arrived_s, _ in starts]
+    for decision in decisions if isinstance(decisions, list) else ():
+        if isinstance(decision, dict) and isinstance(at_s := decision.get("at_s"), (int, float)):
+            place = bisect_right(times, at_s) - 1
+            if place >= 0:
+                turns[starts[place][1]].setdefault("decisions", []).append(decision)
 
 
 def _finish(finish: Finish, turn: Turn | None) -> None:

@@ -21,6 +21,7 @@ from sojourn.wire_codec import (
     encode,
 )
 
+from ..metrics.decision_log import Decision
 from ..metrics.link_metrics import LinkMetrics
 from ..metrics.metrics_recorder import MetricsRecorder
 from ..programs.execution_graphs import KnownGraph
@@ -205,6 +206,7 @@ class EngineService:
             "p_reuse": program.p_reuse,
             "tools": tools,
             "ledger": [turn.as_dict() for turn in turns],
+            "decisions": [_own_decision(one) for one in self._state.decisions.of_program(program.id)],
         }
 
     def _persist(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
@@ -430,6 +432,13 @@ class EngineRefusals:
         for request_id in request_ids:
             self._waited_s.pop(request_id, None)
             self._names.pop(request_id, None)
+
+
+def _own_decision(decision: Decision) -> dict[str, Any]:
+    """A decision in the answer about its program, whose id a gateway rewrites and which is left out here."""
+    document = decision.as_dict()
+    del document["program_id"]
+    return document
 
 
 def _graph_summary(known: KnownGraph, types: dict[str, list[str]]) -> dict[str, Any]:

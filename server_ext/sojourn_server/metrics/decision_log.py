@@ -47,6 +47,11 @@ class DecisionLog:
         self._ring.append(decision)
         return decision
 
+    def of_program(self, program_id: str, limit: int = 200) -> list[Decision]:
+        """The last ``limit`` kept decisions on a program, oldest first."""
+        found = islice((one for one in reversed(self._ring) if one.program_id == program_id), limit)
+        return list(found)[::-1]
+
     def since(self, seq: int, limit: int) -> tuple[list[Decision], int]:
         """Return at most ``limit`` decisions from number ``seq`` on, oldest first, and the ``seq`` to ask for
         next.
