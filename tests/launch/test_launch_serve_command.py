@@ -300,6 +300,15 @@ def test_settings_that_vllm_ignores_are_reported(args):
     assert build(*args, facts=CUDA).warnings == ()
 
 
+def test_ranks_with_kv_of_their_own_need_a_gateway_before_them():
+    for flag in ("--data-parallel-size", "-dp"):
+        (warning,) = build(flag, "2").warnings
+        assert "sojourn gateway --engines" in warning
+        assert build(flag, "1").warnings == ()
+        assert build(flag, "2", policy="stock").warnings == ()
+        assert build(flag, "2", "--data-parallel-rank", "0").warnings == (), "an address for each"
+
+
 @pytest.mark.parametrize("args", [(), ("--api-server-count", "1")])
 def test_nothing_is_reported_if_vllm_ignores_nothing(args):
     assert build(*args, facts=CPU).warnings == ()

@@ -120,7 +120,7 @@ class EngineCommand:
     """Environment variables to set."""
     unset: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """One line for each option that has no effect."""
+    """One line for each option that has no effect, or less than its user may expect."""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment ``base`` with the command's changes."""
@@ -221,7 +221,7 @@ def build_command(
         env=env,
         # Without byte code files, every process of the engine compiles all imports again.
         unset=("PYTHONDONTWRITEBYTECODE",) if "PYTHONDONTWRITEBYTECODE" in environ else (),
-        warnings=_warnings(flags, facts),
+        warnings=_warnings(options, flags, facts),
     )
 
 
@@ -312,14 +312,26 @@ def _entry_command(options: ServeOptions, facts: LaunchEnvironment) -> list[str]
     return [*quiet, "-m", API_SERVER_MODULE, "--model", options.model_path]
 
 
-def _warnings(flags: EngineFlags, facts: LaunchEnvironment) -> tuple[str, ...]:
-    if facts.has_vllm_cli:
-        return ()
-    for flag in ("--api-server-count", "-asc"):
-        count = flags.value(flag)
-        if count not in (None, "1"):
-            return (f"{flag} {count} has no effect: the CPU build of vLLM runs one API server",)
-    return ()
+def _warnings(options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment) -> tuple[str, ...]:
+    found = []
+    count = flags.value("--api-server-count") or flags.value("-asc")
+    if count not in (None, "1") and not facts.has_vllm_cli:
+        found.append(f"--api-server-count {count} has no effect: the CPU build of vLLM runs one API server")
+    ranks = flags.value("--data-parallel-size") or flags.value("-dp")
+    if ranks not in (None, "1") and options.policy != STOCK_POLICY and not any(map(flags.has, _ONE_RANK)):
+        found.append(
+            f"--data-parallel-size {ranks}: each rank has KV of its own, and vLLM sends a program's next "
+            "request to any of them; put `sojourn gateway --engines URL` before this server, which keeps a "
+            "program on its rank"
+        )
+    return tuple(found)
+
+
+_ONE_RANK = (
+    "--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe",
+    "--data-parallel-multi-port-external-lb", "-dpm",
+)  # fmt: skip
+"""Flags with which each rank has an address of its own."""
 
 
 def _check_network(network_file: str | None) -> None:
