@@ -31,6 +31,7 @@ from .engine_rpc import (
     StockEngineError,
 )
 from .event_intake import EventIntake
+from .live_stream import Audience, EngineLiveSource, LiveHub
 from .response_merging import (
     decode_json,
     encode_json,
@@ -59,6 +60,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
     router = APIRouter(prefix=PREFIX, route_class=_authenticated_route_class(keys), tags=["sojourn"])
     ask = EngineQueryLimiter(engine)
     events = EventIntake(engine)
+    live = LiveHub(EngineLiveSource(engine, ask))
 
     async def query(op: str, **parameters: Any) -> list[Any]:
         found = await ask(op, encode_json(parameters), QUERY_TIMEOUT_S)
@@ -139,6 +141,20 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
         """Return the engine's current counters and gauges. ``/metrics`` exports them to Prometheus."""
         found = await query("stats")
         return JSONResponse(merge_stats(found, engine.engine_ids()))
+
+    @router.get("/stream")
+    async def get_stream(
+        request: Request,
+        once: bool = False,
+        changed_within_s: float | None = Query(None, ge=0, le=86_400),
+    ) -> Response:
+        """Stream live frames as server-sent events: memory, totals and programs.
+
+        The first frame is full, the others are deltas. ``once=1`` returns one frame as JSON: full, or a delta
+        with ``changed_within_s``. At most eight streams are open."""
+        if once:
+            return await live.once(Audience(), changed_within_s)
+        return live.stream(Audience(), request.app.state)
 
     @router.get("/decisions")
     async def get_decisions(

@@ -206,7 +206,7 @@ def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
 
     from sojourn_server.gateway.http.header_deadline import HeaderDeadlineProtocol
 
-    uvicorn.run(
+    config = uvicorn.Config(
         app,
         http=HeaderDeadlineProtocol,
         host=host,
@@ -220,6 +220,10 @@ def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
         server_header=False,
         proxy_headers=False,
     )
+    app.state.server = server = uvicorn.Server(config)
+    server.run()
+    if not server.started:
+        raise SystemExit(3)
 
 
 def _check_state(path: Path) -> None:

@@ -23,15 +23,18 @@ from sojourn.wire_codec import (
 
 from ..metrics.decision_log import Decision
 from ..metrics.link_metrics import LinkMetrics
+from ..metrics.live_frame import EngineSnapshot
 from ..metrics.metrics_recorder import MetricsRecorder
 from ..programs.execution_graphs import KnownGraph
 from ..programs.program_state import ProgramState
 from ..programs.program_status import ProgramStatus
 from .client_event_handler import EVENT_TYPES, ClientEventHandler, EventHandler
+from .live_snapshot import take_snapshot
 from .program_scheduler import ProgramScheduler
 
 MAX_PROGRAMS_SHOWN = 1000
 MAX_DECISIONS_SHOWN = 5000
+MAX_SNAPSHOT_PROGRAMS = 20_000
 MAX_TOOLS_SHOWN = 256
 """Maximum number of a program's tools in a reply, longest-running first; ``tools_running`` counts all."""
 STOCK_OPERATIONS = ("capabilities", "drain_metrics", "stats")
@@ -64,8 +67,8 @@ class UnknownOperation(InputError):
 
 
 class EngineService:
-    """Carries out the operations ``events, event_batches, capabilities, programs, program, persist, graphs,
-    graph, stats, decisions, drain_metrics`` and ``refusal``.
+    """Carries out the operations ``events, event_batches, capabilities, programs, program, explain, persist,
+    graphs, graph, stats, snapshot, decisions, drain_metrics`` and ``refusal``.
 
     ``refusal`` returns the seconds that a refused request had waited; each refusal is returned once.
 
@@ -78,6 +81,8 @@ class EngineService:
     Arguments that are entries of the answer to ``capabilities`` (``docs/wire.md``): ``engine`` describes the
     engine. ``below_device`` returns the entry on tiers, ``None`` without tiers. ``missing`` lists mechanisms
     that are off for lack of tiers, ``None`` if all are on.
+
+    ``owned_blocks`` returns the number of cached blocks on the device that a program owns.
 
     ``persist`` writes the blocks of a chain of hashes to disk. It returns ``stored_blocks``,
     ``pending_blocks``, ``pending_bytes`` and ``shared``, or the ``reason`` why it cannot.
@@ -96,6 +101,7 @@ class EngineService:
         network_state: Callable[[], dict[str, Any] | None] = lambda: None,
         persist: Callable[[Sequence[Any]], dict[str, Any]] = lambda hashes: {"reason": "there is no disk"},
         paths: KVTransferStatus | None = None,
+        owned_blocks: Callable[[ProgramId], int] = lambda program_id: 0,
     ) -> None:
         self._program_scheduler = program_scheduler
         self._state = program_scheduler.state
@@ -105,6 +111,7 @@ class EngineService:
         self._network_state = network_state
         self._persist_blocks = persist
         self._paths = paths
+        self._owned_blocks = owned_blocks
         self._links = LinkMetrics(program_scheduler.recorder)
         self._counted: dict[tuple[str, str], float] = {}
         """Totals of tier traffic that the metrics already include, by metric and label."""
@@ -124,6 +131,7 @@ class EngineService:
             "graphs": self._graphs,
             "graph": self._graph,
             "stats": self._stats,
+            "snapshot": self._snapshot,
             "decisions": self._decisions,
             "refusal": self._refusal,
             "drain_metrics": self._drain_metrics,
@@ -276,6 +284,21 @@ class EngineService:
                 "mean_evicted_wait_s": histories.evicted_waits.mean(),
             },
         }
+
+    def _snapshot(self, arguments: dict[str, Any], now: float) -> EngineSnapshot:
+        within_s = arguments.get("changed_within_s")
+        if not isinstance(within_s, int | float | None):
+            raise WireError(f"changed_within_s is {within_s!r}; expected a number of seconds")
+        return take_snapshot(
+            self._state,
+            now=now,
+            since_s=None if within_s is None else now - within_s,
+            limit=_int_argument(arguments, "limit", MAX_SNAPSHOT_PROGRAMS, 1, MAX_SNAPSHOT_PROGRAMS),
+            placed_tier=self._program_scheduler.placed_tier,
+            owned_blocks=self._owned_blocks,
+            blocks=self._pool_state(),
+            tiers=self._tier_state(),
+        )
 
     def _decisions(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
         limit = _int_argument(arguments, "limit", 1000, 1, MAX_DECISIONS_SHOWN)

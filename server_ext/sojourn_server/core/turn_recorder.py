@@ -86,6 +86,10 @@ class TurnRecorder:
             dropped_hit_blocks=self._state.pool.dropped_hit_blocks,
         )
         record.tokens = replace(split, device=split.device - fact.host_tokens, host=fact.host_tokens)
+        reused = split.device  # on the device and in host memory
+        program.reused_tokens += reused
+        program.lost_tokens += sum(split.lost.values())
+        program.saved_s += self._state.reload.seconds(reused)
         if program.turns and any(cause in _EVICTED for cause in record.tokens.lost):
             self._state.histories.evicted_waits.observe(now - record.arrived_s)
 

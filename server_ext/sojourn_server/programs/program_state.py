@@ -202,6 +202,12 @@ class ProgramState:
     (Autellix, Algorithm 1)."""
     waited_s: float = 0.0
     """Seconds that the program's finished requests waited in the engine's queue."""
+    reused_tokens: int = 0
+    """Prompt tokens of all turns whose KV was on the device or in host memory."""
+    lost_tokens: int = 0
+    """Prompt tokens of all turns that were computed again because their KV was lost."""
+    saved_s: float = 0.0
+    """Estimated seconds that computing ``reused_tokens`` would have taken."""
     turns_at_last_end: int | None = None
     """Value of ``turns`` when the histories last learned the program's end. No end is learned twice."""
     last_contact_s: float = 0.0
@@ -224,7 +230,8 @@ class ProgramState:
         self.goes_on = self.p_reuse = self.tier = self.pending_declaration = self.credit = (
             self.prefetch_at_s
         ) = None
-        self.attained_s = self.waited_s = 0.0
+        self.attained_s = self.waited_s = self.saved_s = 0.0
+        self.reused_tokens = self.lost_tokens = 0
 
     def tool_now(self) -> str | None:
         """History key of the reported tool call that has run longest, or else ``pending_tool``."""

@@ -137,6 +137,9 @@ class SchedulerAdapter:
             ),
             persist=self._persist,
             paths=kv_transfer_member(scheduler),
+            owned_blocks=lambda program_id: len(
+                self._pool.free_block_queue.owners.blocks.get(program_id, ())
+            ),
         )
         self._event_budget = EventTimeBudget(clock())
         self.reader = ToolCallReader(

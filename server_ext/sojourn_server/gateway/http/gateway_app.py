@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from ...api.api_errors import ApiError
 from ...api.body_reader import read_body
+from ...api.live_stream import Audience, LiveHub
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
 from ...routing.routing_limits import SILENT_PROGRAM_S
@@ -40,6 +41,7 @@ from .engine_queries import EngineQueries
 from .engine_routes import AnyEngineRoutes, AsgiEndpoint, GatewayApplication, GenerationRoutes
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
+from .live_engines import GatewayLiveSource
 from .program_id_mapper import ProgramIdMapper
 from .program_migrator import ProgramMigrator
 from .proxy_headers import GATEWAY, REPLICA
@@ -122,6 +124,7 @@ class Gateway:
             self.forwarder, replicas, self._description_of, self.session, metrics
         )
         self.queries = EngineQueries(replicas, self.session, engine_key=options.engine_key)
+        self.live = LiveHub(GatewayLiveSource(self.queries, replicas, names), gateway=True)
         shared = ProxyContext(
             routing_backend,
             replicas,
@@ -198,6 +201,7 @@ class Gateway:
             Route(f"{PREFIX}/graphs", self._guard(self._graphs)),
             Route(f"{PREFIX}/graphs/{{graph_hash}}", self._guard(self._graph)),
             Route(f"{PREFIX}/stats", self._guard(self._stats)),
+            Route(f"{PREFIX}/stream", self._guard(self._stream)),
             Route(f"{PREFIX}/decisions", self._guard(self._decisions)),
             Route(f"{PREFIX}/moves", self._guard(self._moves)),
             Route(f"{PREFIX}/replicas", self._guard(self._replica_list)),
@@ -249,8 +253,14 @@ class Gateway:
     def _only_admin(self, request: Request) -> None:
         """Raise ``ApiError`` unless the request has the admin key. If the gateway neither checks keys nor has
         an admin key, every client passes."""
-        if request.state.tenant is not None and (self._tenants.checks or self.options.admin_key is not None):
+        if not self._sees_all(request):
             raise ApiError(403, "this shows every tenant's programs", "send the gateway's admin key")
+
+    def _sees_all(self, request: Request) -> bool:
+        """Whether the request may see what is about all tenants together."""
+        return request.state.tenant is None or not (
+            self._tenants.checks or self.options.admin_key is not None
+        )
 
     def _tenant(self, request: Request) -> str:
         """The request's tenant; ``admin`` for the admin key."""
@@ -376,6 +386,15 @@ class Gateway:
                 "silent": told.silent,
             }
         )
+
+    async def _stream(self, request: Request) -> Response:
+        audience = Audience(request.state.tenant, pools=self._sees_all(request))
+        if request.query_params.get("once", "0") not in ("1", "true"):
+            return self.live.stream(audience, request.app.state)
+        within_s = None
+        if "changed_within_s" in request.query_params:
+            within_s = float(_number(request, "changed_within_s", 0, 0, 86_400))
+        return await self.live.once(audience, within_s)
 
     async def _decisions(self, request: Request) -> Response:
         self._only_admin(request)

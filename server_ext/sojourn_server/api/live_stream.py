@@ -1,0 +1,298 @@
+"""Sends live frames to viewers: the web page, ``sojourn top`` and scripts.
+
+``LiveHub`` asks its source for frames only while someone looks, and once for all viewers. A viewer that reads
+slowly skips deltas and gets a full frame instead, so no frame waits for it and memory stays bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Send
+
+from ..metrics.live_frame import EngineRow, EngineSnapshot, LiveFrame, ProgramRow, merge_rows
+from .api_errors import ApiError
+from .engine_rpc import EngineError, EngineQueryLimiter, EngineRpc
+from .response_merging import encode_json
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 0.5
+MAX_INTERVAL_S = 10.0
+BUSY_FACTOR = 50
+"""The pause between two frames is at least this many times the seconds that making a frame took here."""
+FULL_INTERVAL_S = 15.0
+"""Seconds between two polls of all programs, which also find those that expired."""
+MAX_VIEWERS = 8
+SNAPSHOT_TIMEOUT_S = 30.0
+"""Longest wait for an engine. A step with a long prompt on a CPU takes seconds."""
+MAX_FAILURES = 3
+"""Failed polls in a row after which the streams end. A viewer may connect again."""
+SEND_TIMEOUT_S = 30.0
+"""Seconds in which a viewer must read a frame; then its connection is closed."""
+OVERLAP_S = 1.0
+"""Seconds that a delta reaches back before the previous poll, since the engine answers later than asked."""
+
+_snapshots = msgspec.json.Decoder(EngineSnapshot)
+
+
+class SourceFrame(NamedTuple):
+    """What a source has: the engines, the programs, their number, and whether these are all programs."""
+
+    engines: list[EngineRow]
+    programs: list[ProgramRow]
+    total: int
+    full: bool
+
+
+class LiveSource(Protocol):
+    """Where a hub's frames come from: the engines of one server, or those of a gateway."""
+
+    async def take(self, changed_within_s: float | None) -> SourceFrame:
+        """Return the engines, and all programs (``None``) or those that changed within so many seconds or
+        have a request or a lease. Raises ``EngineError`` or ``ApiError``."""
+        ...
+
+
+class Audience(NamedTuple):
+    """What a viewer may see. Viewers with equal audiences share encoded frames."""
+
+    tenant: str | None = None
+    """Only programs of this tenant; ``None``: of all."""
+    pools: bool = True
+    """Whether the engines' totals over all tenants are shown."""
+
+    def filtered(self, frame: LiveFrame) -> LiveFrame:
+        """The part of a frame that this audience may see."""
+        if self.tenant is None and self.pools:
+            return frame
+        programs = [row for row in frame.programs if self.tenant in (None, row.tenant)]
+        engines = frame.engines
+        if not self.pools:
+            engines = [
+                EngineRow(
+                    engine=one.engine, now_s=one.now_s, policy=one.policy, error=one.error,
+                    answer_s=one.answer_s,
+                )
+                for one in engines
+            ]  # fmt: skip
+        return msgspec.structs.replace(frame, programs=programs, engines=engines, total=len(programs))
+
+
+class EngineLiveSource:
+    """Live frames of the engines behind one API server."""
+
+    def __init__(self, engine: EngineRpc, ask: EngineQueryLimiter) -> None:
+        self._engine = engine
+        self._ask = ask
+
+    async def take(self, changed_within_s: float | None) -> SourceFrame:
+        """See ``LiveSource``."""
+        payload = encode_json({"changed_within_s": changed_within_s})
+        started_s = time.monotonic()
+        answers = await self._ask("snapshot", payload, SNAPSHOT_TIMEOUT_S)
+        answer_s = round(time.monotonic() - started_s, 4)
+        engines, rows, total, full = [], [], 0, True
+        for name, answer in zip(self._engine.engine_ids(), answers, strict=True):
+            snapshot = _snapshots.decode(answer)
+            engines.append(msgspec.structs.replace(snapshot.engine, engine=name, answer_s=answer_s))
+            named = snapshot.programs
+            if name != snapshot.engine.engine:
+                named = [msgspec.structs.replace(row, engine=name) for row in named]
+            rows += named
+            total = max(total, snapshot.total)
+            full = full and snapshot.full
+        if len(answers) > 1:
+            rows = merge_rows(rows)
+            total = max(total, len(rows))
+        return SourceFrame(engines, rows, total, full)
+
+
+class _Viewer:
+    def __init__(self, audience: Audience) -> None:
+        self.audience = audience
+        self.ready = asyncio.Event()
+        self.pending: LiveFrame | None = None
+        self.behind = True
+        """Whether the viewer needs a full frame: it is new, or it missed a delta."""
+
+
+class LiveHub:
+    """Polls one source while it has viewers, and gives each of them the latest frame."""
+
+    def __init__(
+        self,
+        source: LiveSource,
+        *,
+        gateway: bool = False,
+        interval_s: float = INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source = source
+        self._gateway = gateway
+        self._interval_s = interval_s
+        self._clock = clock
+        self._viewers: set[_Viewer] = set()
+        self._server: Any = None
+        self._poller: asyncio.Task[None] | None = None
+        self._rows: dict[tuple[str | None, str], ProgramRow] = {}
+        self._active: set[tuple[str | None, str]] = set()
+        """Programs that had a request or a lease in the newest frame."""
+        self._engines: list[EngineRow] = []
+        self._total = 0
+        self._seq = 0
+        self._pause_s = interval_s
+        self._polled_s: float | None = None
+        self._full_s: float | None = None
+        self._encoded: dict[tuple[int, bool, Audience], bytes] = {}
+
+    @property
+    def viewers(self) -> int:
+        """Number of open streams."""
+        return len(self._viewers)
+
+    async def once(self, audience: Audience, changed_within_s: float | None = None) -> Response:
+        """The answer with one frame, full unless ``changed_within_s`` is given."""
+        found = await self._source.take(changed_within_s)
+        self._seq += 1
+        frame = audience.filtered(
+            self._frame(found.full and changed_within_s is None, found.engines, found.programs, found.total)
+        )
+        return Response(
+            msgspec.json.encode(frame), media_type="application/json", headers={"Cache-Control": "no-store"}
+        )
+
+    def stream(self, audience: Audience, app_state: Any = None) -> Response:
+        """The answer with an endless stream of frames. Raises ``ApiError`` 429 for too many viewers.
+
+        ``app_state``: the application's state. If it has Uvicorn's ``server``, the streams end when that
+        stops; else they would delay the stop."""
+        self._server = getattr(app_state, "server", self._server)
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise ApiError(
+                429,
+                f"{MAX_VIEWERS} viewers are watching already",
+                "close one, or poll the stream with ?once=1",
+                {"Retry-After": "10"},
+            )
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return _BoundedStream(self._frames(audience), media_type="text/event-stream", headers=headers)
+
+    async def _frames(self, audience: Audience) -> AsyncIterator[bytes]:
+        viewer = _Viewer(audience)
+        self._viewers.add(viewer)
+        if self._poller is None or self._poller.done():
+            self._poller = asyncio.create_task(self._poll(), name="sojourn-live")
+        try:
+            while True:
+                await viewer.ready.wait()
+                viewer.ready.clear()
+                frame, viewer.pending = viewer.pending, None
+                if frame is None:
+                    return
+                if viewer.behind and not frame.full:
+                    frame = self._frame(True, self._engines, list(self._rows.values()), self._total)
+                viewer.behind = False
+                yield self._bytes(frame, audience)
+        finally:
+            self._viewers.discard(viewer)
+
+    async def _poll(self) -> None:
+        failures = 0
+        while self._viewers and not getattr(self._server, "should_exit", False):
+            try:
+                frame = await self._next_frame()
+                failures = 0
+            except (EngineError, ApiError) as error:
+                failures += 1
+                logger.debug("live frame failed: %s", error)
+                if failures >= MAX_FAILURES:
+                    break
+                await asyncio.sleep(self._pause_s)
+                continue
+            except Exception:
+                logger.exception("the live stream failed")
+                break
+            for viewer in self._viewers:
+                # A frame that was not read yet is replaced; without it the next delta has a gap.
+                viewer.behind = viewer.behind or viewer.pending is not None
+                viewer.pending = frame
+                viewer.ready.set()
+            await asyncio.sleep(self._pause_s)
+        self._rows, self._active, self._encoded = {}, set(), {}
+        self._polled_s = self._full_s = None
+        for viewer in list(self._viewers):
+            viewer.pending = None
+            viewer.ready.set()
+
+    async def _next_frame(self) -> LiveFrame:
+        now = self._clock()
+        full = self._full_s is None or self._polled_s is None or now - self._full_s >= FULL_INTERVAL_S
+        within_s = None if full or self._polled_s is None else now - self._polled_s + OVERLAP_S
+        found = await self._source.take(within_s)
+        busy = time.process_time()
+        self._polled_s = now
+        self._seq += 1
+        self._encoded.clear()
+        if full:
+            self._full_s = now
+            self._rows, self._active = {}, set()
+        active = set()
+        for row in found.programs:
+            key = (row.tenant, row.program_id)
+            self._rows[key] = row
+            if row.requests or row.lease_blocks:
+                active.add(key)
+        for key in self._active - active:
+            row = self._rows[key]
+            if row.requests or row.lease_blocks:
+                self._rows[key] = msgspec.structs.replace(
+                    row, requests=0, running=False, lease_blocks=0, lease_until_s=None, lease_reason=None
+                )
+        self._active, self._engines, self._total = active, found.engines, found.total
+        frame = self._frame(full, found.engines, found.programs, found.total)
+        for audience in {viewer.audience for viewer in self._viewers}:
+            self._bytes(frame, audience)
+        busy_s = time.process_time() - busy
+        self._pause_s = min(MAX_INTERVAL_S, max(self._interval_s, 0 if full else BUSY_FACTOR * busy_s))
+        return frame
+
+    def _frame(
+        self, full: bool, engines: Sequence[EngineRow], programs: Sequence[ProgramRow], total: int
+    ) -> LiveFrame:
+        return LiveFrame(
+            seq=self._seq,
+            full=full,
+            unix_s=round(time.time(), 3),
+            interval_s=self._pause_s,
+            gateway=self._gateway,
+            engines=list(engines),
+            programs=list(programs),
+            total=total,
+        )
+
+    def _bytes(self, frame: LiveFrame, audience: Audience) -> bytes:
+        key = (frame.seq, frame.full, audience)
+        found = self._encoded.get(key)
+        if found is None:
+            found = b"data: " + msgspec.json.encode(audience.filtered(frame)) + b"\n\n"
+            self._encoded[key] = found
+        return found
+
+
+class _BoundedStream(StreamingResponse):
+    """A stream that ends if its client does not read."""
+
+    async def stream_response(self, send: Send) -> None:
+        async def bounded(message: Message) -> None:
+            await asyncio.wait_for(send(message), SEND_TIMEOUT_S)
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await super().stream_response(bounded)

@@ -1,0 +1,110 @@
+"""Builds the rows of a live frame from the scheduler's tables. Called only while someone looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sojourn.ids import ProgramId
+
+from ..metrics.live_frame import EngineRow, EngineSnapshot, ProgramRow
+from ..policies.placement.placement_views import Tier
+from ..programs.program_state import ProgramState
+from ..programs.program_status import ProgramStatus
+from .scheduler_state import SchedulerState
+
+TIERS_BELOW_DEVICE = ("host", "disk")
+
+
+def take_snapshot(
+    state: SchedulerState,
+    *,
+    now: float,
+    since_s: float | None,
+    limit: int,
+    placed_tier: Callable[[ProgramId], Tier | None],
+    owned_blocks: Callable[[ProgramId], int],
+    blocks: Mapping[str, int],
+    tiers: Mapping[str, Any],
+) -> EngineSnapshot:
+    """Return the engine's numbers, and the rows of at most ``limit`` programs, those heard last first.
+
+    ``since_s``: leave out programs without contact since this time that have neither request nor lease;
+    ``None``: leave out none. ``placed_tier``: the tier of a program's placement queue. ``owned_blocks``: the
+    number of blocks on the device that a program owns. ``blocks``: device blocks by state. ``tiers``: state
+    of the tiers below the device.
+    """
+    chosen = []
+    for program in state.programs:
+        if (
+            since_s is None
+            or program.last_contact_s >= since_s
+            or program.live_requests
+            or state.leases.get(program.id) is not None
+        ):
+            chosen.append(program)
+    chosen.sort(key=lambda program: program.last_contact_s, reverse=True)
+    rows = [
+        _row(state, program, placed_tier(program.id), owned_blocks(program.id)) for program in chosen[:limit]
+    ]
+    totals = state.ledger.totals
+    engine = EngineRow(
+        engine="0",
+        now_s=now,
+        policy=state.preset.name,
+        block_tokens=state.pool.tokens_per_block,
+        block_bytes=state.pool.block_bytes,
+        blocks={name: count for name, count in blocks.items() if name != "total"},
+        tiers={tier: dict(tiers[tier]) for tier in TIERS_BELOW_DEVICE if tier in tiers},
+        programs={status.value: state.programs.counts[status] for status in ProgramStatus},
+        requests=len(state.requests.states),
+        running_requests=sum(request.running for request in state.requests.states.values()),
+        leases=len(state.leases),
+        forgotten=state.programs.forgotten,
+        mean_running=state.reload.mean_running,
+        prefill_share=state.reload.prefill_share,
+        turns=totals.turns,
+        prompt_tokens=totals.prompt_tokens,
+        device_tokens=totals.device_tokens,
+        host_tokens=totals.host_tokens,
+        new_tokens=totals.new_tokens,
+        tail_tokens=totals.tail_tokens,
+        output_tokens=totals.output_tokens,
+        preempted_tokens=totals.recomputed_after_preemption_tokens,
+        lost_tokens=totals.lost_tokens,
+    )
+    return EngineSnapshot(
+        engine=engine, programs=rows, total=len(state.programs), full=since_s is None and len(chosen) <= limit
+    )
+
+
+def _row(state: SchedulerState, program: ProgramState, tier: Tier | None, owned: int) -> ProgramRow:
+    lease = state.leases.get(program.id)
+    requests = [
+        request for name in program.live_requests if (request := state.requests.states.get(name)) is not None
+    ]
+    since_s = min(
+        (request.arrived_s for request in requests), default=program.last_turn_s or program.arrived_s
+    )
+    return ProgramRow(
+        program_id=program.id,
+        engine="0",
+        tenant=program.tenant,
+        status=program.status.value,
+        name=program.name or program.agent_type,
+        parent_program_id=program.parent_id,
+        turns=program.turns,
+        context_tokens=program.context_tokens,
+        requests=len(requests),
+        tool=program.tool_now(),
+        since_s=round(since_s, 3),
+        running=any(request.running for request in requests),
+        tier=tier.value if tier is not None else None,
+        device_blocks=owned,
+        lease_blocks=lease.blocks if lease is not None else 0,
+        lease_until_s=round(lease.deadline_s(), 3) if lease is not None else None,
+        lease_reason=lease.reason.value if lease is not None else None,
+        reused_tokens=program.reused_tokens,
+        lost_tokens=program.lost_tokens,
+        saved_s=round(program.saved_s, 3),
+    )

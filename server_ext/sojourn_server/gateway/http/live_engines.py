@@ -1,0 +1,72 @@
+"""Live frames of all engines behind a gateway: asked from each engine, with the clients' program ids."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...api.live_stream import SourceFrame
+from ...metrics.live_frame import EngineRow, LiveFrame, ProgramRow, merge_rows
+from .engine_queries import EngineQueries
+from .program_id_mapper import FOREIGN_PROGRAM_ID, ProgramIdMapper
+from .replica_addresses import ReplicaAddresses
+
+PATH = "/sojourn/v1/stream?once=1"
+STRAGGLER_WAIT_S = 2.0
+"""Seconds to wait for the other engines after the first answer. A later one is shown in the next frame."""
+
+
+class GatewayLiveSource:
+    """Live frames of a gateway's engines. Engines are named by their replica ids."""
+
+    def __init__(self, queries: EngineQueries, replicas: ReplicaAddresses, names: ProgramIdMapper) -> None:
+        self._queries = queries
+        self._replicas = replicas
+        self._names = names
+
+    async def take(self, changed_within_s: float | None) -> SourceFrame:
+        """See ``LiveSource``. The gateway asks with its own key, and filters for each viewer."""
+        path = PATH if changed_within_s is None else f"{PATH}&changed_within_s={changed_within_s:.3f}"
+        told = await self._queries.ask(path, None, others_s=STRAGGLER_WAIT_S)
+        engines: list[EngineRow] = []
+        rows: list[ProgramRow] = []
+        total, full = 0, True
+        for url in sorted({address.url for address in self._replicas.engines()}):
+            ids = {(a.rank or 0): a.replica_id for a in self._replicas if a.url == url}
+            document = told.documents.get(url)
+            frame = _frame(document) if document is not None else None
+            if frame is None:
+                why = "runs without sojourn" if url in told.stock else "does not answer"
+                engines += [EngineRow(engine=name, now_s=0.0, error=why) for name in ids.values()]
+                full = False
+                continue
+            ranked = {one.engine: _replica_name(one.engine, ids) for one in frame.engines}
+            engines += [msgspec.structs.replace(one, engine=ranked[one.engine]) for one in frame.engines]
+            rows += [self._row(row, ranked.get(row.engine, row.engine)) for row in frame.programs]
+            total += frame.total
+            full = full and frame.full
+        return SourceFrame(engines, merge_rows(rows), total, full)
+
+    def _row(self, row: ProgramRow, engine: str) -> ProgramRow:
+        key = self._names.key(row.program_id)
+        if key is None:  # of no tenant of this gateway: only the admin key sees it
+            return msgspec.structs.replace(row, engine=engine, tenant=None)
+        parent = row.parent_program_id
+        if parent is not None:
+            its = self._names.key(parent)
+            parent = its[1] if its is not None and its[0] == key[0] else FOREIGN_PROGRAM_ID
+        return msgspec.structs.replace(
+            row, engine=engine, tenant=key[0], program_id=key[1], parent_program_id=parent
+        )
+
+
+def _replica_name(engine: str, ids: dict[int, str]) -> str:
+    rank = int(engine) if engine.isdecimal() else 0
+    return ids.get(rank) or next(iter(ids.values()))
+
+
+def _frame(document: object) -> LiveFrame | None:
+    """The engine's frame; ``None``: what it sent is none."""
+    try:
+        return msgspec.convert(document, LiveFrame)
+    except msgspec.ValidationError:
+        return None

@@ -1,0 +1,136 @@
+"""Types of a live frame: what ``GET /sojourn/v1/stream`` sends, and the web page and ``sojourn top`` draw.
+
+A full frame has every program. A delta has each program that has a request or a lease, and each program that
+changed since the frame before. A program that a delta leaves out has neither request nor lease. Times
+(``…_s``) are seconds on the clock of the row's engine, whose ``now_s`` is in the same frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+FRAME_VERSION = 1
+
+
+class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
+    """One program, sent as a JSON array in the order of the fields. New fields come last."""
+
+    program_id: str
+    engine: str
+    """Name of the engine in ``LiveFrame.engines``."""
+    tenant: str | None
+    status: str
+    """Reasoning, acting, gated, ended or expired."""
+    name: str | None
+    """The program's name, or else its agent type."""
+    parent_program_id: str | None
+    turns: int
+    """Number of finished turns."""
+    context_tokens: int
+    requests: int
+    """Number of requests in the engine."""
+    tool: str | None
+    """Tool that runs in this gap."""
+    since_s: float
+    """Arrival of the oldest live request, else the end of the last turn, else the first contact."""
+    running: bool
+    """Whether a request has its blocks; false while all of them wait."""
+    tier: str | None
+    """Tier of the program's KV, under a policy with placement: device, host, disk or waiting."""
+    device_blocks: int
+    """Cached blocks on the device that the program owns; blocks of several programs count for each."""
+    lease_blocks: int
+    """Blocks of the program's lease; 0: it has none."""
+    lease_until_s: float | None
+    """Deadline of the lease. The lease of a program whose request waits outlives it."""
+    lease_reason: str | None
+    reused_tokens: int
+    """Prompt tokens of all turns that were not computed, because their KV was on the device or in host
+    memory."""
+    lost_tokens: int
+    """Prompt tokens of all turns that were computed again, because their KV was lost."""
+    saved_s: float
+    """Estimate: seconds that computing ``reused_tokens`` would have taken."""
+
+
+class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine. Block counts are exact or some seconds old (large pools)."""
+
+    engine: str
+    now_s: float
+    policy: str | None = None
+    error: str | None = None
+    """Why the engine's other fields are missing; ``None``: it answered."""
+    answer_s: float | None = None
+    """Seconds that the engine took to answer. It answers between two steps, so this is at most a step's
+    duration and the queue before it."""
+    block_tokens: float = 0.0
+    block_bytes: int = 0
+    blocks: dict[str, int] = {}
+    """Blocks on the device by state: running, leased, cached, free."""
+    tiers: dict[str, dict[str, int]] = {}
+    """Blocks below the device, by tier (host, disk) and state (used, free)."""
+    programs: dict[str, int] = {}
+    """Number of programs by status."""
+    requests: int = 0
+    running_requests: int = 0
+    leases: int = 0
+    forgotten: int = 0
+    """Programs that were removed from a full table."""
+    mean_running: float = 0.0
+    """Mean number of requests in recent steps."""
+    prefill_share: float = 0.0
+    """Share of the time of recent steps that computing prompts took."""
+    turns: int = 0
+    """Finished turns since the engine's start. The token counts below are sums over them."""
+    prompt_tokens: int = 0
+    device_tokens: int = 0
+    host_tokens: int = 0
+    new_tokens: int = 0
+    tail_tokens: int = 0
+    output_tokens: int = 0
+    preempted_tokens: int = 0
+    """Tokens computed again after preemptions; not part of ``prompt_tokens``."""
+    lost_tokens: dict[str, int] = {}
+    """Prompt tokens computed again, by cause."""
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's answer to the operation ``snapshot``."""
+
+    engine: EngineRow
+    programs: list[ProgramRow]
+    total: int
+    full: bool
+
+
+class LiveFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """One frame of ``GET /sojourn/v1/stream``."""
+
+    v: int = FRAME_VERSION
+    seq: int
+    """Number of the frame in its stream."""
+    full: bool
+    """Whether the frame has every program; else it is a delta."""
+    unix_s: float
+    """Time of the frame on the server's wall clock."""
+    interval_s: float
+    """Seconds between two frames."""
+    gateway: bool = False
+    engines: list[EngineRow]
+    programs: list[ProgramRow]
+    total: int
+    """Number of programs that the engines know. Above ``len(programs)`` in a full frame: the rest is not
+    shown."""
+
+
+def merge_rows(rows: Iterable[ProgramRow]) -> list[ProgramRow]:
+    """Return one row for each program: the one with the most turns, if several engines know the program."""
+    best: dict[tuple[str | None, str], ProgramRow] = {}
+    for row in rows:
+        known = best.get((row.tenant, row.program_id))
+        if known is None or (row.requests, row.turns) > (known.requests, known.turns):
+            best[row.tenant, row.program_id] = row
+    return list(best.values())

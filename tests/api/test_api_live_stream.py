@@ -1,0 +1,118 @@
+"""The live stream: frames of a virtual engine, and what happens to slow and to many viewers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from api_test_engines import ScriptedEngine, check_error, client_of, engine_answers
+from sojourn_server.api.api_errors import ApiError
+from sojourn_server.api.live_stream import MAX_VIEWERS, Audience, LiveHub, SourceFrame
+from sojourn_server.metrics.live_frame import EngineRow, LiveFrame, ProgramRow
+from virtual_engine import VirtualEngine, prompt
+
+BLANK = ProgramRow(
+    "p", "0", None, "acting", None, None, 1, 9, 0, "bash", 1.0, False, None, 2, 0, None, None, 8, 1, 0.5
+)
+
+
+def engine_with_programs() -> tuple[VirtualEngine, ScriptedEngine]:
+    virtual = VirtualEngine()
+
+    def ask(arguments: Any) -> Any:
+        return virtual.ask("snapshot", **arguments)
+
+    return virtual, ScriptedEngine(engine_answers(snapshot=ask))
+
+
+def test_one_frame_has_programs_pool_and_totals() -> None:
+    virtual, engine = engine_with_programs()
+    virtual.turn("a", prompt(40))
+    virtual.arrive("b", prompt(12, seed=1))
+    virtual.wait(2.0)
+    answer = client_of(engine).get("/sojourn/v1/stream?once=1")
+    frame = msgspec.json.decode(answer.content, type=LiveFrame)
+    rows = {row.program_id: row for row in frame.programs}
+    assert frame.full
+    assert frame.total == 2
+    assert (rows["a"].status, rows["a"].turns, rows["a"].requests) == ("acting", 1, 0)
+    assert rows["a"].lease_blocks > 0
+    assert rows["a"].lease_until_s is not None
+    assert (rows["b"].status, rows["b"].requests, rows["b"].running) == ("reasoning", 1, False)
+    (one,) = frame.engines
+    assert one.programs["acting"] == 1
+    assert sum(one.blocks.values()) == 1000
+    assert one.prompt_tokens == 40
+
+
+def test_a_delta_has_what_changed_and_what_is_held() -> None:
+    virtual, engine = engine_with_programs()
+    virtual.turn("leased", prompt(40))
+    virtual.turn("plain", prompt(40, seed=2), text="done")
+    virtual.wait(5.0)
+    virtual.turn("new", prompt(8, seed=3), text="done")
+    answer = client_of(engine).get("/sojourn/v1/stream?once=1&changed_within_s=2").json()
+    assert {row[0] for row in answer["programs"]} == {"leased", "new"}
+    assert not answer["full"]
+    check_error(client_of(engine).get("/sojourn/v1/stream?once=1&changed_within_s=x"), 400)
+
+
+class Source:
+    """Says at each call that one more program has changed."""
+
+    def __init__(self) -> None:
+        self.asked: list[float | None] = []
+
+    async def take(self, changed_within_s: float | None) -> SourceFrame:
+        self.asked.append(changed_within_s)
+        row = msgspec.structs.replace(BLANK, program_id=f"p{len(self.asked)}", tenant="t")
+        other = msgspec.structs.replace(BLANK, program_id="other", tenant="u")
+        engine = EngineRow(engine="0", now_s=1.0, turns=7)
+        return SourceFrame([engine], [row, other], len(self.asked) + 1, changed_within_s is None)
+
+
+async def read(stream: Any) -> Any:
+    data = await asyncio.wait_for(anext(stream), 10)
+    assert data.startswith(b"data: ")
+    return json.loads(data[6:])
+
+
+async def test_a_slow_viewer_gets_a_full_frame_and_nobody_is_asked_without_viewers() -> None:
+    source = Source()
+    hub = LiveHub(source, interval_s=0.001)
+    viewer = hub._frames(Audience())
+    first = await read(viewer)
+    assert first["full"]
+    while len(source.asked) < 6:
+        await asyncio.sleep(0.001)
+    late = await read(viewer)
+    assert late["full"], "it missed deltas"
+    assert {row[0] for row in late["programs"]} >= {f"p{n}" for n in range(1, 6)}
+    fast = await read(viewer)
+    assert fast["seq"] > late["seq"]
+    await viewer.aclose()
+    assert hub.viewers == 0
+    poller = hub._poller
+    assert poller is not None
+    await asyncio.wait_for(poller, 10)
+    assert source.asked[0] is None
+    assert source.asked[1] is not None
+
+
+async def test_viewers_are_limited_and_tenants_see_their_own() -> None:
+    hub = LiveHub(Source(), interval_s=0.001)
+    viewers = [hub._frames(Audience()) for _ in range(MAX_VIEWERS - 1)]
+    tenant = hub._frames(Audience("t", pools=False))
+    for viewer in viewers:
+        assert (await read(viewer))["engines"][0]["turns"] == 7
+    frame = await read(tenant)
+    assert {row[2] for row in frame["programs"]} == {"t"}
+    assert frame["engines"][0].get("turns", 0) == 0
+    with pytest.raises(ApiError) as refused:
+        hub.stream(Audience())
+    assert refused.value.status == 429
+    for viewer in [*viewers, tenant]:
+        await viewer.aclose()
