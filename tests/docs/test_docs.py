@@ -381,8 +381,12 @@ def test_the_readmes_numbers_are_the_committed_results() -> None:
     if not generate.RESULT.exists():
         assert "No result has been committed yet." in README
         return
-    table = generate.demo_table(json.loads(generate.RESULT.read_text(encoding="utf-8")))
-    assert generate.placed(README, "demo-table", table) == README
+    result = json.loads(generate.RESULT.read_text(encoding="utf-8"))
+    table = generate.demo_table(result)
+    assert generate.placed(README, "demo-table", table) == README, "run: python docs/generate.py"
+    assert generate.PICTURE.read_text(encoding="utf-8") == generate.demo_picture(result)
+    ratio = f"{result['median']['ratio']['completion_mean']:.1f} times"
+    assert ratio in README.split("## ")[0], f"the first screen says another number than {ratio}"
 
 
 def test_the_variants_are_the_committed_results() -> None:
