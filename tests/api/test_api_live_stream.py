@@ -39,6 +39,8 @@ def test_one_frame_has_programs_pool_and_totals() -> None:
     assert frame.full
     assert frame.total == 2
     assert (rows["a"].status, rows["a"].turns, rows["a"].requests) == ("acting", 1, 0)
+    assert rows["a"].ttft_s is not None
+    assert rows["b"].ttft_s is None
     assert rows["a"].lease_blocks > 0
     assert rows["a"].lease_until_s is not None
     assert (rows["b"].status, rows["b"].requests, rows["b"].running) == ("reasoning", 1, False)

@@ -313,7 +313,7 @@ def _add_decisions(span: Any, turn: Turn, ended_ns: int) -> None:
     follow from the engine's clock, whose end of the turn is the end of the span."""
     wall_s, arrived_s = _mapping(turn.get("seconds")).get("wall"), turn.get("arrived_s")
     decisions = turn.get("decisions")
-    if not (type(wall_s) in _NUMBERS and type(arrived_s) in _NUMBERS and isinstance(decisions, list)):
+    if not (isinstance(wall_s, _NUMBERS) and isinstance(arrived_s, _NUMBERS) and isinstance(decisions, list)):
         return
     for decision in decisions[-MAX_DECISIONS:]:
         terms = {

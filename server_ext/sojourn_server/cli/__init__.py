@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     "serve", "gateway", "demo", "replay", "simulate", "simulate-pd", "plan-pd", "parity", "profile", "trace",
-    "doctor", "run",
+    "doctor", "run", "top",
 )  # fmt: skip
 COMMAND_LINE_PACKAGES = ("httpx", "rich", "typer")
 EXTRAS = {
@@ -25,6 +25,7 @@ EXTRAS = {
     "tomli": "server",
     "ray": "ray",
     "matplotlib": "demo",
+    "textual": "top",
     "zmq": "dynamo",
     "openai": "openai",
     "opentelemetry": "otel",

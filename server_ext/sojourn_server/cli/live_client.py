@@ -1,4 +1,4 @@
-"""HTTP client of the commands that look at a running engine: ``trace export``."""
+"""HTTP client of the commands that look at a running engine or gateway: ``top`` and ``trace export``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import msgspec
 
+from ..metrics.live_frame import LiveFrame
 from .cli_error import CliError
 
 API = "/sojourn/v1"
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 35.0
 """Longer than the server waits for its engine."""
+
+_frames = msgspec.json.Decoder(LiveFrame)
 
 
 class AnswerError(CliError):
@@ -42,6 +46,16 @@ class LiveClient:
         """Close the connections."""
         self._client.close()
 
+    def frame(self) -> LiveFrame:
+        """One full live frame."""
+        try:
+            return _frames.decode(self.get(f"{API}/stream", once=1).content)
+        except msgspec.DecodeError as error:
+            raise CliError(
+                f"{self.url} answered something else than a live frame: {error}",
+                "use the same release of sojourn here and on the server",
+            ) from None
+
     def program(self, program_id: str) -> dict[str, Any]:
         """One program with the ledger of its turns."""
         return self._json(f"{API}/programs/{quote(program_id, safe='')}")
@@ -54,6 +68,10 @@ class LiveClient:
             if error.status == 404:
                 return None
             raise
+
+    def explanation(self, program_id: str) -> dict[str, Any]:
+        """Where the program's time and tokens went."""
+        return self._json(f"{API}/programs/{quote(program_id, safe='')}/explain")
 
     def programs(self, limit: int = 1000) -> dict[str, Any]:
         """The newest programs."""

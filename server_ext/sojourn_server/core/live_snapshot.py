@@ -107,4 +107,5 @@ def _row(state: SchedulerState, program: ProgramState, tier: Tier | None, owned:
         reused_tokens=program.reused_tokens,
         lost_tokens=program.lost_tokens,
         saved_s=round(program.saved_s, 3),
+        ttft_s=None if program.ttft_s is None else round(program.ttft_s, 3),
     )

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from sojourn.ids import ProgramId
+
 from ..metrics.turn_ledger import LossCause, TokenSplit, TurnRecord, split_tokens
 from ..programs.program_state import ProgramState
 from .events_and_actions import RequestAdmitted, RequestArrived, TurnFinished
@@ -98,6 +100,9 @@ class TurnRecorder:
         record = self.awaiting_first_token.pop(request_id, None)
         if record is not None:
             record.first_token_s = now
+            program = self._state.programs.get(ProgramId(record.program_id))
+            if program is not None:
+                program.ttft_s = now - record.arrived_s
 
     def close(self, record: TurnRecord, fact: TurnFinished, now: float) -> None:
         """Complete the record of a request that has left the engine, and add it to the ledger and to the

@@ -53,6 +53,9 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     """Prompt tokens of all turns that were computed again, because their KV was lost."""
     saved_s: float
     """Estimate: seconds that computing ``reused_tokens`` would have taken."""
+    ttft_s: float | None = None
+    """Seconds from the arrival of the last request that has a first token to that token; ``None``: no request
+    has one."""
 
 
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -206,6 +206,8 @@ class ProgramState:
     """Prompt tokens of all turns whose KV was on the device or in host memory."""
     lost_tokens: int = 0
     """Prompt tokens of all turns that were computed again because their KV was lost."""
+    ttft_s: float | None = None
+    """Seconds from the arrival of the last request that has a first token to that token."""
     saved_s: float = 0.0
     """Estimated seconds that computing ``reused_tokens`` would have taken."""
     turns_at_last_end: int | None = None
@@ -231,6 +233,7 @@ class ProgramState:
             self.prefetch_at_s
         ) = None
         self.attained_s = self.waited_s = self.saved_s = 0.0
+        self.ttft_s = None
         self.reused_tokens = self.lost_tokens = 0
 
     def tool_now(self) -> str | None:

@@ -1,0 +1,107 @@
+"""``sojourn top``: the programs and the KV memory of a running engine or gateway, in a terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import typer
+
+from .cli_error import CliError
+from .console import write_json
+from .doctor_server import KEY_VARIABLES
+from .live_client import DEFAULT_URL, LiveClient
+
+if TYPE_CHECKING:
+    from ..metrics.live_frame import LiveFrame
+
+MIN_INTERVAL_S = 0.5
+_PROGRAMS = 1000
+"""Programs that ``--once`` prints at most."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("top", help="Show the programs and the KV memory of a running server, live.")(top)
+
+
+def top(
+    url: str = typer.Option(DEFAULT_URL, help="An engine or a gateway"),
+    api_key: str | None = typer.Option(
+        None, envvar=list(KEY_VARIABLES), help="The server's API key, or a gateway's"
+    ),
+    once: bool = typer.Option(False, "--once", help="Print one view and exit"),
+    json_output: str | None = typer.Option(
+        None, "--json", help="Write one view as JSON to this file and exit; - is stdout"
+    ),
+    interval_s: float = typer.Option(1.0, "--interval", min=MIN_INTERVAL_S, help="Seconds between two views"),
+    sort: str = typer.Option("state", help="Column to sort by: state, for, lease, ctx, kv, turn, ttft, lost"),
+) -> None:
+    """Show memory by tier as stacked bars and a line for each program. Keys: s sort, r reverse, / filter, p
+    pause, e explain, q quit. Without a terminal, one view is printed."""
+    from .top_view import SORTABLE
+
+    if sort not in SORTABLE:
+        raise CliError(f"--sort {sort} is unknown", f"use one of {', '.join(SORTABLE)}")
+    client = LiveClient(url, api_key)
+    try:
+        if json_output is not None:
+            write_json(frame_document(client.frame()), json_output)
+        elif once or not sys.stdout.isatty():
+            _print(client.frame(), client.url, sort)
+        else:
+            from .top_app import TopApp
+
+            TopApp(
+                client.frame,
+                lambda program_id: explanation_text(client, program_id),
+                url=client.url,
+                interval_s=interval_s,
+                sort=sort,
+            ).run()
+    finally:
+        client.close()
+
+
+def frame_document(frame: LiveFrame) -> dict[str, Any]:
+    """The frame as JSON data with named fields. ``state``, ``for_s`` and ``lease_left_s`` of a program are
+    what the view shows."""
+    from .top_view import sorted_programs
+
+    programs = [
+        {
+            **msgspec.structs.asdict(view.row),
+            "state": view.state,
+            "for_s": round(view.for_s, 3),
+            "lease_left_s": None if view.lease_left_s is None else round(view.lease_left_s, 3),
+            "kv_bytes": view.kv_bytes,
+        }
+        for view in sorted_programs(frame)
+    ]
+    return {**msgspec.to_builtins(frame), "programs": programs}
+
+
+def explanation_text(client: LiveClient, program_id: str) -> str:
+    """Why a program took its time, as text: the server's explanation, and its latest turns."""
+    from .top_view import turn_table
+
+    return turn_table(client.program(program_id))
+
+
+def _print(frame: LiveFrame, url: str, sort: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from .top_view import MIN_WIDTH, header, heading, program_line, sorted_programs
+
+    width = max(MIN_WIDTH, shutil.get_terminal_size((MIN_WIDTH, 24)).columns)
+    views = sorted_programs(frame, sort=sort)
+    lines = [*header(frame, width, url=url), heading(width, sort, False)]
+    lines += [program_line(view, width) for view in views[:_PROGRAMS]]
+    if len(views) > _PROGRAMS:
+        lines.append([(f"{len(views) - _PROGRAMS} more programs; --json has all", "bold")])
+    out = Console(width=width, highlight=False)
+    for line in lines:
+        out.print(Text.assemble(*((text, style or "") for text, style in line)), soft_wrap=True)

@@ -1,0 +1,328 @@
+"""The full-screen view of ``sojourn top``. Only the lines in sight are drawn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.geometry import Region, Size
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+from textual.widgets import Footer, Input, Static
+
+from ..metrics.live_frame import LiveFrame
+from .cli_error import CliError
+from .top_view import (
+    MIN_WIDTH,
+    SORTABLE,
+    Line,
+    ProgramView,
+    cut,
+    duration,
+    header,
+    heading,
+    program_line,
+    sorted_programs,
+)
+
+Explain = Callable[[str], str]
+
+
+def _strip(line: Line, width: int, base: Style | None = None) -> Strip:
+    segments = [Segment(text, (base or Style()) + Style.parse(style)) for text, style in line]
+    return Strip(segments).adjust_cell_length(width, base)
+
+
+class _Lines(Static):
+    """Some lines of text, drawn as they are."""
+
+    DEFAULT_CSS = "_Lines { height: auto; }"
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__("", markup=False, **arguments)
+        self.lines: list[Line] = []
+
+    def show(self, lines: list[Line]) -> None:
+        from rich.text import Text
+
+        self.lines = lines
+        text = Text(no_wrap=True, overflow="crop", end="")
+        for number, line in enumerate(lines):
+            for part, style in line:
+                text.append(part, style or None)
+            if number < len(lines) - 1:
+                text.append("\n")
+        self.update(text)
+
+
+class ProgramTable(ScrollView, can_focus=True):
+    """The programs, one in a line, with a cursor that stays on its program."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "move(-1)", show=False),
+        Binding("down,j", "move(1)", show=False),
+        Binding("pageup", "page(-1)", show=False),
+        Binding("pagedown", "page(1)", show=False),
+        Binding("home,g", "end(0)", show=False),
+        Binding("end,G", "end(1)", show=False),
+    ]
+
+    class Chosen(Message):
+        """The program under the cursor is to be explained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views: list[ProgramView] = []
+        self._selected: str | None = None
+
+    @property
+    def cursor(self) -> int:
+        """Line of the cursor; 0 if its program is gone."""
+        for place, view in enumerate(self.views):
+            if view.row.program_id == self._selected:
+                return place
+        return 0
+
+    @property
+    def selected(self) -> str | None:
+        """Id of the program under the cursor; ``None``: there is no program."""
+        return self.views[self.cursor].row.program_id if self.views else None
+
+    def show(self, views: list[ProgramView]) -> None:
+        """Show other programs."""
+        self.views = views
+        self.virtual_size = Size(max(MIN_WIDTH, self.size.width), len(views))
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        _, scrolled = self.scroll_offset
+        place = y + scrolled
+        width = max(MIN_WIDTH, self.size.width)
+        if place >= len(self.views):
+            return Strip.blank(self.size.width)
+        base = Style(reverse=True) if place == self.cursor and self.has_focus else Style()
+        strip = _strip(program_line(self.views[place], width), width, base)
+        left = self.scroll_offset.x
+        return strip.crop(left, left + self.size.width)
+
+    def action_move(self, by: int) -> None:
+        self._go(self.cursor + by)
+
+    def action_page(self, by: int) -> None:
+        self._go(self.cursor + by * max(1, self.size.height - 1))
+
+    def action_end(self, last: int) -> None:
+        self._go(len(self.views) if last else 0)
+
+    def _go(self, place: int) -> None:
+        if self.views:
+            place = max(0, min(place, len(self.views) - 1))
+            self._selected = self.views[place].row.program_id
+            self.scroll_to_region(Region(0, place, 1, 1), animate=False)
+            self.refresh()
+
+    def on_click(self, event: Any) -> None:
+        self._go(event.y + self.scroll_offset.y)
+
+
+class ExplanationScreen(ModalScreen[None]):
+    """Why a program took its time; any of Escape, q and e closes it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,e", "dismiss", "Back")]
+    CSS = """
+    ExplanationScreen { align: center middle; }
+    #explanation { width: 100%; height: 100%; border: round $primary; background: $surface; }
+    """
+
+    def __init__(self, program_id: str, explain: Explain) -> None:
+        super().__init__()
+        self._program_id = program_id
+        self._explain = explain
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(id="explanation") as box:
+            box.border_title = cut(self._program_id, 60).replace("[", "\\[")
+            box.border_subtitle = "Escape: back"
+            yield Static("asking the server …", id="explanation-text", markup=False)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query_one("#explanation", VerticalScroll).focus()
+        self._ask()
+
+    @work(thread=True)
+    def _ask(self) -> None:
+        try:
+            text = self._explain(self._program_id)
+        except CliError as failed:
+            text = f"{failed.message}\n\nnext: {failed.next_step}"
+        self.app.call_from_thread(self._show, text)
+
+    def _show(self, text: str) -> None:
+        if self.is_mounted:
+            self.query_one("#explanation-text", Static).update(text)
+
+
+class TopApp(App[None]):
+    """``sojourn top``. ``fetch`` returns a frame and ``explain`` a text; both may block and raise
+    ``CliError``."""
+
+    TITLE = "sojourn top"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    Screen { background: $background; }
+    #filter { height: 1; border: none; padding: 0; }
+    ProgramTable { height: 1fr; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "Quit"),
+        Binding("s", "sort", "Sort"),
+        Binding("r", "reverse", "Reverse"),
+        Binding("slash", "filter", "Filter", key_display="/"),
+        Binding("p,space", "pause", "Pause", key_display="p"),
+        Binding("e,enter", "explain", "Explain", key_display="e"),
+        Binding("escape", "unfilter", show=False),
+    ]
+
+    def __init__(
+        self,
+        fetch: Callable[[], LiveFrame],
+        explain: Explain,
+        *,
+        url: str = "",
+        interval_s: float = 1.0,
+        sort: str = "state",
+    ) -> None:
+        super().__init__()
+        self._fetch = fetch
+        self._explain = explain
+        self._url = url
+        self._interval_s = interval_s
+        self._sort = sort
+        self._reverse = False
+        self._needle = ""
+        self._paused = False
+        self._frame: LiveFrame | None = None
+        self._error = ""
+        self._asking = False
+        self._answered_s = time.monotonic()
+
+    def compose(self) -> ComposeResult:
+        yield _Lines(id="header")
+        yield Input(placeholder="filter: id, name, tenant, tool, state", id="filter")
+        yield _Lines(id="heading")
+        yield ProgramTable()
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query_one("#header", _Lines).show(
+            [[(f"sojourn top  {self._url}", "bold")], [("asking …", "dim")]]
+        )
+        self.query_one("#filter", Input).display = False
+        self.set_focus(self.query_one(ProgramTable))
+        self.set_interval(self._interval_s, self._tick)
+        self._tick()
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    # -- data ----------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        if not (self._paused or self._asking):
+            self._asking = True
+            self._ask()
+
+    @work(thread=True, group="frames")
+    def _ask(self) -> None:
+        frame, error = None, ""
+        try:
+            frame = self._fetch()
+        except CliError as failed:
+            error = failed.message
+        self.call_from_thread(self._took, frame, error)
+
+    def _took(self, frame: LiveFrame | None, error: str) -> None:
+        self._asking = False
+        self._error = error
+        if frame is not None:
+            self._frame, self._answered_s = frame, time.monotonic()
+        if not self._paused:
+            self._draw()
+
+    def _draw(self) -> None:
+        if not self.is_running or (self._frame is None and not self._error):
+            return
+        width = self.size.width
+        note = "PAUSED" if self._paused else ""
+        if self._error:
+            note = f"no answer for {duration(time.monotonic() - self._answered_s)}"
+        if self._frame is None:
+            lines: list[Line] = [[(f"sojourn top  {self._url}", "bold")], [(cut(self._error, width), "bold")]]
+            self.query_one("#header", _Lines).show(lines)
+            return
+        table = self.query_one(ProgramTable)
+        views = sorted_programs(self._frame, sort=self._sort, reverse=self._reverse, needle=self._needle)
+        lines = header(self._frame, width, url=self._url, note=note)
+        if self._needle:
+            lines.append([(cut(f"{len(views)} match “{self._needle}”; Escape shows all", width), "bold")])
+        self.query_one("#header", _Lines).show(lines)
+        self.query_one("#heading", _Lines).show([heading(width, self._sort, self._reverse)])
+        table.show(views)
+
+    # -- keys ----------------------------------------------------------------------
+
+    def action_sort(self) -> None:
+        """Sort by the next column."""
+        self._sort = SORTABLE[(SORTABLE.index(self._sort) + 1) % len(SORTABLE)]
+        self._draw()
+
+    def action_reverse(self) -> None:
+        """Reverse the order."""
+        self._reverse = not self._reverse
+        self._draw()
+
+    def action_pause(self) -> None:
+        """Stop or continue: the server is not asked while the view is paused."""
+        self._paused = not self._paused
+        self._draw()
+        self._tick()
+
+    def action_filter(self) -> None:
+        """Open the filter."""
+        # At once, not at the next refresh: keys that are already there belong to the filter.
+        box = self.query_one("#filter", Input)
+        box.display = True
+        self.set_focus(box)
+
+    def action_unfilter(self) -> None:
+        """Close the filter and show all programs."""
+        box = self.query_one("#filter", Input)
+        box.value = ""
+        self._close_filter()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self._needle = event.value.strip()
+        self._draw()
+
+    def on_input_submitted(self) -> None:
+        self._close_filter()
+
+    def _close_filter(self) -> None:
+        self.query_one("#filter", Input).display = False
+        self.set_focus(self.query_one(ProgramTable))
+
+    def action_explain(self) -> None:
+        """Explain the program under the cursor."""
+        program_id = self.query_one(ProgramTable).selected
+        if program_id is not None:
+            self.push_screen(ExplanationScreen(program_id, self._explain))

@@ -1,0 +1,388 @@
+"""What ``sojourn top`` shows of a live frame, as styled text: the header and one line for each program.
+
+The full-screen view and ``--once`` draw these lines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rich.cells import cell_len, set_cell_size
+
+from ..metrics.live_frame import EngineRow, LiveFrame, ProgramRow
+
+Line = list[tuple[str, str]]
+"""One line: (text, style) pairs. A style is one of Rich's, empty for none."""
+
+MIN_WIDTH = 80
+LOSS = "bold #d55e00"
+DIM = "dim"
+MEMORY_STATES = (
+    ("running", "█", "#0072b2"),
+    ("leased", "▓", "#009e73"),
+    ("cached", "▒", "#56b4e9"),
+    ("used", "▒", "#56b4e9"),
+    ("free", "·", DIM),
+)
+"""States of blocks, with glyph and colour. The glyphs differ, so that nothing depends on the colours."""
+STATE_STYLES = {
+    "thinking": "bold #0072b2",
+    "tool": "#009e73",
+    "waiting": "#e69f00",
+    "gated": "#e69f00",
+    "silent": LOSS,
+    "ended": DIM,
+}
+_ORDER = ("thinking", "waiting", "gated", "tool", "idle", "silent", "ended")
+SLOW_ANSWER_S = 1.0
+"""Seconds of an engine's answer from which the header names them: the data are that old."""
+MAX_BARS = 4
+"""Maximum number of engines with a bar each; more engines share one."""
+
+
+class ProgramView(NamedTuple):
+    """A program's row and what follows from it at the frame's time. Times are in seconds."""
+
+    row: ProgramRow
+    state: str
+    """thinking: a request runs. waiting: it is in the queue. gated: it is kept out. tool, idle: between two
+    turns. silent: the client is gone. ended."""
+    for_s: float
+    """Time in this state: since the request's arrival, or since the last turn."""
+    lease_left_s: float | None
+    kv_bytes: int
+    """KV on the device that the program owns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table: heading, width, text and the key by which the table is sorted."""
+
+    name: str
+    width: int
+    text: Callable[[ProgramView], str]
+    key: Callable[[ProgramView], tuple[float, ...]]
+    right: bool = True
+
+
+def program_view(row: ProgramRow, engines: dict[str, EngineRow]) -> ProgramView:
+    """The view of one program. ``engines``: the frame's engines by name."""
+    engine = engines.get(row.engine)
+    now_s = engine.now_s if engine is not None else row.since_s
+    block_bytes = engine.block_bytes if engine is not None else 0
+    left_s = None if row.lease_until_s is None else row.lease_until_s - now_s
+    return ProgramView(
+        row, _state(row), max(0.0, now_s - row.since_s), left_s, row.device_blocks * block_bytes
+    )
+
+
+def _state(row: ProgramRow) -> str:
+    if row.status == "reasoning":
+        return "thinking" if row.running else "waiting"
+    if row.status == "acting":
+        return "tool" if row.tool else "idle"
+    return {"expired": "silent"}.get(row.status, row.status)
+
+
+def _tier(view: ProgramView) -> str:
+    held = view.row.device_blocks or view.row.lease_blocks
+    place = view.row.tier or ("device" if held else None)
+    if place == "device":
+        return f"dev {size(view.kv_bytes)}" if view.kv_bytes else "dev"
+    return place or "–"
+
+
+def _lease(view: ProgramView) -> str:
+    if view.lease_left_s is None:
+        return "–"
+    return duration(view.lease_left_s) if view.lease_left_s > 0 else "due"
+
+
+def _first_active(view: ProgramView) -> tuple[float, ...]:
+    return (-float(_ORDER.index(view.state)) if view.state in _ORDER else -9.0, -view.row.since_s)
+
+
+COLUMNS = (
+    Column("STATE", 8, lambda view: view.state, _first_active, right=False),
+    Column("TOOL", 10, lambda view: view.row.tool or "", lambda view: (0.0,), right=False),
+    Column("FOR", 5, lambda view: duration(view.for_s), lambda view: (view.for_s,)),
+    Column(
+        "LEASE", 5, _lease,
+        # The lease that ends first comes first; programs without one come last.
+        lambda view: (-(math.inf if view.lease_left_s is None else view.lease_left_s),),
+    ),
+    Column("CTX", 5, lambda view: count(view.row.context_tokens), lambda view: (view.row.context_tokens,)),
+    Column("KV", 9, _tier, lambda view: (view.kv_bytes,), right=False),
+    Column("TURN", 4, lambda view: count(view.row.turns), lambda view: (view.row.turns,)),
+    Column(
+        "TTFT", 5,
+        lambda view: "–" if view.row.ttft_s is None else duration(view.row.ttft_s),
+        lambda view: (view.row.ttft_s or 0.0,),
+    ),
+    Column("LOST", 5, lambda view: count(view.row.lost_tokens) if view.row.lost_tokens else "0",
+           lambda view: (view.row.lost_tokens,)),
+)  # fmt: skip
+SORTABLE = tuple(column.name.lower() for column in COLUMNS if column.name != "TOOL")
+"""Names of the columns by which the table can be sorted."""
+
+
+def sorted_programs(
+    frame: LiveFrame, *, sort: str = "state", reverse: bool = False, needle: str = ""
+) -> list[ProgramView]:
+    """The frame's programs that match ``needle``, largest value of the column ``sort`` first.
+
+    ``needle`` is looked for in id, name, tenant, tool and state, whatever the case. Raises ``StopIteration``
+    for a ``sort`` that is not in ``SORTABLE``."""
+    engines = {engine.engine: engine for engine in frame.engines}
+    views = [program_view(row, engines) for row in frame.programs]
+    if needle:
+        views = [view for view in views if _matches(view, needle.lower())]
+    key = next(column.key for column in COLUMNS if column.name.lower() == sort)
+    views.sort(key=lambda view: view.row.program_id)
+    views.sort(key=key, reverse=not reverse)
+    return views
+
+
+def _matches(view: ProgramView, needle: str) -> bool:
+    row = view.row
+    words = (row.program_id, row.name, row.tenant, row.tool, view.state, row.engine)
+    return any(needle in word.lower() for word in words if word)
+
+
+# -- lines -----------------------------------------------------------------------------
+
+
+def heading(width: int, sort: str, reverse: bool) -> Line:
+    """The table's heading; an arrow marks the column of the order."""
+    name_width = _name_width(width)
+    line: Line = [("PROGRAM".ljust(name_width), "bold")]
+    for column in COLUMNS:
+        chosen = column.name.lower() == sort
+        text = column.name + (("▲" if reverse else "▼") if chosen else "")
+        line += [(" ", ""), (_cell(text, column), "bold reverse" if chosen else "bold")]
+    return line
+
+
+def program_line(view: ProgramView, width: int) -> Line:
+    """The table's line of one program."""
+    row = view.row
+    name_width = _name_width(width)
+    label = row.program_id
+    if row.name and cell_len(row.name) + len(label) + 1 <= name_width:
+        label = f"{row.name} {label}"
+    elif (
+        row.name and row.name != label
+    ):  # generated ids say little; their end tells programs of one name apart
+        label = f"{cut(row.name, name_width - 5)} {label[-4:]}"
+    line: Line = [(_fit(label, name_width), DIM if view.state == "ended" else "")]
+    for column in COLUMNS:
+        style = ""
+        if column.name == "STATE":
+            style = STATE_STYLES.get(view.state, "")
+        elif column.name == "LOST" and row.lost_tokens:
+            style = LOSS
+        line += [(" ", ""), (_cell(column.text(view), column), style)]
+    return line
+
+
+def _name_width(width: int) -> int:
+    return max(MIN_WIDTH, width) - sum(column.width + 1 for column in COLUMNS)
+
+
+def _cell(text: str, column: Column) -> str:
+    return _fit(text, column.width, column.right)
+
+
+def header(frame: LiveFrame, width: int, *, url: str = "", note: str = "") -> list[Line]:
+    """The lines above the table: source, memory by tier as stacked bars, programs, tokens."""
+    width = max(MIN_WIDTH, width)
+    slow_s = max((engine.answer_s or 0.0 for engine in frame.engines), default=0.0)
+    if not note and slow_s >= SLOW_ANSWER_S:
+        note = f"engine answers after {duration(slow_s)}"
+    policies = ", ".join(sorted({engine.policy for engine in frame.engines if engine.policy}))
+    title = f"sojourn top  {url}" + (f"  policy {policies}" if policies else "")
+    lines: list[Line] = [[(cut(title, width - len(note) - 2), "bold"), (f"  {note}" if note else "", LOSS)]]
+    for engine in frame.engines:
+        if engine.error:
+            lines.append([(cut(f"{engine.engine}: {engine.error}", width), LOSS)])
+    answering = [engine for engine in frame.engines if not engine.error and engine.blocks]
+    for label, tiers, block_bytes in _memory(answering):
+        for tier, states in tiers.items():
+            lines.append(_bar(f"{label}{tier}", states, block_bytes if tier == "device" else 0, width))
+    lines.append([(cut(_programs_line(frame), width), "")])
+    lines.append(_tokens_line(frame.engines, width))
+    return lines
+
+
+def _memory(engines: Sequence[EngineRow]) -> Iterable[tuple[str, dict[str, dict[str, int]], int]]:
+    if len(engines) <= MAX_BARS:
+        for engine in engines:
+            label = f"{engine.engine} " if len(engines) > 1 else ""
+            yield label, {"device": engine.blocks, **engine.tiers}, engine.block_bytes
+        return
+    total: dict[str, dict[str, int]] = {}
+    for engine in engines:
+        for tier, states in {"device": engine.blocks, **engine.tiers}.items():
+            into = total.setdefault(tier, {})
+            for state, blocks in states.items():
+                into[state] = into.get(state, 0) + blocks
+    yield f"{len(engines)} engines ", total, engines[0].block_bytes
+
+
+def _bar(label: str, states: dict[str, int], block_bytes: int, width: int) -> Line:
+    total = sum(states.values())
+    known = [(name, glyph, style) for name, glyph, style in MEMORY_STATES if name in states]
+    legend = " ".join(f"{name} {_percent(states[name], total)}" for name, _, _ in known)
+    if block_bytes:
+        legend += f" of {size(total * block_bytes)}"
+    label = cut(label, 24)
+    room = max(10, width - len(label) - len(legend) - 3)
+    line: Line = [(f"{label} ", "bold")]
+    drawn = below = 0
+    for name, glyph, style in known:
+        below += states[name]
+        until = round(room * below / total) if total else 0
+        if states[name]:
+            until = min(room, max(until, drawn + 1))  # what is there is seen
+        line.append((glyph * max(0, until - drawn), style))
+        drawn = max(drawn, until)
+    line.append((" " * (room - drawn) + " " + legend, ""))
+    return line
+
+
+def _programs_line(frame: LiveFrame) -> str:
+    states = Counter(_state(row) for row in frame.programs)
+    words = [f"{states[state]} {state}" for state in _ORDER if states[state]]
+    requests = sum(engine.requests for engine in frame.engines)
+    running = sum(engine.running_requests for engine in frame.engines)
+    text = f"programs {frame.total}" + (f" ({', '.join(words)})" if words else "")
+    text += f" · requests {running} running, {requests - running} waiting"
+    text += f" · leases {sum(engine.leases for engine in frame.engines)}"
+    if frame.total > len(frame.programs):
+        text += f" · only {len(frame.programs)} shown"
+    return text
+
+
+def _tokens_line(engines: Sequence[EngineRow], width: int) -> Line:
+    prompt = sum(engine.prompt_tokens for engine in engines)
+    reused = sum(engine.device_tokens + engine.host_tokens for engine in engines)
+    causes: dict[str, int] = {}
+    for engine in engines:
+        for cause, tokens in engine.lost_tokens.items():
+            causes[cause] = causes.get(cause, 0) + tokens
+    lost = sum(causes.values())
+    if not any(engine.blocks for engine in engines):
+        return [("this key sees no totals of the engines", DIM)]
+    if not prompt:
+        return [("prompt tokens of programs: none yet", DIM)]
+    start = f"prompt tokens {count(prompt)}: {_percent(reused, prompt)} reused, "
+    again = f"{_percent(lost, prompt)} computed again"
+    worst = sorted(causes.items(), key=lambda item: -item[1])
+    why = ", ".join(f"{cause} {count(tokens)}" for cause, tokens in worst if tokens)
+    end = f" ({why})" if why else ""
+    return [(start, ""), (again, LOSS if lost else ""), (cut(end, width - len(start) - len(again)), "")]
+
+
+def text_of(line: Line) -> str:
+    """The line without styles or trailing blanks."""
+    return "".join(text for text, _ in line).rstrip()
+
+
+# -- one program -------------------------------------------------------------------------
+
+_TURN_HEADING = "TURN QUEUED PREFILL DECODE PROMPT REUSED  LOST WHY, AND BEFORE IT"
+
+
+def turn_table(program: Mapping[str, Any], last: int = 40) -> str:
+    """The ``last`` turns of a program, newest first, one in a line. ``program``: the answer of
+    ``/sojourn/v1/programs/{id}``."""
+    turns = [turn for turn in program.get("ledger") or () if isinstance(turn, Mapping)]
+    lines = [
+        f"{program.get('status')}, {program.get('turns')} turns, context of "
+        f"{count(program.get('context_tokens') or 0)} tokens; times and tokens of each turn:",
+        "",
+        _TURN_HEADING,
+    ]
+    lines += [_turn_line(turn) for turn in turns[: -last - 1 : -1]]
+    if not turns:
+        lines.append("no turn has finished yet, or the ledger has forgotten them")
+    return "\n".join(lines)
+
+
+def _turn_line(turn: Mapping[str, Any]) -> str:
+    seconds, tokens = turn.get("seconds") or {}, turn.get("tokens") or {}
+    lost = tokens.get("lost") or {}
+    why = [f"{cause} {count(number)}" for cause, number in lost.items() if number]
+    if turn.get("evictor"):
+        why.append(f"taken by {cut(str(turn['evictor']), 24)}")
+    if turn.get("preemptions"):
+        why.append(f"{turn['preemptions']} preemptions")
+    if turn.get("gap_s") is not None:
+        why.append(f"{cut(str(turn.get('tool_before') or 'no tool'), 16)} {duration(turn['gap_s'])}")
+    reused = (tokens.get("device") or 0) + (tokens.get("host") or 0)
+    return (
+        f"{turn.get('turn', '?'):>4} {duration(seconds.get('queued', 0)):>6}"
+        f" {duration(seconds.get('prefilling', 0)):>7} {duration(seconds.get('decoding', 0)):>6}"
+        f" {count(tokens.get('prompt') or 0):>6} {count(reused):>6} {count(sum(lost.values())):>5}"
+        f" {', '.join(why)}"
+    )
+
+
+# -- numbers -----------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """Seconds in at most five characters: 0.4s, 12s, 3m20, 2h05."""
+    seconds = max(0.0, seconds)
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 100:
+        return f"{whole}s"
+    if whole < 6000:
+        return f"{whole // 60}m{whole % 60:02d}"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}" if whole < 360_000 else f"{whole // 86_400}d"
+
+
+def count(number: float) -> str:
+    """A number in at most five characters: 950, 12.3k, 1.2M."""
+    return _scaled(number, 1000, "kMGT")
+
+
+def size(number: float) -> str:
+    """Bytes in at most five characters: 512, 12.3M, 1.2G; powers of 1024."""
+    return _scaled(number, 1024, "KMGT")
+
+
+def _scaled(number: float, step: int, suffixes: str) -> str:
+    if number < step:
+        return f"{number:.0f}"
+    for suffix in suffixes:
+        number /= step
+        if number < 999.5:
+            return f"{number:.1f}{suffix}" if number < 99.95 else f"{number:.0f}{suffix}"
+    return f"{number:.0f}{suffixes[-1]}"
+
+
+def _percent(part: float, whole: float) -> str:
+    if not whole:
+        return "0%"
+    return "<1%" if 0 < part < 0.005 * whole else f"{part / whole:.0%}"
+
+
+def cut(text: str, width: int) -> str:
+    """``text`` in at most ``width`` columns and on one line, with … where something is missing. Unprintable
+    characters are replaced, since ids come from clients."""
+    text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)) + "…"
+
+
+def _fit(text: str, width: int, right: bool = False) -> str:
+    """``text`` in exactly ``width`` columns."""
+    text = cut(text, width)
+    blank = " " * (width - cell_len(text))
+    return blank + text if right else text + blank

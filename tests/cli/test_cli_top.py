@@ -1,0 +1,287 @@
+"""``sojourn top``: lines of 80 columns that say what the frame says; keys sort, filter, pause and explain."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from rich.cells import cell_len
+from sojourn_server.cli import top as command
+from sojourn_server.cli.cli_error import CliError
+from sojourn_server.cli.live_client import LiveClient
+from sojourn_server.cli.top_view import (
+    COLUMNS,
+    SORTABLE,
+    count,
+    duration,
+    header,
+    heading,
+    program_line,
+    size,
+    sorted_programs,
+    text_of,
+)
+from sojourn_server.metrics.live_frame import EngineRow, LiveFrame, ProgramRow
+
+HOSTILE = "<img onerror=x>[bold]\n\x1b[31m" + "x" * 200
+
+
+def row(program_id: str, **fields: Any) -> ProgramRow:
+    values = {
+        "program_id": program_id, "engine": "0", "tenant": None, "status": "acting", "name": None,
+        "parent_program_id": None, "turns": 3, "context_tokens": 12_345, "requests": 0, "tool": "bash:pytest",
+        "since_s": 90.0, "running": False, "tier": None, "device_blocks": 64, "lease_blocks": 64,
+        "lease_until_s": 130.0, "lease_reason": "this_tool", "reused_tokens": 9000, "lost_tokens": 0,
+        "saved_s": 1.0, "ttft_s": 0.42,
+    }  # fmt: skip
+    return ProgramRow(**{**values, **fields})
+
+
+def frame(*programs: ProgramRow, engines: int = 1) -> LiveFrame:
+    rows = [
+        EngineRow(
+            engine=str(number), now_s=100.0, policy="sojourn", block_tokens=16, block_bytes=1 << 20,
+            blocks={"running": 10, "leased": 20, "cached": 30, "free": 40},
+            tiers={"host": {"used": 1, "free": 3}},
+            programs={"acting": 2, "reasoning": 1}, requests=2, running_requests=1, leases=1, turns=9,
+            prompt_tokens=1000, device_tokens=700, host_tokens=100,
+            lost_tokens={"evicted": 150, "expired": 50},
+        )
+        for number in range(engines)
+    ]  # fmt: skip
+    return LiveFrame(
+        seq=1,
+        full=True,
+        unix_s=0.0,
+        interval_s=0.5,
+        engines=rows,
+        programs=list(programs),
+        total=len(programs),
+    )
+
+
+PROGRAMS = (
+    row("busy", status="reasoning", running=True, requests=1, since_s=99.0, tool=None, lost_tokens=200),
+    row("held", turns=7, context_tokens=99, ttft_s=3.0),
+    row(
+        "queued", status="reasoning", requests=1, since_s=40.0, tool=None, lease_until_s=99.0, device_blocks=9
+    ),
+    row(HOSTILE, tool="工具" * 30, tenant="t", lease_until_s=None, lease_blocks=0),
+    row("gone", status="ended", tool=None, since_s=10.0, lease_until_s=None, device_blocks=0, lease_blocks=0),
+)
+
+
+def test_the_lines_fit_eighty_columns_and_say_what_the_frame_says() -> None:
+    shown = frame(*PROGRAMS, engines=2)
+    views = sorted_programs(shown)
+    lines = [*header(shown, 80, url="http://h:8000"), heading(80, "state", False)]
+    texts = [text_of(line) for line in lines + [program_line(view, 80) for view in views]]
+    for text in texts:
+        assert cell_len(text) <= 80, text
+        assert text.isprintable(), text
+    page = "\n".join(texts)
+    assert "running 10% leased 20% cached 30% free 40% of 100M" in page
+    assert "1 host" in page
+    assert "80% reused, 20% computed again (evicted 300, expired 100)" in page
+    assert [view.state for view in views] == ["thinking", "waiting", "tool", "tool", "ended"]
+    line = next(text for text in texts if text.startswith("held"))
+    assert line.split() == [
+        "held",
+        "tool",
+        "bash:pyte…",
+        "10s",
+        "30s",
+        "99",
+        "dev",
+        "64.0M",
+        "7",
+        "3.0s",
+        "0",
+    ]
+    assert next(text for text in texts if text.startswith("queued")).split()[1:4] == ["waiting", "60s", "due"]
+
+
+def test_bars_are_one_for_many_engines_and_name_an_engine_without_an_answer() -> None:
+    many = frame(engines=9)
+    failed = EngineRow(engine="lost", now_s=0.0, error="no answer")
+    lines = [
+        text_of(line) for line in header(msgspec.structs.replace(many, engines=[*many.engines, failed]), 80)
+    ]
+    assert "lost: no answer" in lines
+    assert any(line.startswith("9 engines device ") and "of 900M" in line for line in lines)
+    assert len(lines) == 6
+
+
+def test_every_column_sorts_and_the_filter_finds_tools_and_states() -> None:
+    shown = frame(*PROGRAMS)
+    for name in SORTABLE:
+        views = sorted_programs(shown, sort=name)
+        assert {view.row.program_id for view in views} == {one.program_id for one in PROGRAMS}
+        key = next(column.key for column in COLUMNS if column.name.lower() == name)
+        assert key(views[0]) > key(sorted_programs(shown, sort=name, reverse=True)[0])
+    assert sorted_programs(shown, sort="lease")[0].row.program_id == "queued"
+    assert sorted_programs(shown, sort="lost")[0].row.program_id == "busy"
+    assert [view.row.program_id for view in sorted_programs(shown, needle="PYTEST")] == ["held"]
+    assert [view.row.program_id for view in sorted_programs(shown, needle="wait")] == ["queued"]
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (duration(0.04), "0.0s"), (duration(9.97), "10s"), (duration(99.6), "1m40"), (duration(7265), "2h01"),
+        (duration(-1), "0.0s"), (count(999), "999"), (count(1000), "1.0k"), (count(999_949), "1.0M"),
+        (size(1023), "1023"), (size(1 << 30), "1.0G"), (size(150 << 20), "150M"),
+    ],
+)  # fmt: skip
+def test_numbers_take_at_most_five_characters(made: str, expected: str) -> None:
+    assert made == expected
+    assert len(made) <= 5
+
+
+# -- the command ---------------------------------------------------------------------------
+
+
+def client(handle: Callable[[httpx.Request], httpx.Response]) -> LiveClient:
+    return LiveClient("h:8000/v1/", "key", transport=httpx.MockTransport(handle))
+
+
+def answer(request: httpx.Request) -> httpx.Response:
+    assert request.headers["authorization"] == "Bearer key"
+    if request.url.path == "/sojourn/v1/stream":
+        assert request.url.params["once"] == "1"
+        return httpx.Response(200, content=msgspec.json.encode(frame(*PROGRAMS)))
+    return httpx.Response(404, json={"error": {"message": "no program has this id", "next": "list them"}})
+
+
+def test_once_prints_and_json_names_the_fields(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "LiveClient", lambda url, key: client(answer))
+    command.top(url="", api_key=None, once=True, json_output=None, interval_s=1.0, sort="lost")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("sojourn top  http://h:8000")
+    assert sum(line.startswith(("busy", "held", "gone")) for line in printed) == 3
+    command.top(url="", api_key=None, once=False, json_output="-", interval_s=1.0, sort="state")
+    document = json.loads(capsys.readouterr().out)
+    first = document["programs"][0]
+    assert (first["program_id"], first["state"], first["for_s"]) == ("busy", "thinking", 1.0)
+    assert document["engines"][0]["blocks"]["leased"] == 20
+    with pytest.raises(CliError, match="--sort colour is unknown"):
+        command.top(url="", api_key=None, once=True, json_output=None, interval_s=1.0, sort="colour")
+
+
+@pytest.mark.parametrize(
+    ("response", "message", "next_step"),
+    [
+        (httpx.Response(404, text="no"), "404", "same release"),
+        (httpx.Response(401, json={"error": {"message": "wrong key"}}), "401 wrong key", "--api-key"),
+        (httpx.Response(200, text="{}"), "something else than a live frame", "same release"),
+        (httpx.Response(503, json={"error": {"message": "busy", "next": "try again"}}), "busy", "try again"),
+        (None, "does not answer", "sojourn serve"),
+    ],
+)
+def test_a_wrong_server_is_named_with_the_next_step(
+    response: httpx.Response | None, message: str, next_step: str
+) -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        if response is None:
+            raise httpx.ConnectError("refused")
+        return response
+
+    with pytest.raises(CliError, match=message) as found:
+        client(handle).frame()
+    assert next_step in found.value.next_step
+
+
+def test_a_programs_turns_are_a_table() -> None:
+    turn = {
+        "turn": 4, "seconds": {"queued": 0.5, "prefilling": 2.0, "decoding": 3.0}, "evictor": "rival",
+        "tokens": {"prompt": 5000, "device": 1000, "host": 0, "new": 0, "lost": {"evicted": 4000}},
+        "preemptions": 0, "gap_s": 74.0, "tool_before": "bash:pytest",
+    }  # fmt: skip
+    document = {"status": "acting", "turns": 4, "context_tokens": 5000, "ledger": [turn]}
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        assert request.url.raw_path == b"/sojourn/v1/programs/a%2Fb"
+        return httpx.Response(200, json=document)
+
+    text = command.explanation_text(client(handle), "a/b")
+    assert (
+        "   4   0.5s    2.0s   3.0s   5.0k   1.0k  4.0k evicted 4.0k, taken by rival, bash:pytest 74s" in text
+    )
+
+
+# -- the full screen -----------------------------------------------------------------------
+
+
+async def test_keys_sort_filter_pause_and_explain() -> None:
+    pytest.importorskip("textual", reason="textual is missing: pip install 'sojourn[top]'")
+    from sojourn_server.cli.top_app import ExplanationScreen, ProgramTable, TopApp, _Lines
+
+    asked: list[str] = []
+    frames = [0]
+
+    def fetch() -> LiveFrame:
+        frames[0] += 1
+        if frames[0] == 1:
+            raise CliError("http://h does not answer", "start it")
+        return frame(*PROGRAMS, *(row(f"many{number:03}", turns=number) for number in range(100)))
+
+    def explain(program_id: str) -> str:
+        asked.append(program_id)
+        return "[b]because[/b] of " + program_id
+
+    app = TopApp(fetch, explain, url="http://h", interval_s=0.1)
+    async with app.run_test(size=(80, 24)) as pilot:
+        table = app.query_one(ProgramTable)
+        await until(lambda: len(table.views) == 105)
+        assert table.size.width == 80
+        assert table.size.height >= 15
+        shown = [table.render_line(y).text for y in range(table.size.height)]
+        assert shown[0].startswith("busy")
+        assert "thinking" in shown[0]
+
+        await pilot.press("j", "j")
+        chosen = table.selected
+        assert chosen == table.views[2].row.program_id
+        await pilot.press("s", "s", "s", "s", "s")  # by turn
+        assert table.views[0].row.program_id == "many099"
+        assert table.selected == chosen, "the cursor stays on its program"
+        await pilot.press("r")
+        assert table.views[0].row.turns == 0
+        await pilot.press("end")
+        assert table.selected == table.views[-1].row.program_id
+        assert table.scroll_offset.y > 60
+
+        await pilot.press("slash", *"queued", "enter")
+        assert [view.row.program_id for view in table.views] == ["queued"]
+        await pilot.press("e")
+        await until(lambda: isinstance(app.screen, ExplanationScreen) and asked == ["queued"])
+        text = app.screen.query_one("#explanation-text")
+        await until(lambda: "[b]because[/b] of queued" in str(text.render()))
+        await pilot.press("escape")
+        assert not isinstance(app.screen, ExplanationScreen)
+        await pilot.press("escape")
+        assert len(table.views) == 105
+
+        await pilot.press("p")
+        await until(lambda: not app._asking)
+        before = frames[0]
+        header_text = "".join(text for line in app.query_one("#header", _Lines).lines for text, _ in line)
+        assert "PAUSED" in header_text
+        await asyncio.sleep(0.3)
+        assert frames[0] == before
+        await pilot.press("p")
+        await until(lambda: frames[0] > before)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until ``condition`` holds, at most ten seconds."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
