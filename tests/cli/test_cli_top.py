@@ -25,6 +25,7 @@ from sojourn_server.cli.top_view import (
     size,
     sorted_programs,
     text_of,
+    turn_table,
 )
 from sojourn_server.metrics.live_frame import EngineRow, LiveFrame, ProgramRow
 
@@ -211,6 +212,7 @@ def test_a_programs_turns_are_a_table() -> None:
         return httpx.Response(200, json=document)
 
     text = command.explanation_text(client(handle), "a/b")
+    assert turn_table({"program_id": "a/b", "engine": document}) == turn_table(document)
     assert (
         "   4   0.5s    2.0s   3.0s   5.0k   1.0k  4.0k evicted 4.0k, taken by rival, bash:pytest 74s" in text
     )

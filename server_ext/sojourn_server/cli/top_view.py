@@ -299,7 +299,9 @@ _TURN_HEADING = "TURN QUEUED PREFILL DECODE PROMPT REUSED  LOST WHY, AND BEFORE 
 
 def turn_table(program: Mapping[str, Any], last: int = 40) -> str:
     """The ``last`` turns of a program, newest first, one in a line. ``program``: the answer of
-    ``/sojourn/v1/programs/{id}``."""
+    ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
+    at_engine = program.get("engine")
+    program = at_engine if isinstance(at_engine, Mapping) else program
     turns = [turn for turn in program.get("ledger") or () if isinstance(turn, Mapping)]
     lines = [
         f"{program.get('status')}, {program.get('turns')} turns, context of "
