@@ -4,6 +4,7 @@
 # make frameworks  setup, then the tests of the agent frameworks, with the newest and oldest releases we support
 # make fast    setup, then the tests that start no engine (6 minutes)
 # make packages  setup, then the wheel in a clean environment of each Python of this machine
+# make site    setup, then the documents as a site in out/site
 # make check   setup, then ruff, mypy and the checks of imports, file sizes and names (scripts/house.py)
 #
 # PYTHON=python3.12           another interpreter (3.11 or newer: the CPU engine needs it)
@@ -31,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: setup demo test fast frameworks packages check clean
+.PHONY: setup demo test fast frameworks packages site check clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -63,6 +64,9 @@ fast: setup
 
 packages: setup
 	bash scripts/check_packages.sh
+
+site: setup
+	$(BIN)/python scripts/site.py
 
 check: setup
 	$(BIN)/ruff check

@@ -290,7 +290,7 @@ def page(result: dict[str, Any], made: Provenance, wall_s: float) -> str:
             f"{BLOCK_TOKENS} tokens, a pool of {result['pool_tokens']:,}; medians of {result['rounds']} "
             f"rounds, seed {result['seed']}.",
             "",
-            "![seconds over context](offload_break_even.svg)",
+            "![seconds over context](break_even.svg)",
             "",
             "| break-even | |",
             "|---|---|",
@@ -352,7 +352,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=2048, help="context in tokens (default: 2048)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder to write offload_break_even.json, .md and .svg into")
+    parser.add_argument("--out", type=Path, help="folder to write break_even.json, .md and .svg into")
     options = parser.parse_args()
     began, console = time.monotonic(), Console()
     result = run(options.model, plan(options.longest), options.rounds, options.seed, console)
@@ -366,10 +366,10 @@ def main() -> None:
         made = made_with(sys.argv)
         document = {"command": f"python benchmarks/{made.command}", "machine": made.machine,
                     "versions": made.versions, **result}  # fmt: skip
-        write_json(document, str(options.out / "offload_break_even.json"))
-        plot(result, options.out / "offload_break_even.svg")
+        write_json(document, str(options.out / "break_even.json"))
+        plot(result, options.out / "break_even.svg")
         text = page(result, made, time.monotonic() - began)
-        write_page(options.out / "offload_break_even.md", text, FIRST_WORDS)
+        write_page(options.out / "break_even.md", text, FIRST_WORDS)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,10 @@ COMMAND_LINES = sorted(
 )
 
 
+VLLM_FLAGS = {"--host", "--port", "--max-model-len", "--enable-auto-tool-choice", "--tool-call-parser"}
+"""Flags of vLLM's own that the documents give to `sojourn serve`."""
+
+
 def test_there_are_commands_to_check() -> None:
     assert {line.split()[1] for line in COMMAND_LINES} == set(COMMANDS)
 
@@ -108,7 +112,7 @@ def test_commands_and_their_options_exist(line: str) -> None:
     known = {
         option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
     }
-    known |= {"--host", "--port"} if words[1] == "serve" else set()  # vLLM's own
+    known |= VLLM_FLAGS if words[1] == "serve" else set()
     mine = words[2 : words.index("--")] if "--" in words else words[2:]
     given = {word.partition("=")[0] for word in mine if word.startswith("-")}
     assert given <= known

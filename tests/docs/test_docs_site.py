@@ -1,0 +1,61 @@
+"""The documents build as a site without a warning, and offline."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sojourn
+from docs_tools import ROOT
+from sojourn_server.cli import COMMANDS
+
+
+def site_script() -> Any:
+    spec = importlib.util.spec_from_file_location("site_script", ROOT / "scripts" / "site.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    site_script().build(folder)
+    return folder
+
+
+def test_every_page_of_the_navigation_is_built(site: Path) -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = re.findall(r": (\S+)\.md$", nav, re.MULTILINE)
+    assert len(pages) > 20
+    for page in pages:
+        assert (site / ("index.html" if page == "README" else f"{page}.html")).is_file(), page
+    written = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert written <= {page.rpartition("/")[2] for page in pages}, "a document is not in the navigation"
+
+
+def test_tables_are_tables_and_nothing_is_fetched(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"^\|---|<p>\| ", text, re.MULTILINE), f"a table of {page.name} is not one"
+        assert not re.search(r"<(?:script|link|img)[^>]+(?:src|href)=\"https?:", text), page.name
+
+
+def test_the_reference_has_every_command_and_every_public_name() -> None:
+    script = site_script()
+    commands, names = script.cli_page(), script.sdk_page()
+    assert set(COMMANDS) <= set(re.findall(r"^## sojourn ([\w-]+)$", commands, re.MULTILINE))
+    public = {name for name in sojourn.__all__ if callable(getattr(sojourn, name))}
+    assert public <= set(re.findall(r"^## (\w+)$", names, re.MULTILINE))
+
+
+def test_lists_and_tables_get_the_line_that_markdown_wants() -> None:
+    text = "one\n- a\n- b\n  c\n- d\n<!-- x -->\n| t |\n|---|\n<!-- y -->\n| u |\n```\nno\n- list\n```\n"
+    assert site_script().as_markdown(text) == (
+        "one\n\n- a\n- b\n  c\n- d\n\n| t |\n|---|\n| u |\n```\nno\n- list\n```\n"
+    )
