@@ -134,8 +134,8 @@ def test_every_column_sorts_and_the_filter_finds_tools_and_states() -> None:
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
-        (duration(0.04), "0.0s"), (duration(9.97), "10s"), (duration(99.6), "1m40"), (duration(7265), "2h01"),
-        (duration(-1), "0.0s"), (count(999), "999"), (count(1000), "1.0k"), (count(999_949), "1.0M"),
+        (duration(0.04), "40ms"), (duration(9.97), "10s"), (duration(99.6), "1m40"), (duration(7265), "2h01"),
+        (duration(-1), "0ms"), (count(999), "999"), (count(1000), "1.0k"), (count(999_949), "1.0M"),
         (size(1023), "1023"), (size(1 << 30), "1.0G"), (size(150 << 20), "150M"),
     ],
 )  # fmt: skip

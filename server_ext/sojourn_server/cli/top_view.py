@@ -338,8 +338,10 @@ def _turn_line(turn: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in at most five characters: 0.4s, 12s, 3m20, 2h05."""
+    """Seconds in at most five characters: 40ms, 0.4s, 12s, 3m20, 2h05."""
     seconds = max(0.0, seconds)
+    if seconds < 0.095:
+        return f"{seconds * 1000:.0f}ms"
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)
