@@ -207,11 +207,19 @@ def test_a_programs_turns_are_a_table() -> None:
     }  # fmt: skip
     document = {"status": "acting", "turns": 4, "context_tokens": 5000, "ledger": [turn]}
 
+    explained = {"text": "Turn 4 took 5.5 s.", "advice": [{"hint": "ttl_s", "text": "A TTL of 80 s."}]}
+
     def handle(request: httpx.Request) -> httpx.Response:
-        assert request.url.raw_path == b"/sojourn/v1/programs/a%2Fb"
+        path = request.url.raw_path.decode()
+        if path == "/sojourn/v1/programs/a%2Fb/explain":
+            return httpx.Response(200, json=explained) if explained else httpx.Response(404)
+        assert path == "/sojourn/v1/programs/a%2Fb"
         return httpx.Response(200, json=document)
 
     text = command.explanation_text(client(handle), "a/b")
+    assert text.startswith("Turn 4 took 5.5 s.\nA TTL of 80 s.\n\nacting, 4 turns")
+    explained.clear()
+    assert command.explanation_text(client(handle), "a/b") == turn_table(document)
     assert turn_table({"program_id": "a/b", "engine": document}) == turn_table(document)
     assert (
         "   4   0.5s    2.0s   3.0s   5.0k   1.0k  4.0k evicted 4.0k, taken by rival, bash:pytest 74s" in text

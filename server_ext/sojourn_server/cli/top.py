@@ -12,7 +12,7 @@ import typer
 from .cli_error import CliError
 from .console import write_json
 from .doctor_server import KEY_VARIABLES
-from .live_client import DEFAULT_URL, LiveClient
+from .live_client import DEFAULT_URL, AnswerError, LiveClient
 
 if TYPE_CHECKING:
     from ..metrics.live_frame import LiveFrame
@@ -87,7 +87,16 @@ def explanation_text(client: LiveClient, program_id: str) -> str:
     """Why a program took its time, as text: the server's explanation, and its latest turns."""
     from .top_view import turn_table
 
-    return turn_table(client.program(program_id))
+    parts = []
+    try:
+        found = client.explanation(program_id)
+    except AnswerError as error:
+        if error.status != 404:  # no turn yet, or a server without explanations
+            raise
+    else:
+        advice = [str(one.get("text")) for one in found.get("advice") or ()]
+        parts = ["\n".join([str(found.get("text", "")), *advice]), ""]
+    return "\n".join([*parts, turn_table(client.program(program_id))])
 
 
 def _print(frame: LiveFrame, url: str, sort: str) -> None:
