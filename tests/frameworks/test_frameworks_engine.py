@@ -19,7 +19,7 @@ from stream_pieces import join_pieces
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:Item .* on TypedDict class:UserWarning"),  # litellm's own, streaming
+    pytest.mark.filterwarnings("ignore:Items? .* on TypedDict class:UserWarning"),  # litellm's own, streaming
 ]
 SETTLE_S = 15.0
 """How long the engine may take to hear of the last event."""

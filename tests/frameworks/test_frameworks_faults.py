@@ -24,7 +24,7 @@ from waiting import wait_until
 pytestmark = [
     pytest.mark.slow,  # all together
     pytest.mark.timeout(60),  # AutoGen waits for ever where an exception of ours gets out
-    pytest.mark.filterwarnings("ignore:Item .* on TypedDict class:UserWarning"),  # litellm's own, streaming
+    pytest.mark.filterwarnings("ignore:Items? .* on TypedDict class:UserWarning"),  # litellm's own, streaming
 ]
 
 EVERY_ROW = ("refused", "hang")

@@ -18,7 +18,7 @@ from sojourn.testing import FakeServer
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 litellm = pytest.importorskip("litellm")
 
-pytestmark = pytest.mark.filterwarnings("ignore:Item .* on TypedDict class:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:Items? .* on TypedDict class:UserWarning")
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BOTH = pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
@@ -134,6 +134,9 @@ def test_functions_imported_by_name_before_are_covered() -> None:
         assert server.requests[0].context is not None
 
 
+ROUTER_METHODS = ("function_with_fallbacks", "async_function_with_fallbacks")
+
+
 def test_the_very_same_functions_are_put_back() -> None:
     from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler, HTTPHandler
 
@@ -147,7 +150,9 @@ def test_the_very_same_functions_are_put_back() -> None:
             "atext_completion",
         )
         methods = [kind.post for kind in (HTTPHandler, AsyncHTTPHandler)]
-        return methods + [getattr(litellm, name) for name in names] + [litellm.Router.function_with_fallbacks]
+        # litellm 1.110 has a router in Rust, without this method.
+        router = [vars(litellm.Router)[name] for name in ROUTER_METHODS if name in vars(litellm.Router)]
+        return methods + [getattr(litellm, name) for name in names] + router
 
     before = patched()
     with FakeServer() as server:

@@ -28,7 +28,7 @@ from sojourn.testing import FakeServer
 
 pytestmark = [
     pytest.mark.timeout(60),  # AutoGen waits for ever where an exception of ours gets out
-    pytest.mark.filterwarnings("ignore:Item .* on TypedDict class:UserWarning"),  # litellm's own, streaming
+    pytest.mark.filterwarnings("ignore:Items? .* on TypedDict class:UserWarning"),  # litellm's own, streaming
 ]
 
 FAULTS = (
