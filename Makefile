@@ -57,7 +57,7 @@ else
 endif
 
 frameworks: setup
-	$(BIN)/tox run -- $(or $(TESTS),tests/frameworks)
+	$(BIN)/tox run -e frameworks,frameworks-oldest -- $(or $(TESTS),tests/frameworks)
 
 fast: setup
 	$(BIN)/python -m pytest -m "not engine and not slow" $(TESTS)
