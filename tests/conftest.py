@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell has what it starts in the background ignore Ctrl-C, and a process has its children do the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+from gc_tools import old_objects_passed_over
+
 try:
     from hypothesis import settings
 except ModuleNotFoundError:  # the frameworks' environments do without
@@ -80,6 +83,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: next((i for i, name in enumerate(LONG) if name in item.path.parts), len(LONG))
     )
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Generator[None]:
+    """No garbage is collected while tests are: each collection would scan torch and vLLM once more."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtestloop() -> Generator[None]:
+    """What the imports of all tests made is not scanned again by every collection of the tests."""
+    with old_objects_passed_over():
+        yield
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
