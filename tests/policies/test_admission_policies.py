@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,21 @@ def test_the_gate_shuts_exactly_where_the_growth_no_longer_fits() -> None:
     assert policy.may_admit(replace(entry, free_blocks=80), 0.0)
     assert not policy.may_admit(replace(entry, free_blocks=79), 0.0)
     assert ExpectedGrowthAdmission(reserve=0.5).may_admit(replace(entry, free_blocks=50), 0.0)
+
+
+def test_nothing_is_reserved_until_kv_was_lost_and_long_after() -> None:
+    policy = ExpectedGrowthAdmission(reserve=1.0, relax_s=100.0)
+    # 60 blocks are reserved right after a loss, 30 half of the time later.
+    entry = replace(NEWCOMER, earlier=(YOUNG, YOUNG), free_blocks=50)
+    assert not policy.may_admit(replace(entry, since_shortage_s=0.0), 0.0)
+    assert not policy.may_admit(replace(entry, since_shortage_s=49.0), 0.0)
+    assert policy.may_admit(replace(entry, since_shortage_s=51.0), 0.0)
+    assert policy.may_admit(replace(entry, since_shortage_s=math.inf, free_blocks=20), 0.0)
+    assert not policy.may_admit(replace(entry, since_shortage_s=math.inf, free_blocks=19), 0.0)
+    always = ExpectedGrowthAdmission(reserve=1.0, relax_s=math.inf)
+    assert not always.may_admit(replace(entry, since_shortage_s=math.inf), 0.0)
+    with pytest.raises(ValueError, match="above 0"):
+        ExpectedGrowthAdmission(relax_s=0.0)
 
 
 def test_admission_is_monotonic_in_free_blocks_and_programs() -> None:

@@ -101,6 +101,7 @@ class AdmissionController:
             own=own,
             needed_blocks=tuple(demand.needed_blocks) if demand is not None else (),
             available_blocks=demand.available_blocks if demand is not None else 0,
+            since_shortage_s=max(0.0, now - self._state.last_shortage_s),
         )
         enters = self._policy.may_admit(entry, now)
         self._state.programs.signal(program, ProgramSignal.UNGATE if enters else ProgramSignal.GATE)

@@ -231,6 +231,8 @@ class LeaseManager:
         """Record the end of a lease that was removed from the table, and add the engine's action ``kind``."""
         self._state.actions.append(EngineAction(kind, lease.program_id, reason))
         self.record_release(lease.program_id, reason)
+        if reason is DecisionReason.PRESSURE:
+            self._state.last_shortage_s = now
         self._state.recorder.count("sojourn_lease_ends_total", reason=reason.value)
         if reason is DecisionReason.SILENT:
             self._state.recorder.count("sojourn_client_silent_total")

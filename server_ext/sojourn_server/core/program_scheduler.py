@@ -179,9 +179,15 @@ class ProgramScheduler:
         owner, taker_request_id = event.owner, event.taker_request_id
         taker = self._requests.states.get(taker_request_id) if taker_request_id is not None else None
         evictor = taker.program.id if taker is not None and taker.program is not None else None
+        if owner is not None and self._is_living(owner):
+            self.state.last_shortage_s = now
         cause = self._lease_manager.release_cause(owner) or LossCause.EVICTED
         self.state.eviction_log.add(event.block_hash, EvictedBlock(cause, owner, evictor, now, event.score))
         self._journal.evicted(cause)
+
+    def _is_living(self, program_id: ProgramId) -> bool:
+        program = self._programs.get(program_id)
+        return program is not None and program.status not in OVER_STATUSES
 
     def _tick(self, event: Tick, now: float) -> None:
         self._request_lifecycle.now_s = now

@@ -177,6 +177,7 @@ class RequestLifecycle:
             self._admission.drop_holder(request_id)
             if request_state.record is not None:
                 request_state.record.preemptions += 1
+        self._state.last_shortage_s = now
         self._journal.preempted(request_state, now, recovery, tokens)
         return RecoveryChosen(recovery)
 

@@ -119,5 +119,8 @@ class SchedulerState:
         self.ledger = TurnLedger(remembered)
         self.decisions = DecisionLog(remembered)
         self.recorder = MetricsRecorder()
+        self.last_shortage_s = -math.inf
+        """Time at which a living program last lost KV because memory was short: a block was evicted, a lease
+        was reclaimed or a request was preempted. ``-inf``: never."""
         self.actions: list[Action] = []
         """Actions of the event being handled, oldest first. ``ProgramScheduler.handle`` empties this list."""

@@ -205,6 +205,8 @@ class AdmissionView:
     available_blocks: int = 0
     """Blocks available to all running requests together. A shared block counts once for each request that
     uses it."""
+    since_shortage_s: float = 0.0
+    """Seconds since a living program last lost KV because memory was short; ``inf``: that never happened."""
 
 
 class EvictionCandidateView(NamedTuple):

@@ -58,6 +58,10 @@ class ExpectedGrowthAdmission:
     The expected growth of a program is the mean growth per turn times its expected number of further turns.
     Both come from observed turns and finished programs. Until there are enough of these, the priors of
     ``forecasting.context_growth`` apply.
+
+    Where memory suffices, nothing is reserved: the expectation says how large contexts become, but not that
+    they are large at the same time. So growth is reserved from the first time that a living program loses KV.
+    The reserve then shrinks to nothing within ``relax_s``, unless KV is lost again.
     """
 
     gates: bool = True
@@ -67,13 +71,26 @@ class ExpectedGrowthAdmission:
     """Share of the expected growth to reserve, 0 to 1. Programs end at different times, so 1 is too much."""
     prior_turns: float = PRIOR_TURNS
     prior_growth: float = PRIOR_GROWTH
+    relax_s: float = 600.0
+    """Seconds without a loss of KV after which nothing is reserved; ``inf``: growth is always reserved."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.reserve <= 1 or not self.relax_s > 0:
+            raise ValueError(f"reserve {self.reserve}, relax_s {self.relax_s}; expected 0 to 1, and above 0")
 
     def may_admit(self, entry: AdmissionView, now: float) -> bool:
         if not entry.earlier or not entry.anything_running:
             return True
-        growth = sum(self.expected_growth_tokens(program, entry) for program in entry.earlier)
-        reserved_blocks = min(self.reserve * growth / entry.block_size, entry.pool_blocks)
+        share = self.reserve * self._pressure(entry)
+        growth = sum(self.expected_growth_tokens(program, entry) for program in entry.earlier) if share else 0
+        reserved_blocks = min(share * growth / entry.block_size, entry.pool_blocks)
         return entry.free_blocks - entry.need_blocks >= reserved_blocks
+
+    def _pressure(self, entry: AdmissionView) -> float:
+        """How much of the reserve applies, from 1 right after a loss of KV to 0 after ``relax_s``."""
+        if math.isinf(self.relax_s):
+            return 1.0
+        return max(0.0, 1.0 - entry.since_shortage_s / self.relax_s)
 
     def expected_growth_tokens(self, program: ProgramGrowthView, entry: AdmissionView) -> float:
         """Tokens by which the program's context is expected to grow. At least one turn's growth is expected,
@@ -108,7 +125,8 @@ class DemandForecastAdmission:
     The share ``reserve`` of the available blocks stays free, since demand exceeds its expectation half of the
     time.
 
-    A request without prediction is admitted, as in the unmodified engine. An idle engine admits its first
+    A request without prediction is admitted, as in the unmodified engine. So is every request until a living
+    program loses KV for the first time, since up to then memory sufficed. An idle engine admits its first
     request, whatever the demand. At most ``LARGEST_SHARE`` of the memory counts as demand of one request.
     Otherwise a request that needs most of the memory would wait until nothing runs, and the queue would wait
     behind it. Shortages at steps by which the request has most likely ended (``SLIGHT_SHARE``) are ignored.
@@ -129,6 +147,8 @@ class DemandForecastAdmission:
     def may_admit(self, entry: AdmissionView, now: float) -> bool:
         own = entry.own
         if not entry.anything_running or own is None or not own.remaining or not entry.needed_blocks:
+            return True
+        if math.isinf(entry.since_shortage_s):
             return True
         room = entry.available_blocks * (1 - self.reserve)
         its = [min(part, LARGEST_SHARE * room) for part in needed_blocks([own], entry.block_size)]
