@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from sojourn_server.core.events_and_actions import AdmissionRequested, is_let_in
+
+
+@pytest.fixture
+def make_engine(make_engine):
+    """Engines in which programs lose KV all the time: admission reserves nothing before that."""
+
+    def make(*args, **options):
+        engine = make_engine(*args, **options)
+        engine.scheduler.sojourn.program_scheduler.state.last_shortage_s = math.inf
+        return engine
+
+    return make
 
 
 def prompt(start: int, tokens: int) -> range:
