@@ -32,6 +32,8 @@ def engine(*, preset: str | Preset = "tetris", blocks: int = 100, host_blocks: i
     # As an engine with host memory has it; nothing was copied yet.
     made.program_scheduler._forecaster._pool.host_blocks = host_blocks
     made.program_scheduler._forecaster.copied(None, None, 0.0)
+    made = made
+    made.program_scheduler.state.last_shortage_s = math.inf  # admission forecasts once KV was lost
     return made
 
 
