@@ -29,6 +29,7 @@ from sojourn_server.policies.placement.placement_views import (
     Tier,
 )
 from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
+from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
 from sojourn_server.policies.policy_protocols import DecisionReason, EndedKvHandling
 from sojourn_server.policies.preset import Preset, load_preset
 from sojourn_server.policies.retention.retention_policies import FixedRetention
@@ -45,6 +46,7 @@ class Watched:
     places = True
     needs_tiers = True
     reads_costs = False
+    refuses = True
     k = 5
     tick_s = TICK_S
     idle_tick_s = 0.5
@@ -787,6 +789,21 @@ def test_a_clock_that_jumps_back_stops_nobody() -> None:
     engine.step()
     assert not engine.parked(request), "a standstill that cannot be timed has lasted"
     assert engine.tier("a") is HOST
+
+
+def test_a_policy_that_refuses_none_leaves_long_parked_requests_to_the_engine() -> None:
+    policy = ResidencyPricePlacement(patience_s=math.inf)
+    engine = Engine(policy, limits=SchedulerLimits(gate_timeout_s=60.0))
+    engine.run("a", 15)
+    request = engine.come("b", 10)
+    engine.spend(59.9)
+    assert engine.parked(request)
+    engine.spend(0.2)
+    assert not engine.parked(request), "vLLM's own order decides from here on"
+    assert engine.tier("b") is DEVICE
+    engine.spend(1000.0)
+    assert not engine.parked(request)
+    assert engine.program_scheduler.refused == []
 
 
 def test_a_clock_that_jumps_back_refuses_nobody_and_forgets_nobody() -> None:

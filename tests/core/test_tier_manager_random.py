@@ -98,6 +98,7 @@ class Checked:
 
     places = needs_tiers = True
     reads_costs = False
+    refuses = True
 
     def __init__(self, policy: RelativeIdlenessPlacement, life: PlacedLife) -> None:
         self.policy, self.life = policy, life

@@ -159,6 +159,8 @@ class TierManager:
         """The latest event since the policy's last call; ``None``: no event."""
         self._last_overdue_admission_s = -math.inf
         """Time at which the policy last promoted an overdue program."""
+        self._last_shortage_s = -math.inf
+        """Time at which a program last lost its KV because the tiers were over capacity."""
         self._asked_s = self._ask_at_s = -math.inf
         """Time of the policy's last call; ``_ask_at_s``: time of its next call if there is no event."""
         self._failed: Exception | None = None
@@ -303,9 +305,10 @@ class TierManager:
         return place.leaves_after is not None and request_state.arrival > place.leaves_after
 
     def parked_for(self, limit_s: float, now: float) -> Iterator[RequestState]:
-        """Yield parked requests that have waited for ``limit_s`` or longer, each request once.
+        """Yield parked requests to refuse, those that have waited for ``limit_s`` or longer, each once.
 
-        Must be called in every tick: it also detects pauses of the engine, which do not count as waiting."""
+        With a policy that refuses none, yields nothing: places the requests' programs on the device instead,
+        and later again if such a request is parked once more and waits for another ``limit_s``. Must be called in every tick: it also detects pauses of the engine, which do not count as waiting."""
         paused_s = now - self._last_tick_s
         self._last_tick_s = now
         if self._oldest and not 0 <= paused_s < ENGINE_PAUSE_S:
@@ -314,11 +317,20 @@ class TierManager:
             shift_s = paused_s if 0 < paused_s < math.inf else 0.0
             for arrival, entry in self._oldest.items():
                 self._oldest[arrival] = (min(entry[0] + shift_s, now), *entry[1:])
+        released = []
         while self._oldest and now - next(iter(self._oldest.values()))[0] >= limit_s:
             _, entry = self._oldest.popitem(last=False)
             place = self._waits(entry)
             if place is not None and self.parked(request_state := place.waiting[entry[2]]):
-                yield request_state
+                if self._policy.refuses:
+                    yield request_state
+                else:
+                    released.append((place, entry))
+        for place, (_, arrival, request_id, program_id) in released:
+            self._oldest[arrival] = (now, arrival, request_id, program_id)
+            if self.parked(place.waiting[request_id]):
+                move = TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.OVERDUE)
+                self._apply(move, now)
 
     def counts(self) -> dict[Tier, int]:
         """Number of programs in each queue."""
@@ -382,6 +394,7 @@ class TierManager:
             waiting=tuple(place for place in first if place is not None),
             mean_running=self._reload.mean_running,
             prefill_share=self._reload.prefill_share,
+            last_shortage_s=self._last_shortage_s,
             last_overdue_promotion_s=self._last_overdue_admission_s,
             waiting_sorted=True,
             longest_waiting=self._longest_waiting(),
@@ -413,6 +426,8 @@ class TierManager:
             place.leaves_after = self._arrivals
         else:
             place.leaves_after = None
+            if move.reason is MoveReason.OVER_CAPACITY and move.to is Tier.WAITING and place.context_blocks:
+                self._last_shortage_s = now
             if move.to is not place.tier:
                 self._file(place, move.to)
         self._look(place, now, None)

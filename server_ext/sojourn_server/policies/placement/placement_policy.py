@@ -78,6 +78,9 @@ class PlacementPolicy(Protocol):
     """Whether the policy is nothing without host memory. An engine without any then does not start."""
     reads_costs: bool
     """Whether the policy reads what a program's view says of durations, costs and service."""
+    refuses: bool
+    """Whether a request that waited for ``gate_timeout_s`` is refused with an error. Otherwise its program is
+    placed on the device then, and the engine's own order applies to the request."""
     k: int
     """Number of newest cycles (a turn and the gap after it) over which idleness is measured."""
     tick_s: float
@@ -98,6 +101,7 @@ class NoPlacement:
     places: bool = False
     needs_tiers: bool = False
     reads_costs: bool = False
+    refuses: bool = False
     k: int = WINDOW_CYCLES
     tick_s: float = math.inf
     idle_tick_s: float = math.inf

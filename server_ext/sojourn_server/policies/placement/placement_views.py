@@ -130,6 +130,8 @@ class PlacementView:
     """Mean number of requests in the engine's recent steps; 0: unknown."""
     prefill_share: float = 0.0
     """Share of the device's recent busy time that went into computing prompts, 0 to 1."""
+    last_shortage_s: float = -math.inf
+    """Time at which a program last lost its KV because the tiers were over capacity; ``-inf``: never."""
     last_overdue_promotion_s: float = -math.inf
     """Time at which a program was last promoted because it was overdue."""
     waiting_sorted: bool = False

@@ -75,6 +75,7 @@ class RelativeIdlenessPlacement:
     places: bool = True
     needs_tiers: bool = True
     reads_costs: bool = False
+    refuses: bool = True
     k: int = WINDOW_CYCLES
     """Number of cycles over which idleness is measured (§4.2)."""
     tick_s: float = 5.0

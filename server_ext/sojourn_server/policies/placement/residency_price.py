@@ -66,12 +66,15 @@ class ResidencyPricePlacement:
     places: bool = True
     needs_tiers: bool = False
     reads_costs: bool = True
+    refuses: bool = False
     k: int = WINDOW_CYCLES
     """Number of cycles over which idleness is measured; the policy does not use it."""
     tick_s: float = 1.0
     idle_tick_s: float = 0.25
     reserve: float = 0.7
     """Share of a context's predicted growth that is reserved where an evicted context is computed again."""
+    relax_s: float = 600.0
+    """Seconds without a loss of KV after which nothing is reserved; the reserve shrinks evenly until then."""
     patience_s: float = 300.0
     """Seconds until a waiting ready program is overdue; ``inf``: never."""
     overdue_gap_s: float = 60.0
@@ -254,7 +257,10 @@ class _Plan:
         of the device."""
         largest = max((program.context_blocks for program in self._staying.values()), default=0)
         below = max(self._free[Tier.HOST], self._free[Tier.DISK])
-        return 0.0 if below >= max(1, largest) else self._policy.reserve
+        if below >= max(1, largest):
+            return 0.0
+        calm_s = self._now - self._view.last_shortage_s
+        return self._policy.reserve * max(0.0, 1.0 - calm_s / self._policy.relax_s)
 
     def _reserved_blocks(self, program: ProgramTierView, reserve: float) -> float:
         """Blocks that count for the program when another one wants to enter."""
