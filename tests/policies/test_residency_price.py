@@ -54,8 +54,9 @@ def acting(name: str, blocks: int, durations: tuple[float, ...], since_s: float 
 
 
 def answer(
-    *programs: ProgramTierView, device: int = 20, host: int = 0, load_s: float | None = None, **policy: Any
-) -> dict[str, TierMove]:
+    *programs: ProgramTierView, device: int = 20, host: int = 0, load_s: float | None = None,
+    shortage_s: float = NOW, **policy: Any,
+) -> dict[str, TierMove]:  # fmt: skip
     groups = {tier: [each for each in programs if each.tier is tier] for tier in Tier}
     view = PlacementView(
         why=PlacementTrigger.TICK,
@@ -63,6 +64,7 @@ def answer(
         host=TierCapacity(capacity_blocks=host, load_s_per_block=load_s),
         disk=TierCapacity(capacity_blocks=0),
         on_device=groups[DEVICE], on_host=groups[HOST], on_disk=groups[DISK], waiting=groups[WAITING],
+        last_shortage_s=shortage_s,
     )  # fmt: skip
     return {move.program_id: move for move in ResidencyPricePlacement(**policy).moves(view, NOW)}
 
@@ -227,6 +229,13 @@ def test_growth_is_reserved_where_an_eviction_means_computing_again() -> None:
     assert "b" in answer(resident, waiting, reserve=0.5)
 
 
+def test_growth_is_reserved_only_after_kv_was_lost() -> None:
+    resident, waiting = program("a", DEVICE, REASONING, 10, peak=20), program("b", WAITING, READY, 5)
+    for lost_s, enters in ((float("-inf"), True), (NOW, False), (NOW - 100.0, False), (NOW - 400.0, True)):
+        # 100 s later 10 + 0.7 · 5/6 · 10 + 5 > 20; 400 s later 10 + 0.7 · 1/3 · 10 + 5 < 20
+        assert ("b" in answer(resident, waiting, shortage_s=lost_s)) is enters
+
+
 def test_over_capacity_acting_programs_leave_before_reasoning_ones() -> None:
     moves = answer(
         acting("a", 8, (1.0,)), program("r", DEVICE, REASONING, 8, arrived_s=1.0),
@@ -279,6 +288,7 @@ def test_the_first_program_enters_an_empty_device_whatever_its_size() -> None:
     [
         ({"tick_s": 0}, "tick_s is 0; expected a finite number of seconds > 0"),
         ({"reserve": 1.5}, "reserve is 1.5; expected 0 to 1"),
+        ({"relax_s": 0}, "relax_s is 0; expected seconds > 0, or inf to reserve always after a loss"),
         ({"patience_s": float("nan")}, "patience_s is nan; expected seconds ≥ 0, or inf for never"),
         ({"order": "work"}, 'order is \'work\'; expected "size" or "arrival"'),
     ],

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from rich.markup import escape
 
+from ..policies.preset_store import DEFAULT_PRESET
 from .console import CliError, console, write_json
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def demo(
     json_file: str | None = typer.Option(None, "--json", help="Write all figures to this file; - is stdout."),
     plot: Path | None = typer.Option(None, "--plot", help="Write a PNG of completions and timelines."),
     arms: str = typer.Option("stock,sojourn", "--arms", help="Arms to run, in this order."),
-    policy: str = typer.Option("continuum", "--policy", help="Policy of the sojourn arm."),
+    policy: str = typer.Option(DEFAULT_PRESET, "--policy", help="Policy of the sojourn arm."),
     model: str = typer.Option(
         "smol", "--model", help="smol or tiny; both have the tokenizer that the scripts need."
     ),

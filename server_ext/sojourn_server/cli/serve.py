@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.markup import escape
 
+from ..policies.preset_store import DEFAULT_PRESET
 from .console import CliError, console
 
 if TYPE_CHECKING:
     from sojourn_server.launch.kv_offload_options import KvOffloadOptions
     from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
 
-DEFAULT_POLICY = "continuum"
 PREFILL_DECODE_POLICY = "observe"
 """Default policy of a prefill or decode engine. It grants no leases, because at a turn's end the KV is in
 storage, and the next turn may go to another engine."""
@@ -43,7 +43,7 @@ def serve(
     policy: str | None = typer.Option(
         None,
         help="Name of a preset, or stock for plain vLLM",
-        show_default=f"{DEFAULT_POLICY}; with --role {PREFILL_DECODE_POLICY}",
+        show_default=f"{DEFAULT_PRESET}; with --role {PREFILL_DECODE_POLICY}",
     ),
     policy_file: Path | None = typer.Option(
         None, help="TOML preset in place of a named policy; Python files beside it that it names are run"
@@ -112,7 +112,7 @@ def serve(
     if model.startswith("-"):
         raise CliError(f"expected a model, got {model!r}", "write: sojourn serve MODEL [flags]")
     if policy is None:
-        policy = DEFAULT_POLICY if role is None else PREFILL_DECODE_POLICY
+        policy = DEFAULT_PRESET if role is None else PREFILL_DECODE_POLICY
     _check_policy(policy, policy_file)
     _check_engine(policy, role)
     is_local = model in LOCAL_MODELS

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sojourn_server.simulator.simulation_run import RunSpec
     from sojourn_server.simulator.simulation_suite import SuiteResult
 
-DEFAULT_POLICIES = "stock,admit,continuum"
+DEFAULT_POLICIES = "stock,admit,continuum,sojourn"
 CLUSTER_POLICIES = "prefix-affinity,thunderagent,saga,mori"
 """Policies that are simulated by default with several replicas, because they choose a replica for each
 request. The policies in ``DEFAULT_POLICIES`` do not."""

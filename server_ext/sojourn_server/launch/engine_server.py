@@ -61,7 +61,7 @@ class EngineServer:
         self,
         model: str,
         *,
-        policy: str | None = "continuum",
+        policy: str | None = None,
         serve_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,

@@ -15,6 +15,9 @@ from sojourn.errors import InputError
 from .custom_policies import CustomClassLoader, check_defines_methods, check_implements_protocol
 from .toml_document import TomlError, load_toml
 
+DEFAULT_PRESET = "sojourn"
+"""Name of the preset that an engine runs if the user chooses none."""
+
 
 class PresetError(InputError):
     """A preset is invalid. The message names the wrong value and the expected one."""

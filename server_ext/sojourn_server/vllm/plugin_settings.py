@@ -21,6 +21,7 @@ from ..policies.costs.engine_profile import EngineProfile
 from ..policies.custom_policies import custom_class_loader
 from ..policies.prefill_decode.prefill_compute_quota import AttentionCosts
 from ..policies.preset import Preset, parse_preset, preset_text
+from ..policies.preset_store import DEFAULT_PRESET
 from .compat import running_vllm
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class SettingsError(InputError):
 class PluginSettings:
     """All settings, read once when the engine starts."""
 
-    policy: str = "continuum"
+    policy: str = DEFAULT_PRESET
     """Name of a preset."""
     policy_file: str | None = None
     """Path of a TOML file that is used instead of a shipped preset."""

@@ -55,8 +55,9 @@ class ResidencyPricePlacement:
     While no program waits, nothing is exchanged.
 
     *Room to grow.* A program enters if its context and a part of its predicted growth fit: the share
-    ``reserve`` of the growth beyond its next turn if an eviction means computing again, none if a lower tier
-    has room.
+    ``reserve`` of the growth beyond its next turn if a program has just lost its KV because memory was short.
+    That share shrinks to none in the ``relax_s`` after the last loss. It is none before the first loss, and
+    while a lower tier has room.
 
     *Bounds.* A reasoning program leaves only after its turn, and a ready one on the device never does. A
     program that waited for ``patience_s`` enters first, whatever that costs. The first program enters an
@@ -72,7 +73,7 @@ class ResidencyPricePlacement:
     tick_s: float = 1.0
     idle_tick_s: float = 0.25
     reserve: float = 0.7
-    """Share of a context's predicted growth that is reserved where an evicted context is computed again."""
+    """Share of a context's predicted growth that is reserved right after a loss of KV."""
     relax_s: float = 600.0
     """Seconds without a loss of KV after which nothing is reserved; the reserve shrinks evenly until then."""
     patience_s: float = 300.0
@@ -89,6 +90,10 @@ class ResidencyPricePlacement:
                 raise ValueError(
                     f"{field} is {getattr(self, field)}; expected a finite number of seconds > 0"
                 )
+        if not self.relax_s > 0:
+            raise ValueError(
+                f"relax_s is {self.relax_s}; expected seconds > 0, or inf to reserve always after a loss"
+            )
         if not 0 <= self.reserve <= 1:
             raise ValueError(f"reserve is {self.reserve}; expected 0 to 1")
         for field in ("patience_s", "overdue_gap_s"):
@@ -254,12 +259,15 @@ class _Plan:
 
     def _reserve(self) -> float:
         """Share of the predicted growth that is reserved: 0 while the tiers below have room for any program
-        of the device."""
+        of the device, and while no KV was lost for a while."""
         largest = max((program.context_blocks for program in self._staying.values()), default=0)
         below = max(self._free[Tier.HOST], self._free[Tier.DISK])
         if below >= max(1, largest):
             return 0.0
-        calm_s = self._now - self._view.last_shortage_s
+        # Predicted growth says how large contexts become, not that they are large at the same time.
+        if self._view.last_shortage_s == -math.inf:
+            return 0.0
+        calm_s = max(0.0, self._now - self._view.last_shortage_s)
         return self._policy.reserve * max(0.0, 1.0 - calm_s / self._policy.relax_s)
 
     def _reserved_blocks(self, program: ProgramTierView, reserve: float) -> float:
