@@ -182,6 +182,13 @@ def test_nothing_is_dropped_at_an_unknown_cost() -> None:
     assert answer(tool, waiting, host=20, load_s=None) == {}, "an unknown copy costs as much as computing"
 
 
+def test_an_engine_that_stands_still_does_not_wait_for_a_cost_to_be_known() -> None:
+    waiting = program("b", WAITING, READY, 10)
+    unknown = acting("a", 15, (), NOW - 6.0, rebuild_s=0.0)
+    assert answer(unknown, waiting)["b"].to is DEVICE
+    assert answer(unknown, waiting, program("r", DEVICE, REASONING, 1)) == {}, "it does not stand still"
+
+
 def test_an_engine_that_stands_still_does_not_wait_for_long() -> None:
     """All programs run tools, such as a sub-agent that waits for the device."""
     waiting = program("b", WAITING, READY, 10)

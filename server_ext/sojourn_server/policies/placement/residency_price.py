@@ -307,8 +307,12 @@ class _Plan:
         return max(now, self._view.mean_running) if now else 1.0
 
     @cached_property
+    def _stands_still(self) -> bool:
+        return all(program.activity is ProgramActivity.ACTING for program in self._view.on_device)
+
+    @cached_property
     def _headroom(self) -> float:
-        if all(program.activity is ProgramActivity.ACTING for program in self._view.on_device):
+        if self._stands_still:
             return 1.0
         return max(MIN_HEADROOM, 1.0 - self._view.prefill_share)
 
@@ -335,11 +339,12 @@ class _Plan:
         cost_s = self._cost_s(program, self._destination(program, tier) if to is None else to)
         if tier is not Tier.DEVICE:
             cost_s -= min(cost_s, self._cost_s(program, tier))
+        elapsed_s = max(0.0, self._now - program.gap_since_s)
         if not cost_s < math.inf:
-            return math.inf  # nothing is dropped at an unknown cost
+            # Nothing is dropped at an unknown cost, unless the engine stands still for it.
+            return 0.0 if self._stands_still and elapsed_s >= UNKNOWN_GAP_S else math.inf
         rate = self._rates.get(program.program_id)
         if rate is None:
-            elapsed_s = max(0.0, self._now - program.gap_since_s)
             rate = self._rates[program.program_id] = return_rate(program.gap_durations_s, elapsed_s)
         return cost_s / program.context_blocks * rate
 
