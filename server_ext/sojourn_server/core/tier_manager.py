@@ -308,7 +308,9 @@ class TierManager:
         """Yield parked requests to refuse, those that have waited for ``limit_s`` or longer, each once.
 
         With a policy that refuses none, yields nothing: places the requests' programs on the device instead,
-        and later again if such a request is parked once more and waits for another ``limit_s``. Must be called in every tick: it also detects pauses of the engine, which do not count as waiting."""
+        and later again if such a request is parked once more and waits for another ``limit_s``.
+
+        Must be called in every tick: it also detects pauses of the engine, which do not count as waiting."""
         paused_s = now - self._last_tick_s
         self._last_tick_s = now
         if self._oldest and not 0 <= paused_s < ENGINE_PAUSE_S:
