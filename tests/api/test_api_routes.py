@@ -234,6 +234,7 @@ def test_the_tests_above_know_every_route() -> None:
     assert found == expected | {
         ("POST", "/sojourn/v1/events"),
         ("GET", "/sojourn/v1/programs/{program_id:path}"),
+        ("GET", "/sojourn/v1/programs/{program_id:path}/explain"),
         ("POST", "/sojourn/v1/programs/{program_id:path}/persist"),
         ("GET", "/sojourn/v1/graphs/{graph_hash}"),
     }
@@ -265,6 +266,7 @@ def test_the_routes_describe_themselves(client: TestClient) -> None:
             *(path.partition("?")[0] for path in GETS[3:-1]),
             "events",
             "programs/{program_id}",
+            "programs/{program_id}/explain",
             "programs/{program_id}/persist",
             "graphs/{graph_hash}",
         )

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Query
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -20,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..metrics.turn_explanation import explain
 from .api_errors import RETRY_AFTER_S, ApiError
 from .api_keys import ApiKeys
 from .body_reader import read_body
@@ -102,6 +104,24 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
         programs and ``total`` is the number of all."""
         found = await query("programs", limit=limit, status=status)
         return JSONResponse(merge_programs(found, limit))
+
+    @router.get("/programs/{program_id:path}/explain")
+    async def get_explanation(program_id: str, turn: int | None = Query(None, ge=1)) -> Response:
+        """Explain a turn of a program, the newest one by default: seconds, tokens, losses and decisions."""
+        facts = merge_program(await query_id("explain", program_id=program_id))
+        if facts is None:
+            # An id may itself end in /explain.
+            whole = merge_program(await query_id("program", program_id=f"{program_id}/explain"))
+            return JSONResponse(_require_program(whole))
+        found = explain(facts, turn)
+        if found is None:
+            kept = ", ".join(str(record["turn"]) for record in facts["ledger"][-10:]) or "none"
+            raise ApiError(
+                404,
+                "the ledger does not have this turn" if turn is not None else "the program has no turn yet",
+                f"use turn=N with one that it has; the newest are: {kept}",
+            )
+        return Response(msgspec.json.encode(found), media_type="application/json")
 
     @router.get("/programs/{program_id:path}")
     async def get_program(program_id: str) -> JSONResponse:

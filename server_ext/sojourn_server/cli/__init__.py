@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     "serve", "gateway", "demo", "replay", "simulate", "simulate-pd", "plan-pd", "parity", "profile", "trace",
-    "doctor", "run", "top",
+    "doctor", "run", "top", "explain",
 )  # fmt: skip
 COMMAND_LINE_PACKAGES = ("httpx", "rich", "typer")
 EXTRAS = {

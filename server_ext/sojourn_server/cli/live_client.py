@@ -1,4 +1,4 @@
-"""HTTP client of the commands that look at a running engine or gateway: ``top`` and ``trace export``."""
+"""HTTP client of the commands that look at a running engine or gateway: top, explain, trace export."""
 
 from __future__ import annotations
 
@@ -59,6 +59,11 @@ class LiveClient:
     def program(self, program_id: str) -> dict[str, Any]:
         """One program with the ledger of its turns."""
         return self._json(f"{API}/programs/{quote(program_id, safe='')}")
+
+    def explanation(self, program_id: str, turn: int | None = None) -> dict[str, Any]:
+        """The explanation of a program's turn; ``None``: of its newest."""
+        more = {"turn": turn} if turn is not None else {}
+        return self._json(f"{API}/programs/{quote(program_id, safe='')}/explain", **more)
 
     def find_program(self, program_id: str) -> dict[str, Any] | None:
         """The same; ``None`` if the server does not know the program."""

@@ -31,6 +31,7 @@ from ..programs.program_status import ProgramStatus
 from .client_event_handler import EVENT_TYPES, ClientEventHandler, EventHandler
 from .live_snapshot import take_snapshot
 from .program_scheduler import ProgramScheduler
+from .turn_facts import collect_turn_facts
 
 MAX_PROGRAMS_SHOWN = 1000
 MAX_DECISIONS_SHOWN = 5000
@@ -127,6 +128,7 @@ class EngineService:
             "capabilities": self._capabilities,
             "programs": self._programs,
             "program": self._program,
+            "explain": self._explain,
             "persist": self._persist,
             "graphs": self._graphs,
             "graph": self._graph,
@@ -216,6 +218,10 @@ class EngineService:
             "ledger": [turn.as_dict() for turn in turns],
             "decisions": [_own_decision(one) for one in self._state.decisions.of_program(program.id)],
         }
+
+    def _explain(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
+        program = self._state.programs.get(ProgramId(str(arguments.get("program_id"))))
+        return None if program is None else collect_turn_facts(self._state, program, now)
 
     def _persist(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
         program = self._state.programs.get(ProgramId(str(arguments.get("program_id"))))

@@ -52,6 +52,11 @@ class DecisionLog:
         found = islice((one for one in reversed(self._ring) if one.program_id == program_id), limit)
         return list(found)[::-1]
 
+    @property
+    def oldest_s(self) -> float | None:
+        """Time of the oldest kept decision if older ones were dropped; ``None``: none was."""
+        return self._ring[0].at_s if self._ring and self._ring[0].seq else None
+
     def since(self, seq: int, limit: int) -> tuple[list[Decision], int]:
         """Return at most ``limit`` decisions from number ``seq`` on, oldest first, and the ``seq`` to ask for
         next.

@@ -23,6 +23,7 @@ from starlette.routing import Route
 from ...api.api_errors import ApiError
 from ...api.body_reader import read_body
 from ...api.live_stream import Audience, LiveHub
+from ...metrics.turn_explanation import Explanation
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
 from ...routing.routing_limits import SILENT_PROGRAM_S
@@ -197,6 +198,7 @@ class Gateway:
             Route(f"{PREFIX}/events", self._guard(self._events), methods=["POST"]),
             Route(f"{PREFIX}/capabilities", self._guard(self._capabilities)),
             Route(f"{PREFIX}/programs", self._guard(self._programs)),
+            Route(f"{PREFIX}/programs/{{program_id:path}}/explain", self._guard(self._explanation)),
             Route(f"{PREFIX}/programs/{{program_id:path}}", self._guard(self._program)),
             Route(f"{PREFIX}/graphs", self._guard(self._graphs)),
             Route(f"{PREFIX}/graphs/{{graph_hash}}", self._guard(self._graph)),
@@ -362,6 +364,29 @@ class Gateway:
                 engine = self.forwarder.names.answer(place.tenant, engine, shows_all=shows_all)
             return _json({**msgspec.to_builtins(place), "engine": engine})
         raise ApiError(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
+
+    async def _explanation(self, request: Request) -> Response:
+        program_id = request.path_params["program_id"]
+        places = await self.routing_backend.programs()
+        place = next(
+            (p for p in places if p.program_id == program_id and request.state.tenant in (None, p.tenant)),
+            None,
+        )
+        if place is None:
+            request.path_params["program_id"] = f"{program_id}/explain"  # an id may itself end in /explain
+            return await self._program(request)
+        replica = place.replica or self.routing_backend.answered_by(place.tenant, program_id)
+        path = f"{PREFIX}/programs/{_quoted(self.forwarder.names.of(place.tenant, program_id))}/explain"
+        if "turn" in request.query_params:
+            path += f"?turn={_number(request, 'turn', 1, 1, 2**31)}"
+        told = await self.queries.one(replica, path, self._shown(request)) if replica is not None else None
+        if told is None:
+            raise ApiError(503, "the program's engine does not answer", "try again", {"Retry-After": "2"})
+        if told.document is None:
+            return Response(told.body, told.status, media_type=told.media_type)
+        found = msgspec.convert(told.document, Explanation)
+        shows_all = request.state.tenant is None
+        return _json(self.forwarder.names.explanation(place.tenant, found, replica, shows_all=shows_all))
 
     async def _graphs(self, request: Request) -> Response:
         self._only_admin(request)

@@ -17,6 +17,7 @@ import msgspec
 from sojourn.ids import MAX_ID_BYTES
 from sojourn.wire_codec import MAX_CONTEXT_BYTES, WireError, decode_event, encode
 
+from ...metrics.turn_explanation import Explanation
 from .generation_request import GenerationRequest, members_of, with_names
 from .program_event_records import Key, TenantBoundedCache
 
@@ -148,6 +149,26 @@ class ProgramIdMapper:
 
         found: dict[str, Any] = renamed(document) if self.apart else document
         return found
+
+    def explanation(
+        self, tenant: str, found: Explanation, replica: str | None, *, shows_all: bool
+    ) -> Explanation:
+        """Return an engine's explanation with the tenant's ids, as in ``answer``, also in its text."""
+        named = self.answer(
+            tenant, {"program_id": found.program_id, "evictor": found.lost_to}, shows_all=shows_all
+        )
+        text, lost_to = found.text, named["evictor"]
+        if found.lost_to is not None and lost_to != found.lost_to:
+            text = text.replace(f"by program {found.lost_to}", f"by program {lost_to}")
+        decisions = [self.answer(tenant, one, shows_all=shows_all) for one in found.decisions]
+        return msgspec.structs.replace(
+            found,
+            program_id=named["program_id"],
+            lost_to=lost_to,
+            text=text,
+            decisions=decisions,
+            replica=replica,
+        )
 
     def _rename(self, tenant: str, members: dict[str, msgspec.Raw]) -> None:
         """Replace the program ids in a hint's fields by the engines' names, in place."""

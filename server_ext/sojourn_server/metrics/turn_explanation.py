@@ -1,0 +1,243 @@
+"""Explains one turn of a program from its ledger record and the decisions about it.
+
+``explain`` is the one function behind ``sojourn explain``, ``/programs/{id}/explain`` and the web page. Its
+numbers are those of the turn ledger and the decision log. What they do not have is listed under ``unknown``;
+what might have been is an estimate and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import msgspec
+
+_CAUSES = {
+    "evicted": "evicted while no lease held them",
+    "expired": "evicted after the lease had expired",
+    "silent": "evicted after the lease had ended, because the client stopped its heartbeats",
+    "pressure": "evicted after the lease had been taken back for another request",
+    "changed": "the prompt repeats the previous context only up to some token",
+    "dropped": "dropped at the program's end or by a cache reset",
+    "preempted": "the request itself was preempted",
+    "unknown": "the ledger has no cause",
+}
+_MIN_SHOWN_S = 0.05
+"""Shorter phases are left out of the paragraph; the table has them."""
+
+
+class Advice(msgspec.Struct, frozen=True):
+    """What a hint would have changed, or why none would have. An estimate, not a measurement."""
+
+    hint: str | None
+    """Field or call that the client may send; ``None``: no hint would have helped."""
+    text: str
+    saves_s: float | None = None
+    """Estimated seconds of prefill that it would have saved."""
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the seconds and tokens of one turn went, and why."""
+
+    program_id: str
+    turn: int
+    outcome: str
+    """Running: the turn has not ended, and its numbers are those of now."""
+    text: str
+    """One paragraph."""
+    before: dict[str, Any]
+    """The gap before the turn: ``gap_s``, ``tool``, and whether a lease held the KV when the request came."""
+    seconds: dict[str, float]
+    """Seconds of the turn: queued + prefilling + decoding = wall."""
+    first_token_s: float | None
+    usual_first_token_s: float | None
+    """Median time to the first token of the program's other turns; ``None`` without any."""
+    tokens: dict[str, Any] | None
+    """Prompt tokens by source; they add up to ``prompt``. ``None``: the request was never admitted."""
+    lost_to: str | None
+    """Program whose request took the first missing block; ``None``: unknown or no loss."""
+    recompute_s: float | None
+    """Estimate: seconds that computing the lost tokens again took."""
+    saved_s: float | None
+    """Estimate: seconds that the reused tokens would have taken."""
+    decisions: list[dict[str, Any]]
+    """Decisions about the program from the gap before the turn to the turn's end, with their terms."""
+    advice: list[Advice]
+    unknown: list[str]
+    turns: list[int]
+    """Turns that the ledger still has."""
+    replica: str | None = None
+    """Replica that ran the turn, if a gateway answers."""
+
+
+def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
+    """Explain turn number ``turn``, or the newest one if ``None``. ``None``: the ledger does not have it.
+
+    ``facts``: an engine's answer to the operation ``explain``.
+    """
+    records: Sequence[Mapping[str, Any]] = facts["ledger"]
+    chosen = [record for record in records if turn is None or record["turn"] == turn]
+    if not chosen:
+        return None
+    record = chosen[-1]
+    seconds = dict(record["seconds"])
+    tokens = record.get("tokens")
+    lost: dict[str, int] = dict(tokens["lost"]) if tokens is not None else {}
+    firsts = [_first_token_s(other) for other in records if other is not record]
+    known = [first for first in firsts if first is not None]
+    begin_s = record["arrived_s"] - (record["gap_s"] or 0.0) - 0.001
+    end_s = record["arrived_s"] + seconds["wall"]
+    decisions = [one for one in facts["decisions"] if begin_s <= one["at_s"] <= end_s]
+    unknown = _unknown(facts, record, lost, begin_s)
+    recompute_s = record["recompute_estimate_s"] if lost else None
+    return Explanation(
+        program_id=facts["program_id"],
+        turn=record["turn"],
+        outcome=record["outcome"],
+        text=_paragraph(record, decisions, lost, recompute_s, median(known) if known else None),
+        before={
+            "gap_s": record["gap_s"],
+            "tool": record["tool_before"],
+            "leased_at_return": record["leased"],
+        },
+        seconds=seconds,
+        first_token_s=_first_token_s(record),
+        usual_first_token_s=round(median(known), 6) if known else None,
+        tokens=tokens,
+        lost_to=record["evictor"],
+        recompute_s=recompute_s,
+        saved_s=record["saved_estimate_s"],
+        decisions=decisions,
+        advice=_advice(record, decisions, lost, recompute_s),
+        unknown=unknown,
+        turns=[one["turn"] for one in records],
+    )
+
+
+def _first_token_s(record: Mapping[str, Any]) -> float | None:
+    seconds = record["seconds"]
+    if not record["output_tokens"] and not seconds["decoding"]:
+        return None
+    return round(float(seconds["queued"] + seconds["prefilling"]), 6)
+
+
+def _unknown(
+    facts: Mapping[str, Any], record: Mapping[str, Any], lost: Mapping[str, int], begin_s: float
+) -> list[str]:
+    unknown = []
+    if "unknown" in lost:
+        unknown.append("why these tokens were lost: the eviction log no longer has the block")
+    if lost and record["evictor"] is None and lost.keys() & {"evicted", "expired", "pressure", "silent"}:
+        unknown.append("which program took the blocks")
+    if facts["decisions_since_s"] is not None and begin_s < facts["decisions_since_s"]:
+        unknown.append("decisions before the oldest that the log keeps")
+    if record["gap_s"] and record["tool_before"] is None:
+        unknown.append("which tool ran before the turn: neither the client nor the output named one")
+    return unknown
+
+
+def _paragraph(
+    record: Mapping[str, Any],
+    decisions: Sequence[Mapping[str, Any]],
+    lost: Mapping[str, int],
+    recompute_s: float | None,
+    usual_s: float | None,
+) -> str:
+    seconds = record["seconds"]
+    first_s = _first_token_s(record)
+    running = record["outcome"] == "running"
+    if first_s is not None:
+        text = f"Turn {record['turn']}: {first_s:.2f} s to the first token"
+        if usual_s is not None:
+            text += f", in the program's other turns {usual_s:.2f} s (median)"
+    else:
+        text = f"Turn {record['turn']}: no token {'yet ' if running else ''}after {seconds['wall']:.2f} s"
+    sentences = [text]
+    if record["gap_s"] is not None:
+        tool = record["tool_before"] or "an unnamed tool"
+        held = "a lease held the KV" if record["leased"] else "no lease held the KV any more"
+        sentences.append(
+            f"Before it {tool} ran for {record['gap_s']:.2f} s, and {held} when the request came"
+        )
+    if seconds["queued"] >= _MIN_SHOWN_S:
+        kept_out = [one for one in decisions if str(one["kind"]).startswith("to_")]
+        why = f": the last move was {_decision(kept_out[-1])}" if kept_out else ""
+        sentences.append(f"It waited {seconds['queued']:.2f} s in the queue{why}")
+    tokens = record.get("tokens")
+    if tokens is not None:
+        reused = tokens["device"] + tokens["host"]
+        sentences.append(
+            f"Of {tokens['prompt']:,} prompt tokens {reused:,} were reused and "
+            f"{tokens['prompt'] - reused:,} computed in {seconds['prefilling']:.2f} s"
+        )
+        for cause, count in sorted(lost.items(), key=lambda item: -item[1]):
+            by = f" by program {record['evictor']}" if record["evictor"] and cause != "changed" else ""
+            sentences.append(f"{count:,} tokens had been lost: {_CAUSES.get(cause, cause)}{by}")
+        if recompute_s:
+            sentences.append(f"Computing them again took about {recompute_s:.2f} s (estimate)")
+    if record["preemptions"]:
+        again = record["recomputed_after_preemption_tokens"]
+        times = "once" if record["preemptions"] == 1 else f"{record['preemptions']} times"
+        sentences.append(f"It was preempted {times} and computed {again:,} tokens again")
+    if seconds["decoding"]:
+        sentences.append(f"{record['output_tokens']:,} output tokens took {seconds['decoding']:.2f} s")
+    return ". ".join(sentences) + "."
+
+
+def _decision(decision: Mapping[str, Any]) -> str:
+    """A decision and its terms, in words."""
+    names = decision.keys() - {"seq", "at_s", "kind", "program_id", "reason"}
+    terms = ", ".join(f"{name} {decision[name]:.3g}" for name in sorted(names))
+    return f"{decision['kind']} ({decision['reason']}{'; ' + terms if terms else ''})"
+
+
+def _advice(
+    record: Mapping[str, Any],
+    decisions: Sequence[Mapping[str, Any]],
+    lost: Mapping[str, int],
+    recompute_s: float | None,
+) -> list[Advice]:
+    gap_s = record["gap_s"]
+    avoidable = {cause: count for cause, count in lost.items() if cause not in ("changed", "unknown")}
+    advice: list[Advice] = []
+    if lost.get("changed"):
+        advice.append(
+            Advice(
+                None,
+                "Keep the beginning of the prompt as it was: a changed token makes all KV after it useless.",
+            )
+        )
+    if not avoidable:
+        if not advice:
+            text = "Nothing was lost that a hint could have kept." if not lost else "The cause is unknown."
+            advice.append(Advice(None, text))
+        return advice
+    saves_s = recompute_s * sum(avoidable.values()) / sum(lost.values()) if recompute_s else None
+    kept = [one for one in decisions if one["kind"] in ("keep", "late_keep") or "ttl_s" in one]
+    granted_s = max((float(one.get("ttl_s", 0.0)) for one in kept), default=0.0)
+    if lost.keys() & {"expired", "evicted"} and gap_s is not None:
+        was = f"the lease was {granted_s:.2f} s" if granted_s else "no lease was granted"
+        if kept and not granted_s:
+            was += f" ({kept[-1]['reason']})"
+        advice.append(
+            Advice(
+                "ttl_s",
+                f"A hinted TTL of {gap_s:.1f} s or more would have covered the gap of {gap_s:.2f} s; {was}. "
+                "Its blocks would have been missing to others in that time.",
+                saves_s,
+            )
+        )
+    if "silent" in lost:
+        advice.append(Advice("heartbeat", "Heartbeats during the tool would have kept the lease.", saves_s))
+    if "pressure" in lost:
+        advice.append(
+            Advice(
+                None,
+                "No hint: another request needed the blocks. More memory or a host tier would have.",
+                saves_s,
+            )
+        )
+    if "dropped" in lost:
+        advice.append(Advice("program_end", "Send program_end only after the last turn.", saves_s))
+    return advice

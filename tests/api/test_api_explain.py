@@ -1,0 +1,77 @@
+"""Explanations of turns: each cause is made on purpose, and the explanation names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from api_test_engines import ScriptedEngine, check_error, client_of, engine_answers
+from sojourn_server.policies.costs.engine_profile import PrefillCurve
+from virtual_engine import TOOL, VirtualEngine, prompt
+
+
+def asked(virtual: VirtualEngine, program: str, turn: int | None = None, status: int = 200) -> Any:
+    def ask(arguments: Any) -> Any:
+        return virtual.ask("explain", **arguments)
+
+    client = client_of(ScriptedEngine(engine_answers(explain=ask)))
+    more = f"?turn={turn}" if turn is not None else ""
+    answer = client.get(f"/sojourn/v1/programs/{program}/explain{more}")
+    if status != 200:
+        return check_error(answer, status)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_an_expired_lease_is_named_with_its_taker_and_the_hint_that_would_have_helped() -> None:
+    virtual = VirtualEngine(curve=PrefillCurve(0.0, 0.0, 0.01))
+    lease = virtual.turn("a", prompt(40))
+    assert lease is not None
+    virtual.wait(lease.ttl_s + 5.0)
+    virtual.evict(prompt(40), by="thief")
+    request = virtual.arrive("a", prompt(60))
+    virtual.wait(1.5)
+    virtual.admit(request)
+    virtual.wait(0.25)
+    virtual.finish(request)
+    found = asked(virtual, "a", 2)
+    assert found["seconds"]["queued"] == 1.5
+    assert sum(found["seconds"][phase] for phase in ("queued", "prefilling", "decoding")) == pytest.approx(
+        found["seconds"]["wall"]
+    )
+    tokens = found["tokens"]
+    total = sum(tokens[name] for name in ("device", "host", "new", "tail")) + sum(tokens["lost"].values())
+    assert total == tokens["prompt"] == 60
+    assert list(tokens["lost"]) == ["expired"]
+    assert found["lost_to"] == "thief"
+    assert found["before"]["tool"] == TOOL
+    assert {one["kind"] for one in found["decisions"]} >= {"keep", "release"}
+    (advice,) = found["advice"]
+    assert advice["hint"] == "ttl_s"
+    assert f"the lease was {lease.ttl_s:.2f} s" in advice["text"]
+    assert advice["saves_s"] == found["recompute_s"] > 0
+    assert "by program thief" in found["text"]
+    assert found["unknown"] == []
+
+
+def test_a_turn_that_waits_is_explained_while_it_waits() -> None:
+    virtual = VirtualEngine()
+    virtual.turn("a", prompt(8))
+    virtual.arrive("a", prompt(20))
+    virtual.wait(3.0)
+    found = asked(virtual, "a")
+    assert (found["turn"], found["outcome"], found["seconds"]["queued"]) == (2, "running", 3.0)
+    assert found["tokens"] is None
+    assert "no token yet after 3.00 s" in found["text"]
+
+
+def test_nothing_lost_is_said_and_an_unknown_turn_or_program_is_an_error() -> None:
+    virtual = VirtualEngine()
+    virtual.turn("a", prompt(8))
+    found = asked(virtual, "a")
+    assert found["advice"][0]["hint"] is None
+    assert found["usual_first_token_s"] is None
+    assert "1" in asked(virtual, "a", 7, status=404)["next"]
+    check_error(
+        client_of(ScriptedEngine(engine_answers(explain=None))).get("/sojourn/v1/programs/x/explain"), 404
+    )
