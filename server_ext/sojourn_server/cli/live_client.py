@@ -74,10 +74,6 @@ class LiveClient:
                 return None
             raise
 
-    def explanation(self, program_id: str) -> dict[str, Any]:
-        """Where the program's time and tokens went."""
-        return self._json(f"{API}/programs/{quote(program_id, safe='')}/explain")
-
     def programs(self, limit: int = 1000) -> dict[str, Any]:
         """The newest programs."""
         return self._json(f"{API}/programs", limit=limit)
