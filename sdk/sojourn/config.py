@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -213,7 +214,16 @@ def _zmq_endpoint(text: str | None) -> str | None:
     raise ConfigError(f"tool_events is {text!r}; expected e.g. 'tcp://127.0.0.1:20390'")
 
 
+_HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d+(/.*)?")
+
+
+def with_scheme(url: str) -> str:
+    """``url``, with ``http://`` in front if it is only a host and a port, such as ``127.0.0.1:8000``."""
+    return f"http://{url}" if _HOST_AND_PORT.fullmatch(url) else url
+
+
 def _root(url: str) -> tuple[str, str]:
+    url = with_scheme(url)
     try:
         parts = urlsplit(url)
         scheme, hostname = parts.scheme, parts.hostname

@@ -25,6 +25,12 @@ class ArgumentError(SojournError, ValueError):
     """An invalid argument, such as a program's id or limit, or an object that cannot be wrapped."""
 
 
+def install_command(extras: str) -> str:
+    """The command that installs ``extras``, separated by commas, for error messages. No package index has
+    sojourn, so it names a checkout."""
+    return f"pip install '.[{extras}]' in a checkout of sojourn"
+
+
 MAX_ERROR_CHARS = 1000
 """Longest text of an ``InputError``."""
 _CUT = " … "

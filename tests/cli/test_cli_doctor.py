@@ -226,7 +226,7 @@ def test_import_errors_are_the_last_line():
 
 
 def invoke(monkeypatch, checks, *args):
-    monkeypatch.setattr(doctor, "environment_checks", lambda: iter(checks))
+    monkeypatch.setattr(doctor, "environment_checks", lambda *_, **__: iter(checks))
     return CliRunner().invoke(build_app(), ["doctor", *args])
 
 
@@ -283,3 +283,41 @@ def test_the_key_is_the_engines_else_that_of_sdk_and_gateway(monkeypatch, flags,
     server.key = "Bearer another"
     result = invoke(monkeypatch, [], "--url", "http://server", *flags)
     assert f"API key: the key of {source} is not the server" in result.stdout
+
+
+def test_the_url_is_checked_first_and_needs_neither_a_scheme_nor_the_engine(monkeypatch):
+    server, client = Server(), httpx.Client
+    monkeypatch.setattr(
+        doctor.httpx, "Client", lambda **more: client(transport=httpx.MockTransport(server), **more)
+    )
+    monkeypatch.setattr(doctor, "_import_error", lambda statement: pytest.fail("the engine is imported"))
+    result = CliRunner().invoke(build_app(), ["doctor", "--url", "127.0.0.1:9/v1", "--json", "-"])
+    names = [check["name"] for check in json.loads(result.stdout)["checks"]]
+    assert names[0] == "server"
+    assert names.index("cached tokens") < names.index("python")
+
+
+def test_json_options_are_the_same_everywhere_and_checked_before_the_command(tmp_path):
+    import typer.main
+
+    commands = typer.main.get_command(build_app()).commands
+    found = {
+        name: option
+        for name, command in commands.items()
+        for option in command.params
+        if "--json" in option.opts
+    }
+    assert {"demo", "doctor", "parity", "plan-pd", "profile", "replay", "simulate", "simulate-pd"} <= set(
+        found
+    )
+    assert {option.metavar for option in found.values()} == {"FILE|-"}
+    result = CliRunner().invoke(build_app(), ["doctor", "--json", str(tmp_path)])
+    assert "is a folder" in str(result.exception)
+
+
+def test_help_names_frameworks_and_synthetic_loads():
+    shown = CliRunner().invoke(build_app(), ["run", "--help"]).output
+    assert all(
+        name in shown for name in ("mini-swe-agent", "langgraph", "autogen", "openai-agents", "litellm")
+    )
+    assert "continuum-swe-bench" in CliRunner().invoke(build_app(), ["simulate", "--help"]).output

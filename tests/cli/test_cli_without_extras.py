@@ -72,8 +72,26 @@ def test_the_command_line_names_its_extra_in_one_line(arguments: tuple[str, ...]
     result = without(COMMAND_LINE_PACKAGES, MAIN, *arguments)
     assert result.returncode == 1
     assert result.stderr == (
-        "sojourn: the command line needs httpx, rich, typer: pip install 'sojourn[server]'\n"
+        "sojourn: the command line needs httpx, rich, typer: "
+        "pip install '.[server]' in a checkout of sojourn\n"
     )
+
+
+def test_the_version_needs_no_extra_and_an_old_python_is_named() -> None:
+    result = without(COMMAND_LINE_PACKAGES, MAIN, "--version")
+    assert (result.returncode, result.stdout) == (0, f"sojourn {PROJECT['version']}\n")
+    old = "sys.version_info = (3, 9, 0); " + MAIN
+    result = without(COMMAND_LINE_PACKAGES, old, "--version")
+    assert result.returncode == 1
+    assert "expected 3.10 or newer" in result.stderr
+
+
+def test_a_dry_run_needs_no_vllm(tmp_path: Path) -> None:
+    code = "from sojourn_server.vllm import compat; compat.installed_vllm = lambda: None; " + MAIN
+    result = without(("vllm", "torch", "transformers"), code, "serve", "org/name", "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert "org/name" in result.stdout
+    assert "vLLM is not installed here" in result.stderr
 
 
 def test_a_command_names_the_extra_it_lacks() -> None:

@@ -31,7 +31,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def test_the_error_names_the_extra(absent, module):
     done = python(BLOCK.format(absent=absent) + f"\n    import sojourn_integrations.{module}\n")
     assert done.returncode == 1
-    assert "pip install 'sojourn[otel]'" in done.stderr
+    assert "pip install '.[otel]'" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("ImportError")
 
 

@@ -35,7 +35,9 @@ def test_lengths_double_up_to_the_longest() -> None:
 def test_a_profile_is_measured_written_and_readable(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "profile.toml"
     with FakeServer(seconds_per_token=5e-5, max_model_len=4001, sojourn=True, block_size=32) as server:
-        result = invoke("--url", server.url, "-o", str(target), "--repeats", "2", "--json", "--no-decode")
+        result = invoke(
+            "--url", server.url, "-o", str(target), "--repeats", "2", "--json", "-", "--no-decode"
+        )
         assert result.exception is None, result.output
         prompts = [request["prompt"] for request in server.requests]
     profile = EngineProfile.from_toml(target.read_text())

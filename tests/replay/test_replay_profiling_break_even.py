@@ -200,7 +200,7 @@ def test_a_profile_tells_the_break_even_in_words_and_json(tmp_path: Path) -> Non
         seconds_per_token=5e-5, max_model_len=401, sojourn=True, block_size=32, root=str(tmp_path),
         facts={"kv_bytes_per_token": "256"},
     ) as server:  # fmt: skip
-        result = invoke("--url", server.url, "--repeats", "1", "--no-decode", "--json")
+        result = invoke("--url", server.url, "--repeats", "1", "--no-decode", "--json", "-")
     assert result.exception is None, result.output
     found = json.loads(result.stdout)
     assert found["break_even"]["measured"] == {"faster": "always", "tokens": 0.0}
@@ -214,10 +214,10 @@ def test_a_profile_tells_the_break_even_in_words_and_json(tmp_path: Path) -> Non
 
 def test_a_server_that_does_not_tell_is_no_error() -> None:
     with FakeServer(max_model_len=401) as server:
-        result = invoke("--url", server.url, "--repeats", "1", "--no-decode", "--json")
+        result = invoke("--url", server.url, "--repeats", "1", "--no-decode", "--json", "-")
         told = invoke(
-            "--url", server.url, "--repeats", "1", "--no-decode", "--json", "--kv-bytes-per-token", "256",
-            "--layers", "2", "--hidden-size", "64",
+            "--url", server.url, "--repeats", "1", "--no-decode", "--json", "-",
+            "--kv-bytes-per-token", "256", "--layers", "2", "--hidden-size", "64",
         )  # fmt: skip
         alone = invoke("--url", server.url, "--layers", "2").exception
     assert result.exception is None, result.output
@@ -232,7 +232,7 @@ def test_nothing_is_said_of_a_machine_that_is_not_this_one(monkeypatch: pytest.M
     monkeypatch.setattr("sojourn_server.cli.profile._LOCAL_HOSTS", frozenset())
     with FakeServer(max_model_len=401, sojourn=True, facts={"kv_bytes_per_token": "256"}) as server:
         result = invoke(
-            "--url", server.url, "--repeats", "1", "--no-decode", "--json", "--layers", "2",
+            "--url", server.url, "--repeats", "1", "--no-decode", "--json", "-", "--layers", "2",
             "--hidden-size", "64",
         )  # fmt: skip
     found = json.loads(result.stdout)

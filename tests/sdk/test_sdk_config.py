@@ -18,6 +18,8 @@ EMPTY = Environment()
         ("http://127.0.0.1:8000/v1/", "http://127.0.0.1:8000"),
         ("https://gw.example/llm/v1", "https://gw.example/llm"),
         ("http://[::1]:8000", "http://[::1]:8000"),
+        ("localhost:8000", "http://localhost:8000"),
+        ("[::1]:8000/v1", "http://[::1]:8000"),
     ],
 )
 def test_a_pasted_base_url_is_understood(url, root):
@@ -25,7 +27,8 @@ def test_a_pasted_base_url_is_understood(url, root):
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://x", "http://", "http://x:port", "http://x:99999", "/v1", "http://[::1"]
+    "url",
+    ["localhost", "x:99999", "ftp://x", "http://", "http://x:port", "http://x:99999", "/v1", "http://[::1"],
 )
 def test_a_url_that_is_none_is_refused(url):
     with pytest.raises(sojourn.ConfigError):

@@ -11,7 +11,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-SDK_MISSING_MESSAGE = "OpenTelemetry's SDK is not installed: pip install 'sojourn[otel]'"
+from sojourn.errors import install_command
+
+SDK_MISSING_MESSAGE = f"OpenTelemetry's SDK is not installed: {install_command('otel')}"
 NO_PROVIDER_MESSAGE = (
     "OpenTelemetry has no TracerProvider yet: call trace.set_tracer_provider(TracerProvider()) first"
 )

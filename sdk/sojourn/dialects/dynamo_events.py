@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from sojourn.errors import ConfigError
+from sojourn.errors import ConfigError, install_command
 from sojourn.event_queue import PendingEvent
 from sojourn.wire_events import Event, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
@@ -51,7 +51,7 @@ def load_zmq() -> Any:
         import zmq
     except ImportError as error:
         raise ConfigError(
-            f"Dynamo's tool events need ZeroMQ ({error}): pip install 'sojourn[dynamo]', or name no endpoint"
+            f"Dynamo's tool events need ZeroMQ ({error}): {install_command('dynamo')}, or name no endpoint"
         ) from error
     return zmq
 

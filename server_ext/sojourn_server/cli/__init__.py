@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import typer
 
+OLDEST_PYTHON = (3, 10)
 COMMANDS = (
     "serve", "gateway", "demo", "replay", "simulate", "simulate-pd", "plan-pd", "parity", "profile", "trace",
     "doctor", "run", "top", "explain",
@@ -45,14 +46,35 @@ def build_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+
+    @app.callback()
+    def options(
+        version: bool = typer.Option(
+            False, "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+        ),
+    ) -> None: ...
+
     for name in COMMANDS:
         import_module(f"{__name__}.{name.replace('-', '_')}").register(app)
     return app
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from sojourn import __version__
+
+        print(f"sojourn {__version__}")
+        sys.exit(0)
+
+
 def main() -> None:
     """Run the ``sojourn`` command. If a package is missing, print which extra installs it, and exit with code
     1."""
+    if sys.version_info < OLDEST_PYTHON:
+        sys.exit(f"sojourn: this is Python {sys.version.split()[0]}; expected 3.10 or newer")
+    _print_version(sys.argv[1:] == ["--version"])
+    from sojourn.errors import install_command
+
     missing = [name for name in COMMAND_LINE_PACKAGES if find_spec(name) is None]
     if missing:
         if sys.argv[1:2] == ["run"]:
@@ -60,7 +82,7 @@ def main() -> None:
 
             run_agent(sys.argv[2:])
             return
-        sys.exit(f"sojourn: the command line needs {', '.join(missing)}: pip install 'sojourn[server]'")
+        sys.exit(f"sojourn: the command line needs {', '.join(missing)}: {install_command('server')}")
     from .console import fail_loudly
 
     try:
@@ -70,4 +92,4 @@ def main() -> None:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS or find_spec(package) is not None:
             raise
-        sys.exit(f"sojourn: this command needs {package}: pip install 'sojourn[{EXTRAS[package]}]'")
+        sys.exit(f"sojourn: this command needs {package}: {install_command(EXTRAS[package])}")

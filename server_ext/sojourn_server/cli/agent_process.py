@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
+from sojourn.errors import install_command
+
 from .cli_error import CliError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -44,8 +46,12 @@ def become(command: Sequence[str], url: str | None, *, children: bool, note: Not
     """Replace this process with ``command``. ``url``: root of the sojourn server; ``None``: taken from
     ``OPENAI_BASE_URL`` if a sojourn server answers there, else ``DEFAULT_URL``. ``children``: also instrument
     the command's Python child processes. Raises ``CliError`` if the command cannot be run."""
+    from sojourn.config import with_scheme
+
     program = find_command(command[0])
-    if url is None:
+    if url is not None:
+        url = with_scheme(url)
+    else:
         url = openai_base_url_root(os.environ, note) or DEFAULT_URL
     _note_unless_served(url, note)
     environment = child_environment(os.environ, url, children=children)
@@ -64,7 +70,9 @@ def become(command: Sequence[str], url: str | None, *, children: bool, note: Not
 def main(arguments: Sequence[str]) -> NoReturn:
     """Parse ``arguments`` and run ``sojourn run``. Used if the extra ``server`` is not installed."""
     parser = argparse.ArgumentParser(
-        prog="sojourn run", description="Run an agent's own command with its programs reported to a server."
+        prog="sojourn run",
+        description="Run an agent's own command with its programs reported to a server. "
+        f"Instrumented on import: {framework_names()}.",
     )
     parser.add_argument("--url", default=os.environ.get("SOJOURN_URL"), help="root of the sojourn server")
     parser.add_argument(
@@ -82,6 +90,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
         sys.exit(error.exit_code)
 
 
+def framework_names() -> str:
+    """The names of the frameworks that are instrumented, separated by commas."""
+    from sojourn.instrumentation import FRAMEWORKS
+
+    return ", ".join(name.replace("_", "-") for name in sorted(FRAMEWORKS))
+
+
 def _note_plainly(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
@@ -94,7 +109,7 @@ def find_command(name: str) -> str:
     if Path(name).suffix == ".py" and Path(name).is_file():
         remedy = f"run it with Python: sojourn run -- python {name} …"
     elif name in ("mini", "mini-extra", "mini-swe-agent"):
-        remedy = "install it into this environment: pip install '.[mini-swe-agent]' in a checkout of sojourn"
+        remedy = f"install it into this environment: {install_command('mini-swe-agent')}"
     else:
         remedy = "check the spelling and PATH; the command comes after `--`, e.g. sojourn run -- mini -t '…'"
     raise CliError(f"there is no command {name!r}", remedy, exit_code=NOT_FOUND)
@@ -154,7 +169,7 @@ def autostart_directory() -> str:
         folder = Path(place) / "autostart"
         if (folder / "sitecustomize.py").is_file():
             return str(folder)
-    remedy = "reinstall the package: pip install --force-reinstall sojourn"
+    remedy = "reinstall the package: pip install --force-reinstall . in a checkout of sojourn"
     raise CliError("the integrations are not installed", remedy)
 
 

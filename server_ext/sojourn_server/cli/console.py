@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,49 @@ from .cli_error import CliError as CliError
 
 console = Console(stderr=True)
 """Console on stderr for progress, tables and errors, so that the output of ``--json -`` can be piped."""
+
+
+def json_option(what: str) -> Any:
+    """The option ``--json`` of a command that can write ``what`` as JSON. Raises ``CliError`` before the
+    command runs if the file cannot be written."""
+    import typer
+
+    return typer.Option(
+        None,
+        "--json",
+        metavar="FILE|-",
+        help=f"Write {what} as JSON to this file, - for stdout",
+        callback=_check_json_target,
+    )
+
+
+def _check_json_target(target: str | None) -> str | None:
+    if target is not None and target != "-":
+        check_output_file(Path(target))
+    return target
+
+
+def check_output_file(path: Path) -> None:
+    """Raise ``CliError`` if ``path`` is a folder, or its folder can neither be written nor created."""
+    if path.is_dir():
+        raise CliError(f"{path} is a folder", "name a file")
+    check_output_folder(path.parent)
+
+
+def check_output_folder(folder: Path) -> None:
+    """Raise ``CliError`` unless ``folder`` can be written or created."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise CliError(f"{folder} cannot be made: {existing} is a file", "name another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise CliError(f"{folder} cannot be written: no permission for {existing}", "name another folder")
+
+
+def complete_url(url: str | None) -> str | None:
+    """The value of an option ``--url``, with ``http://`` in front if it is only a host and a port."""
+    from sojourn.config import with_scheme
+
+    return url and with_scheme(url)
 
 
 @contextmanager

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.markup import escape
+from sojourn.errors import install_command
 
 from ..policies.preset_store import DEFAULT_PRESET
-from .console import CliError, console, write_json
+from .console import CliError, complete_url, console, json_option, write_json
 
 if TYPE_CHECKING:
     from sojourn_server.demo.demo_arm import ArmRecord
@@ -65,7 +66,7 @@ def demo(
         min=1,
         help="Agents that work at the same time. Default: up to 8, as many as end within --budget-s.",
     ),
-    json_file: str | None = typer.Option(None, "--json", help="Write all figures to this file; - is stdout."),
+    json_file: str | None = json_option("all figures"),
     plot: Path | None = typer.Option(None, "--plot", help="Write a PNG of completions and timelines."),
     arms: str = typer.Option("stock,sojourn", "--arms", help="Arms to run, in this order."),
     policy: str = typer.Option(DEFAULT_PRESET, "--policy", help="Policy of the sojourn arm."),
@@ -77,7 +78,10 @@ def demo(
     ),
     seed: int = typer.Option(0, "--seed", help="Seed of the arrival times."),
     url: str | None = typer.Option(
-        None, "--url", help="Use this server instead of starting one; for one arm only."
+        None,
+        "--url",
+        callback=complete_url,
+        help="Use this server instead of starting one; for one arm only.",
     ),
     kv_host_gib: float | None = typer.Option(
         None, "--kv-host-gib", min=0.0, help="Host memory for KV in the sojourn arm, GiB."
@@ -368,9 +372,7 @@ def _check_installed(plot: Path | None) -> None:
     needed = ["minisweagent", *(["matplotlib"] if plot else [])]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise CliError(
-            f"the demo needs {', '.join(missing)}", "pip install '.[demo]' in a checkout of sojourn"
-        )
+        raise CliError(f"the demo needs {', '.join(missing)}", install_command("demo"))
 
 
 def command_line() -> str:

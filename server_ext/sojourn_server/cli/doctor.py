@@ -13,10 +13,11 @@ from importlib import metadata, util
 import httpx
 import typer
 from rich.console import Console
+from sojourn.errors import install_command
 
 from ..vllm.compat import ENDPOINT_PLUGINS, GENERAL_PLUGINS
-from .console import console, write_json
-from .doctor_report import Check
+from .console import complete_url, console, json_option, write_json
+from .doctor_report import Announce, Check
 from .doctor_server import KEY_VARIABLES, server_checks
 
 _TIMEOUT_S = 20.0
@@ -32,11 +33,13 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     context: typer.Context,
-    url: str | None = typer.Option(None, help="A server to check, for example http://127.0.0.1:8000"),
+    url: str | None = typer.Option(
+        None, callback=complete_url, help="A server to check, for example http://127.0.0.1:8000"
+    ),
     api_key: str | None = typer.Option(
         None, envvar=list(KEY_VARIABLES), help="The server's API key, or a gateway's"
     ),
-    json_output: str | None = typer.Option(None, "--json", help="Write the report to this file; - is stdout"),
+    json_output: str | None = json_option("the report"),
     fabric: bool = typer.Option(
         False, "--fabric", help="Only print settings that isolate KV traffic on InfiniBand or RoCE; untested"
     ),
@@ -51,7 +54,7 @@ def doctor(
     # The report is the result, so it goes to stdout, unless the JSON goes there.
     report = console if json_output == "-" else Console()
     checks: list[Check] = []
-    for check in _all(url, api_key, _key_source(context)):
+    for check in _all(url, api_key, _key_source(context), _announce):
         checks.append(check)
         _print(check, report)
     failed = [check for check in checks if check.ok is False]
@@ -72,18 +75,29 @@ def _key_source(context: typer.Context) -> str:
     return next(name for name in KEY_VARIABLES if os.environ.get(name))
 
 
-def _all(url: str | None, api_key: str | None, key_source: str) -> Iterator[Check]:
-    yield from environment_checks()
+def _announce(what: str) -> None:
+    if console.is_terminal:
+        console.print(f"[dim]… {what}[/]", highlight=False, soft_wrap=True)
+
+
+def _all(url: str | None, api_key: str | None, key_source: str, announce: Announce) -> Iterator[Check]:
     if url is not None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        base = url.rstrip("/").removesuffix("/v1")
-        try:
-            client = httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT_S)
-        except (httpx.InvalidURL, ValueError) as error:
-            yield Check("server", False, f"{url}: {error}", "give a URL like http://127.0.0.1:8000")
-            return
-        with client:
-            yield from server_checks(client, key_source)
+        yield from _url_checks(url, api_key, key_source, announce)
+    # With a URL the question is about that server; its engine is imported there.
+    yield from environment_checks(announce, import_engine=url is None)
+
+
+def _url_checks(url: str, api_key: str | None, key_source: str, announce: Announce) -> Iterator[Check]:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    base = url.rstrip("/").removesuffix("/v1")
+    try:
+        client = httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT_S)
+    except (httpx.InvalidURL, ValueError) as error:
+        yield Check("server", False, f"{url}: {error}", "give a URL like http://127.0.0.1:8000")
+        return
+    with client:
+        announce(f"asking {base}, up to {_TIMEOUT_S:g} s for each answer")
+        yield from server_checks(client, key_source)
 
 
 def _print(check: Check, report: Console) -> None:
@@ -97,17 +111,21 @@ def _print(check: Check, report: Console) -> None:
 # --- this environment ---------------------------------------------------------------------------
 
 
-def environment_checks() -> Iterator[Check]:
-    """Yield the checks of this environment: Python, packages, vLLM, memory, entry points and models."""
+def environment_checks(
+    announce: Announce = lambda what: None, *, import_engine: bool = True
+) -> Iterator[Check]:
+    """Yield the checks of this environment: Python, packages, vLLM, memory, entry points and models.
+
+    ``import_engine``: also import the engine's model library, which takes seconds."""
     yield Check("python", True, f"{platform.python_version()} at {sys.executable}")
     version = _version("sojourn")
     yield Check(
         "sojourn",
         version is not None,
         version or "not installed as a distribution, so vLLM cannot find the plugin",
-        "" if version else "run pip install -e . in a checkout",
+        "" if version else f"run {install_command('server')}",
     )
-    yield from _engine_checks()
+    yield from _engine_checks(announce, import_engine)
     yield _memory_check()
     for name in _COMPANIONS:
         version = _version(name)
@@ -118,12 +136,12 @@ def environment_checks() -> Iterator[Check]:
             f"entry point {group}",
             bool(found),
             found[0].value if found else "not visible to this interpreter",
-            "" if found else "install sojourn into the environment that runs vLLM: pip install -e .",
+            "" if found else f"in the environment that runs vLLM: {install_command('server')}",
         )
     yield from _model_checks()
 
 
-def _engine_checks() -> Iterator[Check]:
+def _engine_checks(announce: Announce, import_engine: bool) -> Iterator[Check]:
     from sojourn_server.vllm.compat import (
         TESTED_VLLM,
         TESTED_WITHOUT_ENGINE,
@@ -139,7 +157,7 @@ def _engine_checks() -> Iterator[Check]:
             "vllm",
             None,
             "not installed; serve, demo and the engine tests need it",
-            "to serve from here: make setup, or pip install '.[vllm]' in a checkout on a CUDA machine",
+            f"to serve from here: make setup, or on a CUDA machine {install_command('vllm')}",
         )
         return
     build = "CPU build" if is_cpu_build() else "not a CPU build"
@@ -155,6 +173,9 @@ def _engine_checks() -> Iterator[Check]:
             "install a tested release, or serve with --policy stock",
         )
         yield _release_check()
+    if not import_engine:
+        return
+    announce(f"importing the engine's models, up to {_IMPORT_TIMEOUT_S:.0f} s")
     error = _import_error("from transformers import LlamaConfig")
     yield Check(
         "engine imports",

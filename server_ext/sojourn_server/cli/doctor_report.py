@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,10 @@ import httpx
 GATEWAY_HEADER = "X-Sojourn-Gateway"
 """Header of responses that the gateway creates itself, such as the list of models, in contrast to responses
 that it forwards (docs/gateway.md)."""
+
+
+Announce = Callable[[str], None]
+"""A function that shows a line before a slow check."""
 
 
 @dataclass(frozen=True, slots=True)

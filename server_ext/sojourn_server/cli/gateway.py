@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.markup import escape
+from sojourn.errors import install_command
 
 from .console import CliError, console
 
@@ -89,7 +90,7 @@ def gateway(
     needed = ("aiohttp", "starlette", "uvicorn", "prometheus_client")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise CliError(f"not installed: {', '.join(missing)}", "pip install '.[gateway]' from a checkout")
+        raise CliError(f"not installed: {', '.join(missing)}", install_command("gateway"))
     if ray is not None:
         _serve_on_ray(ray, _given_options(context, "ray"))
         return
@@ -271,7 +272,7 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
         )
     # Do not look for ray.serve: that would import Ray, which reads the environment on import.
     if importlib.util.find_spec("ray") is None:
-        raise CliError("not installed: ray", "pip install '.[gateway,ray]' from a checkout")
+        raise CliError("not installed: ray", install_command("gateway,ray"))
     from sojourn_server.gateway.ray.ray_config import RayConfigError, read_config, set_ray_environment
 
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from .console import CliError, console, write_json
+from .console import CliError, console, json_option, write_json
 
 
 def register(app: typer.Typer) -> None:
@@ -21,7 +21,7 @@ def parity(
     allow_unfinished: bool = typer.Option(
         False, help="Accept a recording without an end, as a killed engine leaves it"
     ),
-    json: str | None = typer.Option(None, metavar="FILE|-", help="Write the report as JSON, - for stdout"),
+    json: str | None = json_option("the report"),
 ) -> None:
     """Replay ``recording`` and print a report. Exits with code 1 if a decision or answer differs from the
     recording, or if the recording holds no decisions."""

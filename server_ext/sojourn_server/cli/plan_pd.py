@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .console import CliError, console, write_json
+from .console import CliError, console, json_option, write_json
 from .simulate_outputs import SimulateOutputs
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def plan_pd(
     new_tokens_per_s: float = typer.Option(
         2_160.0, help="Prefill speed of a device with contexts of this length, tokens per second"
     ),
-    json: str | None = typer.Option(None, metavar="FILE|-", help="Write the plan as JSON, - for stdout"),
+    json: str | None = json_option("the plan"),
 ) -> None:
     """Print the useful range of prefill-to-decode ratios, the bound that each link sets on the ratio, and
     the turns per second for each division of the nodes into prefill and decode nodes."""

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from .console import CliError, console, write_json
+from .console import CliError, complete_url, console, json_option, write_json
 from .profile_progress import ProfileProgress, duration_text
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def register(app: typer.Typer) -> None:
 
 
 def profile(
-    url: str = typer.Option(..., help="The server's root, for example http://127.0.0.1:8000"),
+    url: str = typer.Option(
+        ..., callback=complete_url, help="The server's root, for example http://127.0.0.1:8000"
+    ),
     model: str | None = typer.Option(None, help="Served model. Default: the server's first model"),
     output: Path | None = typer.Option(
         None,
@@ -88,7 +90,7 @@ def profile(
     ),
     hardware: str | None = typer.Option(None, help="Name of the machine. Default: what is found here"),
     api_key: str | None = typer.Option(None, help="The server's key. Default: SOJOURN_API_KEY"),
-    json: bool = typer.Option(False, "--json", help="Print the profile as JSON on stdout"),
+    json: str | None = json_option("the profile"),
 ) -> None:
     """Measure the server and print or write the profile. Without ``-o`` and ``--json`` the TOML goes to
     stdout.
@@ -167,7 +169,7 @@ def profile(
     if output is not None:
         write_atomically({output: result.to_toml().encode()})
         console.print(f"written to {output}; use it with: sojourn serve MODEL --sojourn-profile {output}")
-    if json:
+    if json is not None:
         residual_s = result.prefill.residual(measured.prefill.points)
         write_json(
             {
@@ -176,9 +178,9 @@ def profile(
                 "residual_s": residual_s,
                 "notes": notes,
             },
-            "-",
+            json,
         )
-    elif output is None:
+    if output is None and json is None:
         print(result.to_toml(), end="")
 
 

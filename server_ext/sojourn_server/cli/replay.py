@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .console import CliError, console, write_json
+from .console import CliError, complete_url, console, json_option, write_json
 
 if TYPE_CHECKING:
     from sojourn_server.replay.replay_driver import ReplayOptions
@@ -27,7 +27,9 @@ def replay(
     trace: str = typer.Argument(
         help="A .jsonl or .jsonl.gz trace, one program per line, or synthetic:NAME as in simulate"
     ),
-    url: str = typer.Option(..., help="The server's root, for example http://127.0.0.1:8000"),
+    url: str = typer.Option(
+        ..., callback=complete_url, help="The server's root, for example http://127.0.0.1:8000"
+    ),
     model: str | None = typer.Option(None, help="Served model. Default: the server's first model"),
     programs: int | None = typer.Option(
         None, min=1, help="Number of top-level programs to run, with their sub-agents. Default: all"
@@ -55,7 +57,7 @@ def replay(
         help="The server's KV block size, for counting recomputed tokens. Default: the server's value, or 16",
     ),
     api_key: str | None = typer.Option(None, help="The server's key. Default: SOJOURN_API_KEY"),
-    json: str | None = typer.Option(None, metavar="FILE|-", help="Write the result as JSON, - for stdout"),
+    json: str | None = json_option("the result"),
 ) -> None:
     """Replay ``trace`` on the server and print the results. Exits with code 1 if no program finished."""
     from sojourn_server.replay.completions_client import ServerError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from .agent_process import DEFAULT_URL, become
+from .agent_process import DEFAULT_URL, become, framework_names
 from .console import console
 
 
@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
         help=(
             "Run an agent's own command and report its programs and tool calls to a sojourn server:\n\n"
             "sojourn run -- mini -m openai/smol -t 'fix the bug'\n\n"
-            "No code changes: mini-swe-agent 2.x and openai clients are instrumented on import. "
+            f"No code changes. Instrumented on import: {framework_names()}. "
             "Only requests to the server itself carry ids. "
             "Python processes of the agent's tools are not instrumented."
         ),

@@ -114,7 +114,7 @@ def serve(
     if policy is None:
         policy = DEFAULT_PRESET if role is None else PREFILL_DECODE_POLICY
     _check_policy(policy, policy_file)
-    _check_engine(policy, role)
+    _check_engine(policy, role, dry_run=dry_run)
     is_local = model in LOCAL_MODELS
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         raise CliError(
@@ -222,11 +222,14 @@ def _uses_hidden_states(policy: str, policy_file: Path | None, allowed_modules: 
     return preset.remaining.reads_hidden_states
 
 
-def _check_engine(policy: str, role: str | None) -> None:
+def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
     from sojourn_server.launch.serve_command import STOCK_POLICY
     from sojourn_server.vllm.compat import UnsupportedEngine, check_vllm_version, installed_vllm
 
     version = installed_vllm()
+    if version is None and dry_run:
+        _print_notes(["vLLM is not installed here; the command is for a machine that has it"])
+        return
     if version is None:
         raise CliError(
             "vLLM is not installed in this environment",

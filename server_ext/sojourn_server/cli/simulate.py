@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from sojourn.errors import install_command
 
-from .console import CliError, console
+from .console import CliError, console, json_option
 from .simulate_outputs import SimulateOutputs
 from .sweep_options import expand_specs, given, group_by_value, parse_sweep, sweep_policies
 
@@ -43,9 +44,15 @@ def register(app: typer.Typer) -> None:
     )
 
 
+def _workload_help() -> str:
+    from sojourn_server.simulator.workloads.synthetic_workloads import synthetic_names
+
+    return f"A .jsonl or .jsonl.gz trace, or synthetic:NAME with NAME one of {', '.join(synthetic_names())}"
+
+
 def simulate(
     context: typer.Context,
-    workload: str | None = typer.Argument(None, help="A .jsonl or .jsonl.gz trace, or synthetic:NAME"),
+    workload: str | None = typer.Argument(None, help=_workload_help()),
     policy: str = typer.Option(
         DEFAULT_POLICIES,
         help="Policies separated by commas: names or TOML files of presets. With --replicas ROUTING/ENGINE, "
@@ -95,7 +102,7 @@ def simulate(
         "replicas or tp",
     ),
     jobs: int | None = typer.Option(None, min=1, help="Processes. Default: one per core"),
-    json: str | None = typer.Option(None, metavar="FILE|-", help="Write the figures as JSON, - for stdout"),
+    json: str | None = json_option("the figures"),
     plot: Path | None = typer.Option(None, metavar="DIR", help="Write plots into this folder"),
     save: Path | None = typer.Option(None, metavar="FILE", help="Save every turn: .msgpack.gz or .json.gz"),
     load: Path | None = typer.Option(
@@ -252,7 +259,7 @@ def _run_simulations(
 
     if find_spec("vllm") is None:
         raise CliError(
-            "simulate runs vLLM's own scheduler, and vLLM is not installed here", 'pip install "sojourn[cpu]"'
+            "simulate runs vLLM's own scheduler, and vLLM is not installed here", install_command("cpu")
         )
     from rich.markup import escape
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .console import CliError, console, write_json
+from sojourn.errors import install_command
+
+from .console import CliError, check_output_file, check_output_folder, console, write_json
 
 if TYPE_CHECKING:
     from sojourn_server.simulator.report.results_file import Provenance
@@ -42,13 +43,12 @@ class SimulateOutputs:
         if plot is not None and plot.exists() and not plot.is_dir():
             raise CliError(f"--plot {plot} is a file", "name a folder")
         for path in (json, save):
-            if path is not None and path.is_dir():
-                raise CliError(f"{path} is a folder", "name a file")
-        for path in (json and json.parent, plot, save and save.parent):
             if path is not None:
-                _check_folder(path)
+                check_output_file(path)
+        if plot is not None:
+            check_output_folder(plot)
         if plot is not None and find_spec("matplotlib") is None:
-            raise CliError("--plot needs matplotlib", 'pip install "sojourn[demo]"')
+            raise CliError("--plot needs matplotlib", install_command("demo"))
 
     def show(self, result: SuiteResult, made: Provenance, swept: SweepRuns | None) -> None:
         """Print the table, write the files, and explain the program of ``--explain``.
@@ -92,15 +92,6 @@ class SimulateOutputs:
             else:
                 written += write_sweep_plot(swept, result.rows, self.plot)
         return written
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise ``CliError`` unless ``folder`` can be written or created."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise CliError(f"{folder} cannot be made: {existing} is a file", "name another folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise CliError(f"{folder} cannot be written: no permission for {existing}", "name another folder")
 
 
 def _check_figures(result: SuiteResult) -> None:

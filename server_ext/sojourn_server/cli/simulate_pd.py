@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from sojourn.errors import install_command
 
-from .console import CliError, console, write_json
+from .console import CliError, console, json_option, write_json
 from .simulate_outputs import SimulateOutputs
 from .sweep_options import given
 
@@ -91,7 +92,7 @@ def simulate_pd(
         help="No traffic classes: KV and the model's messages share the compute network",
     ),
     jobs: int | None = typer.Option(None, min=1, metavar="N", help="Processes. Default: one per core"),
-    json: str | None = typer.Option(None, metavar="FILE|-", help="Write the figures as JSON, - for stdout"),
+    json: str | None = json_option("the figures"),
     plot: Path | None = typer.Option(None, metavar="FILE", help="Write a picture: .svg or .png"),
 ) -> None:
     """Simulate each of the named systems and print a comparison."""
@@ -190,7 +191,7 @@ def _check_plot(plot: Path | None) -> None:
     if not plot.absolute().parent.is_dir():
         raise CliError(f"--plot {plot}: {plot.absolute().parent} is not a folder", "make it first")
     if find_spec("matplotlib") is None:
-        raise CliError("--plot needs matplotlib", 'pip install "sojourn[demo]"')
+        raise CliError("--plot needs matplotlib", install_command("demo"))
 
 
 def _next_step(message: str, names: Sequence[str], model: str) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from sojourn.config import with_scheme
+
 
 class InvalidReplicaAddress(ValueError):
     """An engine's address is invalid. The text names the address and says what was expected."""
@@ -25,7 +27,7 @@ class ReplicaAddress:
 def parse_engine_url(text: str) -> str:
     """Check an engine's URL from the command line, and return it without a trailing slash. Raises
     ``InvalidReplicaAddress``."""
-    text = text.strip().rstrip("/")
+    text = with_scheme(text.strip().rstrip("/"))
     parts = urlsplit(text)
     try:
         port_fits = parts.port is None or parts.port > 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from sojourn.errors import InputError
+from sojourn.errors import InputError, install_command
 
 from ...routing.routing_limits import SILENT_PROGRAM_S
 from .autoscale import AutoscaleLimits
@@ -236,7 +236,7 @@ def read_config(path: Path) -> RayConfig:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
         raise RayConfigError(
-            f"{path}: PyYAML is not installed; expected pip install 'sojourn[gateway,ray]'"
+            f"{path}: PyYAML is not installed; expected {install_command('gateway,ray')}"
         ) from None
     try:
         document = yaml.safe_load(text)

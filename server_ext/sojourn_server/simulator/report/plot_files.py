@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sojourn.errors import install_command
+
 from sojourn_server.traces.atomic_files import write_atomically
 
 from ..run_log import OccupancySample, RunLog
@@ -122,7 +124,7 @@ def plot_settings() -> Iterator[None]:
     try:
         import matplotlib
     except ImportError:
-        raise PlotError("plots need matplotlib: pip install 'sojourn[demo]', or leave out --plot") from None
+        raise PlotError(f"plots need matplotlib: {install_command('demo')}, or leave out --plot") from None
     with matplotlib.rc_context():
         # The user's settings and style sheets would change the plots.
         matplotlib.rcdefaults()
