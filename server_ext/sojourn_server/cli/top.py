@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from .cli_error import CliError
-from .console import write_json
+from .console import json_option, write_json
 from .doctor_server import KEY_VARIABLES
 from .live_client import DEFAULT_URL, AnswerError, LiveClient
 
@@ -33,9 +33,7 @@ def top(
         None, envvar=list(KEY_VARIABLES), help="The server's API key, or a gateway's"
     ),
     once: bool = typer.Option(False, "--once", help="Print one view and exit"),
-    json_output: str | None = typer.Option(
-        None, "--json", help="Write one view as JSON to this file and exit; - is stdout"
-    ),
+    json_output: str | None = json_option("one view (then the command exits)"),
     interval_s: float = typer.Option(1.0, "--interval", min=MIN_INTERVAL_S, help="Seconds between two views"),
     sort: str = typer.Option("state", help="Column to sort by: state, for, lease, ctx, kv, turn, ttft, lost"),
 ) -> None:
