@@ -31,7 +31,7 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
     ("flags", "told"),
     [
         ([], "no engines were named"),
-        (["--engines", "localhost:8000"], "not an engine's address"),
+        (["--engines", "localhost"], "not an engine's address"),
         (["--engines", "http://h:1,http://h:1"], "given twice"),
         ([*ENGINES, "--policy", "sage"], "did you mean 'saga'"),
         ([*ENGINES, "--policy-file", "nowhere.toml"], "No such file"),
@@ -47,7 +47,7 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
         (["--prefill", "http://h:1"], "--prefill is given without --decode"),
         (["--decode", "http://h:1"], "--decode is given without --prefill"),
         (["--prefill", ",", "--decode", "http://h:1"], "no prefill engines were named"),
-        (["--prefill", "http://h:1", "--decode", "h:2"], "not an engine's address"),
+        (["--prefill", "http://h:1", "--decode", "h"], "not an engine's address"),
         (
             ["--prefill", "http://h:1,http://h:2", "--decode", "http://h:2"],
             "with --prefill and with --decode",

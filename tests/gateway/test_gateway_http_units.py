@@ -244,7 +244,7 @@ def test_an_engine_with_sojourn_reports_its_tiers() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("localhost:8000", "not an engine's address"),
+        ("localhost", "not an engine's address"),
         ("ftp://h", "not an engine's address"),
         ("http://h:99999", "not an engine's address"),
         ("http://h/v1", "without a path"),
@@ -255,6 +255,7 @@ def test_bad_addresses_say_what_was_expected(text: str, told: str) -> None:
     with pytest.raises(InvalidReplicaAddress, match=told):
         parse_engine_url(text)
     assert parse_engine_url(" http://h:8000/ ") == "http://h:8000"
+    assert parse_engine_url("localhost:8000") == "http://localhost:8000"
 
 
 # -- tenants ----------------------------------------------------------------------
