@@ -45,6 +45,10 @@ def test_capabilities(engine: VirtualEngine) -> None:
     assert told["limits"]["hinted_ttl_s"] == 300.0
     assert told["engine"] == {"virtual": "1"}
     assert told["tiers"] is None
+    assert told["unused_hints"] == [
+        "blocks_parent", "expected_resume", "kv_retention_ttl_seconds", "priority", "step_id",
+        "program_start.call_id", "tool_start.expected_s", "tool_start.expected_p95_s",
+    ]  # fmt: skip
 
 
 def test_capabilities_tell_what_is_below_the_device_as_it_is_now(engine: VirtualEngine) -> None:

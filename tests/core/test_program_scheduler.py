@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 from sojourn.ids import ProgramId
@@ -440,6 +441,30 @@ def test_a_hinted_ttl_is_bounded_and_counted_once(asked_s: float, given_s: float
     lease = engine.turn("p", prompt(40), "no tool call", kv_retention_ttl_seconds=asked_s)
     assert (lease.ttl_s if lease else 0.0) == given_s
     assert engine.reasons("keep") == ["hinted"]
+    assert engine.counter("sojourn_hints_total", outcome=outcome) == 1
+    assert engine.counter("sojourn_hints_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("preset", "hint", "outcome"),
+    [
+        ("fixed-ttl", {"kv_retention_ttl_seconds": 9.0}, "unsupported"),
+        ("sojourn", {"kv_retention_ttl_seconds": 9.0}, "unsupported"),
+        ("saga", {"kv_retention_ttl_seconds": 9.0}, "applied"),
+        ("continuum", {"priority": 0}, "unsupported"),
+        ("continuum", {"step_id": "12"}, "unsupported"),
+        ("continuum", {"blocks_parent": True}, "unsupported"),
+        ("continuum", {"expected_resume": True}, "unsupported"),
+        ("continuum", {"expected_resume": False}, "applied"),
+        ("saga", {"expected_resume": True}, "applied"),
+        ("continuum", {"expected_output_length": 5}, "applied"),
+    ],
+)
+def test_a_hint_that_no_policy_reads_is_answered_unsupported(
+    preset: str, hint: dict[str, Any], outcome: str
+) -> None:
+    engine = VirtualEngine(preset)
+    engine.arrive("p", prompt(40), **hint)
     assert engine.counter("sojourn_hints_total", outcome=outcome) == 1
     assert engine.counter("sojourn_hints_total") == 1
 

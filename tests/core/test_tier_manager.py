@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sojourn.ids import ProgramId
-from sojourn.wire_events import ProgramEnd, ProgramStart
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
 from sojourn_server.core.events_and_actions import EngineAction, EngineActionKind, TurnFinishReason
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.tier_manager import MAX_WAITING_IN_VIEW, UNTHROTTLED_PROGRAMS
@@ -317,6 +317,38 @@ def test_a_move_is_told_to_the_engine_and_to_all_who_go_by_it() -> None:
     order(engine, policy, "a", DEVICE)
     assert not engine.parked(waiting)
     assert engine.program("a").status is ProgramStatus.REASONING
+
+
+@pytest.mark.parametrize(
+    ("seen_s", "expected", "median_s", "longest_s"),
+    [
+        ((), {"expected_s": 40.0, "expected_p95_s": 400.0}, 40.0, 300.0),
+        ((), {"expected_s": 40.0}, 40.0, 80.0),
+        ((), {"expected_s": 0.0}, 2.0, 2.0),  # no estimate
+        ((), {}, 2.0, 2.0),  # those of other tools
+        ((5.0,) * 4, {"expected_s": 40.0, "expected_p95_s": 400.0}, 5.0, 5.0),  # what was seen wins
+    ],
+)
+def test_a_tool_that_was_never_seen_takes_as_long_as_the_client_expects(
+    seen_s: tuple[float, ...], expected: dict[str, float], median_s: float, longest_s: float
+) -> None:
+    policy = Watched()
+    policy.reads_costs = True
+    engine = Engine(policy)
+    for duration_s, tool in [*((one, "deploy") for one in seen_s), (2.0, "other")]:
+        engine.program_scheduler.state.histories.tools.observe(tool, duration_s)
+    request = engine.come("p", 2)
+    order(engine, policy, "p", DEVICE)
+    engine.admit(request)
+    engine.now += 1.0
+    engine.finish(request)
+    engine.send(ToolStart(program_id="p", seq=-1, call_id="c", tool="deploy", **expected))
+    engine.now += TICK_S
+    engine.step()
+    durations_s = seen(policy.views[-1], "p").gap_durations_s
+    assert durations_s[len(durations_s) // 2] == pytest.approx(median_s)
+    assert durations_s[-1] >= longest_s
+    assert list(durations_s) == sorted(durations_s)
 
 
 def test_nobody_is_placed_where_the_policy_says_stay() -> None:

@@ -158,6 +158,9 @@ def test_steps_left_say_more_than_the_graph():
         WorkflowStepView(steps_left=9.0, declared=((END, 1.0),))
     ) == pytest.approx(0.9)
     assert hinted_continuation_probability(WorkflowStepView(steps_left=0.0)) == 0.0
+    assert hinted_continuation_probability(WorkflowStepView(steps_left=1.0, resumes=True)) == 0.5
+    assert hinted_continuation_probability(WorkflowStepView(declared=BRANCH, resumes=True)) == 1.0
+    assert hinted_continuation_probability(WorkflowStepView(final=True, resumes=True)) == 0.0
     assert hinted_continuation_probability(WorkflowStepView()) is None
 
 

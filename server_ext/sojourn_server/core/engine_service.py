@@ -31,6 +31,7 @@ from ..programs.program_status import ProgramStatus
 from .client_event_handler import EVENT_TYPES, ClientEventHandler, EventHandler
 from .live_snapshot import take_snapshot
 from .program_scheduler import ProgramScheduler
+from .request_hints import unused_event_fields, unused_hint_fields
 from .turn_facts import collect_turn_facts
 
 MAX_PROGRAMS_SHOWN = 1000
@@ -160,11 +161,12 @@ class EngineService:
         return encode(handler(arguments or {}, now)).decode()
 
     def _capabilities(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+        preset = self._state.preset
         return {
             "name": "sojourn",
             "version": version("sojourn"),
             "wire": [WIRE_VERSION],
-            "policy": self._state.preset.name,
+            "policy": preset.name,
             "events": list(EVENT_TYPES),
             "limits": {
                 "batch_bytes": MAX_BATCH_BYTES,
@@ -175,6 +177,10 @@ class EngineService:
                 "graph_bytes": MAX_GRAPH_BYTES,
                 "hinted_ttl_s": self._state.limits.max_hinted_ttl_s,
             },
+            "unused_hints": [
+                *unused_hint_fields(self._state.preset),
+                *unused_event_fields(self._state.preset),
+            ],
             "engine": self._engine,
             "tiers": self._below_device(),
             "missing": self._missing,

@@ -156,7 +156,7 @@ class ProgramLifecycle:
             # The history already has the tool's duration: the gap between the two requests.
             return Outcome.DEFERRED, "a request overtook this event and has ended the tool call"
         program.tools[CallId(event.call_id)] = RunningTool(
-            key, started_s, event.expected_s, event.tool, event.tool_class
+            key, started_s, event.expected_s, event.expected_p95_s, event.tool, event.tool_class
         )
         if program.live_requests:
             return Outcome.DEFERRED, "a request of the program is in the engine; counts for the history only"

@@ -9,6 +9,8 @@ from sojourn.hints import AgenticContext
 from sojourn.ids import ProgramId, id_problem
 from sojourn.wire_codec import Outcome, WireError, decode_context
 
+from ..policies.preset import Preset
+
 CONTEXT_KEY = "agentic_context"
 
 MAX_NAME_CHARS = 256
@@ -32,6 +34,32 @@ class RequestIdentity:
 
 
 NO_IDENTITY = RequestIdentity(None, None)
+
+_NEVER_USED = ("blocks_parent", "priority", "step_id")
+"""Fields of vLLM Router's hint that no policy of this server uses."""
+
+
+def unused_hint_fields(preset: Preset) -> tuple[str, ...]:
+    """Return the fields of requests' hints that an engine with this preset does not use."""
+    unused = list(_NEVER_USED)
+    if not getattr(preset.retention, "reads_hinted_ttl", False):
+        unused.append("kv_retention_ttl_seconds")
+    if not preset.foresight.looks:
+        unused.append("expected_resume")
+    return tuple(sorted(unused))
+
+
+def unused_event_fields(preset: Preset) -> tuple[str, ...]:
+    """Return the fields of events, as ``event.field``, that an engine with this preset does not use."""
+    durations = () if preset.placement.reads_costs else ("tool_start.expected_s", "tool_start.expected_p95_s")
+    return ("program_start.call_id", *durations)
+
+
+def has_unused_field(context: AgenticContext, unused: tuple[str, ...]) -> bool:
+    """Return whether a hint has a field that is in ``unused``.
+
+    A field that is false does not count: ``expected_resume: false`` ends a program under every preset."""
+    return any((value := getattr(context, field)) is not None and value is not False for field in unused)
 
 
 def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> RequestIdentity:

@@ -30,6 +30,7 @@ from .events_and_actions import (
 )
 from .lease_manager import LeaseManager
 from .program_lifecycle import ProgramLifecycle
+from .request_hints import has_unused_field, unused_hint_fields
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 from .tier_manager import TierManager
@@ -57,6 +58,7 @@ class RequestLifecycle:
         journal: DecisionRecorder,
     ) -> None:
         self._state = state
+        self._unused_hints = unused_hint_fields(state.preset)
         self._programs = state.programs
         self._requests = state.requests
         self._leases = state.leases
@@ -94,6 +96,9 @@ class RequestLifecycle:
             request_state, fact.identity.context, self._state.limits.max_hinted_ttl_s
         ):
             outcome = Outcome.CLIPPED
+        context = fact.identity.context
+        if context is not None and program is not None and has_unused_field(context, self._unused_hints):
+            outcome = Outcome.UNSUPPORTED
         if outcome is not None:
             self._journal.hint(outcome)
         if program is None:

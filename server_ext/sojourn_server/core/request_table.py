@@ -31,6 +31,8 @@ class RequestState:
     arrived_s: float
     hinted_ttl_s: float | None = None
     final: bool = False
+    resumes: bool = False
+    """Whether the hint says that another turn follows."""
     node: str | None = None
     """Graph node that the request's hint names."""
     steps_left: float | None = None
@@ -144,6 +146,7 @@ class RequestTable:
             request_state.hinted_ttl_s = min(max(0.0, ttl_s), max_hinted_ttl_s)
             was_clipped = request_state.hinted_ttl_s != ttl_s
         request_state.final = context.expected_resume is False
+        request_state.resumes = context.expected_resume is True
         if context.expected_output_length is not None and context.expected_output_length > 0:
             request_state.hinted_tokens = context.expected_output_length
         ours = context.sojourn

@@ -42,6 +42,7 @@ from ..policies.placement.placement_views import (
     TierCapacity,
 )
 from ..policies.policy_views import ProgramGrowthView
+from ..programs.execution_history import estimated_durations
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
 from .request_table import RequestState
@@ -550,14 +551,21 @@ class TierManager:
         return max(place.last_active_s, min(started_s, default=place.last_active_s))
 
     def _gap_durations_s(self, place: _PlacedState) -> tuple[float, ...]:
-        """Earlier durations of the tool that the program runs; of all tools if this one is new or unknown."""
+        """Earlier durations of the tool that the program runs. If this one is new or unknown: durations by
+        the client's estimate, or else those of all tools."""
         if place.activity is not ProgramActivity.ACTING:
             return ()
         tools, tool = self._histories.tools, place.program.tool_now()
         if place.tools_ended_s is not None:
             return (RETURN_S,)
-        known = tool if tool is not None and tools.count(tool) >= MIN_CALLS_SEEN else None
-        return tools.quantiles(known, GAP_SAMPLES)
+        if tool is not None and tools.count(tool) >= MIN_CALLS_SEEN:
+            return tools.quantiles(tool, GAP_SAMPLES)
+        running = place.program.running_tool()
+        if running is not None and running.expected_s is not None:
+            estimated = estimated_durations(running.expected_s, running.expected_p95_s, GAP_SAMPLES)
+            if estimated:
+                return estimated
+        return tools.quantiles(None, GAP_SAMPLES)
 
     def _growth_stats(self) -> GrowthStatistics:
         growth, turns = self._histories.growth_tokens, self._histories.turns

@@ -110,6 +110,7 @@ class WorkflowPredictor:
             return
         program.turn_node, program.turn_steps_left = request_state.node, request_state.steps_left
         program.turn_final = request_state.final
+        program.turn_resumes = request_state.resumes
         self._known.context_blocks.observe(float(blocks))
         self._predict(program, now)
 
@@ -190,6 +191,7 @@ class WorkflowPredictor:
             inferred=self._known.successors(program),
             tasks=self._known.tasks(program),
             calls_tool=program.pending_tool is not None,
+            resumes=program.turn_resumes,
         )
         expected = self._preset.foresight.expect(step, now)
         declared = hinted_continuation_probability(step)

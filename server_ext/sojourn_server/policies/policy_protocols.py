@@ -81,7 +81,10 @@ class RetentionDecision(NamedTuple):
 
 
 class RetentionPolicy(Protocol):
-    """Decides how long to keep the KV of a turn that has just ended."""
+    """Decides how long to keep the KV of a turn that has just ended.
+
+    A policy that grants the TTL of a client's hint has the class attribute ``reads_hinted_ttl = True``. Under
+    other policies such hints are answered ``unsupported``."""
 
     def keep(self, turn: FinishedTurnView, now: float) -> RetentionDecision: ...
 

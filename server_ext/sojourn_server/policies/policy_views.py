@@ -268,6 +268,8 @@ class WorkflowStepView(NamedTuple):
     """Number of finished programs of this type."""
     calls_tool: bool = False
     """Whether the turn ended in a tool call, seen in its output or named by the client."""
+    resumes: bool = False
+    """Whether the client expects another turn (``expected_resume``)."""
 
 
 class PrefetchView(NamedTuple):

@@ -10,6 +10,7 @@ import sys
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import NormalDist
 from typing import Any
 
 MAX_FLOAT = sys.float_info.max
@@ -21,6 +22,27 @@ MAX_SAMPLES = 20_000
 
 HISTORY_VERSION = 1
 """Version of the documents that ``snapshot`` writes and ``restore`` reads."""
+
+
+_P95 = NormalDist().inv_cdf(0.95)
+ESTIMATE_SIGMA = 0.5
+"""Assumed standard deviation of the logarithm of a duration of which only a median is estimated."""
+MAX_ESTIMATE_SIGMA = 3.0
+
+
+def estimated_durations(median_s: float, p95_s: float | None, count: int) -> tuple[float, ...]:
+    """Return ``count`` equally likely durations, ascending, of a log-normal with this median and 95th
+    percentile.
+
+    ``p95_s``: ``None``, or below the median, if unknown. Empty for a median that is not above 0 and finite.
+    """
+    if not 0 < median_s < math.inf:
+        return ()
+    sigma = ESTIMATE_SIGMA
+    if p95_s is not None and median_s <= p95_s < math.inf:
+        sigma = min(MAX_ESTIMATE_SIGMA, math.log(p95_s / median_s) / _P95)
+    normal = NormalDist()
+    return tuple(median_s * math.exp(sigma * normal.inv_cdf((2 * i + 1) / (2 * count))) for i in range(count))
 
 
 class ToolHistory:

@@ -38,6 +38,9 @@ class RunningTool:
     started_s: float
     """Time at which the call began, in seconds on the engine's clock."""
     expected_s: float | None = None
+    """The client's estimate of the duration."""
+    expected_p95_s: float | None = None
+    """The client's estimate of the duration's 95th percentile."""
     name: str = ""
     """The tool's name in the framework, e.g. ``bash``."""
     tool_class: str | None = None
@@ -157,6 +160,7 @@ class ProgramState:
     """Graph node named in the request of the last turn."""
     turn_steps_left: float | None = None
     """Number of further turns that the request of the last turn announced."""
+    turn_resumes: bool = False
     turn_final: bool = False
     """Whether the request of the last turn was declared the final one."""
     goes_on: float | None = None
@@ -225,7 +229,7 @@ class ProgramState:
         """
         self.turns = self.first_prompt_tokens = self.peak_tokens = self.cached_blocks = 0
         self.turns_at_last_end = self.gap_started_s = self.last_turn_s = self.pending_tool = None
-        self.gap_leased = self.gap_reported = self.turn_final = False
+        self.gap_leased = self.gap_reported = self.turn_final = self.turn_resumes = False
         self.gap_inferred_s = self.hinted_ttl_s = self.node = self.expected_steps_left = None
         self.prompt_type = self.turn_node = self.turn_steps_left = None
         self.steps, self.steps_begin, self.reused_share = [], True, 1.0
@@ -236,8 +240,11 @@ class ProgramState:
         self.ttft_s = None
         self.reused_tokens = self.lost_tokens = 0
 
+    def running_tool(self) -> RunningTool | None:
+        """The reported tool call that has run longest; ``None`` without a reported call."""
+        return min(self.tools.values(), key=lambda tool: tool.started_s, default=None)
+
     def tool_now(self) -> str | None:
-        """History key of the reported tool call that has run longest, or else ``pending_tool``."""
-        if self.tools:
-            return min(self.tools.values(), key=lambda tool: tool.started_s).key
-        return self.pending_tool
+        """History key of ``running_tool``, or else ``pending_tool``."""
+        tool = self.running_tool()
+        return tool.key if tool is not None else self.pending_tool

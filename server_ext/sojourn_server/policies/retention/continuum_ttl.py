@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...programs.execution_history import ToolHistory
 from ..policy_protocols import DecisionReason, RetentionDecision
@@ -30,6 +31,7 @@ class ContinuumRetention:
     PrefillReload) seconds (§4.2). Raises ``ValueError`` for negative numbers.
     """
 
+    reads_hinted_ttl: ClassVar[bool] = True
     min_samples: int = 100
     """K: a tool's own durations are used only if there are more than K of them."""
     max_ttl_s: float = 300.0

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import ClassVar
 
 from ..policy_protocols import DecisionReason, RetentionDecision
 from ..policy_views import FinishedTurnView
@@ -28,6 +29,7 @@ class ToolTypeRetention:
     ``ValueError`` for numbers out of range.
     """
 
+    reads_hinted_ttl: ClassVar[bool] = True
     percentile: float = 0.95
     pressure_low: float = 0.7
     pressure_high: float = 0.9

@@ -101,12 +101,14 @@ def hinted_continuation_probability(step: WorkflowStepView) -> float | None:
 
     A hinted number of steps left, L, takes precedence over the graph, because it is about this program. The
     number of further steps is assumed to be geometric with mean L. So another step has probability
-    L / (1 + L).
+    L / (1 + L). After that counts whether the client expects another turn, then the declared graph.
     """
     if step.final:
         return 0.0
     if step.steps_left is not None:
         return step.steps_left / (1.0 + step.steps_left)
+    if step.resumes:
+        return 1.0
     if step.declared:
         return min(1.0, max(0.0, 1.0 - math.fsum(p for node, p in step.declared if node == END)))
     return None
