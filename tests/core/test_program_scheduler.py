@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sojourn.ids import ProgramId
 from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn_server.core.events_and_actions import EngineActionKind, TurnFinishReason
+from sojourn_server.core.events_and_actions import EngineActionKind, StepCompleted, TurnFinishReason
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.scheduler_state import Histories
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
@@ -228,6 +228,27 @@ def test_c4_the_ttl_comes_from_this_tools_history() -> None:
     assert lease is not None
     assert (lease.ttl_s, lease.reason, lease.reload_s) == (2.0, DecisionReason.THIS_TOOL, 42.0)
     assert lease.expires_s == engine.now + 2.0
+
+
+def test_c4_with_a_tier_below_the_price_of_losing_a_context_is_copying_it() -> None:
+    engine = VirtualEngine("continuum", curve=CURVE, histories=trained(101, 2.0))
+    engine.program_scheduler.pool.host_s_per_token = 0.001
+    assert engine.turn("p", prompt(40)) is None
+    assert engine.reasons("keep") == ["not_worth_it"]
+    engine.program_scheduler.handle(StepCompleted(1, 0.01, 1, load_back_s_per_token=0.1), engine.now)
+    lease = engine.turn("q", prompt(40, 1))
+    assert lease is not None, "the link is slower than its profile says"
+    assert lease.reload_s == pytest.approx(4.2)
+    engine.program_scheduler.handle(
+        StepCompleted(1, 0.01, 1, load_back_s_per_token=0.1, queued_s=10.0), engine.now
+    )
+    lease = engine.turn("r", prompt(40, 2))
+    assert lease is not None
+    assert lease.reload_s == pytest.approx(14.2), "the copies that wait for the link go first"
+    engine.program_scheduler.handle(StepCompleted(1, 0.01, 1, queued_s=1e6), engine.now)
+    lease = engine.turn("s", prompt(40, 3))
+    assert lease is not None
+    assert lease.reload_s == 42.0, "computing is faster"
 
 
 def test_c4_a_call_that_outlasts_its_worth_is_not_kept_for() -> None:

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
-from sojourn_server.core.events_and_actions import EngineAction, EngineActionKind, TurnFinishReason
+from sojourn_server.core.events_and_actions import (
+    EngineAction,
+    EngineActionKind,
+    StepCompleted,
+    TurnFinishReason,
+)
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.tier_manager import MAX_WAITING_IN_VIEW, UNTHROTTLED_PROGRAMS
 from sojourn_server.policies.eviction.block_labels import BlockLabel
@@ -317,6 +322,22 @@ def test_a_move_is_told_to_the_engine_and_to_all_who_go_by_it() -> None:
     order(engine, policy, "a", DEVICE)
     assert not engine.parked(waiting)
     assert engine.program("a").status is ProgramStatus.REASONING
+
+
+def test_the_view_has_the_measured_link_and_its_queue() -> None:
+    policy = Watched()
+    engine = Engine(policy, host=20)
+    engine.program_scheduler.pool.host_s_per_token = 0.5
+
+    def host() -> tuple[float | None, float]:
+        engine.come(None, 1)
+        order(engine, policy, "p", DEVICE)
+        return policy.views[-1].host.load_s_per_block, policy.views[-1].host.load_queue_s
+
+    engine.come("p", 2)
+    assert host() == (2.0, 0.0)
+    engine.program_scheduler.handle(StepCompleted(1, 0.1, 1, 0.25, 3.0), engine.now)
+    assert host() == (1.0, 3.0)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
+from sojourn_server.policies.costs.reload_estimate import restore_s
 from sojourn_server.policies.costs.step_costs import StepCosts, StepSample
 
 LENGTHS = (1000, 2000, 4000, 8000, 16000, 32000, 65536, 131072)
@@ -159,10 +160,8 @@ host_to_device_bytes_per_s = 1e9
     assert (profile.steps, profile.step_samples, profile.limits) == (None, (), EngineLimits())
 
 
-def test_reload_takes_the_faster_way_back() -> None:
-    profile = EngineProfile(
-        "m", "h", "e", 16, PrefillCurve(0, 1e-3, 0), ((1000, 1.0),), host_to_device_bytes_per_s=1e9
-    )
-    assert profile.reload_seconds(1000) == 1.0
-    assert profile.reload_seconds(1000, 10**8, offloaded=True) == pytest.approx(0.1)
-    assert profile.reload_seconds(1000, 10**10, offloaded=True) == 1.0
+def test_a_context_comes_back_the_faster_way() -> None:
+    assert restore_s(1.0, None) == 1.0
+    assert restore_s(1.0, 0.1) == 0.1
+    assert restore_s(1.0, 10.0) == 1.0
+    assert restore_s(0.0, 10.0) == 10.0  # computing was never measured

@@ -81,7 +81,7 @@ def test_every_event_and_question_is_recorded():
     assert tags <= RECORD_SHAPES.keys()
 
 
-READ = {"recorder.observe"}
+READ = {"recorder.count", "recorder.observe"}
 """Other calls that the adapter may make: nothing that a decision depends on changes."""
 SET = {"recorder.strict"}
 """Attributes that it may set."""
@@ -358,7 +358,7 @@ def at(index: int, line: Any) -> Any:
     [
         (
             with_header(sojourn_tape=99),
-            r"line 1: recording version 99, written by sojourn \S+; expected 10: run sojourn parity",
+            r"line 1: recording version 99, written by sojourn \S+; expected 11: run sojourn parity",
         ),
         (
             lambda lines: lines[0].pop("sojourn_tape"),

@@ -152,6 +152,10 @@ class StepCompleted(_Event, tag="step", frozen=True):
     tokens: int
     seconds: float
     requests: int
+    load_back_s_per_token: float | None = None
+    """Measured seconds to copy a token's KV from host memory to the device; ``None`` before the first."""
+    queued_s: float = 0.0
+    """Seconds until the copies to the device that are queued are done."""
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -118,26 +118,23 @@ class LeaseManager:
         """
         state = self._state
         reload_s = state.reload.seconds(program.context_tokens)
-        host_s = state.pool.host_s_per_token
-        keep = state.preset.retention.keep(
-            FinishedTurnView(
-                program_id=program.id,
-                tool=tool,
-                context_tokens=program.context_tokens,
-                kv_blocks=blocks,
-                reload_s=reload_s,
-                mean_evicted_wait_s=state.histories.evicted_waits.mean(),
-                memoryfulness=state.histories.turns.memoryfulness(),
-                history=state.histories.tools,
-                hinted_ttl_s=hinted_ttl_s,
-                chunked_reload_s=self._chunked_reload_s(program.context_tokens, reload_s),
-                host_reload_s=host_s * program.context_tokens if host_s is not None else None,
-                running_tokens=running_tokens,
-                goes_on=program.goes_on,
-                used_share=used_blocks / state.pool.blocks if used_blocks is not None else None,
-            ),
-            now,
+        view = FinishedTurnView(
+            program_id=program.id,
+            tool=tool,
+            context_tokens=program.context_tokens,
+            kv_blocks=blocks,
+            reload_s=reload_s,
+            mean_evicted_wait_s=state.histories.evicted_waits.mean(),
+            memoryfulness=state.histories.turns.memoryfulness(),
+            history=state.histories.tools,
+            hinted_ttl_s=hinted_ttl_s,
+            chunked_reload_s=self._chunked_reload_s(program.context_tokens, reload_s),
+            host_reload_s=state.copy_back_s(program.context_tokens),
+            running_tokens=running_tokens,
+            goes_on=program.goes_on,
+            used_share=used_blocks / state.pool.blocks if used_blocks is not None else None,
         )
+        keep = state.preset.retention.keep(view, now)
         if keep.ttl_s > 0 and not blocks:
             keep = RetentionDecision(0.0, DecisionReason.NOTHING_CACHED)
         # A block that several leases share counts once against the budget.
@@ -159,7 +156,7 @@ class LeaseManager:
             return None
         silent_s = now + SILENCE_INITIAL_S if program.heartbeats else None
         lease = Lease(
-            program.id, program.rank, now, keep.ttl_s, now + keep.ttl_s, silent_s, blocks, reload_s,
+            program.id, program.rank, now, keep.ttl_s, now + keep.ttl_s, silent_s, blocks, view.restore_s,
             keep.reason, tool, tenant=program.tenant, own_blocks=more,
         )  # fmt: skip
         lease.limit_s = now + max(keep.ttl_s, state.limits.max_held_s)

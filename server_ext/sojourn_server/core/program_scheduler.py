@@ -110,6 +110,7 @@ class ProgramScheduler:
             state.pool,
             histories=self.histories,
             reload=state.reload,
+            host_link=state.host_link,
             moved=self._moved,
         )
         self._lifecycle = ProgramLifecycle(
@@ -206,6 +207,7 @@ class ProgramScheduler:
 
     def _step_completed(self, event: StepCompleted, now: float) -> None:
         self.state.reload.observe_step(event.tokens, event.seconds, event.requests)
+        self.state.host_link.observe(event.load_back_s_per_token, event.queued_s)
         self._forecaster.record_step(event.seconds)
         self._journal.step_completed()
 

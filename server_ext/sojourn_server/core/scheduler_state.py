@@ -11,7 +11,7 @@ from ..metrics.decision_log import DecisionLog
 from ..metrics.metrics_recorder import MetricsRecorder
 from ..metrics.turn_ledger import EvictionLog, TurnLedger
 from ..policies.costs.engine_profile import PrefillCurve
-from ..policies.costs.reload_estimate import ReloadEstimate
+from ..policies.costs.reload_estimate import HostLink, ReloadEstimate
 from ..policies.policy_protocols import DecisionReason
 from ..policies.preset import Preset
 from ..programs.execution_graphs import GraphStore
@@ -107,6 +107,7 @@ class SchedulerState:
         self.limits = limits or SchedulerLimits()
         self.histories = histories or Histories()
         self.reload = ReloadEstimate(curve)
+        self.host_link = HostLink()
         self.programs = ProgramTable(self.limits.max_programs)
         self.requests = RequestTable(self.programs)
         self.leases = LeaseTable(int(pool.blocks * self.limits.lease_budget_fraction))
@@ -124,3 +125,8 @@ class SchedulerState:
         was reclaimed or a request was preempted. ``-inf``: never."""
         self.actions: list[Action] = []
         """Actions of the event being handled, oldest first. ``ProgramScheduler.handle`` empties this list."""
+
+    def copy_back_s(self, tokens: int) -> float | None:
+        """Return the seconds to copy a context of ``tokens`` tokens back from host memory, behind the copies
+        that are queued now; ``None``: no host tier, or its speed is unknown."""
+        return self.host_link.seconds(tokens, self.pool.host_s_per_token)

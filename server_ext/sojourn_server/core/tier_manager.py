@@ -24,7 +24,7 @@ from typing import Any
 
 from sojourn.ids import ProgramId
 
-from ..policies.costs.reload_estimate import ReloadEstimate
+from ..policies.costs.reload_estimate import HostLink, ReloadEstimate
 from ..policies.forecasting.context_growth import GrowthStatistics, expected_growth_tokens
 from ..policies.placement.placement_policy import (
     MoveReason,
@@ -133,6 +133,7 @@ class TierManager:
         *,
         histories: Histories,
         reload: ReloadEstimate,
+        host_link: HostLink,
         moved: MoveListener,
     ) -> None:
         """``moved`` is called after each move."""
@@ -140,6 +141,7 @@ class TierManager:
         self._pool = pool
         self._histories = histories
         self._reload = reload
+        self._host_link = host_link
         self._moved = moved
         self.places = policy.places
         """Whether programs are placed; False after the policy has failed."""
@@ -378,6 +380,7 @@ class TierManager:
             return tuple(place.seen for place in self._in[tier].values() if place.seen is not None)
 
         pool, others_tokens = self._pool, sum(self._others.values())
+        load_s = self._host_link.s_per_token(pool.host_s_per_token)
         first = (self._by_id[program_id].seen for _, program_id in islice(self._line, MAX_WAITING_IN_VIEW))
         return PlacementView(
             why=why,
@@ -386,9 +389,8 @@ class TierManager:
             ),
             host=TierCapacity(
                 capacity_blocks=pool.host_blocks,
-                load_s_per_block=None
-                if pool.host_s_per_token is None
-                else pool.host_s_per_token * pool.tokens_per_block,
+                load_s_per_block=None if load_s is None else load_s * pool.tokens_per_block,
+                load_queue_s=self._host_link.queued_s,
             ),
             disk=TierCapacity(capacity_blocks=pool.disk_blocks),
             on_device=seen(Tier.DEVICE),

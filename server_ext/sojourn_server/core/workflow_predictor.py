@@ -42,6 +42,7 @@ class WorkflowPredictor:
         preset = state.preset
         self._preset = preset
         self._pool = state.pool
+        self._copy_back_s = state.copy_back_s
         self._known = state.histories.workflows
         self._tools = state.histories.tools
         self._graphs = state.graphs
@@ -222,7 +223,7 @@ class WorkflowPredictor:
                 successor=successor,
                 goes_on=program.goes_on or 0.0,
                 tool_durations_s=self._tools.durations(program.pending_tool) or self._tools.durations(),
-                reload_s=(self._pool.host_s_per_token or 0.0) * program.context_tokens,
+                reload_s=self._copy_back_s(program.context_tokens) or 0.0,
             ),
             now,
         )

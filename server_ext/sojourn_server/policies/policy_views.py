@@ -9,6 +9,7 @@ from typing import NamedTuple
 from sojourn.ids import ProgramId
 
 from ..programs.execution_history import ToolHistory
+from .costs.reload_estimate import restore_s
 from .placement.placement_views import Tier
 
 
@@ -35,13 +36,19 @@ class FinishedTurnView:
     """Seconds to recompute this context in chunks of one engine step each, as if every chunk ran alone. This
     is the delay that recomputing causes for other requests."""
     host_reload_s: float | None = None
-    """Seconds to copy this context back from host memory; ``None``: no host tier."""
+    """Seconds to copy this context back from host memory, behind the copies that are queued now; ``None``: no
+    host tier."""
     running_tokens: int = 0
     """Prompt tokens of the running requests, without the request of this turn."""
     goes_on: float | None = None
     """Probability that another turn follows; ``None``: unknown, or the preset does not predict workflows."""
     used_share: float | None = None
     """Share of the pool that requests use or leases hold, this turn included; ``None``: unknown."""
+
+    @property
+    def restore_s(self) -> float:
+        """Seconds to have this context on the device again if it is dropped now, by the faster way."""
+        return restore_s(self.reload_s, self.host_reload_s)
 
 
 class WaitingRequestView(NamedTuple):

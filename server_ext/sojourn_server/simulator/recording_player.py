@@ -94,8 +94,16 @@ class RecordingPlayer:
     def tick(self, now: float) -> SchedulerCall:
         return self._handle(ev.Tick(), now)
 
-    def step(self, now: float, tokens: int, seconds: float, requests: int) -> SchedulerCall:
-        return self._handle(ev.StepCompleted(tokens, seconds, requests), now)
+    def step(
+        self,
+        now: float,
+        tokens: int,
+        seconds: float,
+        requests: int,
+        load_back_s_per_token: float | None,
+        queued_s: float,
+    ) -> SchedulerCall:
+        return self._handle(ev.StepCompleted(tokens, seconds, requests, load_back_s_per_token, queued_s), now)
 
     def room(self, now: float, need: Any, freed_blocks: dict[ProgramId, int] | None) -> SchedulerCall:
         return self._handle(ev.BlocksNeeded(ReclaimRequest(**need), freed_blocks), now)

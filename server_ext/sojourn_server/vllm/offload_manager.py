@@ -287,6 +287,16 @@ class OffloadManager:
             queued * out_s if out_s is not None else 0.0,
         )
 
+    def load_back(self) -> tuple[float | None, float]:
+        """Return the measured seconds to copy a token from host memory to the device, ``None`` before the
+        first copy, and the seconds that the queued copies to the device take."""
+        connector = self._connector
+        settings, loading = connector.settings, len(connector.planner.loading_blocks())
+        byte_s = connector.traffic.seconds_a_byte("to_device", connector.clock())
+        if byte_s is None:
+            return None, 0.0
+        return byte_s * settings.block_bytes / settings.block_tokens, loading * settings.block_bytes * byte_s
+
     def count_leading_copied(self, keys: Iterable[BlockKey]) -> int:
         """Return how many ``keys`` before the first missing one are in host memory or being copied there."""
         host = self._connector.planner.host

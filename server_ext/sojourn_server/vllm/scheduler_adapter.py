@@ -285,10 +285,9 @@ class SchedulerAdapter:
         if self._scheduled_at is not None:
             # Policies compare the cost of computing with that of copying, so the wait does not count.
             took_s = max(0.0, self._clock() - self._scheduled_at - waited_s)
-            self.handle(
-                StepCompleted(output.total_num_scheduled_tokens, took_s, len(output.num_scheduled_tokens)),
-                self._scheduled_at,
-            )
+            back_s, queued_s = self._offload.load_back() if self._offload is not None else (None, 0.0)
+            tokens, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
+            self.handle(StepCompleted(tokens, took_s, requests, back_s, queued_s), self._scheduled_at)
             self._scheduled_at = None
 
     def hidden_states(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:

@@ -117,17 +117,6 @@ class EngineProfile:
     step_samples: tuple[StepSample, ...] = ()
     """The samples that ``steps`` was fitted to."""
 
-    def reload_seconds(self, tokens: int, kv_bytes: int = 0, *, offloaded: bool = False) -> float:
-        """Seconds to restore a context of ``tokens`` tokens: PrefillReload(r) of Continuum §4.1.
-
-        This is the time to recompute the context. If the context is ``offloaded`` with ``kv_bytes`` bytes and
-        the bandwidth is known, it is the time of the faster way, copying or recomputing.
-        """
-        recompute_s = self.prefill.seconds(tokens)
-        if offloaded and self.host_to_device_bytes_per_s:
-            return min(recompute_s, kv_bytes / self.host_to_device_bytes_per_s)
-        return recompute_s
-
     def to_toml(self) -> str:
         """The profile as TOML; ``from_toml`` reads it back."""
         lines = [

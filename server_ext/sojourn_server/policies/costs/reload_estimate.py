@@ -1,4 +1,5 @@
-"""Estimated time to rebuild a context, from a measured profile or learned from engine steps."""
+"""The seconds until a context is on the device again: to compute it, to copy it back, and the less of the two
+(``restore_s``)."""
 
 from __future__ import annotations
 
@@ -67,3 +68,42 @@ class ReloadEstimate:
         if self._curve is not None:
             return self._curve.seconds(tokens)
         return tokens * self._s_per_token if self._s_per_token is not None else 0.0
+
+
+class HostLink:
+    """The link from host memory to the device: its measured speed, and the copies that wait for it."""
+
+    def __init__(self) -> None:
+        self._s_per_token: float | None = None
+        self.queued_s = 0.0
+        """Seconds until the queued copies to the device are done."""
+
+    def observe(self, s_per_token: float | None, queued_s: float) -> None:
+        """Store the measured seconds to copy a token's KV back, ``None`` before the first copy, and the
+        seconds that queued copies take."""
+        if s_per_token is not None:
+            self._s_per_token = s_per_token
+        self.queued_s = queued_s
+
+    def s_per_token(self, assumed: float | None) -> float | None:
+        """Return the seconds to copy a token's KV back. ``assumed``: the value before the first copy, by the
+        profile; ``None`` if unknown."""
+        return self._s_per_token if self._s_per_token is not None else assumed
+
+    def seconds(self, tokens: int, assumed: float | None) -> float | None:
+        """Return the seconds until a context of ``tokens`` tokens, asked for now, is copied back; ``None`` if
+        unknown."""
+        s_per_token = self.s_per_token(assumed)
+        return None if s_per_token is None else self.queued_s + tokens * s_per_token
+
+
+def restore_s(compute_s: float, copy_s: float | None) -> float:
+    """Return the seconds until a context that left the device is there again, by the faster way. This is
+    PrefillReload(r) of Continuum §4.1.
+
+    ``compute_s``: seconds to compute it; 0.0: unknown. ``copy_s``: seconds to copy it back, its turn in the
+    queue included; ``None``: no tier below the device. 0.0: unknown.
+    """
+    if copy_s is None:
+        return compute_s
+    return min(compute_s, copy_s) if compute_s > 0 else copy_s

@@ -106,6 +106,8 @@ class TierCapacity:
     """Blocks used by requests without a program."""
     load_s_per_block: float | None = None
     """Seconds to copy a block from this tier to the device; ``None`` for the device, and if unknown."""
+    load_queue_s: float = 0.0
+    """Seconds until the copies to the device that are queued now are done."""
 
     @property
     def budget_blocks(self) -> int:

@@ -49,7 +49,7 @@ class ContinuumRetention:
         choice = self.ttl(
             tool=turn.tool,
             history=turn.history,
-            reload_s=turn.reload_s,
+            reload_s=turn.restore_s,
             mean_evicted_wait_s=turn.mean_evicted_wait_s,
             memoryfulness=turn.memoryfulness,
         )
