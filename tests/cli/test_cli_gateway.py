@@ -60,6 +60,7 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
         ([*PAIR, "--read-side", "left"], "unknown --read-side 'left'"),
         ([*PAIR, "--ray", "x.yaml"], "--ray and --prefill, --decode are both given"),
         ([*ENGINES, "--read-side", "split"], "--read-side is given without --prefill and --decode"),
+        ([*ENGINES, "--most-prefill-s", "9"], "--most-prefill-s is given without --prefill and --decode"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_way_out(

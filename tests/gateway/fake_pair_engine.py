@@ -13,7 +13,7 @@ from sojourn_server.gateway.http.gateway_app import GatewayOptions
 from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.routing.routing_events import PairRole
-from sojourn_server.routing.routing_from_preset import PAIR_POLICY
+from sojourn_server.routing.routing_from_preset import PAIR_POLICY, PrefillDecodeRules
 from sojourn_server.routing.routing_limits import RoutingLimits
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -137,7 +137,7 @@ async def gateway_of(
         [engine.url for engine in decode],
         TenantKeys(tenants),
         GatewayOptions(policy=PAIR_POLICY, **options),
-        read_side=read_side,
+        rules=PrefillDecodeRules(read_side=read_side),
         limits=limits,
         poll_s=poll_s,
     )

@@ -12,7 +12,7 @@ from fake_pair_engine import core_of, gateway_of, pair_engines, pairs
 from gateway_harness import World, lines, until
 from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
 from sojourn_server.routing import pair_core
-from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES
+from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES, PrefillDecodeRules
 from sojourn_server.routing.routing_limits import RoutingLimits
 
 ADMIN = "admin"
@@ -517,5 +517,9 @@ def test_what_makes_no_gateway_of_pairs_is_refused(
 
     with pytest.raises(ValueError, match="expected"):
         build_prefill_decode_gateway(
-            prefill, decode, TenantKeys(), GatewayOptions(policy="x"), read_side=read_side
+            prefill,
+            decode,
+            TenantKeys(),
+            GatewayOptions(policy="x"),
+            rules=PrefillDecodeRules(read_side=read_side),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -388,3 +390,26 @@ def test_a_request_that_fits_only_a_suspended_engine_waits_for_it() -> None:
     pairs.end(0)
     with pytest.raises(KeyError):
         pairs.resume_decode(9)
+
+
+def test_the_prefill_limit_in_seconds_is_by_the_speed_that_was_seen() -> None:
+    pairs = PairScheduler(PrefillSelectionLimits(most_tokens_s=5.0))
+    pairs.add_node(0, 0.01)
+    pairs.add_prefill(0, 0)
+    pairs.add_decode(0, 0, 0, 1_000_000)
+    assert pairs.prefill.most_tokens == math.inf, "nothing is known yet"
+    now = 0.0
+    for number in range(20):  # a prompt of 1,000 tokens takes 2 s, and the engine rests for a minute after it
+        pairs.submit(PdRequest(number, 1000))
+        assert len(pairs.dispatch(now)) == 1
+        now += 2.0
+        pairs.prefilled(number)
+        pairs.dispatch(now)
+        pairs.end(number)
+        now += 60.0
+    assert pairs.prefill.most_tokens == pytest.approx(2500.0)
+    for number in range(100, 110):
+        pairs.submit(PdRequest(number, 1000))
+    assert [pair.request.request_id for pair in pairs.dispatch(now)] == [100, 101, 102]
+    pairs.end(100)
+    assert [pair.request.request_id for pair in pairs.dispatch(now + 1.0)] == [103]

@@ -49,6 +49,24 @@ def gateway(
         "shorter",
         help="With --prefill: reader of KV from storage: shorter (the shorter queue), split or prefill",
     ),
+    short_queue_s: float = typer.Option(
+        3.0,
+        min=0.0,
+        help="With --prefill, the paper's α: prefill engines whose node has more seconds of storage reads "
+        "queued are chosen last",
+    ),
+    most_prefill_s: float = typer.Option(
+        5.0,
+        min=0.1,
+        help="With --prefill, the paper's β: an engine with more unfinished prompt tokens than engines "
+        "compute in these seconds, by the speed seen so far, gets no new request; inf: no limit",
+    ),
+    high_tokens_ratio: float = typer.Option(
+        1.05,
+        min=0.01,
+        help="With --prefill, the paper's Z: decode engines above this multiple of their group's mean "
+        "tokens are chosen last",
+    ),
     policy: str = typer.Option("sojourn", help="Name of a cluster preset"),
     policy_file: Path | None = typer.Option(
         None, help="TOML cluster preset in place of a named one; Python files beside it that it names are run"
@@ -141,9 +159,16 @@ def gateway(
     )
     if preset is None:
         from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
+        from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 
+        rules = PrefillDecodeRules(
+            read_side=read_side,
+            short_queue_s=short_queue_s,
+            most_tokens_s=most_prefill_s,
+            high_tokens_ratio=high_tokens_ratio,
+        )
         _, app = build_prefill_decode_gateway(
-            urls["prefill"], urls["decode"], known, options, read_side=read_side, limits=limits
+            urls["prefill"], urls["decode"], known, options, rules=rules, limits=limits
         )
         served = f"pairs: {len(urls['prefill'])} prefill, {len(urls['decode'])} decode"
     else:
@@ -158,6 +183,7 @@ def gateway(
     _serve(app, host, port, log_level)
 
 
+_ONLY_WITH_PAIRS = ("--read-side", "--short-queue-s", "--most-prefill-s", "--high-tokens-ratio")
 _NO_AFFINITY = "pairs have no program affinity"
 _BY_LOAD = "pairs are chosen by load alone"
 _NOT_WITH_PAIRS = {
@@ -174,8 +200,9 @@ def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[
     there = [flag for flag, texts in given.items() if texts]
     others = _given_options(context, but="prefill")
     if not there:
-        if "--read-side" in others:
-            raise CliError("--read-side is given without --prefill and --decode", _PAIRS)
+        alone = next((flag for flag in _ONLY_WITH_PAIRS if flag in others), None)
+        if alone is not None:
+            raise CliError(f"{alone} is given without --prefill and --decode", _PAIRS)
         return False
     if len(there) == 1:
         [absent] = given.keys() - there

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..policies.cluster_preset import ClusterPreset
+from ..policies.prefill_decode.decode_engine_selection import HIGH_TOKENS_RATIO
 from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
+from ..policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
 from ..policies.prefill_decode.read_side_policies import (
     PrefillSideRead,
     ReadSidePolicy,
@@ -35,11 +37,18 @@ READ_SIDE_POLICIES: dict[str, type[ReadSidePolicy]] = {
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecodeRules:
-    """An operator's settings for prefill and decode engines, used instead of a cluster preset.
-
-    ``read_side`` is a key of ``READ_SIDE_POLICIES``."""
+    """An operator's settings for prefill and decode engines, used instead of a cluster preset. Defaults are
+    those of the simulation."""
 
     read_side: str = "shorter"
+    """A key of ``READ_SIDE_POLICIES``."""
+    short_queue_s: float = 3.0
+    """The paper's α: the longest read queue, in seconds, that counts as short."""
+    most_tokens_s: float = 5.0
+    """The paper's β, as seconds: a prefill engine with more unfinished tokens than it computes in this time
+    gets no new request. ``inf``: no limit."""
+    high_tokens_ratio: float = HIGH_TOKENS_RATIO
+    """The paper's Z, over a decode group's mean tokens per engine."""
 
 
 RoutingRules = ClusterPreset | PrefillDecodeRules
@@ -56,7 +65,7 @@ def build_core(
     """Build a routing core for these rules. ``expects_engines``: a supervisor starts missing engines (used
     only for pairs). ``life``: id of the core."""
     if isinstance(rules, PrefillDecodeRules):
-        return build_pair_core(rules.read_side, limits, expects_engines=expects_engines, life=life)
+        return build_pair_core(rules, limits, expects_engines=expects_engines, life=life)
     return build_routing_core(rules, limits, life=life)
 
 
@@ -77,14 +86,22 @@ def build_routing_core(
 
 
 def build_pair_core(
-    read_side: str, limits: RoutingLimits | None = None, *, expects_engines: bool = False, life: str = ""
+    rules: PrefillDecodeRules,
+    limits: RoutingLimits | None = None,
+    *,
+    expects_engines: bool = False,
+    life: str = "",
 ) -> PairCore:
-    """Build a core for pairs of a prefill and a decode engine. ``read_side``: a key of
-    ``READ_SIDE_POLICIES``. ``expects_engines``: a supervisor starts missing engines. ``life``: id of the
-    core. Raises ``ValueError`` for an unknown ``read_side``."""
-    if read_side not in READ_SIDE_POLICIES:
-        raise ValueError(f"read_side is {read_side!r}; expected {', '.join(READ_SIDE_POLICIES)}")
-    pairs = PairScheduler(side=READ_SIDE_POLICIES[read_side]())
+    """Build a core for pairs of a prefill and a decode engine. ``expects_engines``: a supervisor starts
+    missing engines. ``life``: id of the core. Raises ``ValueError`` for an unknown ``read_side``, and for
+    limits out of range."""
+    if rules.read_side not in READ_SIDE_POLICIES:
+        raise ValueError(f"read_side is {rules.read_side!r}; expected {', '.join(READ_SIDE_POLICIES)}")
+    pairs = PairScheduler(
+        PrefillSelectionLimits(short_queue_s=rules.short_queue_s, most_tokens_s=rules.most_tokens_s),
+        READ_SIDE_POLICIES[rules.read_side](),
+        rules.high_tokens_ratio,
+    )
     return PairCore(pairs, limits, expects_engines=expects_engines, life=life)
 
 

@@ -22,6 +22,7 @@ from ...routing.routing_core import RoutingCore
 from ...routing.routing_events import PairRole
 from ...routing.routing_from_preset import (
     PAIR_REASONS,
+    PrefillDecodeRules,
     build_pair_core,
     build_routing_core,
     routing_reasons,
@@ -177,19 +178,21 @@ def build_prefill_decode_gateway(
     tenants: TenantKeys,
     options: GatewayOptions,
     *,
-    read_side: str = "shorter",
+    rules: PrefillDecodeRules | None = None,
     limits: RoutingLimits | None = None,
     poll_s: float = POLL_S,
 ) -> tuple[Gateway, Starlette]:
     """Build a gateway in front of prefill and decode engines; return it with its ASGI application.
 
-    ``prefill``, ``decode``: URLs of the engines. ``read_side``: a key of ``READ_SIDE_POLICIES``. ``poll_s``:
-    seconds between two polls of an engine. Raises ``ValueError`` if URLs are missing or repeated."""
-    core = build_pair_core(read_side, limits)
+    ``prefill``, ``decode``: URLs of the engines. ``rules``: how pairs are chosen; by default as in the
+    simulation. ``poll_s``: seconds between two polls of an engine. Raises ``ValueError`` if URLs are missing
+    or repeated, and for wrong rules."""
+    rules = rules or PrefillDecodeRules()
+    core = build_pair_core(rules, limits)
     roles = {**dict.fromkeys(prefill, PairRole.PREFILL), **dict.fromkeys(decode, PairRole.DECODE)}
     if not prefill or not decode or len(roles) < len(prefill) + len(decode):
         raise ValueError("expected addresses of prefill engines and of decode engines, each address once")
-    options = dataclasses.replace(options, in_pairs=True, read_side=read_side)
+    options = dataclasses.replace(options, in_pairs=True, read_side=rules.read_side)
     gateway, backend = _build(core, tenants, options, PAIR_REASONS)
     monitor = PairMonitor(
         roles, backend, gateway.replicas, gateway.session, engine_key=options.engine_key, poll_s=poll_s

@@ -34,7 +34,12 @@ def load_policy_preset(config: RayConfig) -> ClusterPreset:
 def routing_rules(config: RayConfig) -> RoutingRules:
     """What the coordinator's core is built from: the cluster preset, or the settings for pairs. Raises
     ``PresetError``."""
-    return PrefillDecodeRules(config.pairs.read_side) if config.in_pairs else load_policy_preset(config)
+    if not config.in_pairs:
+        return load_policy_preset(config)
+    pairs = config.pairs
+    return PrefillDecodeRules(
+        pairs.read_side, pairs.short_queue_s, pairs.most_prefill_s, pairs.high_tokens_ratio
+    )
 
 
 class CoordinatorActor:

@@ -93,6 +93,12 @@ class PairsConfig:
     only if all engines have a ``command``."""
     read_side: str = "shorter"
     """Which engine's node reads stored KV; a value of ``READ_SIDES``."""
+    short_queue_s: float = 3.0
+    """The paper's α; see ``PrefillDecodeRules`` for this and the next two."""
+    most_prefill_s: float = 5.0
+    """The paper's β, as seconds."""
+    high_tokens_ratio: float = 1.05
+    """The paper's Z, over a decode group's mean tokens per engine."""
 
 
 class EngineGroup(NamedTuple):
@@ -405,6 +411,11 @@ def _check_pairs(config: RayConfig, wrong: Wrong) -> None:
     pairs = config.pairs
     if pairs.read_side not in READ_SIDES:
         raise wrong("pairs.read_side", pairs.read_side, ", ".join(READ_SIDES))
+    if not pairs.short_queue_s >= 0:
+        raise wrong("pairs.short_queue_s", pairs.short_queue_s, "seconds ≥ 0")
+    for name in ("most_prefill_s", "high_tokens_ratio"):
+        if not getattr(pairs, name) > 0:
+            raise wrong(f"pairs.{name}", getattr(pairs, name), "a number above 0")
     if pairs.store is not None and not os.path.isabs(pairs.store):
         raise wrong("pairs.store", pairs.store, "an absolute path, the same on every node")
     for group in config.groups:

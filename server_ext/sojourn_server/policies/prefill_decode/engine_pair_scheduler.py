@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from .decode_engine_selection import HIGH_TOKENS_RATIO, DecodeEngineSelector
 from .prefill_decode_views import EnginePair, PdRequest, ReadSplit, StorageReadView
-from .prefill_engine_selection import PrefillEngineSelector, PrefillSelectionLimits
+from .prefill_engine_selection import PrefillEngineSelector, PrefillSelectionLimits, PrefillSpeed
 from .read_side_policies import ReadSidePolicy, ShorterQueueRead
 from .storage_read_queues import StorageReadQueues
 
@@ -62,7 +63,10 @@ class PairScheduler:
         high_tokens_ratio: float = HIGH_TOKENS_RATIO,
     ) -> None:
         self._queues = StorageReadQueues()
-        self._prefill = PrefillEngineSelector(limits or PrefillSelectionLimits(), self._queues)
+        self.limits = limits or PrefillSelectionLimits()
+        self._prefill = PrefillEngineSelector(self.limits, self._queues)
+        self._speed = PrefillSpeed() if self.limits.most_tokens_s < math.inf else None
+        """Measured only if β is given as seconds."""
         self._decode = DecodeEngineSelector(high_tokens_ratio)
         self._side = side or ShorterQueueRead()
         self._line: deque[_RequestInFlight] = deque()
@@ -155,6 +159,7 @@ class PairScheduler:
         if flight.prefill is not None and not flight.prefilled:
             flight.prefilled = True
             self._prefill.finish(flight.prefill, flight.request.tokens)
+            self._left_prefill(flight.prefill, flight.request.tokens)
 
     def end(self, request_id: int | str) -> None:
         """Remove a request that was answered or cancelled, at any stage. Raises ``KeyError`` for an unknown
@@ -166,6 +171,7 @@ class PairScheduler:
             self._line.remove(flight)
         elif not flight.prefilled:
             self._prefill.finish(flight.prefill, flight.request.tokens)
+            self._left_prefill(flight.prefill, 0)
         if flight.decode is not None:
             self._decode.finish(flight.decode, flight.request)
         else:
@@ -185,6 +191,7 @@ class PairScheduler:
         """Assign engines to waiting requests. Returns the pairs that became complete, in this order; their
         requests can start now."""
         self._place_unplaced()
+        self._limit_tokens(now)
         ready: list[_RequestInFlight] = []
         line = self._line
         while line:
@@ -193,6 +200,8 @@ class PairScheduler:
                 break
             flight = line.popleft()
             self._prefill.assign(number, flight.request.tokens)
+            if self._speed is not None:
+                self._speed.begin(number, now)
             flight.prefill, flight.prefill_node = number, self._prefill.node_of(number)
             if flight.decode is not None:
                 ready.append(flight)
@@ -202,6 +211,20 @@ class PairScheduler:
             if flight.prefill is not None:
                 ready.append(flight)
         return [self._pair(flight, now) for flight in ready]
+
+    def _left_prefill(self, engine: int, tokens: int) -> None:
+        """Record that a request left a prefill engine. ``tokens``: those of its prompt; 0: not computed."""
+        if self._speed is not None:
+            self._speed.end(engine, tokens)
+
+    def _limit_tokens(self, now: float) -> None:
+        """Set β to what an engine computes in ``most_tokens_s``, by the speed seen so far."""
+        if self._speed is None:
+            return
+        self._speed.advance(now)
+        tokens_per_s = self._speed.tokens_per_s
+        if tokens_per_s is not None:
+            self._prefill.most_tokens = min(self.limits.most_tokens, self.limits.most_tokens_s * tokens_per_s)
 
     def _place_unplaced(self) -> None:
         """Queue those requests of ``_unplaced`` that a decode group below its request limit can hold."""
@@ -234,6 +257,7 @@ class PairScheduler:
             request_id = flight.request.request_id
             if flight.prefill is not None:
                 self._prefill.finish(flight.prefill, flight.request.tokens)
+                self._left_prefill(flight.prefill, 0)
             if flight.decode is not None:
                 self._decode.finish(flight.decode, flight.request)
             elif request_id not in unqueued_ids and request_id not in self._unplaced:

@@ -13,24 +13,81 @@ from .storage_read_queues import StorageReadQueues
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSelectionLimits:
-    """Two limits for the selection, the paper's α and β.
+    """Limits for the selection, the paper's α and β.
 
     In the paper, α is the number of tokens that a node reads in some time, and β the number of tokens that an
     engine computes in some other time. Both times are illegible in the text available to us; we chose 3 s and
-    5 s. Here α is the time itself, since nodes may differ in speed. Raises ``ValueError`` for limits < 0.
+    5 s. Here α is the time itself, since nodes may differ in speed. β may be given as a time too: then it is
+    the number of tokens that engines were seen to compute in that time. Raises ``ValueError`` for limits < 0.
     """
 
     short_queue_s: float = 3.0
     """α: engines on nodes whose storage NIC has a longer read queue are chosen last."""
     most_tokens: float = math.inf
-    """β: an engine with more unfinished tokens gets no new request. ``inf``, the default: no limit. A good
-    value is the number of tokens that an engine computes in 5 s."""
+    """β: an engine with more unfinished tokens gets no new request. ``inf``, the default: no limit."""
+    most_tokens_s: float = math.inf
+    """β as seconds of an engine's computation. It limits nothing before the engines' speed is known."""
 
     def __post_init__(self) -> None:
-        if not (self.short_queue_s >= 0 and self.most_tokens >= 0):
+        if not (self.short_queue_s >= 0 and self.most_tokens >= 0 and self.most_tokens_s > 0):
             raise ValueError(
-                f"short_queue_s {self.short_queue_s}, most_tokens {self.most_tokens}; expected both ≥ 0"
+                f"short_queue_s {self.short_queue_s}, most_tokens {self.most_tokens}, most_tokens_s "
+                f"{self.most_tokens_s}; expected both ≥ 0, and above 0"
             )
+
+
+SPEED_WINDOW_S = 60.0
+"""Seconds of engines' work over which their speed is averaged, with exponential weights."""
+MIN_SPEED_S = 1.0
+"""Seconds of work before which the speed counts as unknown."""
+
+
+class PrefillSpeed:
+    """The mean number of prompt tokens that a prefill engine finishes per second in which it has any.
+
+    Tokens that are read from storage count like computed ones, as they do in an engine's unfinished tokens.
+    Times may be late by the distance of two calls.
+    """
+
+    def __init__(self) -> None:
+        self._unfinished: dict[int, int] = {}
+        """Number of requests by engine; only engines that have requests."""
+        self._since_s: dict[int, float] = {}
+        """Time up to which the engine's work is counted."""
+        self._done: list[tuple[int, int]] = []
+        """Engines and tokens of the requests that ended since ``advance``; 0 tokens: not computed."""
+        self._work_s = self._tokens = 0.0
+
+    def begin(self, engine: int, now: float) -> None:
+        """Record that an engine got a request."""
+        if not self._unfinished.get(engine):
+            self._since_s[engine] = now
+        self._unfinished[engine] = self._unfinished.get(engine, 0) + 1
+
+    def end(self, engine: int, tokens: int) -> None:
+        """Record that a request left an engine. ``tokens``: those of its prompt; 0: it was not computed."""
+        self._done.append((engine, tokens))
+
+    def advance(self, now: float) -> None:
+        """Count the requests that ended since the last call."""
+        for engine, tokens in self._done:
+            since_s = self._since_s.get(engine)
+            if since_s is None:
+                continue
+            spent_s = max(0.0, now - since_s)
+            kept = max(0.0, 1.0 - spent_s / SPEED_WINDOW_S)
+            self._work_s = self._work_s * kept + spent_s
+            self._tokens = self._tokens * kept + tokens
+            self._since_s[engine] = now
+            self._unfinished[engine] -= 1
+            if not self._unfinished[engine]:
+                del self._unfinished[engine], self._since_s[engine]
+        self._done.clear()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Mean tokens per second of work; ``None``: unknown."""
+        return self._tokens / self._work_s if self._work_s >= MIN_SPEED_S and self._tokens else None
 
 
 def choose_prefill(
@@ -95,6 +152,8 @@ class PrefillEngineSelector:
 
     def __init__(self, limits: PrefillSelectionLimits, queues: StorageReadQueues) -> None:
         self._limits = limits
+        self.most_tokens = limits.most_tokens
+        """β in tokens, at present."""
         self._queues = queues
         self._engines: dict[int, _PrefillEngine] = {}
         self._given: set[int] = set()
@@ -152,7 +211,7 @@ class PrefillEngineSelector:
         """Return the number of the engine for the next request; ``None``: the request must wait. The caller
         records the choice with ``assign``."""
         self._wake(now)
-        short_s, most = self._limits.short_queue_s, self._limits.most_tokens
+        short_s, most = self._limits.short_queue_s, self.most_tokens
         heap, nodes = self._short, self._nodes
         while heap:
             tokens, number, place = heap[0]
