@@ -43,7 +43,7 @@ def test_dry_run_prints_the_command_and_makes_nothing(tmp_path):
         "tool_call_parser": "hermes",
         "max_programs": 3,
         "tape_file": "x",
-        "policy": "continuum",
+        "policy": "sojourn",
     }
     assert str(tmp_path / "cache" / "tiny-1") in parts
     assert not (tmp_path / "cache").exists()
