@@ -80,10 +80,8 @@ def scaled_programs(workload: str) -> tuple[SmallProgram, ...]:
 
 
 def played(policy: str, workload: str, blocks: int) -> RunLog:
-    # Only ``sojourn`` has memory below the device: without it the policy reserves room to grow.
-    host_blocks = 4 * blocks if policy == "sojourn" else 0
     return SmallRun(
-        policy, ClosedLoop(list(scaled_programs(workload))), blocks=blocks, host_blocks=host_blocks
+        policy, ClosedLoop(list(scaled_programs(workload))), blocks=blocks
     ).log
 
 
