@@ -55,13 +55,13 @@ def acting(name: str, blocks: int, durations: tuple[float, ...], since_s: float 
 
 def answer(
     *programs: ProgramTierView, device: int = 20, host: int = 0, load_s: float | None = None,
-    shortage_s: float = NOW, **policy: Any,
+    queue_s: float = 0.0, shortage_s: float = NOW, **policy: Any,
 ) -> dict[str, TierMove]:  # fmt: skip
     groups = {tier: [each for each in programs if each.tier is tier] for tier in Tier}
     view = PlacementView(
         why=PlacementTrigger.TICK,
         device=TierCapacity(capacity_blocks=device),
-        host=TierCapacity(capacity_blocks=host, load_s_per_block=load_s),
+        host=TierCapacity(capacity_blocks=host, load_s_per_block=load_s, load_queue_s=queue_s),
         disk=TierCapacity(capacity_blocks=0),
         on_device=groups[DEVICE], on_host=groups[HOST], on_disk=groups[DISK], waiting=groups[WAITING],
         last_shortage_s=shortage_s,
@@ -150,6 +150,7 @@ def test_with_host_memory_a_tool_need_not_be_long() -> None:
     assert moves["a"].to is HOST
     assert moves["b"].to is DEVICE
     assert answer(tool, waiting, host=20, load_s=1.0) == {}, "15 s to copy"
+    assert answer(tool, waiting, host=20, load_s=0.01, queue_s=15.0) == {}, "15 s until the link is free"
     assert answer(tool, waiting, host=14, load_s=0.01) == {}, "no room for it"
 
 

@@ -354,8 +354,10 @@ class _Plan:
         compute_s = self._running * program.rebuild_s or math.inf
         if tier is Tier.WAITING:
             return compute_s
-        load_s = (self._view.host if tier is Tier.HOST else self._view.disk).load_s_per_block
-        return compute_s if load_s is None else min(compute_s, load_s * program.context_blocks)
+        below = self._view.host if tier is Tier.HOST else self._view.disk
+        if below.load_s_per_block is None:
+            return compute_s
+        return min(compute_s, below.load_queue_s + below.load_s_per_block * program.context_blocks)
 
     def _demote_until_free(
         self, blocks: int, reason: MoveReason, program: ProgramTierView | None = None
