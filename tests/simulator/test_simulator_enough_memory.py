@@ -80,9 +80,7 @@ def scaled_programs(workload: str) -> tuple[SmallProgram, ...]:
 
 
 def played(policy: str, workload: str, blocks: int) -> RunLog:
-    return SmallRun(
-        policy, ClosedLoop(list(scaled_programs(workload))), blocks=blocks
-    ).log
+    return SmallRun(policy, ClosedLoop(list(scaled_programs(workload))), blocks=blocks).log
 
 
 @functools.cache
