@@ -41,7 +41,7 @@ with sojourn.program("doomed", kv_retention_ttl_s=250):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with EngineServer("tiny", serve_args=SMALL, env=SMALL_SERVER, log_path=log) as server:
+    with EngineServer("tiny", policy="continuum", serve_args=SMALL, env=SMALL_SERVER, log_path=log) as server:
         yield server
 
 

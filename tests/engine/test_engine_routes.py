@@ -131,7 +131,7 @@ def test_every_route_asks_for_the_key(server: EngineServer) -> None:
 def test_capabilities_say_what_runs(server: EngineServer) -> None:
     document = call(server, "GET", "/sojourn/v1/capabilities").json()
     assert document["name"] == "sojourn"
-    assert document["policy"] == "continuum"
+    assert document["policy"] == "sojourn"
     assert document["wire"] == [1]
     assert document["engines"] == 1
     assert document["engine"]["vllm"].startswith("0.")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .console import write_json
+from .console import json_option, write_json
 from .doctor_server import KEY_VARIABLES
 from .live_client import DEFAULT_URL, LiveClient
 
@@ -26,7 +26,7 @@ def explain(
     turn: int | None = typer.Option(None, min=1, help="Number of the turn; without it the newest one"),
     url: str = typer.Option(DEFAULT_URL, help="The engine or gateway"),
     api_key: str | None = typer.Option(None, envvar=list(KEY_VARIABLES), help="Its API key"),
-    json_output: str | None = typer.Option(None, "--json", help="Write it to this file; - is stdout"),
+    json_output: str | None = json_option("the explanation"),
 ) -> None:
     """Print a paragraph and a table. The numbers are the turn ledger's; estimates are named as such."""
     client = LiveClient(url, api_key)
