@@ -150,7 +150,7 @@ def test_contexts_that_do_not_fit(tmp_path: Path, trace: Path) -> None:
         ("--rate -1", "'-1' is not a number above 0"),
         ("--hours 0", "--hours is 0"),
         ("--hours inf", "--hours is inf; expected a finite number"),
-        ("--disk-ratio 4", "disk_ratio is 4, but none of stock, admit, continuum has a disk"),
+        ("--disk-ratio 4 --policy stock,admit", "disk_ratio is 4, but none of stock, admit has a disk"),
         (
             "--disk-ratio 4 --policy mori --cpu-ratio 0",
             "mori: disk_ratio is 4 and cpu_ratio 0, no host memory",
