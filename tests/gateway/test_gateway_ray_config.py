@@ -207,6 +207,7 @@ def test_neither_the_sdk_nor_a_gateway_on_one_machine_loads_ray() -> None:
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "ray.md"
+MANIFEST = PAGE.parents[1] / "deploy" / "rayservice.yaml"
 
 
 def test_the_page_lists_the_keys_that_there_are() -> None:
@@ -228,7 +229,7 @@ def test_what_the_page_shows_is_taken() -> None:
     assert parse_config(yaml.safe_load(shown[0]), source="page").engines.min == 2
     pairs = parse_config(yaml.safe_load(shown[1]), source="page")
     assert [group.engines.min for group in pairs.groups] == [1, 2]
-    manifest = yaml.safe_load(shown[2])
+    manifest = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))
     served = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"][0]
     config = parse_config(served["args"], source="page")
     assert not config.on_loopback
