@@ -13,11 +13,12 @@ import sysconfig
 from pathlib import Path
 
 HEAVY = ("torch", "vllm", "ray", "httpx", "openai")
-MISSING = "sojourn: the command line needs httpx, rich, typer: pip install 'sojourn[server]'\n"
+MISSING = "sojourn: the command line needs httpx, rich, typer: {}\n"
 
 
 def main() -> None:
     import sojourn
+    from sojourn.errors import install_command
     from sojourn.testing import FakeServer
 
     site = Path(sysconfig.get_path("purelib"))
@@ -37,7 +38,7 @@ def main() -> None:
     assert sent == ["ProgramStart", "ToolStart", "ToolStop", "ProgramEnd"], sent
     command = Path(sysconfig.get_path("scripts")) / "sojourn"
     answer = subprocess.run([command, "serve", "tiny"], capture_output=True, text=True, timeout=60)
-    assert (answer.returncode, answer.stderr) == (1, MISSING), answer
+    assert (answer.returncode, answer.stderr) == (1, MISSING.format(install_command("server"))), answer
     print(f"sojourn {sojourn.__version__} works alone on Python {sys.version.split()[0]}")
 
 
