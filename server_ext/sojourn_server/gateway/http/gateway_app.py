@@ -384,7 +384,14 @@ class Gateway:
             raise ApiError(503, "the program's engine does not answer", "try again", {"Retry-After": "2"})
         if told.document is None:
             return Response(told.body, told.status, media_type=told.media_type)
-        found = msgspec.convert(told.document, Explanation)
+        try:
+            found = msgspec.convert(told.document, Explanation)
+        except msgspec.ValidationError as error:
+            raise ApiError(
+                502,
+                f"the program's engine sent no explanation: {error}",
+                "run one release of sojourn everywhere",
+            ) from None
         shows_all = request.state.tenant is None
         return _json(self.forwarder.names.explanation(place.tenant, found, replica, shows_all=shows_all))
 
