@@ -197,7 +197,7 @@ def engine_board() -> dict[str, Any]:
             graph("Evicted, by why it was free", "sojourn_evicted_bytes_total", by="cause", stacked=True),
             share(
                 "Evictions regretted", "sojourn_evictions_regretted_total", "sojourn_evictions_total",
-                note="Low: evictions hit what nobody needed.",
+                note="Low: few evicted blocks were needed again.",
             ),
             share("Prefix cache hits", "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
         ],

@@ -296,7 +296,7 @@ def test_the_first_program_enters_an_empty_device_whatever_its_size() -> None:
     [
         ({"tick_s": 0}, "tick_s is 0; expected a finite number of seconds > 0"),
         ({"reserve": 1.5}, "reserve is 1.5; expected 0 to 1"),
-        ({"relax_s": 0}, "relax_s is 0; expected seconds > 0, or inf to reserve always after a loss"),
+        ({"relax_s": 0}, "relax_s is 0; expected seconds > 0, or inf to reserve always"),
         ({"patience_s": float("nan")}, "patience_s is nan; expected seconds ≥ 0, or inf for never"),
         ({"order": "work"}, 'order is \'work\'; expected "size" or "arrival"'),
     ],

@@ -316,6 +316,11 @@ class OffloadPlanner:
             for block_id in load.block_ids
         }
 
+    def loading_block_count(self) -> int:
+        """Return the number of device blocks of all loads that still run. Asked in every step, so it builds
+        no set as ``loading_blocks`` does."""
+        return sum(len(load.block_ids) for load in self._loads.values())
+
     def take_loaded(self, request_id: str, not_filled: Collection[int] = ()) -> int:
         """Handle the end of a request's load. Returns how many leading blocks arrived. ``not_filled``: device
         blocks that the worker could not fill; later look-ups do not find their keys."""

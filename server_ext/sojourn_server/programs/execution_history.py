@@ -26,7 +26,7 @@ HISTORY_VERSION = 1
 
 _P95 = NormalDist().inv_cdf(0.95)
 ESTIMATE_SIGMA = 0.5
-"""Assumed standard deviation of the logarithm of a duration of which only a median is estimated."""
+"""Standard deviation of a duration's logarithm, assumed if the client estimates only the median."""
 MAX_ESTIMATE_SIGMA = 3.0
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..forecasting.context_growth import PRIOR_GROWTH, PRIOR_TURNS, GrowthStatistics, expected_growth_tokens
+from ..forecasting.context_growth import (
+    PRIOR_GROWTH,
+    PRIOR_TURNS,
+    GrowthStatistics,
+    expected_growth_tokens,
+    growth_reserve,
+)
 from ..forecasting.kv_demand import STEP_POINTS, needed_blocks, peak_demand_blocks
 from ..policy_views import AdmissionView, ProgramGrowthView
 
@@ -81,16 +87,10 @@ class ExpectedGrowthAdmission:
     def may_admit(self, entry: AdmissionView, now: float) -> bool:
         if not entry.earlier or not entry.anything_running:
             return True
-        share = self.reserve * self._pressure(entry)
+        share = growth_reserve(self.reserve, entry.since_shortage_s, self.relax_s)
         growth = sum(self.expected_growth_tokens(program, entry) for program in entry.earlier) if share else 0
         reserved_blocks = min(share * growth / entry.block_size, entry.pool_blocks)
         return entry.free_blocks - entry.need_blocks >= reserved_blocks
-
-    def _pressure(self, entry: AdmissionView) -> float:
-        """How much of the reserve applies, from 1 right after a loss of KV to 0 after ``relax_s``."""
-        if math.isinf(self.relax_s):
-            return 1.0
-        return max(0.0, 1.0 - entry.since_shortage_s / self.relax_s)
 
     def expected_growth_tokens(self, program: ProgramGrowthView, entry: AdmissionView) -> float:
         """Tokens by which the program's context is expected to grow. At least one turn's growth is expected,

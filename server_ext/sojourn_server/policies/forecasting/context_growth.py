@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ..policy_views import ProgramGrowthView
@@ -18,6 +19,18 @@ PRIOR_TURNS = 11.0
 PRIOR_GROWTH = 0.3
 """Prior growth per turn as a share of the first prompt. With ``PRIOR_TURNS`` a context ends at about four
 times its first prompt; in public agent traces the medians are two to six times."""
+
+
+def growth_reserve(reserve: float, calm_s: float, relax_s: float) -> float:
+    """Share of expected growth to reserve, ``calm_s`` seconds after KV was last lost; ``inf``: never lost.
+
+    Expected growth says how large contexts become, not that they are large at the same time. So nothing is
+    reserved before the first loss, and ``reserve`` shrinks evenly to 0 in the ``relax_s`` after the last one.
+    ``relax_s`` = ``inf``: the share is always ``reserve``.
+    """
+    if math.isinf(relax_s):
+        return reserve
+    return reserve * max(0.0, 1.0 - max(0.0, calm_s) / relax_s)
 
 
 class GrowthStatistics(NamedTuple):

@@ -14,6 +14,7 @@ from itertools import islice
 from sojourn.ids import ProgramId
 
 from ...programs.idleness import WINDOW_CYCLES
+from ..forecasting.context_growth import growth_reserve
 from .placement_plan import LOOKAHEAD, has_elapsed
 from .placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
@@ -91,9 +92,7 @@ class ResidencyPricePlacement:
                     f"{field} is {getattr(self, field)}; expected a finite number of seconds > 0"
                 )
         if not self.relax_s > 0:
-            raise ValueError(
-                f"relax_s is {self.relax_s}; expected seconds > 0, or inf to reserve always after a loss"
-            )
+            raise ValueError(f"relax_s is {self.relax_s}; expected seconds > 0, or inf to reserve always")
         if not 0 <= self.reserve <= 1:
             raise ValueError(f"reserve is {self.reserve}; expected 0 to 1")
         for field in ("patience_s", "overdue_gap_s"):
@@ -264,11 +263,8 @@ class _Plan:
         below = max(self._free[Tier.HOST], self._free[Tier.DISK])
         if below >= max(1, largest):
             return 0.0
-        # Predicted growth says how large contexts become, not that they are large at the same time.
-        if self._view.last_shortage_s == -math.inf:
-            return 0.0
-        calm_s = max(0.0, self._now - self._view.last_shortage_s)
-        return self._policy.reserve * max(0.0, 1.0 - calm_s / self._policy.relax_s)
+        calm_s = self._now - self._view.last_shortage_s
+        return growth_reserve(self._policy.reserve, calm_s, self._policy.relax_s)
 
     def _reserved_blocks(self, program: ProgramTierView, reserve: float) -> float:
         """Blocks that count for the program when another one wants to enter."""
