@@ -127,6 +127,25 @@ def test_who_waits_in_line_is_not_among_the_events(system: str) -> None:
     assert busy.turns == len(agents)
 
 
+def test_only_the_oracle_of_lengths_is_given_them() -> None:
+    """Two workloads whose outputs differ, with the same longest output and context: what a router sees of
+    their first turns is the same."""
+    short: list[Trajectory] = [(TurnShape(0, 640, 5, 0.0), TurnShape(10, 700, 60, 0.0))]
+    long: list[Trajectory] = [(TurnShape(0, 640, 60, 0.0), TurnShape(10, 700, 60, 0.0))]
+    for system in PD_SYSTEMS.values():
+        seen = []
+        for agents in (short, long):
+            simulation = PdSimulation(PAIR, system, agents)
+            submit, told = simulation.pairs.submit, []
+            simulation.pairs.submit = lambda request, submit=submit, told=told: (  # type: ignore[method-assign]
+                told.append(request),
+                submit(request),
+            )[1]
+            simulation.run()
+            seen.append(told)
+        assert (seen[0] == seen[1]) == (system.name != "oracle-lengths")
+
+
 def test_a_shared_lane_costs_steps_time() -> None:
     agents: list[Trajectory] = [(TurnShape(100, 6401, 20, 0.0),) * 3] * 8
     machine = replace(ONE, collective_share=0.3, storage_nic_bytes_per_s=1e9, compute_nic_bytes_per_s=1e8)

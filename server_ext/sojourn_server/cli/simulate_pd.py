@@ -48,9 +48,10 @@ def simulate_pd(
     system: str = typer.Option(
         "basic,layerwise,dual-path,scheduling,oracle",
         metavar="NAMES",
-        show_default="all but split",
+        show_default="all but split and oracle-lengths",
         help="Names separated by commas: basic, layerwise, dual-path, scheduling (DualPath as published), "
-        "split (both sides read), oracle (reads and copies are free)",
+        "split (both sides read), oracle-lengths (scheduling that knows how long outputs will be), oracle "
+        "(reads and copies are free)",
     ),
     model: str = typer.Option("ds-660b", metavar="NAME", help="ds-660b, ds-27b or qwen2.5-32b"),
     prefill_nodes: int = typer.Option(2, min=1, metavar="N", help="Number of prefill nodes"),

@@ -50,6 +50,11 @@ class AgentState:
     parts: int
     """Number of unfinished reads from storage."""
 
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the turn's context at its end: prompt and output."""
+        return self.request.tokens + self.output_tokens
+
     def __init__(self, agent: int, trajectory: Trajectory) -> None:
         self.agent = agent
         self.trajectory = trajectory
@@ -288,7 +293,8 @@ class DecodeDevice:
     enters or ends.
 
     To keep ``step_s`` constant in between, each request counts with its mean context length: the prompt plus
-    half of the output. Requests whose KV does not fit wait in the node's DRAM.
+    half of the output. The memory of a request is reserved for its longest possible context
+    (``PdRequest.kv_tokens``). Requests that do not fit wait in the node's DRAM.
     """
 
     __slots__ = (
@@ -328,7 +334,7 @@ class DecodeDevice:
         self.progress += (now - stall_s - self.since_s) / self.step_s
         self.since_s = now
         self.free_kv_tokens -= kv_tokens
-        self.tokens += (prompt_tokens + kv_tokens) / 2
+        self.tokens += prompt_tokens + state.output_tokens / 2
         self.requests += 1
         self.step_s = step_s = self.base_s + self.request_s * self.requests + self.token_s * self.tokens
         state.decoded_from_s = now + load_s
@@ -356,7 +362,7 @@ class DecodeDevice:
             state = heappop(ends)[2]
             _, prompt_tokens, _, kv_tokens = state.request
             self.free_kv_tokens += kv_tokens
-            self.tokens -= (prompt_tokens + kv_tokens) / 2
+            self.tokens -= prompt_tokens + state.output_tokens / 2
             self.requests -= 1
             done.append(state)
         self.step_s = self.base_s + self.request_s * self.requests + self.token_s * self.tokens

@@ -12,6 +12,8 @@ The model:
 - With layerwise prefill, a request takes no memory of the prefill device before it is computed, and copies
   overlap with compute. Without it, a request holds memory for all its KV from before its read until its KV
   has left, and copies come before and after the compute.
+- A decode device keeps memory for a request's prompt and the longest output that the client declared; the
+  router counts the same.
 - Compute NICs add time without queueing; only copies of whole requests queue at their device.
 - Decode devices do not wait for one another; storage behind the NICs and the scheduler take no time.
 - Writes use the other direction of the storage NICs and are only counted.
@@ -124,6 +126,10 @@ class PdSimulation:
             quota_s=cluster.quota_s if cluster.step_tokens is None else 1e12,
             block_tokens=FULL_BLOCK_TOKENS,
         )
+        shapes = [turn for agent in {id(agent): agent for agent in agents}.values() for turn in agent]
+        self._declared_tokens = max(turn.output_tokens for turn in shapes)
+        """``max_tokens`` of every request: what a client of this workload has to allow."""
+        self._max_context_tokens = max(turn.prompt_tokens + turn.output_tokens for turn in shapes)
         load = workload_means(agents)
         turn_s = model.turn_flops(load.hit_tokens, load.new_tokens) / flops_per_s
         limits = PrefillSelectionLimits(
@@ -219,8 +225,11 @@ class PdSimulation:
 
     def _submit(self, state: AgentState) -> None:
         hit_blocks, prompt_tokens, output_tokens, _ = state.trajectory[state.turn]
+        most_tokens = min(prompt_tokens + self._declared_tokens, self._max_context_tokens)
+        if self.system.knows_lengths:
+            most_tokens = prompt_tokens + output_tokens
         request = state.request = PdRequest(
-            state.agent, prompt_tokens, 0 if self._free_io else hit_blocks, prompt_tokens + output_tokens
+            state.agent, prompt_tokens, 0 if self._free_io else hit_blocks, most_tokens
         )
         state.output_tokens = output_tokens
         state.cached = state.cached_before = cached = hit_blocks * FULL_BLOCK_TOKENS
@@ -346,7 +355,7 @@ class PdSimulation:
         """Begin to decode a request whose KV is in the decode node's DRAM. It waits if its KV does not fit on
         the device, and ends at once if it has only one output token."""
         device = self.decode_devices[state.decode]
-        self.nics[device.node].written_tokens += state.request.kv_tokens - state.cached_before
+        self.nics[device.node].written_tokens += state.context_tokens - state.cached_before
         if state.output_tokens < 2:
             self._end([state])
             return

@@ -1,4 +1,4 @@
-"""The compared systems: DualPath with its parts added one by one (§7.5), split reads, and the Oracle."""
+"""The compared systems: DualPath with its parts added one by one (§7.5), split reads, and two oracles."""
 
 from __future__ import annotations
 
@@ -119,6 +119,9 @@ class PdSystem:
     both cases, ``side`` chooses the read side."""
     free_io: bool = False
     """Whether reads and copies take no time, as in the paper's Oracle."""
+    knows_lengths: bool = False
+    """Whether the choice of engines knows how long each output will be. If false, it knows ``max_tokens``,
+    which clients declare: the workload's longest output, so that none is cut."""
 
 
 PD_SYSTEMS = {
@@ -129,9 +132,12 @@ PD_SYSTEMS = {
         PdSystem(name="dual-path", title="+ dual path", side=AlternatingReadSide, scheduled=False),
         PdSystem(name="scheduling", title="+ scheduling", side=ShorterQueueRead),
         PdSystem(name="split", title="+ split reads", side=WaterFillingRead),
+        PdSystem(
+            name="oracle-lengths", title="+ known lengths", side=ShorterQueueRead, knows_lengths=True
+        ),
         PdSystem(name="oracle", title="Oracle", side=PrefillSideRead, free_io=True),
     )
 }
 """Systems by name, in the order of the ablation. ``scheduling`` is the whole published DualPath. ``split`` is
-our addition to it."""
+our addition to it. ``oracle-lengths`` is ``scheduling`` with the outputs' lengths known beforehand."""
 PUBLISHED_SYSTEMS = ("basic", "layerwise", "dual-path", "scheduling", "oracle")
