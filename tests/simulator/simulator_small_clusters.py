@@ -67,7 +67,7 @@ class SmallCluster:
             latency,
             loop,
             self.log,
-            SimulationOptions(until_s=until_s, samples=samples),
+            SimulationOptions(until_s=until_s, samples=samples, oracle=engine.oracle),
             front=self.front,
             with_hints=settings is not None,
         )

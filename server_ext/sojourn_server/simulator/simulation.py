@@ -11,6 +11,7 @@ import heapq
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .event_queue import EventQueue, VirtualClock
@@ -45,7 +46,7 @@ class SimulationOptions:
     """Whether a finished output contains its tool calls, as a real output does. If false, servers learn of
     tools from client events only."""
     oracle: bool = False
-    """Whether the policy knows the length of each output."""
+    """Whether the policy knows the length of each output, and a gateway how long a tenant's programs take."""
     prediction_error: float | None = None
     """Mean error with which the policy predicts the length of running outputs: mean |ln(actual ÷ predicted)|.
     ``None``: the policy's own predictions."""
@@ -105,7 +106,9 @@ class Simulation:
         self._expected_s: Callable[[ProgramPlan], float] = lambda plan: isolated_completion_s(
             plan, latency, batched
         )
-        make: Any = GatewayClients if isinstance(front, SimulatedGateway) else SimulatedClients
+        make: Any = SimulatedClients
+        if isinstance(front, SimulatedGateway):
+            make = partial(GatewayClients, oracle=options.oracle)
         self._clients: SimulatedClients = make(
             self._sim_replicas,
             self._event_queue,

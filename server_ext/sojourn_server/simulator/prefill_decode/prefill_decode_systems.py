@@ -132,9 +132,7 @@ PD_SYSTEMS = {
         PdSystem(name="dual-path", title="+ dual path", side=AlternatingReadSide, scheduled=False),
         PdSystem(name="scheduling", title="+ scheduling", side=ShorterQueueRead),
         PdSystem(name="split", title="+ split reads", side=WaterFillingRead),
-        PdSystem(
-            name="oracle-lengths", title="+ known lengths", side=ShorterQueueRead, knows_lengths=True
-        ),
+        PdSystem(name="oracle-lengths", title="+ known lengths", side=ShorterQueueRead, knows_lengths=True),
         PdSystem(name="oracle", title="Oracle", side=PrefillSideRead, free_io=True),
     )
 }
