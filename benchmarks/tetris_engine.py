@@ -6,7 +6,7 @@
 the seed (``--mean-short``, ``--mean-long``). All tokens are forced, so every arm writes the same. Each arm
 first answers ``--warm-up`` requests of another seed, to learn lengths; these are not counted. ``observe``
 decides as stock does and counts stock's cascades. ``oracle+host`` is an upper bound: it gets each output's
-true length as ``max_tokens``, which is too high to matter in other arms. ``learned+host`` reads hidden
+true length as ``max_tokens``; other arms get the load's longest output. ``learned+host`` reads hidden
 states, which carry no information for forced tokens and random prompts. It shows the cost of a network that
 does not help. The arms alternate, ``--rounds`` times; figures are medians. Run it on an idle machine.
 """
@@ -110,8 +110,8 @@ def run_arm(
     target = folder / "replay.json"
     with EngineServer("smol", policy=policy, serve_args=flags) as server:
         how = ["--force-tokens", "--concurrency", str(options.concurrency), "--url", server.url]
-        if name not in TOLD:
-            how.append("--hide-lengths")
+        if name in TOLD:
+            how.append("--oracle-lengths")
         replay = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "replay"]
         if options.warm_up:
             subprocess.run([*replay, str(warm_up), *how], check=True, stdout=subprocess.DEVNULL)

@@ -90,11 +90,27 @@ async def test_forced_tokens_become_the_next_prefix_and_a_server_that_ignores_th
     with FakeServer() as server:
         tally = await run(server, [append_only("a", turns=2)], force_tokens=True)
         first, second = server.requests
-    assert second["prompt"][100:108] == first["vllm_xargs"]["replay_ids"]
+    # The last token ends the output; its KV is never computed, so the next prompt may have another one there.
+    assert second["prompt"][100:107] == first["vllm_xargs"]["replay_ids"][:7]
     assert tally.notes() == []
     with FakeServer(obeys_replay=False) as server:
         tally = await run(server, [append_only("a")], force_tokens=True)
     assert tally.notes() == [FORCING_IGNORED]
+
+
+async def test_forced_requests_do_not_tell_how_long_they_get_unless_an_oracle_is_asked_for() -> None:
+    long = TraceProgram(program_id="b", turns=(TraceTurn(prompt_tokens=64, output_tokens=20),))
+    programs = [append_only("a", turns=1), long]
+    for oracle in (False, True):
+        with FakeServer() as server:
+            tally = await run(server, programs, concurrency=1, force_tokens=True, oracle_lengths=oracle)
+            told = [sent["max_tokens"] for sent in server.requests]
+            for sent in server.requests:
+                forced = sent["vllm_xargs"]["replay_ids"]
+                assert sent.get("stop_token_ids") == (None if oracle else forced[-1:])
+                assert oracle or 299 not in sent["prompt"] + forced[:-1]
+        assert tally.document()["output_tokens"] == 28
+        assert told == ([8, 20] if oracle else [20, 20])  # the longest, which a client has to allow
 
 
 async def test_what_a_server_does_not_report_is_null_not_zero() -> None:

@@ -44,8 +44,11 @@ def replay(
     force_tokens: bool = typer.Option(
         False, help="Force outputs, so that prefixes are exact; needs our logits processor in the server"
     ),
-    hide_lengths: bool = typer.Option(
-        False, help="With --force-tokens: do not reveal the output's length in max_tokens"
+    oracle_lengths: bool = typer.Option(
+        False,
+        "--oracle-lengths",
+        help="With --force-tokens: max_tokens is the output's length, which no client knows. Default: the "
+        "trace's longest output",
     ),
     dialect: str = typer.Option(
         "auto", help="sojourn: report programs and tools; vllm: plain requests; auto: ask the server"
@@ -76,7 +79,7 @@ def replay(
             token_scale=token_scale,
             max_context_tokens=max_context,
             force_tokens=force_tokens,
-            hide_lengths=hide_lengths,
+            oracle_lengths=oracle_lengths,
             vocabulary=vocabulary,
             block_size=block_size,
         )
@@ -174,7 +177,7 @@ async def _run(
         "speed": options.speed,
         "token_scale": options.token_scale,
         "force_tokens": options.force_tokens,
-        "hide_lengths": options.hide_lengths,
+        "lengths": "declared" if options.force_tokens and not options.oracle_lengths else "oracle",
         "max_context": options.max_context_tokens,
         "concurrency": None if options.arrivals else options.concurrency,
         "block_size": run.block_size,

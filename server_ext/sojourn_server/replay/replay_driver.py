@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 from sojourn_server.programs.tool_call_parsers import SHELL_TOOLS
 from sojourn_server.traces.prompt_builder import DEFAULT_VOCABULARY, PromptBuilder, recomputed_tokens
+from sojourn_server.traces.token_ids import FIRST_ID
 from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn
 
 from .completions_client import CompletionsClient, RequestError, ServedModel
@@ -27,6 +29,8 @@ DEFAULT_BLOCK_SIZE = 16
 """vLLM's default block size on CUDA, in tokens."""
 DEFAULT_OUTPUT_BUDGET = 8192
 """Maximum output in tokens if the server does not report its maximum context."""
+STOP_ID = FIRST_ID - 1
+"""Token id that ends a forced output. No prompt and no output of a trace has it."""
 _MAX_WIRE_ID = 200
 
 
@@ -49,9 +53,10 @@ class ReplayOptions:
     force_tokens: bool = False
     """Whether requests force the server to generate the planned tokens, so that prefixes are reused as in the
     trace."""
-    hide_lengths: bool = False
-    """Whether to hide from the server how long a request's output will be. ``max_tokens`` is then all that
-    the context allows, and the last forced token is a stop token. Only with ``force_tokens``."""
+    oracle_lengths: bool = False
+    """Whether ``max_tokens`` is the length of a request's output, which no client knows. If false, forced
+    requests allow the trace's longest output, and their last forced token is a stop token. Without
+    ``force_tokens`` only ``max_tokens`` can end an output, so it is the length."""
     vocabulary: int = DEFAULT_VOCABULARY
     block_size: int | None = None
     """Tokens per KV block of the server, whose cache reuses only whole blocks. ``None``: as the
@@ -60,8 +65,6 @@ class ReplayOptions:
     def __post_init__(self) -> None:
         if self.concurrency < 1 or (self.block_size is not None and self.block_size < 1):
             raise ValueError("concurrency and block size must be at least 1")
-        if self.hide_lengths and not self.force_tokens:
-            raise ValueError("lengths can be hidden only where tokens are forced")
         if not self.stagger_s >= 0:
             raise ValueError(f"stagger_s is {self.stagger_s}; expected ≥ 0")
         if not (self.speed > 0 and self.token_scale > 0):
@@ -94,6 +97,9 @@ class Replay:
         self._started_s = 0.0
         # A server remembers ended programs, so a second replay of the same trace needs other ids.
         self._run_id = secrets.token_hex(3)
+        longest = max((turn.output_tokens for program in programs for turn in program.turns), default=1)
+        self._declared_tokens = max(1, math.ceil(longest * options.token_scale))
+        """``max_tokens`` of requests that do not tell their length."""
         known = {program.program_id for program in programs}
         self._roots = [p for p in programs if p.parent is None or p.parent not in known]
         self._children: dict[str, list[TraceProgram]] = {}
@@ -216,11 +222,11 @@ class Replay:
         body, headers = self._announcer.request_parts()
         forced = builder.planned_output(index) if self._options.force_tokens else None
         most_tokens = plan.output_tokens
-        if forced is not None and self._options.hide_lengths:
+        if forced is not None and not self._options.oracle_lengths:
             # The last token never gets KV in a block, so the next prompt may have another one there.
-            forced = [*forced[:-1], self._options.vocabulary]
-            most_tokens = self._max_output_tokens(len(prompt))
-            body = {**body, "stop_token_ids": [self._options.vocabulary]}
+            forced = [*forced[:-1], STOP_ID]
+            most_tokens = min(self._declared_tokens, self._max_output_tokens(len(prompt)))
+            body = {**body, "stop_token_ids": [STOP_ID]}
         if forced is not None:
             body = {**body, "vllm_xargs": {**body.get("vllm_xargs", {}), "replay_ids": forced}}
         sent_s = self._clock() - self._started_s

@@ -210,8 +210,8 @@ HOST_SUFFIX = "+host"
 """Suffix that adds sojourn's host and disk tiers to a preset. Presets with a placement policy always have
 them."""
 ORACLE_SUFFIX = "+oracle"
-"""Suffix that lets a preset know the length of each output. Clients of a gateway then also state deadlines from
-what their programs will take alone."""
+"""Suffix that lets a preset know the length of each output. Clients of a gateway then also state deadlines
+from what their programs will take alone."""
 
 
 ERROR_SUFFIX_PATTERN = re.compile(r"\+erring=(\d*\.?\d+)$")
