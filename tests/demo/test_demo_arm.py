@@ -46,6 +46,8 @@ def test_a_stock_arm_fixes_all_repositories_and_sends_no_events(tmp_path: Path) 
     turns = sum(len(task.turns) for task in TASKS)
     assert len(engine.forced) == turns
     assert all(set(body["vllm_xargs"]) == {"replay_ids"} for body in engine.forced)
+    # As mini-swe-agent sends it: nothing tells the server how long an answer will be.
+    assert not any(key.startswith("max_") for body in engine.forced for key in body)
     assert engine.events == []
     figures = arm_figures(record)
     assert (figures["repositories_fixed"], figures["programs_failed"]) == (2, 0)

@@ -151,7 +151,7 @@ def scripted_model(task: DemoTask, tokenizer: Tokenizer, watch: TurnCallback) ->
             body["vllm_xargs"] = {**body.get("vllm_xargs", {}), "replay_ids": ids}
             watch("thinking", number + 1, turn.thought)
             start_s = time.monotonic()
-            response = super()._query(messages, extra_body=body, max_tokens=len(ids), **kwargs)
+            response = super()._query(messages, extra_body=body, **kwargs)
             end_s = time.monotonic()
             said = response.choices[0].message.tool_calls or []
             commands = [json.loads(call.function.arguments).get("command") for call in said]
