@@ -49,15 +49,17 @@ BANNED |= {"vllm", "torch", "ray", "numpy"}
 
 
 def registered(question: str) -> list[Any]:
-    """Each policy as registered and each as a preset has it set up."""
-    found = []
+    """Each policy as registered, and as a preset has it set up where that is another value: policies are
+    pure, and in CI an equal one would be asked the same questions again."""
+    found: dict[tuple[type, Any], str] = {}
     for name, place in POLICY_CLASSES[question].items():
         module, _, cls = place.partition(":")
         policy = getattr(import_module(f"sojourn_server.policies.{module}"), cls)()
-        found.append(pytest.param(policy, id=f"{question}:{name}"))
+        found.setdefault((type(policy), policy), f"{question}:{name}")
     for preset in preset_names():
-        found.append(pytest.param(getattr(load_preset(preset), question), id=f"{question} of {preset}"))
-    return found
+        policy = getattr(load_preset(preset), question)
+        found.setdefault((type(policy), policy), f"{question} of {preset}")
+    return [pytest.param(policy, id=name) for (_, policy), name in found.items()]
 
 
 def history(durations: list[float]) -> ToolHistory:
