@@ -11,7 +11,7 @@
 # EXTRAS=vllm,demo,dev        the CUDA engine in place of the CPU build
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu   needed on Linux: PyPI has no CPU builds of PyTorch
 # TESTS="tests/launch -k x"   what test, fast and frameworks run
-# WORKERS=4                   processes of make test (default: 2); a test file runs in one process
+# WORKERS=4                   processes of make test (default: 2, and one for tox); a test file runs in one process
 # JSON=f PLOT=f ARGS="..."    where the demo writes, and further options of sojourn demo
 
 PYTHON ?= python3
@@ -46,12 +46,17 @@ demo: setup
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# tox fills its environments beside the tests, since that mostly waits for the network. If it fails, the
-# second tox tries again and says why.
+# tox runs beside the tests, in one process: it takes the time in which they wait for engines and for each other.
+# --notest comes first: what the network did to it, the run tries again and says why. Its output is shown at the
+# end. The shell would have it ignore Ctrl-C.
+TOX := $(BIN)/python -c "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from tox.run import run; run()"
+TOX_LOG := .tox/make-test.log
+
 test: setup
 ifeq ($(TESTS),)
-	$(BIN)/tox run --notest >/dev/null 2>&1 & $(PYTEST); passed=$$?; wait; exit $$passed
-	$(BIN)/tox run
+	@mkdir -p .tox
+	@{ $(TOX) run --notest >/dev/null 2>&1; [ $$? -ge 128 ] || TOX_WORKERS=1 $(TOX) run >$(TOX_LOG) 2>&1; } & tox=$$!; \
+	$(PYTEST); tests=$$?; wait $$tox; versions=$$?; cat $(TOX_LOG); exit $$((tests || versions))
 else
 	$(PYTEST) $(TESTS)
 endif
