@@ -61,6 +61,8 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             runs = [run_demo(seed, Path(folder) / f"{seed}.json") for seed in range(options.runs)]
+    if any(run.get("smoke") for run in runs):
+        parser.error("a run of sojourn demo --quick is no measurement; expected runs without --quick")
     runs = [without_details(run) for run in runs]
     source = "--from " + " ".join(["FILE"] * len(runs)) if options.files else f"--runs {len(runs)}"
     result = {

@@ -62,6 +62,33 @@ def test_host_memory_of_another_server_is_rejected(places: Path) -> None:
     assert "--kv-host-gib 1.0: expected a size in GiB above 0, and no --url" in str(answer.exception)
 
 
+def test_quick_is_four_short_programs_and_says_that_it_measures_nothing(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = [TASKS[name] for name in ("ledger", "waypoint", "gridtext", "ledger")]  # no test of these sleeps
+    monkeypatch.setattr("sojourn_server.demo.demo_tasks.load_tasks", lambda count: fast[:count])
+    started: list[EngineServer] = []
+    with EchoEngine() as engine:
+        monkeypatch.setattr(EngineServer, "start", lambda server: started.append(server))
+        monkeypatch.setattr(EngineServer, "url", engine.url)
+        answer = run("--quick", "--arms", "stock", "--json", str(places / "out.json"))
+        measured = [body for body in engine.bodies if "prompt" in body]
+    assert answer.exit_code == 0, answer.output
+    assert "a smoke run, not a measurement" in " ".join(answer.output.split())
+    document = json.loads((places / "out.json").read_text())
+    assert document["smoke"] is True
+    assert document["model"] == "tiny"
+    assert (document["arms"]["stock"]["programs"], document["arms"]["stock"]["turns"]) == (4, 4 * 6)
+    # The size is fixed: one start, and the speed is not measured.
+    assert (len(started), measured) == (1, [])
+
+
+def test_quick_takes_neither_a_model_nor_a_number_of_programs(places: Path) -> None:
+    answer = run("--quick", "--programs", "8")
+    assert isinstance(answer.exception, CliError), answer.output
+    assert "--quick sets the number of programs and the model" in str(answer.exception)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_reports_the_programs_that_ended(
     number: signal.Signals, places: Path, monkeypatch: pytest.MonkeyPatch

@@ -50,6 +50,7 @@ class _DemoOptions:
     url: str | None
     kv_host_gib: float | None
     resident: float
+    quick: bool
 
 
 def register(app: typer.Typer) -> None:
@@ -60,6 +61,11 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
+    quick: bool = typer.Option(
+        False,
+        "--quick",
+        help="Four agents on the model tiny, about two minutes: a smoke run, which measures nothing.",
+    ),
     programs: int | None = typer.Option(
         None,
         "--programs",
@@ -70,8 +76,11 @@ def demo(
     plot: Path | None = typer.Option(None, "--plot", help="Write a PNG of completions and timelines."),
     arms: str = typer.Option("stock,sojourn", "--arms", help="Arms to run, in this order."),
     policy: str = typer.Option(DEFAULT_PRESET, "--policy", help="Policy of the sojourn arm."),
-    model: str = typer.Option(
-        "smol", "--model", help="smol or tiny; both have the tokenizer that the scripts need."
+    model: str | None = typer.Option(
+        None,
+        "--model",
+        help="smol (the default) or tiny; both have the tokenizer that the scripts need.",
+        show_default=False,
     ),
     max_num_seqs: int = typer.Option(
         8, "--max-num-seqs", min=1, help="Requests that the engine runs at once, in every arm."
@@ -100,17 +109,23 @@ def demo(
 ) -> None:
     """Run the same agents on each server (*arm*) and compare the arms. Exits with code 0 only if every
     program of every arm ended without an error and fixed its repository."""
+    if quick and (programs is not None or model is not None):
+        raise CliError(
+            "--quick sets the number of programs and the model; expected neither --programs nor --model",
+            "drop --quick to choose them",
+        )
     options = _DemoOptions(
         arms=_checked_arms(arms, url),
         programs=programs,
         budget_s=budget_s,
         policy=policy,
-        model=model,
+        model=model or ("tiny" if quick else "smol"),
         max_num_seqs=max_num_seqs,
         seed=seed,
         url=url,
         kv_host_gib=kv_host_gib,
         resident=resident,
+        quick=quick,
     )
     if kv_host_gib is not None and (url is not None or kv_host_gib <= 0):
         raise CliError(
@@ -197,7 +212,7 @@ def _run_arms(
     """Run each arm (``stock``, ``sojourn``) and append its record to ``records``. Also add to ``facts`` the
     settings with which a reader can repeat the run."""
     from sojourn_server.demo.demo_arm import BLOCK_TOKENS, serve_args
-    from sojourn_server.demo.demo_size import FULL_PROGRAMS
+    from sojourn_server.demo.demo_size import FULL_PROGRAMS, QUICK
     from sojourn_server.demo.demo_tasks import load_tasks
     from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
     from sojourn_server.launch.redaction import without_userinfo
@@ -212,7 +227,8 @@ def _run_arms(
             f"no tokenizer.json for {options.model!r}: {error}", "use --model smol or --model tiny"
         ) from error
     importlib.import_module("minisweagent.models.litellm_model")  # takes seconds that no arm should pay
-    tasks = load_tasks(options.programs or FULL_PROGRAMS)
+    size: DemoSize | None = QUICK if options.quick else None
+    tasks = load_tasks(options.programs or FULL_PROGRAMS) if size is None else _sized_tasks(size)
     length = model_length([task.context_tokens for task in tasks])
 
     def describe(size: DemoSize | None) -> tuple[str, ...]:
@@ -236,14 +252,16 @@ def _run_arms(
             serve_args=list(flags) if own else None,
             kv_host_gib=options.kv_host_gib,
             size=size.as_json() if size is not None else None,
+            smoke=options.quick,
             machine={"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
             versions=_versions(),
             command=command_line(),
         )
         return flags
 
-    flags = describe(None)
-    size: DemoSize | None = None
+    flags = describe(size)
+    if size is not None:
+        console.print(size.reason, highlight=False, soft_wrap=True)
     for name in options.arms:
         place = directory / name
         place.mkdir()
@@ -258,7 +276,7 @@ def _run_arms(
                 start_s = _start(name, server)
                 if options.programs is None and size is None:
                     size = _measured_size(server, options, start_s)
-                    tasks = [task.shortened(size.turns) for task in load_tasks(size.programs)]
+                    tasks = _sized_tasks(size)
                     flags = describe(size)
                     if not size.is_full:  # a smaller demo needs a server with a smaller KV pool
                         server.stop()
@@ -271,6 +289,12 @@ def _run_arms(
                 server.stop()
         records.append(record)
         record.raise_if_interrupted()
+
+
+def _sized_tasks(size: DemoSize) -> list[DemoTask]:
+    from sojourn_server.demo.demo_tasks import load_tasks
+
+    return [task.shortened(size.turns) for task in load_tasks(size.programs)]
 
 
 def _server(name: str, options: _DemoOptions, directory: Path, flags: tuple[str, ...]) -> EngineServer:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .demo_report import SMOKE
+
 # Okabe and Ito's palette: distinct for every kind of colour blindness, and in grey.
 ARM_COLOURS = ("#D55E00", "#0072B2", "#009E73")
 TURN_COLOUR, TOOL_COLOUR = "#56B4E9", "#E69F00"
@@ -38,7 +40,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     axes[1][0].legend(handles=handles, loc="upper right", fontsize="small")
     axes[-1][0].set_xlabel("seconds since the arm began")
     axes[-1][0].set_xlim(0, longest_s)
-    figure.suptitle(f"The same coding agents in both arms; {result['pool']}")
+    title = f"The same coding agents in both arms; {result['pool']}"
+    figure.suptitle(f"{title}\n{SMOKE}" if result.get("smoke") else title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)

@@ -28,6 +28,10 @@ RATIOS = {
 arm's: above 1, sojourn needed less."""
 
 
+SMOKE = "a smoke run, not a measurement: sojourn demo without --quick measures"
+"""What the table and the plot of ``sojourn demo --quick`` say. Its JSON has ``"smoke": true``."""
+
+
 def recomputed_prompt_tokens(turns: Sequence[DemoTurnRecord]) -> int:
     """Return the number of prompt tokens that one program computed again, by the formula of this module."""
     total = 0
@@ -115,7 +119,9 @@ def table(result: Mapping[str, Any]) -> Table:
     arms: Mapping[str, Mapping[str, Any]] = result["arms"]
     first = next(iter(arms.values()))
     title = f"{first['programs'] + first['programs_unfinished']} coding agents, {result['pool']}"
-    made = Table(title=f"interrupted: programs that had ended of {title}" if result["partial"] else title)
+    if result["partial"]:
+        title = f"interrupted: programs that had ended of {title}"
+    made = Table(title=title, caption=SMOKE if result.get("smoke") else None)
     made.add_column("")
     for name in arms:
         made.add_column(name, justify="right")

@@ -81,6 +81,16 @@ class DemoSize:
         return {**asdict(self), "expected_s": round(self.expected_s, 1)}
 
 
+QUICK = DemoSize(
+    programs=4,
+    turns=MIN_TURNS,
+    expected_s=120.0,
+    reason=f"a smoke run: 4 programs of {MIN_TURNS} turns; about two minutes, most of them for server starts",
+)
+"""Size of ``sojourn demo --quick``. It shows that everything works, and measures nothing: on the model *tiny*
+computing a context again costs next to nothing."""
+
+
 def choose_size(speed: EngineSpeed, arms: Sequence[str], budget_s: float = DEFAULT_BUDGET_S) -> DemoSize:
     """Return the largest demo that is expected to end within ``budget_s`` seconds. If none is, return the
     smallest one.
