@@ -3,7 +3,8 @@
 Names: ``events_queued``, ``events_sent``, ``events_piggybacked`` (carried by a request), ``events_returned``
 (put back after a failed request), ``dropped_full``, ``dropped_send``, ``dropped_unsupported``,
 ``dropped_closed``, ``thread_start_failed``, ``http_NNN`` and ``net_X`` (failed batches), ``outcome_X`` (the
-server's answers), ``answer_unreadable``, ``encode_error``, ``internal_error``, ``listener_error``,
+server's answers), ``fields_unsupported`` (fields of events that the server's policy does not use),
+``answer_unreadable``, ``encode_error``, ``internal_error``, ``listener_error``,
 ``inject_error``, ``attach_error``, ``history_error`` (the file cannot be used), ``history_busy`` (another
 process held it), ``history_dropped`` (not learned or not saved), ``graph_too_large``, ``resolver_error``,
 ``context_reset_failed``, ``resume_busy`` and ``resume_failed`` (a resume file that another run holds, or that

@@ -60,6 +60,8 @@ class EventOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reason: str = ""
     program_id: str | None = None
     seq: int | None = None
+    unsupported: tuple[str, ...] = ()
+    """Fields of an applied event that the server's policy does not use."""
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

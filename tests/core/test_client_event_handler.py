@@ -284,6 +284,38 @@ def test_a_program_points_to_its_graph_which_the_next_one_only_names() -> None:
     assert post(engine, {**GRAPH, "seq": 0})[0].outcome.value == "duplicate"
 
 
+@pytest.mark.parametrize(
+    ("preset", "unused"),
+    [
+        ("fixed-ttl", [["call_id"], ["expected_s", "expected_p95_s"], [], ["graph_hash", "graph"]]),
+        ("sojourn", [["call_id"], [], [], ["graph_hash", "graph"]]),
+        ("saga", [["call_id"], ["expected_s", "expected_p95_s"], [], []]),
+    ],
+)
+def test_an_answer_names_the_fields_that_the_policy_does_not_use(
+    preset: str, unused: list[list[str]]
+) -> None:
+    engine = VirtualEngine(preset)
+    engine.turn("p", prompt(40))
+    events: list[dict[str, Any]] = [
+        {"type": "program_start", "program_id": "p", "call_id": "c", "agent_type": "fixer"},
+        {**START, "expected_s": 3.0, "expected_p95_s": 9.0},
+        {**START, "call_id": "other"},
+        GRAPH,
+    ]
+    answers = post(engine, *({**event, "seq": number} for number, event in enumerate(events)))
+    assert [answer.outcome.value for answer in answers] == ["applied"] * 4
+    assert [list(answer.unsupported) for answer in answers] == unused
+    told = set(engine.ask("capabilities")["unused_hints"])
+    named = {f"{event['type']}.{field}" for event, of in zip(events, unused, strict=True) for field in of}
+    assert named == {
+        each for each in told if each.partition(".")[0] in ("program_start", "tool_start", "aeg")
+    }
+    # An event that changed nothing has no fields to speak of.
+    [again] = post(engine, {**events[1], "seq": 1})
+    assert (again.outcome.value, list(again.unsupported)) == ("duplicate", [])
+
+
 def test_a_forgotten_graph_is_missing_until_it_is_told_again() -> None:
     engine = VirtualEngine(limits=SchedulerLimits(max_graphs=1))
     engine.turn("p", prompt(40))

@@ -46,8 +46,10 @@ def test_capabilities(engine: VirtualEngine) -> None:
     assert told["engine"] == {"virtual": "1"}
     assert told["tiers"] is None
     assert told["unused_hints"] == [
-        "blocks_parent", "expected_resume", "kv_retention_ttl_seconds", "priority", "step_id",
-        "program_start.call_id", "tool_start.expected_s", "tool_start.expected_p95_s",
+        "blocks_parent", "deadline_seconds", "expected_output_length", "expected_resume",
+        "kv_retention_ttl_seconds", "priority", "sojourn.expected_steps_left", "step_id",
+        "program_start.call_id", "tool_start.expected_s", "tool_start.expected_p95_s", "aeg.graph_hash",
+        "aeg.graph",
     ]  # fmt: skip
 
 

@@ -478,7 +478,10 @@ def test_a_hinted_ttl_is_bounded_and_counted_once(asked_s: float, given_s: float
         ("continuum", {"expected_resume": True}, "unsupported"),
         ("continuum", {"expected_resume": False}, "applied"),
         ("saga", {"expected_resume": True}, "applied"),
-        ("continuum", {"expected_output_length": 5}, "applied"),
+        ("continuum", {"expected_output_length": 5}, "unsupported"),
+        ("tetris", {"expected_output_length": 5}, "applied"),
+        ("tetris", {"deadline_seconds": 5.0}, "unsupported"),  # a gateway's fair shares use it
+        ("continuum", {"parent_program_id": "q", "request_id": "r"}, "applied"),
     ],
 )
 def test_a_hint_that_no_policy_reads_is_answered_unsupported(

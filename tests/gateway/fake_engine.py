@@ -157,7 +157,15 @@ class FakeEngine:
         tiers = {"connector": "x", "on": True, "host": {"blocks": 10, "bytes": 1}, "disk": disk}
         engine = {"block_size": self.block_size, "num_blocks": self.blocks, "max_num_seqs": 64}
         return JSONResponse(
-            {"name": "sojourn", "wire": [1], "policy": "x", "engine": engine, "engines": 1, "tiers": tiers}
+            {
+                "name": "sojourn",
+                "wire": [1],
+                "policy": "x",
+                "engine": engine,
+                "engines": 1,
+                "tiers": tiers,
+                "unused_hints": ["deadline_seconds", "priority"],
+            }
         )
 
     async def _decisions(self, request: Request) -> Response:

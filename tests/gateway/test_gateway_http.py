@@ -858,6 +858,11 @@ async def test_only_an_operator_drains() -> None:
 # -- seen -------------------------------------------------------------------------
 
 
+async def test_a_gateway_with_shares_uses_deadlines_that_its_engines_do_not() -> None:
+    async with engines(1) as fakes, world(fakes, reads_deadlines=True) as it:
+        assert (await it.get("/sojourn/v1/capabilities"))["unused_hints"] == ["priority"]
+
+
 async def test_what_can_be_seen() -> None:
     async with engines(2) as fakes, world(fakes) as it:
         await it.chat("p")
@@ -871,6 +876,7 @@ async def test_what_can_be_seen() -> None:
         capabilities = await it.get("/sojourn/v1/capabilities")
         assert capabilities["name"] == "sojourn"
         assert capabilities["engines"] == 2
+        assert capabilities["unused_hints"] == ["deadline_seconds", "priority"]
         async with it.http.get(f"{it.url}/metrics") as answer:
             text = await answer.text()
         assert 'sojourn_gateway_requests_total{reason="least_loaded"} 1.0' in text

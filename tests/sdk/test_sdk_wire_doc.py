@@ -34,7 +34,6 @@ BEGUN = ProgramStart(
     agent_type="coder",
     parent_program_id=TOP,
     root_program_id=TOP,
-    call_id="call_3",
     heartbeat=True,
     tenant="team-a",
 )
@@ -90,7 +89,9 @@ EXAMPLES = {
     ),
     "outcomes": OutcomeBatch(
         outcomes=[
-            EventOutcome(outcome=Outcome.APPLIED, program_id=ME, seq=4),
+            EventOutcome(
+                outcome=Outcome.APPLIED, program_id=ME, seq=4, unsupported=("expected_s", "expected_p95_s")
+            ),
             EventOutcome(outcome=Outcome.MISSING, reason="unknown program", program_id=TOP, seq=9),
         ]
     ),

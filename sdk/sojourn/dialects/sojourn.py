@@ -117,6 +117,8 @@ class SojournEventTransport:
             return DeliveryResult.TAKEN
         for outcome in outcomes:
             self._counters.add(f"outcome_{outcome.outcome.value}")
+            if outcome.unsupported:
+                self._counters.add("fields_unsupported", len(outcome.unsupported))
         missing = {outcome.seq for outcome in outcomes if outcome.outcome is Outcome.MISSING}
         if missing and self._unknown_graph is not None:
             for pending in batch.events:

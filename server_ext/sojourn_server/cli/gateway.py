@@ -155,6 +155,7 @@ def gateway(
         engine_key=engine_key,
         admin_key=admin_key,
         reads_prefixes=preset is not None and preset.routing.reads_prefixes,
+        reads_deadlines=preset is not None and preset.sharing.divides_capacity,
         silent_program_s=silent_program_s,
     )
     if preset is None:

@@ -31,7 +31,7 @@ from ..programs.program_status import ProgramStatus
 from .client_event_handler import EVENT_TYPES, ClientEventHandler, EventHandler
 from .live_snapshot import take_snapshot
 from .program_scheduler import ProgramScheduler
-from .request_hints import unused_event_fields, unused_hint_fields
+from .request_hints import unused_fields
 from .turn_facts import collect_turn_facts
 
 MAX_PROGRAMS_SHOWN = 1000
@@ -177,10 +177,7 @@ class EngineService:
                 "graph_bytes": MAX_GRAPH_BYTES,
                 "hinted_ttl_s": self._state.limits.max_hinted_ttl_s,
             },
-            "unused_hints": [
-                *unused_hint_fields(self._state.preset),
-                *unused_event_fields(self._state.preset),
-            ],
+            "unused_hints": unused_fields(preset),
             "engine": self._engine,
             "tiers": self._below_device(),
             "missing": self._missing,

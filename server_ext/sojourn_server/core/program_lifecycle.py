@@ -15,6 +15,7 @@ from ..programs.program_status import ProgramSignal, ProgramStatus
 from .decision_recorder import DecisionRecorder
 from .events_and_actions import EngineActionKind
 from .lease_manager import LeaseManager
+from .request_hints import unused_event_fields
 from .scheduler_state import ANY_TYPE, SchedulerState
 from .tier_manager import TierManager
 from .workflow_predictor import WorkflowPredictor
@@ -47,6 +48,7 @@ class ProgramLifecycle:
         self._workflow_predictor = workflow_predictor
         self._tier_manager = tier_manager
         self._journal = journal
+        self._unused_fields = unused_event_fields(state.preset)
         self._handlers = {
             ProgramStart: self._program_start,
             ToolStart: self._tool_start,
@@ -130,7 +132,7 @@ class ProgramLifecycle:
         if self._programs.signal(program, ProgramSignal.CONTACT):
             self._workflow_predictor.touched(program)
         outcome, reason = self._handlers[type(event)](program, event, now)  # type: ignore[operator]
-        return _event_outcome(event, outcome, reason)
+        return _event_outcome(event, outcome, reason, self._unused_fields.get(type(event), ()))
 
     def _program_start(self, program: ProgramState, event: ProgramStart, now: float) -> tuple[Outcome, str]:
         program.name = event.name or program.name
@@ -225,5 +227,14 @@ def _is_new_event(program: ProgramState, emitter: EmitterId, seq: int) -> bool:
     return seen.admit(seq)
 
 
-def _event_outcome(event: AnyEvent, outcome: Outcome, reason: str) -> EventOutcome:
-    return EventOutcome(outcome=outcome, reason=reason, program_id=event.program_id, seq=event.seq)
+def _event_outcome(
+    event: AnyEvent, outcome: Outcome, reason: str, unused: Sequence[str] = ()
+) -> EventOutcome:
+    """Return the answer to an event. It names the fields in ``unused`` that the event has, if it was
+    applied."""
+    has: tuple[str, ...] = ()
+    if unused and outcome in (Outcome.APPLIED, Outcome.DEFERRED):
+        has = tuple(field for field in unused if getattr(event, field) is not None)
+    return EventOutcome(
+        outcome=outcome, reason=reason, program_id=event.program_id, seq=event.seq, unsupported=has
+    )

@@ -8,6 +8,7 @@ from typing import Any
 from sojourn.hints import AgenticContext
 from sojourn.ids import ProgramId, id_problem
 from sojourn.wire_codec import Outcome, WireError, decode_context
+from sojourn.wire_events import AegReport, Event, ProgramStart, ToolStart
 
 from ..policies.preset import Preset
 
@@ -35,8 +36,8 @@ class RequestIdentity:
 
 NO_IDENTITY = RequestIdentity(None, None)
 
-_NEVER_USED = ("blocks_parent", "priority", "step_id")
-"""Fields of vLLM Router's hint that no policy of this server uses."""
+_NEVER_USED = ("blocks_parent", "deadline_seconds", "priority", "step_id")
+"""Fields of vLLM Router's hint that no policy of an engine uses. Deadlines are for gateways."""
 
 
 def unused_hint_fields(preset: Preset) -> tuple[str, ...]:
@@ -44,22 +45,39 @@ def unused_hint_fields(preset: Preset) -> tuple[str, ...]:
     unused = list(_NEVER_USED)
     if not getattr(preset.retention, "reads_hinted_ttl", False):
         unused.append("kv_retention_ttl_seconds")
+    if not getattr(preset.remaining, "hints", False):
+        unused.append("expected_output_length")
     if not preset.foresight.looks:
-        unused.append("expected_resume")
+        unused += ["expected_resume", "sojourn.expected_steps_left"]
     return tuple(sorted(unused))
 
 
-def unused_event_fields(preset: Preset) -> tuple[str, ...]:
-    """Return the fields of events, as ``event.field``, that an engine with this preset does not use."""
-    durations = () if preset.placement.reads_costs else ("tool_start.expected_s", "tool_start.expected_p95_s")
-    return ("program_start.call_id", *durations)
+def unused_event_fields(preset: Preset) -> dict[type[Event], tuple[str, ...]]:
+    """Return the fields of events that an engine with this preset does not use, by type of event."""
+    unused: dict[type[Event], tuple[str, ...]] = {ProgramStart: ("call_id",)}
+    if not preset.placement.reads_costs:
+        unused[ToolStart] = ("expected_s", "expected_p95_s")
+    if not preset.foresight.looks:
+        unused[AegReport] = ("graph_hash", "graph")
+    return unused
+
+
+def unused_fields(preset: Preset) -> list[str]:
+    """Return the fields of hints, and of events as ``event.field``, that an engine with this preset does not
+    use."""
+    of_events = unused_event_fields(preset).items()
+    named = [f"{event.__struct_config__.tag}.{field}" for event, fields in of_events for field in fields]
+    return [*unused_hint_fields(preset), *named]
 
 
 def has_unused_field(context: AgenticContext, unused: tuple[str, ...]) -> bool:
     """Return whether a hint has a field that is in ``unused``.
 
-    A field that is false does not count: ``expected_resume: false`` ends a program under every preset."""
-    return any((value := getattr(context, field)) is not None and value is not False for field in unused)
+    A field that is false does not count: ``expected_resume: false`` ends a program under every preset. Nor do
+    fields below ``sojourn``: the SDK sends them without being asked."""
+    return any(
+        (value := getattr(context, field, None)) is not None and value is not False for field in unused
+    )
 
 
 def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> RequestIdentity:

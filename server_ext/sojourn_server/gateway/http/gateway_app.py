@@ -77,6 +77,8 @@ class GatewayOptions:
     """Maximum total size of all bodies that the gateway holds."""
     reads_prefixes: bool = False
     """Whether the routing policy needs hashes of the prompts' pieces."""
+    reads_deadlines: bool = False
+    """Whether the gateway's shares depend on deadlines that clients state."""
     silent_program_s: float = SILENT_PROGRAM_S
     """Seconds without an event after which a program's events are no longer kept for a restarted engine."""
     in_pairs: bool = False
@@ -330,7 +332,11 @@ class Gateway:
             raise ApiError(
                 503, "no engine answers that speaks sojourn", "try again soon", {"Retry-After": "2"}
             )
-        return _json({**found, "cluster_policy": self.options.policy})
+        used = {"deadline_seconds"} if self.options.reads_deadlines else set()
+        if "pairs" in found:
+            used.add("expected_output_length")  # the choice of a decode engine reads it
+        unused = [field for field in found.get("unused_hints", ()) if field not in used]
+        return _json({**found, "unused_hints": unused, "cluster_policy": self.options.policy})
 
     async def _programs(self, request: Request) -> Response:
         limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)

@@ -251,6 +251,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
         engine_key=read_key(config.keys.engine, "keys.engine"),
         admin_key=read_key(config.keys.admin, "keys.admin"),
         reads_prefixes=preset is not None and preset.routing.reads_prefixes,
+        reads_deadlines=preset is not None and preset.sharing.divides_capacity,
         silent_program_s=config.silent_program_s,
     )
     # A gateway adds reasons of its own: for known homes, and without the coordinator.
