@@ -3,14 +3,15 @@
 python scripts/site.py [FOLDER]     # default: out/site; `make site` runs it
 
 The site's source has the layout of the repository, so that links between files need no change. It holds the
-pages of mkdocs.yml, every file that they link to, and two pages that are written here from the code: the
-command line and the SDK. Any warning fails the build: a link or an anchor that leads nowhere, a page of the
-navigation that is missing.
+pages of mkdocs.yml, every file that they link to, and three pages that are written here from the code: the
+command line, the SDK and the HTTP API. Any warning fails the build: a link or an anchor that leads nowhere, a
+page of the navigation that is missing.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import shutil
@@ -87,7 +88,114 @@ def _documented(name: str, value: Any) -> list[str]:
     return [*head, inspect.getdoc(value) or ""]
 
 
-WRITTEN = {"docs/cli.md": cli_page, "docs/sdk.md": sdk_page}
+def api_page() -> str:
+    """Return the reference of the HTTP API: the routes of an engine and of a gateway, and all types."""
+    parts = [
+        "# HTTP API",
+        "Written from the code. Engine and gateway answer the same as OpenAPI 3.1 at "
+        "`GET /sojourn/v1/openapi.json`. [Wire](wire.md) specifies hints, events and outcomes. Routes with "
+        "keys take `Authorization: Bearer KEY`. Any other status than 200 has an "
+        "[ErrorAnswer](#erroranswer).",
+    ]
+    schemas: dict[str, Any] = {}
+    for title, document in (("Engine", engine_api()), ("Gateway", gateway_api())):
+        parts.append(f"## {title}")
+        schemas |= document["components"]["schemas"]
+        for path, methods in document["paths"].items():
+            for method, operation in methods.items():
+                parts += [f"### {method.upper()} {path}", *_operation(operation)]
+    parts.append("## Types")
+    for name, schema in sorted(schemas.items()):
+        parts += [f"### {name}", *_schema(schema)]
+    return "\n\n".join(parts) + "\n"
+
+
+def engine_api() -> dict[str, Any]:
+    """Return the OpenAPI document of an engine."""
+    from sojourn_server.api.api_keys import ApiKeys
+    from sojourn_server.api.routes import build_router, engine_document
+
+    nobody: Any = None  # no route is called
+    return engine_document(build_router(nobody, ApiKeys()))
+
+
+def gateway_api() -> dict[str, Any]:
+    """Return the OpenAPI document of a gateway."""
+    from sojourn_server.gateway.http.gateway_app import GatewayOptions
+    from sojourn_server.gateway.http.standalone_gateway import build_gateway
+    from sojourn_server.gateway.http.tenant_keys import TenantKeys
+    from sojourn_server.policies.cluster_preset import load_cluster_preset
+
+    preset = load_cluster_preset("sojourn")
+    gateway, _ = build_gateway([], preset, TenantKeys(None), GatewayOptions(policy=preset.name))
+    return gateway.document
+
+
+def _operation(operation: dict[str, Any]) -> list[str]:
+    lines = [operation["summary"], operation.get("description", "")]
+    rows = [
+        f"| `{one['name']}` | {_type(one['schema'])} | {_default(one['schema'])} | {_cell(one)} |"
+        for one in operation["parameters"]
+        if one["in"] == "query"
+    ]
+    if rows:
+        lines.append("\n".join(["| query | type | default | meaning |", "|---|---|---|---|", *rows]))
+    if "requestBody" in operation:
+        lines.append("Body: " + _content(operation["requestBody"]) + ".")
+    lines.append("Answer: " + _content(operation["responses"]["200"]) + ".")
+    return [line for line in lines if line]
+
+
+def _content(message: dict[str, Any]) -> str:
+    return "; ".join(
+        _type(one["schema"]) if media == "application/json" else f"`{media}`: {_cell(one['schema'])}"
+        for media, one in message["content"].items()
+    ).rstrip(".")
+
+
+def _schema(schema: dict[str, Any]) -> list[str]:
+    lines = [schema.get("description", "")]
+    fields = schema.get("properties") or {one["title"]: one for one in schema.get("prefixItems", ())}
+    rows = [
+        f"| `{name}` | {_type(field)} | {_cell(field)}"
+        f"{' May be absent.' if name not in schema.get('required', fields) else ''} |"
+        for name, field in fields.items()
+    ]
+    if rows:
+        lines.append("\n".join(["| field | type | meaning |", "|---|---|---|", *rows]))
+    else:
+        lines.append(_type(schema))
+    return [line for line in lines if line]
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in schema:
+        return " or ".join(_type(one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{json.dumps(one)}`" for one in schema["enum"])
+    kind = schema.get("type", "any")
+    if kind == "array":
+        return f"list of {_type(schema.get('items') or {})}"
+    if "properties" in schema:
+        return "object with " + ", ".join(f"`{name}`" for name in schema["properties"])
+    more = schema.get("additionalProperties")
+    if kind == "object" and isinstance(more, dict):
+        return f"object of {_type(more)}"
+    return str(kind) if isinstance(kind, str) else " or ".join(kind)
+
+
+def _default(schema: dict[str, Any]) -> str:
+    return f"`{json.dumps(schema['default'])}`" if "default" in schema else ""
+
+
+def _cell(schema: dict[str, Any]) -> str:
+    return " ".join(schema.get("description", "").split()).replace("|", "\\|")
+
+
+WRITTEN = {"docs/cli.md": cli_page, "docs/sdk.md": sdk_page, "docs/api.md": api_page}
 
 
 def as_markdown(text: str) -> str:

@@ -232,6 +232,7 @@ def test_the_tests_above_know_every_route() -> None:
     paths = {path.partition("?")[0] for path in GETS} - {"programs/p", "graphs/h"}
     expected = {("GET", f"/sojourn/v1/{path}") for path in paths}
     assert found == expected | {
+        ("GET", "/sojourn/v1/openapi.json"),
         ("POST", "/sojourn/v1/events"),
         ("GET", "/sojourn/v1/programs/{program_id:path}"),
         ("GET", "/sojourn/v1/programs/{program_id:path}/explain"),
@@ -265,6 +266,7 @@ def test_the_routes_describe_themselves(client: TestClient) -> None:
             *GETS[:2],
             *(path.partition("?")[0] for path in GETS[3:-1]),
             "events",
+            "openapi.json",
             "programs/{program_id}",
             "programs/{program_id}/explain",
             "programs/{program_id}/persist",

@@ -52,6 +52,10 @@ def test_the_reference_has_every_command_and_every_public_name() -> None:
     assert set(COMMANDS) <= set(re.findall(r"^## sojourn ([\w-]+)$", commands, re.MULTILINE))
     public = {name for name in sojourn.__all__ if callable(getattr(sojourn, name))}
     assert public <= set(re.findall(r"^## (\w+)$", names, re.MULTILINE))
+    routes = script.api_page()
+    for document in (script.engine_api(), script.gateway_api()):
+        for path, methods in document["paths"].items():
+            assert all(f"\n### {method.upper()} {path}\n" in routes for method in methods)
 
 
 def test_lists_and_tables_get_the_line_that_markdown_wants() -> None:

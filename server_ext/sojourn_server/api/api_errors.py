@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from starlette.responses import JSONResponse
+import msgspec
+from starlette.responses import Response
 
 RETRY_AFTER_S = 2
 """Seconds in the ``Retry-After`` header of an error answer, if the client may send the request again."""
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """What went wrong. Repeats nothing of the client's input."""
+
+    message: str
+    next_step: str = msgspec.field(name="next")
+    """What the client should do."""
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    """The answer to a request that failed."""
+
+    error: ErrorDetail
 
 
 class ApiError(Exception):
@@ -22,7 +37,7 @@ class ApiError(Exception):
         self.next_step = next_step
         self.headers = dict(headers or {})
 
-    def response(self) -> JSONResponse:
-        """Return the HTTP answer with the body ``{"error": {"message": …, "next": …}}``."""
-        body = {"error": {"message": self.message, "next": self.next_step}}
-        return JSONResponse(body, status_code=self.status, headers=self.headers)
+    def response(self) -> Response:
+        """Return the HTTP answer with an ``ErrorAnswer``."""
+        body = msgspec.json.encode(ErrorAnswer(ErrorDetail(self.message, self.next_step)))
+        return Response(body, self.status, self.headers, media_type="application/json")

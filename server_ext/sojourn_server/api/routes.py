@@ -6,6 +6,8 @@ but no text of prompts, tool arguments or tool outputs. Answers of polled routes
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
@@ -22,9 +24,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..metrics.turn_explanation import explain
+from ..programs.program_status import ProgramStatus
 from .api_errors import RETRY_AFTER_S, ApiError
 from .api_keys import ApiKeys
 from .body_reader import read_body
+from .engine_operations import ENGINE_OPERATIONS, MAX_DECISIONS, MAX_DELTA_S, MAX_PROGRAMS, NDJSON
 from .engine_rpc import (
     PERSIST_OPERATION,
     EngineQueryLimiter,
@@ -34,6 +38,7 @@ from .engine_rpc import (
 )
 from .event_intake import EventIntake
 from .live_stream import Audience, EngineLiveSource, LiveHub
+from .openapi import PREFIX, openapi_document
 from .response_merging import (
     decode_json,
     encode_json,
@@ -47,14 +52,8 @@ from .response_merging import (
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "/sojourn/v1"
 EVENTS_TIMEOUT_S = 5.0
 QUERY_TIMEOUT_S = 15.0
-MAX_PROGRAMS = 1000
-MAX_DECISIONS = 5000
-NDJSON = "application/x-ndjson"
-
-Status = Literal["reasoning", "acting", "gated", "ended", "expired"]
 
 
 def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
@@ -98,11 +97,11 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
 
     @router.get("/programs")
     async def get_programs(
-        limit: int = Query(100, ge=1, le=MAX_PROGRAMS), status: Status | None = None
+        limit: int = Query(100, ge=1, le=MAX_PROGRAMS), status: ProgramStatus | None = None
     ) -> JSONResponse:
         """List the newest programs that the engine knows. In the answer, ``shown`` is the number of listed
         programs and ``total`` is the number of all."""
-        found = await query("programs", limit=limit, status=status)
+        found = await query("programs", limit=limit, status=None if status is None else status.value)
         return JSONResponse(merge_programs(found, limit))
 
     @router.get("/programs/{program_id:path}/explain")
@@ -166,7 +165,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
     async def get_stream(
         request: Request,
         once: bool = False,
-        changed_within_s: float | None = Query(None, ge=0, le=86_400),
+        changed_within_s: float | None = Query(None, ge=0, le=MAX_DELTA_S),
     ) -> Response:
         """Stream live frames as server-sent events: memory, totals and programs.
 
@@ -199,7 +198,21 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
             return Response(lines, media_type=NDJSON, headers={"X-Sojourn-Next": str(document["next"])})
         return JSONResponse({**document, "engine": ids[index], "engines": ids})
 
+    @functools.cache
+    def document() -> bytes:
+        return msgspec.json.encode(engine_document(router))
+
+    @router.get("/openapi.json")
+    async def get_openapi() -> Response:
+        """Return this document: OpenAPI 3.1 with the schemas of all answers."""
+        return Response(await asyncio.to_thread(document), media_type="application/json")
+
     return router
+
+
+def engine_document(router: APIRouter) -> dict[str, Any]:
+    """Return the OpenAPI document of a router of ``build_router``."""
+    return openapi_document("sojourn engine", router.routes, ENGINE_OPERATIONS)
 
 
 def _require_program(program: dict[str, Any] | None) -> dict[str, Any]:

@@ -21,13 +21,13 @@ from sojourn.wire_codec import (
     encode,
 )
 
-from ..metrics.decision_log import Decision
 from ..metrics.link_metrics import LinkMetrics
 from ..metrics.live_frame import EngineSnapshot
 from ..metrics.metrics_recorder import MetricsRecorder
 from ..programs.execution_graphs import KnownGraph
 from ..programs.program_state import ProgramState
 from ..programs.program_status import ProgramStatus
+from . import engine_answers as answers
 from .client_event_handler import EVENT_TYPES, ClientEventHandler, EventHandler
 from .live_snapshot import take_snapshot
 from .program_scheduler import ProgramScheduler
@@ -98,8 +98,8 @@ class EngineService:
         pool_state: Callable[[], dict[str, int]],
         handle: EventHandler | None = None,
         tier_state: Callable[[], dict[str, Any]] = dict,
-        below_device: Callable[[], dict[str, Any] | None] = lambda: None,
-        missing: msgspec.Struct | None = None,
+        below_device: Callable[[], answers.TierCapabilities | None] = lambda: None,
+        missing: answers.MissingTiers | None = None,
         network_state: Callable[[], dict[str, Any] | None] = lambda: None,
         persist: Callable[[Sequence[Any]], dict[str, Any]] = lambda hashes: {"reason": "there is no disk"},
         paths: KVTransferStatus | None = None,
@@ -160,139 +160,141 @@ class EngineService:
             raise WireError(f"{operation}: arguments are not a JSON object: {error}") from error
         return encode(handler(arguments or {}, now)).decode()
 
-    def _capabilities(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
-        preset = self._state.preset
-        return {
-            "name": "sojourn",
-            "version": version("sojourn"),
-            "wire": [WIRE_VERSION],
-            "policy": preset.name,
-            "events": list(EVENT_TYPES),
-            "limits": {
-                "batch_bytes": MAX_BATCH_BYTES,
-                "batch_events": MAX_BATCH_EVENTS,
-                "context_bytes": MAX_CONTEXT_BYTES,
-                "programs": self._state.limits.max_programs,
-                "graphs": self._state.limits.max_graphs,
-                "graph_bytes": MAX_GRAPH_BYTES,
-                "hinted_ttl_s": self._state.limits.max_hinted_ttl_s,
-            },
-            "unused_hints": unused_fields(preset),
-            "engine": self._engine,
-            "tiers": self._below_device(),
-            "missing": self._missing,
-            "paths": self._paths.capabilities() if self._paths is not None else None,
-        }
+    def _capabilities(self, arguments: dict[str, Any], now: float) -> answers.EngineCapabilities:
+        preset, limits = self._state.preset, self._state.limits
+        return answers.EngineCapabilities(
+            version=version("sojourn"),
+            wire=[WIRE_VERSION],
+            policy=preset.name,
+            events=list(EVENT_TYPES),
+            limits=answers.CapabilityLimits(
+                batch_bytes=MAX_BATCH_BYTES,
+                batch_events=MAX_BATCH_EVENTS,
+                context_bytes=MAX_CONTEXT_BYTES,
+                programs=limits.max_programs,
+                graphs=limits.max_graphs,
+                graph_bytes=MAX_GRAPH_BYTES,
+                hinted_ttl_s=limits.max_hinted_ttl_s,
+            ),
+            unused_hints=unused_fields(preset),
+            engine=self._engine,
+            tiers=self._below_device(),
+            missing=self._missing,
+            paths=self._paths.capabilities() if self._paths is not None else None,
+        )
 
-    def _programs(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+    def _programs(self, arguments: dict[str, Any], now: float) -> answers.ProgramList:
         limit = _int_argument(arguments, "limit", 100, 1, MAX_PROGRAMS_SHOWN)
         status = arguments.get("status")
         table = self._state.programs
         chosen = [p for p in table if status is None or p.status.value == status]
         chosen.sort(key=lambda program: program.rank, reverse=True)
-        shown = [self._summary(program, now) for program in chosen[:limit]]
-        return {"programs": shown, "shown": len(shown), "total": len(chosen), "forgotten": table.forgotten}
+        shown = [answers.ProgramSummary(**self._summary(program, now)) for program in chosen[:limit]]
+        return answers.ProgramList(
+            programs=shown, shown=len(shown), total=len(chosen), forgotten=table.forgotten
+        )
 
-    def _program(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
+    def _program(self, arguments: dict[str, Any], now: float) -> answers.ProgramDetail | None:
         program = self._state.programs.get(ProgramId(str(arguments.get("program_id"))))
         if program is None:
             return None
         turns = self._state.ledger.of_program(program.id)
         longest = sorted(program.tools.items(), key=lambda item: (item[1].started_s, item[0]))
         tools = [
-            {
-                "call_id": call_id,
-                "tool": tool.name,
-                "tool_class": tool.tool_class,
-                "elapsed_s": round(max(0.0, now - tool.started_s), 3),
-                "expected_s": tool.expected_s,
-            }
+            answers.ToolSummary(
+                call_id=call_id,
+                tool=tool.name,
+                tool_class=tool.tool_class,
+                elapsed_s=round(max(0.0, now - tool.started_s), 3),
+                expected_s=tool.expected_s,
+            )
             for call_id, tool in longest[:MAX_TOOLS_SHOWN]
         ]
-        return {
+        return answers.ProgramDetail(
             **self._summary(program, now),
-            "tenant": program.tenant,
-            "graph_hash": program.graph_hash,
-            "expected_steps_left": program.expected_steps_left,
-            "goes_on": program.goes_on,
-            "tier": program.tier,
-            "p_reuse": program.p_reuse,
-            "tools": tools,
-            "ledger": [turn.as_dict() for turn in turns],
-            "decisions": [_own_decision(one) for one in self._state.decisions.of_program(program.id)],
-        }
+            tenant=program.tenant,
+            graph_hash=program.graph_hash,
+            expected_steps_left=program.expected_steps_left,
+            goes_on=program.goes_on,
+            tier=program.tier,
+            p_reuse=program.p_reuse,
+            tools=tools,
+            ledger=[turn.as_dict() for turn in turns],
+            decisions=[one.own_dict() for one in self._state.decisions.of_program(program.id)],
+        )
 
     def _explain(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
         program = self._state.programs.get(ProgramId(str(arguments.get("program_id"))))
         return None if program is None else collect_turn_facts(self._state, program, now)
 
-    def _persist(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
+    def _persist(self, arguments: dict[str, Any], now: float) -> answers.EnginePersistProgress | None:
         program = self._state.programs.get(ProgramId(str(arguments.get("program_id"))))
         if program is None:
             return None
         told = self._persist_blocks(self._state.contexts.get(program.id) or ())
         pending, block_size = told.get("pending_blocks", 0), self._state.pool.block_size
-        state = "unsupported" if "reason" in told else "writing" if pending else "done"
-        return {
-            "program_id": program.id,
-            "state": state,
-            "reason": told.get("reason"),
-            "shared": told.get("shared", False),
-            "turns": program.turns,
-            "context_tokens": program.context_tokens,
-            "stored_tokens": told.get("stored_blocks", 0) * block_size,
-            "pending_tokens": pending * block_size,
-            "bytes": told.get("pending_bytes", 0),
-        }
+        return answers.EnginePersistProgress(
+            program_id=program.id,
+            state="unsupported" if "reason" in told else "writing" if pending else "done",
+            reason=told.get("reason"),
+            shared=told.get("shared", False),
+            turns=program.turns,
+            context_tokens=program.context_tokens,
+            stored_tokens=told.get("stored_blocks", 0) * block_size,
+            pending_tokens=pending * block_size,
+            bytes=told.get("pending_bytes", 0),
+        )
 
-    def _graphs(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+    def _graphs(self, arguments: dict[str, Any], now: float) -> answers.GraphList:
         graphs = self._state.graphs
         types = graphs.types()
-        shown = [_graph_summary(known, types) for known in reversed(list(graphs))]
-        return {"graphs": shown, "total": len(shown), "bytes": graphs.bytes, "forgotten": graphs.forgotten}
+        shown = [answers.GraphSummary(**_graph_summary(known, types)) for known in reversed(list(graphs))]
+        return answers.GraphList(
+            graphs=shown, total=len(shown), bytes=graphs.bytes, forgotten=graphs.forgotten
+        )
 
-    def _graph(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
+    def _graph(self, arguments: dict[str, Any], now: float) -> answers.GraphDetail | None:
         known = self._state.graphs.get(str(arguments.get("graph_hash")))
         if known is None:
             return None
         graph = known.aeg.wire()
-        return {
+        return answers.GraphDetail(
             **_graph_summary(known, self._state.graphs.types()),
-            "nodes": [{"id": node.id, "tools": node.tools} for node in graph.nodes],
-            "edges": [
-                {"source": edge.source, "target": edge.target, "probability": edge.probability}
+            nodes=[answers.GraphNode(id=node.id, tools=node.tools) for node in graph.nodes],
+            edges=[
+                answers.GraphEdge(source=edge.source, target=edge.target, probability=edge.probability)
                 for edge in graph.edges
             ],
-        }
+        )
 
-    def _stats(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+    def _stats(self, arguments: dict[str, Any], now: float) -> answers.EngineStats:
         state, histories = self._state, self._state.histories
-        return {
-            "policy": state.preset.name,
-            "programs": {status.value: state.programs.counts[status] for status in ProgramStatus},
-            "requests": len(state.requests.states),
-            "leases": {
-                "count": len(state.leases),
-                "blocks": state.leases.blocks,
-                "budget_blocks": state.leases.budget_blocks,
-            },
-            "pool": {"block_size": state.pool.block_size, **self._pool_state()},
-            "tiers": self._tier_state(),
-            "paths": self._paths.stats() if self._paths is not None else None,
-            "placed": {tier.value: count for tier, count in self._program_scheduler.placed_counts().items()},
-            "ledger": msgspec.to_builtins(state.ledger.totals),
-            "output_lengths": {
+        return answers.EngineStats(
+            policy=state.preset.name,
+            programs={status.value: state.programs.counts[status] for status in ProgramStatus},
+            requests=len(state.requests.states),
+            leases=answers.LeaseTotals(
+                count=len(state.leases),
+                blocks=state.leases.blocks,
+                budget_blocks=state.leases.budget_blocks,
+            ),
+            pool={"block_size": state.pool.block_size, **self._pool_state()},
+            tiers=self._tier_state(),
+            paths=self._paths.stats() if self._paths is not None else None,
+            placed={tier.value: count for tier, count in self._program_scheduler.placed_counts().items()},
+            ledger=state.ledger.totals,
+            output_lengths={
                 **self._program_scheduler.output_length_errors(),
                 "network": self._network_state(),
             },
-            "tombstones": len(state.eviction_log),
-            "history": {
-                "tool_calls": histories.tools.count(),
-                "programs": histories.turns.count(),
-                "memoryfulness": histories.turns.memoryfulness(),
-                "mean_evicted_wait_s": histories.evicted_waits.mean(),
-            },
-        }
+            tombstones=len(state.eviction_log),
+            history=answers.HistoryTotals(
+                tool_calls=histories.tools.count(),
+                programs=histories.turns.count(),
+                memoryfulness=histories.turns.memoryfulness(),
+                mean_evicted_wait_s=histories.evicted_waits.mean(),
+            ),
+        )
 
     def _snapshot(self, arguments: dict[str, Any], now: float) -> EngineSnapshot:
         within_s = arguments.get("changed_within_s")
@@ -309,11 +311,11 @@ class EngineService:
             tiers=self._tier_state(),
         )
 
-    def _decisions(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+    def _decisions(self, arguments: dict[str, Any], now: float) -> answers.DecisionPage:
         limit = _int_argument(arguments, "limit", 1000, 1, MAX_DECISIONS_SHOWN)
         since = _int_argument(arguments, "since", 0, 0, sys.maxsize)
         chosen, following = self._state.decisions.since(since, limit)
-        return {"decisions": [decision.as_dict() for decision in chosen], "next": following}
+        return answers.DecisionPage(decisions=[decision.as_dict() for decision in chosen], next=following)
 
     def _refusal(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
         waited_s = self.refusals.take(str(arguments.get("request_id")))
@@ -376,11 +378,12 @@ class EngineService:
                 self._state.recorder.count(metric, grown, **({label: name} if label else {}))
 
     def _summary(self, program: ProgramState, now: float) -> dict[str, Any]:
+        """The fields of a ``ProgramSummary``."""
         lease = self._state.leases.get(program.id)
         placed = self._program_scheduler.placed_tier(program.id)
         return {
             "program_id": program.id,
-            "status": program.status.value,
+            "status": program.status,
             "name": program.name,
             "agent_type": program.agent_type,
             "parent_program_id": program.parent_id,
@@ -396,13 +399,13 @@ class EngineService:
             "silent_s": round(now - program.last_contact_s, 3),
             "lease": None
             if lease is None
-            else {
-                "blocks": lease.blocks,
-                "ttl_s": round(lease.ttl_s, 3),
-                "left_s": round(lease.deadline_s() - now, 3),
-                "reason": lease.reason.value,
-                "waiting": lease.waiting,
-            },
+            else answers.LeaseSummary(
+                blocks=lease.blocks,
+                ttl_s=round(lease.ttl_s, 3),
+                left_s=round(lease.deadline_s() - now, 3),
+                reason=lease.reason.value,
+                waiting=lease.waiting,
+            ),
         }
 
 
@@ -420,11 +423,10 @@ class StockEngineService:
         """Carry out one operation; returns JSON. An unsupported operation returns an error with the names of
         the supported ones."""
         if operation == "capabilities":
-            # The name is not "sojourn", since clients send events and hints to engines of that name.
-            told = {"engine": self._engine(), "tiers": None, "paths": self._paths.capabilities()}
-            return encode({"name": "vllm", "wire": [], "policy": "stock", **told}).decode()
+            told = answers.StockCapabilities(wire=[], engine=self._engine(), paths=self._paths.capabilities())
+            return encode(told).decode()
         if operation == "stats":
-            return encode({"policy": "stock", "paths": self._paths.stats()}).decode()
+            return encode(answers.StockStats(paths=self._paths.stats())).decode()
         if operation == "drain_metrics":
             return encode(self._recorder.drain(self._links.take(self._paths.stats()))).decode()
         return encode({"error": "stock", "answers": STOCK_OPERATIONS}).decode()
@@ -466,14 +468,8 @@ class EngineRefusals:
             self._names.pop(request_id, None)
 
 
-def _own_decision(decision: Decision) -> dict[str, Any]:
-    """A decision in the answer about its program, whose id a gateway rewrites and which is left out here."""
-    document = decision.as_dict()
-    del document["program_id"]
-    return document
-
-
 def _graph_summary(known: KnownGraph, types: dict[str, list[str]]) -> dict[str, Any]:
+    """The fields of a ``GraphSummary``."""
     return {
         "graph_hash": known.aeg.hash,
         "agent_types": types.get(known.aeg.hash, []),

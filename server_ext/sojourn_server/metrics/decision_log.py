@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class Decision:
     numbers: dict[str, float]
     """Inputs and results of the decision, e.g. ``ttl_s``, ``blocks``."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> DecisionRecord:
         """The decision as a flat JSON object."""
         return {
             "seq": self.seq,
@@ -31,6 +33,49 @@ class Decision:
             "reason": self.reason,
             **self.numbers,
         }
+
+    def own_dict(self) -> OwnDecisionRecord:
+        """The decision in the answer about its program, whose id a gateway rewrites and which is left out
+        here."""
+        document = self.as_dict()
+        del document["program_id"]
+        return document
+
+
+_OWN_FIELDS: dict[str, Any] = {
+    "seq": {"type": "integer", "description": "Number of the decision in its engine's log."},
+    "at_s": {"type": "number", "description": "Seconds on the engine's monotonic clock."},
+    "kind": {"type": "string", "description": "What was decided, for example keep, release or preempt."},
+    "reason": {"type": "string"},
+}
+_TERMS = {"description": "A term of the decision, for example ttl_s or blocks.", "type": "number"}
+_PROGRAM = {"program_id": {"type": ["string", "null"]}}
+
+# Plain dictionaries, since each kind of decision has terms of its own.
+OwnDecisionRecord = Annotated[
+    dict[str, Any],
+    Meta(
+        description="A decision about the program.",
+        extra_json_schema={
+            "properties": _OWN_FIELDS,
+            "required": sorted(_OWN_FIELDS),
+            "additionalProperties": _TERMS,
+        },
+    ),
+]
+"""``Decision.as_dict()`` in the answer about its program, without ``program_id``."""
+DecisionRecord = Annotated[
+    dict[str, Any],
+    Meta(
+        description="A scheduling decision.",
+        extra_json_schema={
+            "properties": {**_OWN_FIELDS, **_PROGRAM},
+            "required": sorted({**_OWN_FIELDS, **_PROGRAM}),
+            "additionalProperties": _TERMS,
+        },
+    ),
+]
+"""``Decision.as_dict()``."""
 
 
 class DecisionLog:

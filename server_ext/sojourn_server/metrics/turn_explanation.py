@@ -13,6 +13,9 @@ from typing import Any
 
 import msgspec
 
+from .decision_log import DecisionRecord
+from .turn_ledger import TurnSeconds, TurnTokens
+
 _CAUSES = {
     "evicted": "evicted while no lease held them",
     "expired": "evicted after the lease had expired",
@@ -37,6 +40,16 @@ class Advice(msgspec.Struct, frozen=True):
     """Estimated seconds of prefill that it would have saved."""
 
 
+class GapBefore(msgspec.Struct, frozen=True):
+    """The gap before a turn."""
+
+    gap_s: float | None
+    """Seconds since the previous turn ended; ``None``: there was none."""
+    tool: str | None
+    leased_at_return: bool
+    """Whether a lease held the KV when the request came."""
+
+
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Where the seconds and tokens of one turn went, and why."""
 
@@ -46,14 +59,12 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Running: the turn has not ended, and its numbers are those of now."""
     text: str
     """One paragraph."""
-    before: dict[str, Any]
-    """The gap before the turn: ``gap_s``, ``tool``, and whether a lease held the KV when the request came."""
-    seconds: dict[str, float]
-    """Seconds of the turn: queued + prefilling + decoding = wall."""
+    before: GapBefore
+    seconds: TurnSeconds
     first_token_s: float | None
     usual_first_token_s: float | None
     """Median time to the first token of the program's other turns; ``None`` without any."""
-    tokens: dict[str, Any] | None
+    tokens: TurnTokens | None
     """Prompt tokens by source; they add up to ``prompt``. ``None``: the request was never admitted."""
     lost_to: str | None
     """Program whose request took the first missing block; ``None``: unknown or no loss."""
@@ -61,7 +72,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Estimate: seconds that computing the lost tokens again took."""
     saved_s: float | None
     """Estimate: seconds that the reused tokens would have taken."""
-    decisions: list[dict[str, Any]]
+    decisions: list[DecisionRecord]
     """Decisions about the program from the gap before the turn to the turn's end, with their terms."""
     advice: list[Advice]
     unknown: list[str]
@@ -81,8 +92,8 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
     if not chosen:
         return None
     record = chosen[-1]
-    seconds = dict(record["seconds"])
-    tokens = record.get("tokens")
+    seconds: TurnSeconds = record["seconds"]
+    tokens = record["tokens"]
     lost: dict[str, int] = dict(tokens["lost"]) if tokens is not None else {}
     firsts = [_first_token_s(other) for other in records if other is not record]
     known = [first for first in firsts if first is not None]
@@ -96,11 +107,7 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
         turn=record["turn"],
         outcome=record["outcome"],
         text=_paragraph(record, decisions, lost, recompute_s, median(known) if known else None),
-        before={
-            "gap_s": record["gap_s"],
-            "tool": record["tool_before"],
-            "leased_at_return": record["leased"],
-        },
+        before=GapBefore(record["gap_s"], record["tool_before"], record["leased"]),
         seconds=seconds,
         first_token_s=_first_token_s(record),
         usual_first_token_s=round(median(known), 6) if known else None,
@@ -164,7 +171,7 @@ def _paragraph(
         kept_out = [one for one in decisions if str(one["kind"]).startswith("to_")]
         why = f": the last move was {_decision(kept_out[-1])}" if kept_out else ""
         sentences.append(f"It waited {seconds['queued']:.2f} s in the queue{why}")
-    tokens = record.get("tokens")
+    tokens = record["tokens"]
     if tokens is not None:
         reused = tokens["device"] + tokens["host"]
         sentences.append(

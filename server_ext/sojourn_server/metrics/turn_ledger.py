@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
-from typing import Any
+from typing import Any, TypedDict
 
 
 class LossCause(str, Enum):
@@ -156,6 +156,68 @@ def split_tokens(
     return TokenSplit(prompt, device, rest - changed - tail, tail, lost)
 
 
+class TurnSeconds(TypedDict):
+    """Seconds of a turn: queued + prefilling + decoding = wall."""
+
+    wall: float
+    queued: float
+    prefilling: float
+    decoding: float
+
+
+class TurnTokens(TypedDict):
+    """Tokens of a turn's prompt by source: device + host + new + tail + the sum of lost = prompt."""
+
+    prompt: int
+    device: int
+    """Reused from device memory."""
+    host: int
+    """Reused from host memory, including those that were first loaded there from disk."""
+    new: int
+    """Never computed for this program before."""
+    tail: int
+    """Computed before, but in a partial block, which is never cached."""
+    lost: dict[str, int]
+    """Computed before and computed again, by cause."""
+
+
+class TurnEntry(TypedDict):
+    """One turn of a program in the ledger."""
+
+    program_id: str
+    turn: int
+    """Number of the turn, from 1."""
+    request_id: str | None
+    """The client's own id of the request."""
+    outcome: str
+    """Running: the turn has not ended, and its numbers are those of now."""
+    arrived_s: float
+    """Arrival of the request, in seconds on the engine's monotonic clock."""
+    gap_s: float | None
+    """Seconds between the end of the previous turn and the arrival of this one."""
+    tool_before: str | None
+    leased: bool
+    """Whether the program had a lease when the request arrived."""
+    lease_ttl_s: float | None
+    """TTL of the lease granted at the end of the turn."""
+    preemptions: int
+    recomputed_after_preemption_tokens: int
+    output_tokens: int
+    evictor: str | None
+    """Program whose request took the first missing block of the prompt."""
+    evicted_score: tuple[float, ...] | None
+    """Eviction score of that block's owner at that time."""
+    goes_on: float | None
+    """Probability of another turn, predicted at the end of this one."""
+    tier: str | None
+    """Source of ``goes_on``: hints, inferred or cold. It is not a memory tier."""
+    p_reuse: float | None
+    """``goes_on`` times the expected share of the next prompt that is in the cache."""
+    seconds: TurnSeconds
+    tokens: TurnTokens | None
+    """``None``: the request was never admitted."""
+
+
 @dataclass(slots=True)
 class TurnRecord:
     """Times, tokens and outcome of one turn. Times are seconds on the engine's monotonic clock."""
@@ -193,7 +255,7 @@ class TurnRecord:
     """TTL of the lease granted at the end of the turn; ``None``: no lease."""
     outcome: str = "running"
 
-    def seconds(self) -> dict[str, float]:
+    def seconds(self) -> TurnSeconds:
         """Seconds of a finished turn: ``wall``, the whole turn, and its phases, which add up to ``wall``."""
         end = self.finished_s if self.finished_s is not None else self.arrived_s
         admitted = self.admitted_s if self.admitted_s is not None else end
@@ -205,9 +267,10 @@ class TurnRecord:
             "decoding": end - first,
         }
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> TurnEntry:
         """The record as flat JSON data."""
-        document: dict[str, Any] = {
+        seconds, tokens = self.seconds(), self.tokens
+        return {
             "program_id": self.program_id,
             "turn": self.turn,
             "request_id": self.client_request_id,
@@ -225,18 +288,23 @@ class TurnRecord:
             "goes_on": self.goes_on,
             "tier": self.tier,
             "p_reuse": self.p_reuse,
-            "seconds": {name: round(value, 6) for name, value in self.seconds().items()},
+            "seconds": {
+                "wall": round(seconds["wall"], 6),
+                "queued": round(seconds["queued"], 6),
+                "prefilling": round(seconds["prefilling"], 6),
+                "decoding": round(seconds["decoding"], 6),
+            },
+            "tokens": None
+            if tokens is None
+            else {
+                "prompt": tokens.prompt,
+                "device": tokens.device,
+                "host": tokens.host,
+                "new": tokens.new,
+                "tail": tokens.tail,
+                "lost": {cause.value: count for cause, count in tokens.lost.items()},
+            },
         }
-        if self.tokens is not None:
-            document["tokens"] = {
-                "prompt": self.tokens.prompt,
-                "device": self.tokens.device,
-                "host": self.tokens.host,
-                "new": self.tokens.new,
-                "tail": self.tokens.tail,
-                "lost": {cause.value: count for cause, count in self.tokens.lost.items()},
-            }
-        return document
 
 
 @dataclass(slots=True)

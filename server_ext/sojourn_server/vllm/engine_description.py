@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..core.engine_answers import TierCapabilities, TierCapacity
 from ..policies.costs.engine_profile import EngineProfile
 from .compat import running_vllm
 from .kv_offload_connector import SojournConnector
@@ -55,7 +56,7 @@ def offload_capacity_blocks(scheduler: Scheduler) -> tuple[int, int]:
     return limits.host_slots, limits.disk_blocks
 
 
-def offload_description(scheduler: Scheduler) -> dict[str, Any] | None:
+def offload_description(scheduler: Scheduler) -> TierCapabilities | None:
     """Return what the engine tells clients about KV offload: whether it is on, and the sizes of its tiers.
 
     The connector's name is included and, if KV offload is off, the reason. Of other connectors only the size
@@ -64,19 +65,23 @@ def offload_description(scheduler: Scheduler) -> dict[str, Any] | None:
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, PathsConnector):
         return None
-    found = {"connector": str(transfer.kv_connector), "on": True, "off_because": None, "disk": None}
+    name = str(transfer.kv_connector)
     if isinstance(connector, SojournConnector):
         size, (host_blocks, disk_blocks) = connector.settings.block_bytes, offload_capacity_blocks(scheduler)
-        found |= {"on": not connector.off, "off_because": connector.off_because}
-        found["host"] = {"blocks": host_blocks, "bytes": host_blocks * size}
-        if disk_blocks:
-            shared = {"shared": True} if connector.planner.limits.shared else {}
-            found["disk"] = {"blocks": disk_blocks, "bytes": disk_blocks * size, **shared}
-        return found
+        shared = bool(connector.planner.limits.shared)
+        return TierCapabilities(
+            connector=name,
+            on=not connector.off,
+            off_because=connector.off_because,
+            host=TierCapacity(blocks=host_blocks, bytes=host_blocks * size),
+            disk=TierCapacity(blocks=disk_blocks, bytes=disk_blocks * size, shared=shared)
+            if disk_blocks
+            else None,
+        )
     # Of other connectors only vLLM's own setting is known.
     host_bytes = transfer.kv_connector_extra_config.get("cpu_bytes_to_use")
-    found["host"] = {"blocks": None, "bytes": host_bytes} if isinstance(host_bytes, int) else None
-    return found
+    host = TierCapacity(blocks=None, bytes=host_bytes) if isinstance(host_bytes, int) else None
+    return TierCapabilities(connector=name, on=True, off_because=None, host=host, disk=None)
 
 
 def kv_transfer_member(scheduler: Scheduler) -> KVTransferMember | None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from sojourn.errors import InputError
 
+from ..core.engine_answers import MissingTiers
 from ..core.scheduler_limits import SchedulerLimits
 from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerState
 from ..launch.kv_offload_options import OFFLOAD_CONNECTOR
@@ -213,17 +213,6 @@ def check_scheduling(preset: Preset, scheduling_policy: str) -> None:
             f"--scheduling-policy is priority, but policy {preset.name} orders programs by where "
             "their KV is; expected --scheduling-policy fcfs, or a policy without placement"
         )
-
-
-class MissingTiers(msgspec.Struct, frozen=True):
-    """The mechanisms of a preset that are off, because sojourn does not manage the engine's host memory."""
-
-    mechanisms: list[str]
-    """Names of the mechanisms."""
-    because: str
-
-    def __str__(self) -> str:
-        return f"off: {', '.join(self.mechanisms)}, because {self.because}"
 
 
 def missing_tiers(preset: Preset, connector: str | None, *, allowed: bool) -> MissingTiers | None:

@@ -13,6 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...api.api_errors import ApiError
+from ...api.openapi import PREFIX
 from . import proxy_headers
 
 
@@ -152,5 +154,8 @@ async def unknown_route_response(request: Request, error: Exception) -> Response
 
 async def internal_error_response(request: Request, error: Exception) -> Response:
     """Build the answer to a request that failed with an internal error."""
-    body = error_body(None, 500, "gateway_failed", "the gateway failed; see its log")
+    message = "the gateway failed; see its log"
+    if f"{PREFIX}/" in request.url.path:
+        return ApiError(500, message, "report it as a bug", {proxy_headers.GATEWAY: "1"}).response()
+    body = error_body(None, 500, "gateway_failed", message)
     return Response(body, 500, {proxy_headers.GATEWAY: "1"}, media_type="application/json")

@@ -105,7 +105,7 @@ class EngineQueries:
         graphs = (
             response_merging.merge_graphs(list(found.documents.values()))
             if found.documents
-            else {"graphs": []}
+            else {"graphs": [], "total": 0, "bytes": 0, "forgotten": 0}
         )
         return {**graphs, "stock": found.stock, "silent": found.silent}
 

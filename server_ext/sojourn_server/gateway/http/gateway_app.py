@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -13,6 +14,7 @@ from urllib.parse import quote
 
 import aiohttp
 import msgspec
+from msgspec import UNSET
 from sojourn.wire_codec import MAX_BATCH_BYTES, OutcomeBatch, WireError, decode_batch, encode
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,6 +25,7 @@ from starlette.routing import Route
 from ...api.api_errors import ApiError
 from ...api.body_reader import read_body
 from ...api.live_stream import Audience, LiveHub
+from ...api.openapi import PREFIX, openapi_document
 from ...metrics.turn_explanation import Explanation
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
@@ -42,6 +45,14 @@ from .engine_queries import EngineQueries
 from .engine_routes import AnyEngineRoutes, AsgiEndpoint, GatewayApplication, GenerationRoutes
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
+from .gateway_operations import (
+    GATEWAY_OPERATIONS,
+    MAX_LISTED_PROGRAMS,
+    GatewayStats,
+    MovePage,
+    ReplicaList,
+    RoutedProgramList,
+)
 from .live_engines import GatewayLiveSource
 from .program_id_mapper import ProgramIdMapper
 from .program_migrator import ProgramMigrator
@@ -54,8 +65,6 @@ from .tenant_keys import TenantKeys
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "/sojourn/v1"
-MAX_LISTED_PROGRAMS = 1000
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -211,6 +220,7 @@ class Gateway:
             Route(f"{PREFIX}/replicas", self._guard(self._replica_list)),
             Route(f"{PREFIX}/replicas/{{replica:path}}/drain", self._guard(self._drain), methods=["POST"]),
             Route(f"{PREFIX}/replicas/{{replica:path}}/stay", self._guard(self._stay), methods=["POST"]),
+            Route(f"{PREFIX}/openapi.json", self._guard(self._openapi)),
         ]
 
     # -- access -------------------------------------------------------------------
@@ -220,6 +230,7 @@ class Gateway:
         ``request.state.tenant``; ``None``: the client has the admin key. ``words`` formats an
         ``ApiError``."""
 
+        @functools.wraps(handle)
         async def guarded(request: Request) -> Response:
             try:
                 if self._is_admin(request):
@@ -318,6 +329,7 @@ class Gateway:
     # -- routes of the gateway -----------------------------------------------------
 
     async def _events(self, request: Request) -> Response:
+        """Receive events of programs and their tools. The answer has one outcome per event."""
         body = await read_body(request, MAX_BATCH_BYTES)
         try:
             batch = decode_batch(body)
@@ -327,6 +339,7 @@ class Gateway:
         return Response(encode(OutcomeBatch(outcomes=outcomes)), media_type="application/json")
 
     async def _capabilities(self, request: Request) -> Response:
+        """Return the capabilities of all engines, merged as if they were those of one server."""
         found = await self.queries.capabilities(self._shown(request))
         if not found:
             raise ApiError(
@@ -339,6 +352,9 @@ class Gateway:
         return _json({**found, "unused_hints": unused, "cluster_policy": self.options.policy})
 
     async def _programs(self, request: Request) -> Response:
+        """List the live programs with their homes.
+
+        A tenant sees its own programs. Engines know the status of a program; ask for a single program."""
         limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
         status = request.query_params.get("status")
         if status is not None:
@@ -352,9 +368,11 @@ class Gateway:
             for place in await self.routing_backend.programs()
             if request.state.tenant in (None, place.tenant)
         ]
-        return _json({"programs": known[:limit], "shown": min(limit, len(known)), "total": len(known)})
+        shown = known[:limit]
+        return _json(RoutedProgramList(programs=shown, shown=len(shown), total=len(known)))
 
     async def _program(self, request: Request) -> Response:
+        """Return one program: its home, and under ``engine`` the answer of its engine."""
         program_id = request.path_params["program_id"]
         for place in await self.routing_backend.programs():
             if place.program_id != program_id or request.state.tenant not in (None, place.tenant):
@@ -372,6 +390,7 @@ class Gateway:
         raise ApiError(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
 
     async def _explanation(self, request: Request) -> Response:
+        """Explain a turn of a program, the newest one by default: seconds, tokens, losses and decisions."""
         program_id = request.path_params["program_id"]
         places = await self.routing_backend.programs()
         place = next(
@@ -402,10 +421,12 @@ class Gateway:
         return _json(self.forwarder.names.explanation(place.tenant, found, replica, shows_all=shows_all))
 
     async def _graphs(self, request: Request) -> Response:
+        """List the graphs that the engines know. Needs the admin key, if there are keys."""
         self._only_admin(request)
         return _json(await self.queries.graphs(self._shown(request)))
 
     async def _graph(self, request: Request) -> Response:
+        """Return one graph with its nodes and edges. Needs the admin key, if there are keys."""
         self._only_admin(request)
         path = f"{PREFIX}/graphs/{_quoted(request.path_params['graph_hash'])}"
         found = await self.queries.first(path, self._shown(request))
@@ -414,18 +435,20 @@ class Gateway:
         return Response(found.body, media_type=found.media_type)
 
     async def _stats(self, request: Request) -> Response:
+        """Return the status of all replicas and the statistics of their engines.
+
+        Needs the admin key, if there are keys."""
         self._only_admin(request)
         told = await self.queries.ask(f"{PREFIX}/stats", self._shown(request))
+        replicas = await self.routing_backend.replicas()
         return _json(
-            {
-                "replicas": await self.routing_backend.replicas(),
-                "engines": told.documents,
-                "stock": told.stock,
-                "silent": told.silent,
-            }
+            GatewayStats(replicas=replicas, engines=told.documents, stock=told.stock, silent=told.silent)
         )
 
     async def _stream(self, request: Request) -> Response:
+        """Stream live frames as server-sent events: memory, totals and programs of all engines.
+
+        ``once=1`` returns one frame as JSON. A tenant sees its own programs and no totals."""
         audience = Audience(request.state.tenant, pools=self._sees_all(request))
         if request.query_params.get("once", "0") not in ("1", "true"):
             return self.live.stream(audience, request.app.state)
@@ -435,6 +458,7 @@ class Gateway:
         return await self.live.once(audience, within_s)
 
     async def _decisions(self, request: Request) -> Response:
+        """Return the decision log of one replica's engine. Needs the admin key, if there are keys."""
         self._only_admin(request)
         name = request.query_params.get("replica")
         if name is None and len(self.replicas.engines()) > 1:
@@ -462,28 +486,46 @@ class Gateway:
         return Response(found.body, found.status, told_by, media_type=found.media_type)
 
     async def _moves(self, request: Request) -> Response:
+        """List the latest changes of programs' homes, oldest first. A tenant sees its own programs'."""
         since = _number(request, "since", 0, 0, 2**63 - 1)
         limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
         moves, following = self.metrics.moves(since, limit, request.state.tenant)
-        return _json({"moves": moves, "next": following})
+        return _json(MovePage(moves=moves, next=following))
 
     async def _replica_list(self, request: Request) -> Response:
+        """List the replicas with health, load and capacity."""
         states = await self.routing_backend.replicas()
         missing = self.monitor.missing() if self.monitor is not None else []
         refused = self.monitor.refused() if self.monitor is not None else {}
-        told: dict[str, Any] = {"policy": self.options.policy, "replicas": states, "missing": missing}
         roles = self._roles(states)
-        if roles is not None:
-            told["pairs"] = roles
-        if self.options.read_side is not None:
-            told["read_side"] = self.options.read_side
-        return _json({**told, "refused": refused} if refused else told)
+        return _json(
+            ReplicaList(
+                policy=self.options.policy,
+                replicas=states,
+                missing=missing,
+                pairs=UNSET if roles is None else roles,
+                read_side=self.options.read_side or UNSET,
+                refused=refused or UNSET,
+            )
+        )
+
+    async def _openapi(self, request: Request) -> Response:
+        """Return this document: OpenAPI 3.1 with the schemas of all answers."""
+        return _json(await asyncio.to_thread(lambda: self.document))
+
+    @functools.cached_property
+    def document(self) -> dict[str, Any]:
+        """The OpenAPI document of the gateway's own routes."""
+        return openapi_document("sojourn gateway", self._routes(), GATEWAY_OPERATIONS)
 
     async def _drain(self, request: Request) -> Response:
+        """Send a replica no new programs, and move its programs elsewhere at their next request.
+
+        Needs the admin key."""
         return await self._say_of(request, routing_events.ReplicaDrainStarted)
 
     async def _stay(self, request: Request) -> Response:
-        """Handle the route that cancels a drain."""
+        """Cancel the drain of a replica. Needs the admin key."""
         return await self._say_of(request, routing_events.ReplicaDrainCancelled)
 
     async def _say_of(

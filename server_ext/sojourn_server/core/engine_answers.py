@@ -1,0 +1,311 @@
+"""Types of the answers of ``EngineService``, which the HTTP routes of an engine pass on as JSON."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from ..metrics.decision_log import DecisionRecord, OwnDecisionRecord
+from ..metrics.turn_ledger import LedgerTotals, TurnEntry
+from ..programs.program_status import ProgramStatus
+
+
+class CapabilityLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of what a client may send."""
+
+    batch_bytes: int
+    batch_events: int
+    context_bytes: int
+    """Longest hint of a request."""
+    programs: int
+    """Maximum number of programs that the engine remembers."""
+    graphs: int
+    graph_bytes: int
+    hinted_ttl_s: float
+
+
+class TierCapacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Capacity of host memory or disk for KV."""
+
+    blocks: int | None
+    """``null``: unknown."""
+    bytes: int
+    shared: bool = False
+    """Whether other engines read this disk."""
+
+
+class TierCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """KV storage below the device."""
+
+    connector: str
+    """The connector that moves KV; ``SojournConnector`` is sojourn's."""
+    on: bool
+    """False if KV is no longer saved or loaded; always true for other connectors."""
+    off_because: str | None
+    host: TierCapacity | None
+    disk: TierCapacity | None
+
+
+class MissingTiers(msgspec.Struct, frozen=True):
+    """The mechanisms of a policy that are off, because sojourn does not manage the engine's host memory."""
+
+    mechanisms: list[str]
+    """Names of the mechanisms."""
+    because: str
+
+    def __str__(self) -> str:
+        return f"off: {', '.join(self.mechanisms)}, because {self.because}"
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine understands, and how it is configured."""
+
+    name: Literal["sojourn"] = "sojourn"
+    version: str
+    """Version of sojourn."""
+    wire: list[int]
+    """Versions of the wire format."""
+    policy: str
+    events: list[str]
+    """Types of events that the engine accepts."""
+    limits: CapabilityLimits
+    unused_hints: list[str]
+    """Fields of hints and of events (``tool_start.expected_s``) that the policy does not use."""
+    engine: dict[str, str]
+    """Version and sizes of vLLM."""
+    tiers: TierCapabilities | None
+    """Of several engines, the first whose tiers are off, else the first."""
+    missing: MissingTiers | None
+
+
+class EngineCapabilities(Capabilities, frozen=True, kw_only=True):
+    """What an engine understands, and how it is configured."""
+
+    paths: dict[str, Any] | None
+    """Role and address of an engine of a prefill/decode pair."""
+
+
+class StockCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """Capabilities of an engine of a pair that runs vLLM's own scheduler."""
+
+    name: Literal["vllm"] = "vllm"
+    """Not ``sojourn``, since clients send events and hints to engines of that name."""
+    wire: list[int]
+    policy: str = "stock"
+    engine: dict[str, str]
+    tiers: None = None
+    paths: dict[str, Any] | None
+
+
+class LeaseSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The lease that keeps a program's KV on the device."""
+
+    blocks: int
+    ttl_s: float
+    left_s: float
+    """Seconds to its deadline; negative after it, while the program's request waits."""
+    reason: str
+    waiting: bool
+    """Whether the program's next request has arrived and waits."""
+
+
+class ProgramSummary(msgspec.Struct, kw_only=True):
+    """One program in the list of programs."""
+
+    program_id: str
+    status: ProgramStatus
+    """Reasoning: a request is in the engine. Acting: between two requests. Gated: its request is not
+    admitted. Ended: its client said so. Expired: its client fell silent."""
+    name: str | None
+    agent_type: str | None
+    parent_program_id: str | None
+    root_program_id: str | None
+    node: str | None
+    """Node of the program's execution graph."""
+    turns: int
+    """Number of finished turns."""
+    context_tokens: int
+    """Prompt plus output tokens of the last finished turn."""
+    requests: int
+    """Number of requests in the engine."""
+    placed: str | None
+    """Tier of the program's KV, under a policy with placement: device, host, disk or waiting."""
+    tool: str | None
+    """Tool that runs in this gap."""
+    tools_running: int
+    age_s: float
+    """Seconds since the program's first contact."""
+    silent_s: float
+    """Seconds since its last contact."""
+    lease: LeaseSummary | None
+
+
+class ProgramList(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest programs of an engine."""
+
+    programs: list[ProgramSummary]
+    shown: int
+    total: int
+    """Number of programs that the engine knows. A lower bound with several engines."""
+    forgotten: int
+    """Number of programs that were removed from a full table."""
+
+
+class ToolSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool call in progress."""
+
+    call_id: str
+    tool: str
+    tool_class: str | None
+    elapsed_s: float
+    expected_s: float | None
+
+
+class ProgramDetail(ProgramSummary, kw_only=True):
+    """One program with its running tools, the ledger of its turns and the decisions about it."""
+
+    tenant: str | None
+    """As the client declared it; not authenticated."""
+    graph_hash: str | None
+    expected_steps_left: float | None
+    """Number of further turns that the client expects."""
+    goes_on: float | None
+    """Probability that another turn follows; ``null``: unknown."""
+    tier: str | None
+    """Source of ``goes_on``: hints, inferred or cold. It is not a memory tier."""
+    p_reuse: float | None
+    """``goes_on`` times the share of the next prompt that the cached context covers."""
+    tools: list[ToolSummary]
+    """Running tools, the longest-running first; at most 256."""
+    ledger: list[TurnEntry]
+    decisions: list[OwnDecisionRecord]
+
+
+class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the KV of a program's last turn is written to disk."""
+
+    program_id: str
+    state: Literal["writing", "done", "unsupported"]
+    """Writing: ask again."""
+    reason: str | None
+    """Why nothing is written."""
+    shared: bool
+    """Whether other engines may read what is written."""
+    context_tokens: int
+    stored_tokens: int
+    """Tokens on disk, from the first one without a gap."""
+    pending_tokens: int
+    bytes: int
+    """Bytes being written."""
+
+
+class EnginePersistProgress(PersistProgress, frozen=True, kw_only=True):
+    """``PersistProgress`` of one of several engines."""
+
+    turns: int
+    """The engine that ran the most turns of the program answers."""
+
+
+class GraphSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One execution graph in the list of graphs."""
+
+    graph_hash: str
+    agent_types: list[str]
+    complete: bool
+    """False: edges may be missing."""
+    node_count: int
+    edge_count: int
+    bytes: int
+
+
+class GraphList(msgspec.Struct, frozen=True, kw_only=True):
+    """The declared graphs, most recently used first."""
+
+    graphs: list[GraphSummary]
+    total: int
+    bytes: int
+    forgotten: int
+    """Number of graphs that were removed to make room."""
+
+
+class GraphNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of an agent."""
+
+    id: str
+    tools: list[str]
+
+
+class GraphEdge(msgspec.Struct, frozen=True, kw_only=True):
+    """``target`` may follow ``source``. ``__start__`` and ``__end__`` stand for the start and end of a
+    run."""
+
+    source: str
+    target: str
+    probability: float | None
+
+
+class GraphDetail(GraphSummary, frozen=True, kw_only=True):
+    """One execution graph with its nodes and edges."""
+
+    nodes: list[GraphNode]
+    edges: list[GraphEdge]
+
+
+class LeaseTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """All leases of an engine."""
+
+    count: int
+    blocks: int
+    budget_blocks: int
+    """Maximum number of blocks that leases may hold."""
+
+
+class HistoryTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine has learned from earlier programs."""
+
+    tool_calls: int
+    programs: int
+    memoryfulness: float
+    """Continuum's η, from -1 to 1 (§4.2)."""
+    mean_evicted_wait_s: float | None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Current counters and gauges of one engine."""
+
+    policy: str
+    programs: dict[str, int]
+    """Number of programs by status."""
+    requests: int
+    leases: LeaseTotals
+    pool: dict[str, int]
+    """Tokens of a block, and blocks by state: total, running, leased, cached, free."""
+    tiers: dict[str, Any]
+    """Blocks of host memory and disk by state, ``moves`` by result and the ``traffic`` of copies; empty
+    without tiers."""
+    paths: dict[str, Any] | None
+    """Links and requests of an engine of a prefill/decode pair."""
+    placed: dict[str, int]
+    """Number of programs by the tier in which the policy places them."""
+    ledger: LedgerTotals
+    output_lengths: dict[str, Any]
+    """Number of learned output lengths, and mean errors of the predictions."""
+    tombstones: int
+    """Number of evicted blocks whose eviction the engine remembers."""
+    history: HistoryTotals
+
+
+class StockStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of an engine of a pair that runs vLLM's own scheduler."""
+
+    policy: Literal["stock"] = "stock"
+    paths: dict[str, Any] | None
+
+
+class DecisionPage(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of an engine's decision log."""
+
+    decisions: list[DecisionRecord]
+    next: int
+    """``since`` of the next request."""

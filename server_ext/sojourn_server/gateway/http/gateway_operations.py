@@ -1,0 +1,142 @@
+"""What the gateway's own routes take and answer, and the types of the answers that only a gateway has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from ...api.engine_operations import (
+    DECISION_LINES,
+    ENGINE_OPERATIONS,
+    AnyStats,
+    DecisionsAnswer,
+    DecisionsQuery,
+)
+from ...api.openapi import Operation, either
+from ...core.engine_answers import Capabilities, GraphList, ProgramDetail
+from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
+from .gateway_metrics import ProgramMove
+
+MAX_LISTED_PROGRAMS = 1000
+
+AnyReplicaStatus = Annotated[Any, either(ReplicaStatus, PairEngineStatus)]
+
+
+class GatewayCapabilities(Capabilities, frozen=True, kw_only=True):
+    """Capabilities of all engines behind a gateway, merged."""
+
+    engines: int
+    pairs: dict[str, int] | UnsetType = UNSET
+    """Number of engines by role, if they are prefill and decode engines."""
+    gateway: Literal[True]
+    stock: list[str]
+    """URLs of engines that run without sojourn."""
+    silent: list[str]
+    """URLs of engines that did not answer."""
+    cluster_policy: str
+
+
+class RoutedProgramList(msgspec.Struct, frozen=True, kw_only=True):
+    """The live programs of a gateway."""
+
+    programs: Sequence[ProgramRouteStatus]
+    shown: int
+    total: int
+
+
+class RoutedProgram(ProgramRouteStatus, frozen=True, kw_only=True):
+    """One program: what the gateway knows of it, and the answer of its engine."""
+
+    engine: ProgramDetail | None
+    """``None``: no engine answers, or none has had a request of the program."""
+
+
+class GatewayGraphList(GraphList, frozen=True, kw_only=True):
+    """The graphs that the engines know."""
+
+    stock: list[str]
+    silent: list[str]
+
+
+class GatewayStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Status of all replicas, and the statistics of their engines."""
+
+    replicas: Sequence[AnyReplicaStatus]
+    engines: dict[str, AnyStats]
+    """Statistics by the engine's URL."""
+    stock: list[str]
+    """URLs of engines that run without sojourn."""
+    silent: list[str]
+    """URLs of engines that did not answer."""
+
+
+class MovePage(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the log of programs' moves."""
+
+    moves: Sequence[ProgramMove]
+    next: int
+    """``since`` of the next request."""
+
+
+class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
+    """The replicas of a gateway."""
+
+    policy: str
+    replicas: Sequence[AnyReplicaStatus]
+    missing: list[str]
+    """Addresses at which no engine answers."""
+    pairs: dict[str, int] | UnsetType = UNSET
+    """Number of engines that are up, by role, if they are prefill and decode engines."""
+    read_side: str | UnsetType = UNSET
+    """Policy that chooses which engine of a pair reads KV from storage."""
+    refused: Mapping[str, str] | UnsetType = UNSET
+    """Addresses of engines that answer but get no requests, with the reasons."""
+
+
+class RoutedProgramsQuery(msgspec.Struct):
+    """Query of the list of programs."""
+
+    limit: Annotated[int, Meta(ge=1, le=MAX_LISTED_PROGRAMS)] = 100
+    """Maximum number of programs in the answer."""
+
+
+class MovesQuery(msgspec.Struct):
+    """Query of the log of moves."""
+
+    since: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """Number of the first move."""
+    limit: Annotated[int, Meta(ge=1, le=MAX_LISTED_PROGRAMS)] = 100
+
+
+class ReplicaDecisionsQuery(DecisionsQuery):
+    """Query of the decision log of one replica's engine."""
+
+    replica: str | None = None
+    """Name of the replica. Needed if there are several."""
+
+
+_REPLICA = Operation(Annotated[Any, either(ReplicaStatus, PairEngineStatus, None)])
+_SAME = (
+    ("POST", "/events"),
+    ("GET", "/programs/{program_id}/explain"),
+    ("GET", "/graphs/{graph_hash}"),
+    ("GET", "/stream"),
+    ("GET", "/openapi.json"),
+)
+GATEWAY_OPERATIONS = {
+    **{key: ENGINE_OPERATIONS[key] for key in _SAME},
+    ("GET", "/capabilities"): Operation(GatewayCapabilities),
+    ("GET", "/programs"): Operation(RoutedProgramList, RoutedProgramsQuery),
+    ("GET", "/programs/{program_id}"): Operation(RoutedProgram),
+    ("GET", "/graphs"): Operation(GatewayGraphList),
+    ("GET", "/stats"): Operation(GatewayStats),
+    ("GET", "/decisions"): Operation(DecisionsAnswer, ReplicaDecisionsQuery, media=DECISION_LINES),
+    ("GET", "/moves"): Operation(MovePage, MovesQuery),
+    ("GET", "/replicas"): Operation(ReplicaList),
+    ("POST", "/replicas/{replica}/drain"): _REPLICA,
+    ("POST", "/replicas/{replica}/stay"): _REPLICA,
+}
+"""Operations by method and path below ``/sojourn/v1``."""
