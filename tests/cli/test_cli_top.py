@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,11 @@ import httpx
 import msgspec
 import pytest
 from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
 from sojourn_server.cli import top as command
 from sojourn_server.cli.cli_error import CliError
+from sojourn_server.cli.explain import explanation_view
 from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.cli.top_view import (
     COLUMNS,
@@ -28,6 +32,8 @@ from sojourn_server.cli.top_view import (
     turn_table,
 )
 from sojourn_server.metrics.live_frame import EngineRow, LiveFrame, ProgramRow
+from sojourn_server.metrics.turn_explanation import Explanation
+from test_cli_explain import FOUND
 
 HOSTILE = "<img onerror=x>[bold]\n\x1b[31m" + "x" * 200
 
@@ -207,7 +213,7 @@ def test_a_programs_turns_are_a_table() -> None:
     }  # fmt: skip
     document = {"status": "acting", "turns": 4, "context_tokens": 5000, "ledger": [turn]}
 
-    explained = {"text": "Turn 4 took 5.5 s.", "advice": [{"hint": "ttl_s", "text": "A TTL of 80 s."}]}
+    explained = dict(FOUND)
 
     def handle(request: httpx.Request) -> httpx.Response:
         path = request.url.raw_path.decode()
@@ -216,14 +222,25 @@ def test_a_programs_turns_are_a_table() -> None:
         assert path == "/sojourn/v1/programs/a%2Fb"
         return httpx.Response(200, json=document)
 
-    text = command.explanation_text(client(handle), "a/b")
-    assert text.startswith("Turn 4 took 5.5 s.\nA TTL of 80 s.\n\nacting, 4 turns")
+    text = shown(command.explanation_of(client(handle), "a/b"))
+    said = shown(explanation_view(msgspec.convert(FOUND, Explanation)))
+    assert text.startswith(f"{said}\nacting, 4 turns"), "as sojourn explain says it"
     explained.clear()
-    assert command.explanation_text(client(handle), "a/b") == turn_table(document)
+    assert shown(command.explanation_of(client(handle), "a/b")).rstrip() == turn_table(document)
+    explained["text"] = "another release"
+    with pytest.raises(CliError, match="something else than an explanation"):
+        command.explanation_of(client(handle), "a/b")
     assert turn_table({"program_id": "a/b", "engine": document}) == turn_table(document)
     assert (
         "   4   0.5s    2.0s   3.0s   5.0k   1.0k  4.0k evicted 4.0k, taken by rival, bash:pytest 74s" in text
     )
+
+
+def shown(view: RenderableType) -> str:
+    """What a console of 100 columns prints of it."""
+    out = io.StringIO()
+    Console(file=out, width=100).print(view)
+    return out.getvalue()
 
 
 # -- the full screen -----------------------------------------------------------------------
@@ -242,9 +259,9 @@ async def test_keys_sort_filter_pause_and_explain() -> None:
             raise CliError("http://h does not answer", "start it")
         return frame(*PROGRAMS, *(row(f"many{number:03}", turns=number) for number in range(100)))
 
-    def explain(program_id: str) -> str:
+    def explain(program_id: str) -> Group:
         asked.append(program_id)
-        return "[b]because[/b] of " + program_id
+        return Group(Text("[b]because[/b] of " + program_id))
 
     app = TopApp(fetch, explain, url="http://h", interval_s=0.1)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -273,7 +290,7 @@ async def test_keys_sort_filter_pause_and_explain() -> None:
         await pilot.press("e")
         await until(lambda: isinstance(app.screen, ExplanationScreen) and asked == ["queued"])
         text = app.screen.query_one("#explanation-text")
-        await until(lambda: "[b]because[/b] of queued" in str(text.render()))
+        await until(lambda: "[b]because[/b] of queued" in text.render_line(0).text)
         await pilot.press("escape")
         assert not isinstance(app.screen, ExplanationScreen)
         await pilot.press("escape")

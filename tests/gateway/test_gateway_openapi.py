@@ -78,8 +78,7 @@ async def test_every_answer_of_a_gateway_is_as_its_document_says() -> None:
             for url in ("/capabilities", "/programs/a/explain"):
                 await ask(contract, it, url, 503)
     finally:
-        if fake._task is not None and not fake._task.done():
-            await fake.kill()
+        await fake.stop()
 
 
 async def test_replicas_of_pairs_are_as_the_document_says_too() -> None:

@@ -15,12 +15,18 @@ from virtual_engine import VirtualEngine
 
 
 class VirtualFakeEngine(FakeEngine):
-    """Generates as a ``FakeEngine``; what ``/sojourn/v1`` knows is what happened to ``virtual``."""
+    """Generates as a ``FakeEngine``; what ``/sojourn/v1`` knows is what happened to ``ranks``."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, ranks: int = 1, **options: Any) -> None:
         super().__init__(**options)
-        self.virtual = VirtualEngine()
-        self.rpc = VirtualRpc(self.virtual)
+        self.ranks = [VirtualEngine() for _ in range(ranks)]
+        self.virtual = self.ranks[0]
+        self.rpc = VirtualRpc(*self.ranks)
+
+    async def stop(self) -> None:
+        """Kill it unless it is dead."""
+        if self._task is not None and not self._task.done():
+            await self.kill()
 
     def _app(self) -> Starlette:
         keys = ApiKeys()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
+import msgspec
 import typer
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
+from ..metrics.turn_explanation import Explanation
 from .console import json_option, write_json
 from .doctor_server import KEY_VARIABLES
 from .live_client import DEFAULT_URL, LiveClient
+from .top_view import printable
 
+_SOURCES: tuple[Literal["device", "host", "new", "tail"], ...] = ("device", "host", "new", "tail")
 _NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")
 
 
@@ -35,37 +39,39 @@ def explain(
     finally:
         client.close()
     if json_output is not None:
-        write_json(found, json_output)
+        write_json(msgspec.to_builtins(found), json_output)
     if json_output != "-":
-        print_explanation(found, Console())
+        Console().print(explanation_view(found))
 
 
-def print_explanation(found: dict[str, Any], out: Console) -> None:
-    """Print an explanation, as the route answers it."""
-    out.print(f"[bold]{escape(found['program_id'])}[/]: {escape(found['text'])}", highlight=False)
+def explanation_view(found: Explanation) -> RenderableType:
+    """An explanation as a paragraph, a table, and a line for each decision, hint and unknown; ``sojourn top``
+    shows the same."""
+    told = Text.assemble((printable(found.program_id), "bold"), f": {printable(found.text)}")
     table = Table("where", "seconds", "tokens", "note", box=None, pad_edge=False)
-    before, seconds, tokens = found["before"], found["seconds"], found["tokens"] or {}
-    if before["gap_s"] is not None:
-        lease = "lease held" if before["leased_at_return"] else "no lease left"
-        table.add_row("tool", f"{before['gap_s']:.2f}", "", f"{before['tool'] or 'unknown'}; {lease}")
-    table.add_row("queued", f"{seconds['queued']:.2f}", "", "")
-    prompt = tokens.get("prompt")
-    table.add_row("prefilling", f"{seconds['prefilling']:.2f}", f"{prompt:,}" if prompt else "", "prompt")
-    for source in ("device", "host", "new", "tail"):
-        if tokens.get(source):
-            table.add_row(f"  {source}", "", f"{tokens[source]:,}", "")
-    for cause, count in tokens.get("lost", {}).items():
-        by = f"taken by {found['lost_to']}" if found["lost_to"] else ""
-        table.add_row(f"  lost: {cause}", "", f"{count:,}", by)
-    table.add_row("decoding", f"{seconds['decoding']:.2f}", "", found["outcome"])
-    out.print(table, markup=False)
-    for decision in found["decisions"]:
-        terms = " ".join(f"{name}={decision[name]:g}" for name in decision if name not in _NOT_TERMS)
-        out.print(
-            f"decision {decision['seq']}: {decision['kind']} ({decision['reason']}) {terms}", markup=False
+    before, seconds, tokens = found.before, found.seconds, found.tokens
+    if before.gap_s is not None:
+        lease = "lease held" if before.leased_at_return else "no lease left"
+        table.add_row(
+            "tool", f"{before.gap_s:.2f}", "", Text(printable(f"{before.tool or 'unknown'}; {lease}"))
         )
-    for one in found["advice"]:
-        saves = f" Saves about {one['saves_s']:.2f} s (estimate)." if one["saves_s"] else ""
-        out.print(f"hint {one['hint'] or 'none'}: {one['text']}{saves}", markup=False)
-    for text in found["unknown"]:
-        out.print(f"unknown: {text}", markup=False)
+    table.add_row("queued", f"{seconds['queued']:.2f}", "", "")
+    prompt = f"{tokens['prompt']:,}" if tokens is not None else ""
+    table.add_row("prefilling", f"{seconds['prefilling']:.2f}", prompt, "prompt")
+    if tokens is not None:
+        sources = {name: tokens[name] for name in _SOURCES if tokens[name]}
+        for source, count in sources.items():
+            table.add_row(f"  {source}", "", f"{count:,}", "")
+        by = f"taken by {found.lost_to}" if found.lost_to else ""
+        for cause, count in tokens["lost"].items():
+            table.add_row(f"  lost: {cause}", "", f"{count:,}", Text(printable(by)))
+    table.add_row("decoding", f"{seconds['decoding']:.2f}", "", found.outcome)
+    lines = []
+    for decision in found.decisions:
+        terms = " ".join(f"{name}={decision[name]:g}" for name in decision if name not in _NOT_TERMS)
+        lines.append(f"decision {decision['seq']}: {decision['kind']} ({decision['reason']}) {terms}")
+    for one in found.advice:
+        saves = f" Saves about {one.saves_s:.2f} s (estimate)." if one.saves_s else ""
+        lines.append(f"hint {one.hint or 'none'}: {one.text}{saves}")
+    lines += [f"unknown: {text}" for text in found.unknown]
+    return Group(told, table, Text("\n".join(map(printable, lines))))

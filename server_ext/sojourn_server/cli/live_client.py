@@ -9,6 +9,7 @@ import httpx
 import msgspec
 
 from ..metrics.live_frame import LiveFrame
+from ..metrics.turn_explanation import Explanation
 from .cli_error import CliError
 
 API = "/sojourn/v1"
@@ -17,6 +18,7 @@ TIMEOUT_S = 35.0
 """Longer than the server waits for its engine."""
 
 _frames = msgspec.json.Decoder(LiveFrame)
+_explanations = msgspec.json.Decoder(Explanation)
 
 
 class AnswerError(CliError):
@@ -51,19 +53,20 @@ class LiveClient:
         try:
             return _frames.decode(self.get(f"{API}/stream", once=1).content)
         except msgspec.DecodeError as error:
-            raise CliError(
-                f"{self.url} answered something else than a live frame: {error}",
-                "use the same release of sojourn here and on the server",
-            ) from None
+            raise self._not_a("a live frame", error) from None
 
     def program(self, program_id: str) -> dict[str, Any]:
         """One program with the ledger of its turns."""
         return self._json(f"{API}/programs/{quote(program_id, safe='')}")
 
-    def explanation(self, program_id: str, turn: int | None = None) -> dict[str, Any]:
+    def explanation(self, program_id: str, turn: int | None = None) -> Explanation:
         """The explanation of a program's turn; ``None``: of its newest."""
         more = {"turn": turn} if turn is not None else {}
-        return self._json(f"{API}/programs/{quote(program_id, safe='')}/explain", **more)
+        try:
+            answer = self.get(f"{API}/programs/{quote(program_id, safe='')}/explain", **more)
+            return _explanations.decode(answer.content)
+        except msgspec.DecodeError as error:
+            raise self._not_a("an explanation", error) from None
 
     def find_program(self, program_id: str) -> dict[str, Any] | None:
         """The same; ``None`` if the server does not know the program."""
@@ -102,6 +105,12 @@ class LiveClient:
             next_step = "is this a server of sojourn of the same release? see sojourn doctor --url"
         raise AnswerError(
             answer.status_code, f"{self.url}{path}: {answer.status_code} {message}", str(next_step)
+        )
+
+    def _not_a(self, what: str, error: Exception) -> CliError:
+        return CliError(
+            f"{self.url} answered something else than {what}: {error}",
+            "use the same release of sojourn here and on the server",
         )
 
     def _json(self, path: str, **parameters: Any) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from .doctor_server import KEY_VARIABLES
 from .live_client import DEFAULT_URL, AnswerError, LiveClient
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from ..metrics.live_frame import LiveFrame
 
 MIN_INTERVAL_S = 0.5
@@ -54,7 +56,7 @@ def top(
 
             TopApp(
                 client.frame,
-                lambda program_id: explanation_text(client, program_id),
+                lambda program_id: explanation_of(client, program_id),
                 url=client.url,
                 interval_s=interval_s,
                 sort=sort,
@@ -81,20 +83,21 @@ def frame_document(frame: LiveFrame) -> dict[str, Any]:
     return {**msgspec.to_builtins(frame), "programs": programs}
 
 
-def explanation_text(client: LiveClient, program_id: str) -> str:
-    """Why a program took its time, as text: the server's explanation, and its latest turns."""
+def explanation_of(client: LiveClient, program_id: str) -> RenderableType:
+    """Why a program took its time: what ``sojourn explain`` prints, and its latest turns."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from .explain import explanation_view
     from .top_view import turn_table
 
-    parts = []
+    parts: list[RenderableType] = []
     try:
-        found = client.explanation(program_id)
+        parts = [explanation_view(client.explanation(program_id)), Text("")]
     except AnswerError as error:
         if error.status != 404:  # no turn yet, or a server without explanations
             raise
-    else:
-        advice = [str(one.get("text")) for one in found.get("advice") or ()]
-        parts = ["\n".join([str(found.get("text", "")), *advice]), ""]
-    return "\n".join([*parts, turn_table(client.program(program_id))])
+    return Group(*parts, Text(turn_table(client.program(program_id))))
 
 
 def _print(frame: LiveFrame, url: str, sort: str) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from rich.console import RenderableType
 from rich.segment import Segment
 from rich.style import Style
 from textual import work
@@ -34,7 +35,7 @@ from .top_view import (
     sorted_programs,
 )
 
-Explain = Callable[[str], str]
+Explain = Callable[[str], RenderableType]
 
 
 def _strip(line: Line, width: int, base: Style | None = None) -> Strip:
@@ -162,19 +163,19 @@ class ExplanationScreen(ModalScreen[None]):
     @work(thread=True)
     def _ask(self) -> None:
         try:
-            text = self._explain(self._program_id)
+            text: RenderableType = self._explain(self._program_id)
         except CliError as failed:
             text = f"{failed.message}\n\nnext: {failed.next_step}"
         self.app.call_from_thread(self._show, text)
 
-    def _show(self, text: str) -> None:
+    def _show(self, text: RenderableType) -> None:
         if self.is_mounted:
             self.query_one("#explanation-text", Static).update(text)
 
 
 class TopApp(App[None]):
-    """``sojourn top``. ``fetch`` returns a frame and ``explain`` a text; both may block and raise
-    ``CliError``."""
+    """``sojourn top``. ``fetch`` returns a frame and ``explain`` what to show of a program; both may block
+    and raise ``CliError``."""
 
     TITLE = "sojourn top"
     ENABLE_COMMAND_PALETTE = False

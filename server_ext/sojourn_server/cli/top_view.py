@@ -378,10 +378,14 @@ def _percent(part: float, whole: float) -> str:
     return "<1%" if 0 < part < 0.005 * whole else f"{part / whole:.0%}"
 
 
+def printable(text: str) -> str:
+    """``text`` on one line. Unprintable characters are replaced, since ids and names come from clients."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 def cut(text: str, width: int) -> str:
-    """``text`` in at most ``width`` columns and on one line, with … where something is missing. Unprintable
-    characters are replaced, since ids come from clients."""
-    text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    """``text``, ``printable``, in at most ``width`` columns, with … where something is missing."""
+    text = printable(text)
     return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)) + "…"
 
 

@@ -1,0 +1,123 @@
+"""Live frames and explanations of several engines behind a gateway: whose they are, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from fake_engine import FakeEngine
+from gateway_harness import World, until, world
+from sojourn.wire_events import ProgramStart
+from sojourn_server.gateway.http.program_id_mapper import FOREIGN_PROGRAM_ID
+from sojourn_server.metrics.live_frame import LiveFrame
+from virtual_engine import prompt
+from virtual_fake_engine import VirtualFakeEngine
+
+KEYS = {"key-a": "a", "key-b": "b"}
+
+
+@asynccontextmanager
+async def gateway(*fakes: FakeEngine) -> AsyncIterator[World]:
+    """A gateway of two tenants and an operator before these engines."""
+    for fake in fakes:
+        await fake.start()
+    try:
+        async with world(list(fakes), tenants=KEYS, admin_key="root") as it:
+            yield it
+    finally:
+        for fake in fakes:
+            if fake._task is not None and not fake._task.done():
+                await fake.kill()
+
+
+async def frame(it: World, key: str, more: str = "") -> LiveFrame:
+    return msgspec.convert(await it.get(f"/sojourn/v1/stream?once=1{more}", key), LiveFrame)
+
+
+async def explained(it: World, key: str, status: int = 200, program: str = "p", more: str = "") -> Any:
+    headers = {"Authorization": f"Bearer {key}"}
+    url = f"{it.url}/sojourn/v1/programs/{program}/explain{more}"
+    async with it.http.get(url, headers=headers) as answer:
+        assert answer.status == status, await answer.text()
+        return await answer.json()
+
+
+async def test_an_explanation_has_the_tenants_ids_also_in_its_text() -> None:
+    fake = VirtualFakeEngine()
+    lease = fake.virtual.turn("a/p", prompt(40))
+    assert lease is not None
+    fake.virtual.wait(lease.ttl_s + 5.0)
+    fake.virtual.evict(prompt(40), by="b/rival")
+    fake.virtual.turn("a/p", prompt(60))
+    fake.virtual.turn("a/x/explain", prompt(8, seed=1))
+    async with gateway(fake) as it:
+        for program in ("p", "x/explain"):
+            assert (await it.chat(program, "key-a")).status == 200
+        found = await explained(it, "key-a")
+        assert (found["program_id"], found["turn"], found["replica"]) == ("p", 2, fake.name)
+        assert found["lost_to"] == FOREIGN_PROGRAM_ID
+        assert f"by program {FOREIGN_PROGRAM_ID}" in found["text"]
+        assert {one["program_id"] for one in found["decisions"]} == {"p"}
+        assert any("ttl_s" in one for one in found["decisions"]), "with their terms"
+        assert "b/" not in str(found)
+        shown = await explained(it, "root")
+        assert shown["lost_to"] == "b/rival"
+        assert "by program b/rival" in shown["text"]
+        assert (await explained(it, "key-a", more="?turn=1"))["turn"] == 1
+        assert "1, 2" in (await explained(it, "key-a", 404, more="?turn=7"))["error"]["next"]
+        await explained(it, "key-a", 400, more="?turn=0")
+        await explained(it, "key-b", 404)
+        whole = await explained(it, "key-a", program="x")
+        assert (whole["program_id"], whole["engine"]["turns"]) == ("x/explain", 1), "an id may end so"
+        await fake.kill()
+        assert "does not answer" in (await explained(it, "key-a", 503))["error"]["message"]
+
+
+async def test_an_answer_that_is_no_explanation_is_the_engines_fault() -> None:
+    fake = FakeEngine()
+    async with gateway(fake) as it:
+        assert (await it.chat("p", "key-a")).status == 200
+        error = (await explained(it, "key-a", 502))["error"]
+        assert "sent no explanation" in error["message"]
+
+
+async def test_a_live_frame_has_every_engine_and_each_tenant_sees_its_programs() -> None:
+    fake, stock, odd = VirtualFakeEngine(ranks=2), FakeEngine(), VirtualFakeEngine()
+    odd.rpc.instead["snapshot"] = {}
+    first, second = fake.ranks
+    first.send(ProgramStart(program_id="a/p", seq=-1, parent_program_id="b/q"))
+    first.send(ProgramStart(program_id="a/child", seq=-1, parent_program_id="a/p"))
+    first.turn("a/p", prompt(40))
+    for _ in range(2):
+        second.turn("b/q", prompt(8, seed=1))
+    first.turn("b/q", prompt(8, seed=1))
+    second.turn("stranger", prompt(8, seed=2))
+    async with gateway(fake, stock, odd) as it:
+        await until(lambda: len(list(it.gateway.replicas)) == 4)
+        found = await frame(it, "root")
+        assert {row.engine: row.error for row in found.engines} == {
+            f"{fake.name}/0": None,
+            f"{fake.name}/1": None,
+            stock.name: "runs without sojourn",
+            odd.name: "does not answer",
+        }
+        assert not found.full, "an engine is missing"
+        rows = {(row.tenant, row.program_id): row for row in found.programs}
+        assert rows.keys() == {("a", "p"), ("a", "child"), ("b", "q"), (None, "stranger")}
+        assert rows["a", "p"].engine == f"{fake.name}/0"
+        assert (rows["b", "q"].engine, rows["b", "q"].turns) == (f"{fake.name}/1", 2)
+        assert rows["a", "p"].parent_program_id == FOREIGN_PROGRAM_ID
+        assert rows["a", "child"].parent_program_id == "p"
+        assert sum(row.turns for row in found.engines) == 5
+
+        own = await frame(it, "key-a")
+        assert {row.program_id for row in own.programs} == {"p", "child"}
+        assert {row.turns for row in own.engines} == {0}, "no totals of all tenants"
+        second.wait(100.0)
+        first.wait(100.0)
+        first.turn("a/new", prompt(8, seed=3), "done")
+        delta = await frame(it, "key-a", "&changed_within_s=5")
+        assert not delta.full
+        assert {row.program_id for row in delta.programs} == {"new"}
